@@ -1,0 +1,31 @@
+"""Every exception of the package. All are ``ValueError``: the user can mend what they report."""
+
+from __future__ import annotations
+
+
+class USPError(ValueError):
+    """Base class: a request that cannot be served exactly. The message names numbers and the fix."""
+
+
+class ConfigError(USPError):
+    """Arguments that contradict each other, the model or the number of ranks."""
+
+
+class LayoutError(USPError):
+    """Tokens and ranks that do not fit each other."""
+
+
+class MeshError(USPError):
+    """Process groups that cannot form the mesh, or ranks that disagree about a call."""
+
+
+class UnsupportedAttentionError(USPError):
+    """An attention that no kernel here computes exactly under the asked degrees."""
+
+
+class DataError(USPError):
+    """Training data that cannot be read as what it claims to be."""
+
+
+class CheckpointError(USPError):
+    """A checkpoint that does not belong to this model or this parallel layout."""

@@ -1,0 +1,265 @@
+"""Where every token of the sequence is: the only owner of that question in the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from ds_usp.errors import LayoutError
+from ds_usp.geometry.segments import Segment, balanced, cut, join
+
+ORDERS = ("ulysses-ring", "ring-ulysses")
+DEFAULT_SP_ORDER = ORDERS[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows ``start : start + length`` of one Ulysses rank's shard, contiguous in ring order too."""
+
+    ulysses_rank: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The share of a sequence that every rank of a sequence-parallel group holds.
+
+    Args:
+        kind: one of :data:`KINDS`.
+
+            * ``contiguous``: ring rank ``r`` holds the ``r``-th piece. Causal work is unbalanced.
+            * ``zigzag``: the sequence is cut into ``2 * ring`` chunks, ring rank ``r`` holds
+              chunks ``r`` and ``2 * ring - 1 - r``. Causal work is balanced.
+            * ``striped``: ring rank ``r`` holds positions ``r, r + ring, r + 2 * ring, ...``
+              (Striped Attention, arXiv 2311.09431).
+            * ``context_parallel``: megatron-core's order, a zigzag over all ranks of the group,
+              so that its RoPE and batch slicing stay valid.
+
+            In the first three a ring rank's tokens are cut evenly among its Ulysses ranks.
+        seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then.
+        ulysses: ranks that exchange heads for sequence.
+        ring: ranks that pass keys and values around.
+        order: which of the two axes varies fastest over the ranks of the group.
+
+    Invariant: the shards of the Ulysses ranks of one ring rank together are that ring rank's
+    tokens; :meth:`runs` says in which order.
+
+    Raises:
+        LayoutError: an unknown name, a size below 1, or fewer tokens than every rank needs.
+    """
+
+    kind: str
+    seq_len: int
+    ulysses: int = 1
+    ring: int = 1
+    order: str = DEFAULT_SP_ORDER
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise LayoutError(f"unknown token layout {self.kind!r}; there are {', '.join(KINDS)}")
+        if self.order not in ORDERS:
+            raise LayoutError(f"unknown rank order {self.order!r}; there are {', '.join(ORDERS)}")
+        for name in ("seq_len", "ulysses", "ring"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
+        shortest = min(self.length(rank) for rank in range(self.degree))
+        if shortest < 1:
+            raise LayoutError(
+                f"{self.seq_len} tokens leave a rank of ulysses {self.ulysses} x ring {self.ring} "
+                f"({self.kind}) without any. Use a sequence of at least {2 * self.degree} tokens "
+                "or smaller degrees."
+            )
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share the sequence: ``ulysses * ring``."""
+        return self.ulysses * self.ring
+
+    def sp_rank(self, ulysses_rank: int, ring_rank: int) -> int:
+        """Rank in the sequence-parallel group of one point of the two axes."""
+        if self.order == "ulysses-ring":
+            return ring_rank * self.ulysses + ulysses_rank
+        return ulysses_rank * self.ring + ring_rank
+
+    def coords(self, rank: int) -> tuple[int, int]:
+        """``(ulysses_rank, ring_rank)`` of a rank of the sequence-parallel group."""
+        if not 0 <= rank < self.degree:
+            raise LayoutError(f"rank {rank} is outside the {self.degree} ranks of {self}")
+        if self.order == "ulysses-ring":
+            ring_rank, ulysses_rank = divmod(rank, self.ulysses)
+        else:
+            ulysses_rank, ring_rank = divmod(rank, self.ring)
+        return ulysses_rank, ring_rank
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The tokens of one sequence-parallel rank, in the order in which it stores them."""
+        return _segments(self, rank)
+
+    def length(self, rank: int) -> int:
+        """Tokens that one sequence-parallel rank holds."""
+        return sum(segment.length for segment in self.segments(rank))
+
+    def positions(self, rank: int) -> list[int]:
+        """Global position of every token of one rank, in storage order."""
+        return [position for segment in self.segments(rank) for position in segment.positions]
+
+    def ring_segments(self, ring_rank: int) -> tuple[Segment, ...]:
+        """The tokens of one ring rank in ascending order, as attention sees them."""
+        return _ring_order(self, ring_rank)[0]
+
+    def ring_length(self, ring_rank: int) -> int:
+        """Tokens that one ring rank attends with, over all its Ulysses ranks."""
+        return sum(segment.length for segment in self.ring_segments(ring_rank))
+
+    def ring_positions(self, ring_rank: int) -> list[int]:
+        """Global position of every token of one ring rank, ascending."""
+        segments = self.ring_segments(ring_rank)
+        return [position for segment in segments for position in segment.positions]
+
+    def runs(self, ring_rank: int) -> tuple[Run, ...]:
+        """How the shards of a ring rank's Ulysses ranks interleave to its ascending order."""
+        return _ring_order(self, ring_rank)[1]
+
+    def permutation(self) -> list[int]:
+        """Global position of each token when the shards are joined in rank order."""
+        return [position for rank in range(self.degree) for position in self.positions(rank)]
+
+    def inverse(self) -> list[int]:
+        """Index in the joined shards of each global position: undoes :meth:`permutation`."""
+        inverse = [0] * self.seq_len
+        for index, position in enumerate(self.permutation()):
+            inverse[position] = index
+        return inverse
+
+    def shard(self, x: Any, dim: int, rank: int) -> Any:
+        """The part of a full tensor that belongs to ``rank``.
+
+        Shapes:
+            x: ``seq_len`` along ``dim``; the result has ``length(rank)`` there. Differentiable.
+        """
+        dim = self._check_dim(x, dim, self.seq_len, "the full tensor")
+        out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))
+        for begin, segment in _offsets(self.segments(rank)):
+            run = segment.positions
+            out.narrow(dim, begin, segment.length).copy_(
+                x[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)]
+            )
+        return out
+
+    def gather(self, shards: Sequence[Any], dim: int) -> Any:
+        """The full tensor from the shards of all ranks, in rank order: undoes :meth:`shard`."""
+        if len(shards) != self.degree:
+            raise LayoutError(f"{len(shards)} shards were given for the {self.degree} of {self}")
+        for rank, part in enumerate(shards):
+            dim = self._check_dim(part, dim, self.length(rank), f"the shard of rank {rank}")
+        first = shards[0]
+        out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
+        for rank, part in enumerate(shards):
+            for begin, segment in _offsets(self.segments(rank)):
+                run = segment.positions
+                out[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)] = part.narrow(
+                    dim, begin, segment.length
+                )
+        return out
+
+    def _check_dim(self, x: Any, dim: int, length: int, what: str) -> int:
+        if not -x.ndim <= dim < x.ndim:
+            raise LayoutError(f"dim {dim} does not exist in {what} of shape {tuple(x.shape)}")
+        dim %= x.ndim
+        if x.shape[dim] != length:
+            raise LayoutError(
+                f"{what} has {x.shape[dim]} tokens along dim {dim} of {tuple(x.shape)}; "
+                f"{self} puts {length} there"
+            )
+        return dim
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.seq_len} tokens, ulysses {self.ulysses} x ring {self.ring})"
+
+
+def _contiguous(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
+    return (_chunk(layout.seq_len, layout.ring, ring_rank),)
+
+
+def _zigzag(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
+    chunks = 2 * layout.ring
+    return tuple(_chunk(layout.seq_len, chunks, i) for i in (ring_rank, chunks - 1 - ring_rank))
+
+
+def _striped(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
+    length = len(range(ring_rank, layout.seq_len, layout.ring))
+    return (Segment(ring_rank, length, layout.ring),)
+
+
+def _cut_among_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
+    def table(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
+        whole = join(ring_table(layout, ring_rank))
+        total = sum(segment.length for segment in whole)
+        return cut(whole, *balanced(total, layout.ulysses, ulysses_rank))
+
+    return table
+
+
+def _context_parallel(
+    layout: TokenLayout, ulysses_rank: int, ring_rank: int
+) -> tuple[Segment, ...]:
+    rank, chunks = layout.sp_rank(ulysses_rank, ring_rank), 2 * layout.degree
+    return tuple(_chunk(layout.seq_len, chunks, i) for i in (rank, chunks - 1 - rank))
+
+
+def _chunk(total: int, parts: int, index: int) -> Segment:
+    begin, end = balanced(total, parts, index)
+    return Segment(begin, end - begin)
+
+
+_Table = Callable[[TokenLayout, int, int], tuple[Segment, ...]]
+
+# One row a layout: (layout, ulysses rank, ring rank) -> that rank's tokens in storage order.
+_TABLES: Mapping[str, _Table] = MappingProxyType(
+    {
+        "contiguous": _cut_among_ulysses(_contiguous),
+        "zigzag": _cut_among_ulysses(_zigzag),
+        "striped": _cut_among_ulysses(_striped),
+        "context_parallel": _context_parallel,
+    }
+)
+KINDS = tuple(_TABLES)
+
+
+def _offsets(segments: Sequence[Segment]) -> list[tuple[int, Segment]]:
+    """Each run with the index of its first token in storage."""
+    begin, found = 0, []
+    for segment in segments:
+        found.append((begin, segment))
+        begin += segment.length
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
+    return join(_TABLES[layout.kind](layout, *layout.coords(rank)))
+
+
+@lru_cache(maxsize=4096)
+def _ring_order(
+    layout: TokenLayout, ring_rank: int
+) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
+    pieces = [
+        (segment, Run(ulysses_rank, begin, segment.length))
+        for ulysses_rank in range(layout.ulysses)
+        for begin, segment in _offsets(layout.segments(layout.sp_rank(ulysses_rank, ring_rank)))
+    ]
+    pieces.sort(key=lambda piece: piece[0].start)
+    runs: list[Run] = []
+    for _, run in pieces:
+        last = runs[-1] if runs else None
+        if last and (last.ulysses_rank, last.start + last.length) == (run.ulysses_rank, run.start):
+            runs[-1] = Run(last.ulysses_rank, last.start, last.length + run.length)
+        else:
+            runs.append(run)
+    return join(segment for segment, _ in pieces), tuple(runs)

@@ -1,0 +1,98 @@
+"""The grid of ranks: from axis sizes to the list of ranks of every process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ds_usp.errors import ConfigError
+
+DEFAULT_ORDER = ("tp", "ulysses", "ring", "dp", "pp")
+
+
+@dataclass(frozen=True, init=False)
+class RankGrid:
+    """A world of ranks laid out along named axes, innermost (fastest varying) first.
+
+    Args:
+        sizes: ranks along each axis; an axis that is left out has size 1.
+        order: every axis, innermost first. The chattiest axis belongs on the fastest links, so
+            the default puts tensor parallelism first and the pipeline last (USP paper, section 5).
+
+    Raises:
+        ConfigError: a size below 1, or an axis that ``order`` does not name exactly once.
+    """
+
+    order: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int], order: Sequence[str] = DEFAULT_ORDER) -> None:
+        unknown = sorted(set(sizes) - set(order))
+        if unknown or len(set(order)) != len(order):
+            raise ConfigError(
+                f"the rank order {'-'.join(order)} must name each axis once; it was given sizes "
+                f"for {', '.join(sizes)}. Add the missing axis to the order or drop its size."
+            )
+        wrong = {axis: size for axis, size in sizes.items() if int(size) != size or size < 1}
+        if wrong:
+            raise ConfigError(f"every axis needs a whole size of 1 or more, got {wrong}")
+        object.__setattr__(self, "order", tuple(order))
+        object.__setattr__(self, "shape", tuple(int(sizes.get(axis, 1)) for axis in order))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        return math.prod(self.shape)
+
+    def size(self, *axes: str) -> int:
+        """Ranks in one group over ``axes``."""
+        return math.prod(self.shape[self._index(axis)] for axis in axes)
+
+    def rank(self, **coords: int) -> int:
+        """Global rank at ``coords``; an axis that is left out is at 0."""
+        rank, step = 0, 1
+        for axis, size in zip(self.order, self.shape, strict=True):
+            coord = coords.get(axis, 0)
+            if not 0 <= coord < size:
+                raise ConfigError(f"{axis}={coord} is outside its axis of {size} ranks")
+            rank, step = rank + coord * step, step * size
+        return rank
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every axis."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside the grid of {self.world_size} ranks")
+        found = {}
+        for axis, size in zip(self.order, self.shape, strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups that vary along ``axes`` and share the other coordinates.
+
+        Returns:
+            One tuple of ascending global ranks per group; the groups ascend by first rank.
+        """
+        for axis in axes:
+            self._index(axis)
+        inside = [a for a in self.order if a in axes]
+        outside = [a for a in self.order if a not in axes]
+        return tuple(
+            tuple(self.rank(**fixed, **moving) for moving in self._walk(inside))
+            for fixed in self._walk(outside)
+        )
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one group over ``axes`` that holds ``rank``."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    def _walk(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        ranges = [range(self.shape[self._index(axis)]) for axis in reversed(axes)]
+        return [dict(zip(reversed(axes), point, strict=True)) for point in product(*ranges)]
+
+    def _index(self, axis: str) -> int:
+        if axis not in self.order:
+            raise ConfigError(f"no axis {axis!r} in the rank order {'-'.join(self.order)}")
+        return self.order.index(axis)

@@ -1,0 +1,212 @@
+"""From positions and a mask to the rectangles of work that a kernel is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_usp.errors import LayoutError, UnsupportedAttentionError
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows and key columns of two shards, and the diagonal band of pairs that may attend.
+
+    Row ``i`` sees column ``j`` if ``low <= j - i <= high``, in indices of the two shards. A tile is
+    tight: it has no empty row or column, and the band is clamped to what the rectangle holds.
+    So no kernel ever meets a fully masked row.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int
+    high: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.q_stop - self.q_start
+
+    @property
+    def columns(self) -> int:
+        """Key columns."""
+        return self.k_stop - self.k_start
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """``(left, right)`` aligned to the bottom right corner, as flash kernels take it.
+
+        Row ``i`` of the rectangle sees columns ``i + columns - rows - left`` to
+        ``i + columns - rows + right``. None: unbounded on that side.
+        """
+        low, high = self.low - self.k_start + self.q_start, self.high - self.k_start + self.q_start
+        shift = self.columns - self.rows
+        left = None if low <= 1 - self.rows else shift - low
+        right = None if high >= self.columns - 1 else high - shift
+        return left, right
+
+    @property
+    def is_full(self) -> bool:
+        """Every row sees every column."""
+        return self.window == (None, None)
+
+    @property
+    def is_causal(self) -> bool:
+        """The plain causal mask, aligned to the bottom right corner."""
+        return self.window == (None, 0)
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs that attend: the tile's work."""
+        low, high = self.low - self.k_start + self.q_start, self.high - self.k_start + self.q_start
+        return _pairs_below(self.rows, self.columns, high) - _pairs_below(
+            self.rows, self.columns, low - 1
+        )
+
+    def __str__(self) -> str:
+        left, right = self.window
+        kind = "full" if self.is_full else "causal" if self.is_causal else f"window({left},{right})"
+        return f"q[{self.q_start}:{self.q_stop}] k[{self.k_start}:{self.k_stop}] {kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class TileSupport:
+    """What a kernel computes in one call besides full and square causal tiles.
+
+    Args:
+        rectangular: causal tiles with more columns than rows, aligned to the bottom right.
+        window: any other band.
+    """
+
+    rectangular: bool = True
+    window: bool = True
+
+
+def plan_tiles(
+    q_segments: Sequence[Segment],
+    k_segments: Sequence[Segment],
+    mask: MaskSpec,
+    support: TileSupport = TileSupport(),
+) -> tuple[Tile, ...]:
+    """Cover every allowed (query, key) pair of two shards exactly once, in few kernel calls.
+
+    Args:
+        q_segments: the query shard's tokens, ascending.
+        k_segments: the key shard's tokens, ascending.
+        mask: who sees whom, in global positions.
+        support: what the kernel can compute in one call.
+
+    Raises:
+        LayoutError: runs of different stride, whose common pairs are no band.
+        UnsupportedAttentionError: a window for a kernel that has none.
+    """
+    tiles: list[Tile] = []
+    q_start = 0
+    for q in q_segments:
+        k_start = 0
+        for k in k_segments:
+            tile = _tile(q, q_start, k, k_start, mask)
+            if tile is not None:
+                tiles.append(tile)
+            k_start += k.length
+        q_start += q.length
+    return tuple(part for tile in _merged(tiles) for part in _lowered(tile, support))
+
+
+def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
+    if q.stride != k.stride:
+        raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
+    # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
+    apart = k.start - q.start
+    low = 1 - q.length if mask.left is None else -((mask.left + apart) // q.stride)
+    high = k.length - 1 if mask.right is None else (mask.right - apart) // q.stride
+    shift = k_start - q_start
+    return _tight(
+        Tile(q_start, q_start + q.length, k_start, k_start + k.length, low + shift, high + shift)
+    )
+
+
+def _tight(tile: Tile) -> Tile | None:
+    """The same pairs without empty rows and columns; None if there are none."""
+    q_start = max(tile.q_start, tile.k_start - tile.high)
+    q_stop = min(tile.q_stop, tile.k_stop - tile.low)
+    k_start = max(tile.k_start, q_start + tile.low)
+    k_stop = min(tile.k_stop, q_stop + tile.high)
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    low, high = max(tile.low, k_start - q_stop + 1), min(tile.high, k_stop - 1 - q_start)
+    return Tile(q_start, q_stop, k_start, k_stop, low, high) if low <= high else None
+
+
+def _merged(tiles: list[Tile]) -> list[Tile]:
+    """Join tiles as long as two of them are exactly one band of their bounding rectangle."""
+    done: list[Tile] = []
+    for tile in tiles:
+        index = 0
+        while index < len(done):
+            joined = _join(done[index], tile)
+            if joined is None:
+                index += 1
+            else:
+                tile = joined
+                del done[index]
+                index = 0
+        done.append(tile)
+    return done
+
+
+def _join(a: Tile, b: Tile) -> Tile | None:
+    """One tile with the pairs of two disjoint ones, if such a tile exists.
+
+    The smallest band rectangle around both contains both, so it is their union exactly when it
+    holds as many pairs as they do.
+    """
+    around = Tile(
+        min(a.q_start, b.q_start),
+        max(a.q_stop, b.q_stop),
+        min(a.k_start, b.k_start),
+        max(a.k_stop, b.k_stop),
+        min(a.low, b.low),
+        max(a.high, b.high),
+    )
+    return around if around.pairs == a.pairs + b.pairs else None
+
+
+def _lowered(tile: Tile, support: TileSupport) -> list[Tile]:
+    """The tile as full and square causal ones where the kernel knows no more than these."""
+    left, right = tile.window
+    if right is None and left is None:
+        return [tile]
+    if left is not None:
+        if not support.window:
+            raise UnsupportedAttentionError(
+                f"a window of {left} tokens to the left needs a kernel with window support"
+            )
+        return [tile]
+    if right != 0:
+        if support.window and support.rectangular:
+            return [tile]
+        # The rows below the diagonal's end see every column.
+        corner = tile.k_stop - tile.high
+        above, below = replace(tile, q_stop=corner), replace(tile, q_start=corner)
+        parts = [part for part in (_tight(above), _tight(below)) if part is not None]
+        return [small for part in parts for small in _lowered(part, support)]
+    if tile.rows == tile.columns or support.rectangular:
+        return [tile]
+    edge = tile.k_stop - tile.rows
+    parts = [_tight(replace(tile, k_stop=edge)), _tight(replace(tile, k_start=edge))]
+    return [part for part in parts if part is not None]
+
+
+def _pairs_below(rows: int, columns: int, high: int) -> int:
+    """Pairs with ``j - i <= high`` in a rectangle, closed form."""
+
+    def clamped_sum(x: int) -> int:  # sum of min(max(t, 0), columns) over all t <= x
+        inside = min(max(x, 0), columns)
+        return inside * (inside + 1) // 2 + max(x - columns, 0) * columns
+
+    return clamped_sum(high + rows) - clamped_sum(high)
