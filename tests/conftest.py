@@ -1,0 +1,47 @@
+"""Fixtures and marks that every test shares."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+MARK_OF_FOLDER = {"distributed": "dist", "megatron": "megatron", "gpu": "gpu"}
+
+# `from harness import ...` in every test, whichever folder it lies in; ranks get the same path.
+for _folder in (str(TESTS), str(TESTS.parent)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+
+from harness import WorkerPool  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, and skip those that need a GPU where there is none."""
+    no_gpu = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
+        if folder in MARK_OF_FOLDER:
+            item.add_marker(MARK_OF_FOLDER[folder])
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Start every test from the same random state."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Gloo ranks that the whole session shares."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()

@@ -1,0 +1,149 @@
+"""The harness itself: results by rank, failures that show, stuck ranks that end."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankContext, RankError, RankTimeoutError, WorkerPool, fork_world
+
+
+class OddError(ValueError):
+    """An exception that cannot be rebuilt from its pickle."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def describe(ctx: RankContext, offset: int = 0) -> dict[str, int]:
+    return {
+        "rank": ctx.rank + offset,
+        "world": ctx.world,
+        "group": dist.get_world_size(ctx.group),
+        "default": dist.get_world_size(),
+        "env": int(os.environ["RANK"]) * 100 + int(os.environ["WORLD_SIZE"]),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def all_reduce(ctx: RankContext, x: torch.Tensor) -> torch.Tensor:
+    y = (x * (ctx.rank + 1)).requires_grad_()
+    total = y.detach().clone()
+    dist.all_reduce(total, group=ctx.group)
+    return total
+
+
+def one_row_of_many(ctx: RankContext) -> torch.Tensor:
+    return torch.zeros(1000, 1000, dtype=torch.bfloat16, requires_grad=True)[ctx.rank] + 1
+
+
+def raise_on(ctx: RankContext, ranks: list[int], odd: bool = False) -> int:
+    if ctx.rank in ranks:
+        raise OddError(ctx.rank, ctx.world) if odd else KeyError(f"key {ctx.rank}")
+    return ctx.rank
+
+
+def wait_for_rank_that_raised(ctx: RankContext, culprit: int) -> None:
+    if ctx.rank == culprit:
+        raise ValueError("the culprit")
+    dist.barrier(ctx.group)
+
+
+def hang(ctx: RankContext, sleeper: int) -> None:
+    if ctx.rank == sleeper:
+        time.sleep(3600)
+    dist.barrier(ctx.group)
+
+
+def die(ctx: RankContext, victim: int) -> None:
+    if ctx.rank == victim:
+        os._exit(7)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_answers_in_order(pool: WorkerPool, world: int) -> None:
+    got = pool.run(describe, world, offset=10)
+    assert [g["rank"] for g in got] == [10 + r for r in range(world)]
+    assert [g["env"] for g in got] == [100 * r + world for r in range(world)]
+    for key in ("world", "group", "default"):
+        assert [g[key] for g in got] == [world] * world
+    assert [g["threads"] for g in got] == [1] * world
+    assert len({g["pid"] for g in got} | {os.getpid()}) == world + 1
+
+
+def test_tensors_travel_by_value(pool: WorkerPool) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for total in pool.run(all_reduce, 4, x=x):
+        assert torch.equal(total, x * 10)
+    rows = pool.run(one_row_of_many, 2)
+    assert all(r.shape == (1000,) and r.dtype == torch.bfloat16 for r in rows)
+    assert all(r.untyped_storage().nbytes() == 2000 and not r.requires_grad for r in rows)
+
+
+def test_ranks_are_started_once(pool: WorkerPool) -> None:
+    first = [g["pid"] for g in pool.run(describe, 4)]
+    start = time.monotonic()
+    for _ in range(20):
+        assert [g["pid"] for g in pool.run(describe, 4)] == first
+    assert time.monotonic() - start < 5.0
+
+
+def test_first_traceback_shows_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(raise_on, 4, ranks=[2])
+    text = str(caught.value)
+    assert "rank 2 of 4 raised" in text and "KeyError: 'key 2'" in text
+    assert "in raise_on" in text and "rank 3 returned" in text
+    assert pool.run(raise_on, 4, ranks=[]) == [0, 1, 2, 3]
+
+
+def test_ranks_stuck_behind_a_failure_do_not_hide_it(pool: WorkerPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)after rank 1 raised.*ValueError: the culprit"):
+        pool.run(wait_for_rank_that_raised, 3, culprit=1)
+    assert time.monotonic() - start < 30
+    assert pool.run(raise_on, 3, ranks=[]) == [0, 1, 2]
+
+
+def test_a_case_that_hangs_ends_with_every_stack(pool: WorkerPool) -> None:
+    with pytest.raises(RankTimeoutError) as caught:
+        pool.run(hang, 3, sleeper=1, timeout=2.0)
+    text = str(caught.value)
+    assert "hang: no answer from ranks [0, 1, 2] of 3 within 2 s" in text
+    for rank in range(3):
+        stack = text.split(f"---- rank {rank} (stuck) ----")[1].split("----")[0]
+        assert "test_harness.py" in stack and " in hang" in stack
+    assert pool.run(raise_on, 3, ranks=[]) == [0, 1, 2]
+
+
+def test_a_dead_rank_is_named(pool: WorkerPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised\nthe process died, exit code 7"):
+        pool.run(die, 2, victim=1)
+    assert pool.run(raise_on, 2, ranks=[]) == [0, 1]
+
+
+def test_errors_returns_what_each_rank_raised(pool: WorkerPool) -> None:
+    errors = pool.errors(raise_on, 4, ranks=[0, 3])
+    assert [type(e) for e in errors] == [KeyError, type(None), type(None), KeyError]
+    errors = pool.errors(raise_on, 2, ranks=[0, 1], odd=True)
+    assert [str(e) for e in errors] == ["OddError: 0 and 2", "OddError: 1 and 2"]
+    with pytest.raises(RankTimeoutError):
+        pool.errors(wait_for_rank_that_raised, 2, culprit=0, timeout=2.0)
+
+
+def test_fork_world_is_fresh_every_time() -> None:
+    first, second = fork_world(describe, 2), fork_world(describe, 2)
+    assert [g["rank"] for g in first] == [0, 1] and [g["default"] for g in first] == [2, 2]
+    assert not {g["pid"] for g in first} & {g["pid"] for g in second}
+    with pytest.raises(RankError, match="KeyError: 'key 0'"):
+        fork_world(raise_on, 2, ranks=[0])
+
+
+def test_world_sizes_beyond_the_harness_are_refused(pool: WorkerPool) -> None:
+    for world in (0, 9):
+        with pytest.raises(ValueError, match=f"world={world}"):
+            pool.run(describe, world)
