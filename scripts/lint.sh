@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Style, format and types; every check runs, the exit code is that of the first that failed.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/env.sh
+. "$root/scripts/env.sh"
+cd "$root"
+
+status=0
+check() {
+  local code=0
+  printf '== %s\n' "$*"
+  python -m "$@" || code=$?
+  ((status)) || status=$code
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
+exit "$status"

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Runs the tests:  scripts/test.sh [unit|dist|megatron|gpu|all] [pytest arguments]
+#   unit      no process groups, no GPU           dist  gloo ranks on the CPU
+#   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
+#   all       everything, in one pytest run (the default)
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+group=all
+case "${1:-}" in
+  unit | dist | megatron | gpu | all)
+    group="$1"
+    shift
+    ;;
+  */* | *.py*) group=given ;; # paths stand for themselves
+  "" | -*) ;;
+  *)
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+    ;;
+esac
+
+# shellcheck source=scripts/env.sh
+. "$root/scripts/env.sh"
+cd "$root"
+
+case "$group" in
+  unit) folders=(tests/unit tests/examples) ;;
+  dist) folders=(tests/distributed) ;;
+  megatron) folders=(tests/megatron) ;;
+  gpu) folders=(tests/gpu) ;;
+  all) folders=(tests) ;;
+  given) folders=() ;;
+esac
+present=()
+for folder in "${folders[@]}"; do
+  [[ -d "$folder" ]] && present+=("$folder")
+done
+
+if [[ "$group" == gpu || "$group" == all ]] &&
+  ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  printf '%s\n' '************************************************************' \
+    '** NO NVIDIA GPU HERE: the tests in tests/gpu do NOT run.   **' \
+    '************************************************************' >&2
+  [[ "$group" == gpu ]] && exit 0
+fi
+
+exec python -m pytest "${present[@]}" "$@"
