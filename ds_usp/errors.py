@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class USPError(ValueError):
-    """Base class: a request that cannot be served exactly. The message names numbers and the fix."""
+    """Base class: a request that cannot be served exactly. Messages name numbers and the fix."""
 
 
 class ConfigError(USPError):

@@ -17,11 +17,16 @@ DEFAULT_SP_ORDER = ORDERS[0]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows ``start : start + length`` of one Ulysses rank's shard, contiguous in ring order too."""
+    """Rows ``start : stop`` of one Ulysses rank's shard, contiguous in ring order too."""
 
     ulysses_rank: int
     start: int
     length: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last one."""
+        return self.start + self.length
 
 
 @dataclass(frozen=True)
@@ -246,9 +251,7 @@ def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _ring_order(
-    layout: TokenLayout, ring_rank: int
-) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
+def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
     pieces = [
         (segment, Run(ulysses_rank, begin, segment.length))
         for ulysses_rank in range(layout.ulysses)
@@ -258,7 +261,7 @@ def _ring_order(
     runs: list[Run] = []
     for _, run in pieces:
         last = runs[-1] if runs else None
-        if last and (last.ulysses_rank, last.start + last.length) == (run.ulysses_rank, run.start):
+        if last and (last.ulysses_rank, last.stop) == (run.ulysses_rank, run.start):
             runs[-1] = Run(last.ulysses_rank, last.start, last.length + run.length)
         else:
             runs.append(run)

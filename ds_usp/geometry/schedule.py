@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
+from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, plan_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,14 @@ class RingSchedule:
     ring_degree: int
     steps: tuple[RingStep, ...]
 
-    def hops(self) -> Iterator[tuple[RingStep, int | None]]:
-        """Each step with the distance that its block travels next; None after the last."""
-        following = [step.offset for step in self.steps[1:]]
-        shifts = [after - step.offset for step, after in zip(self.steps, following, strict=False)]
-        return iter(zip(self.steps, [*shifts, None], strict=True))
+    def hops(self) -> Iterator[tuple[RingStep, RingStep | None]]:
+        """Each step with the one after it; None after the last."""
+        return zip_longest(self.steps, self.steps[1:])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest block that comes by: what a buffer must hold."""
+        return max(step.kv_length for step in self.steps)
 
     @property
     def pairs(self) -> int:
@@ -64,7 +68,7 @@ class RingSchedule:
 
 @lru_cache(maxsize=4096)
 def ring_schedule(
-    layout: TokenLayout, mask: MaskSpec, ring_rank: int, support: TileSupport = TileSupport()
+    layout: TokenLayout, mask: MaskSpec, ring_rank: int, support: TileSupport = ANY_BAND
 ) -> RingSchedule:
     """Plan one rank's walk; offsets at which no rank has work are not visited.
 
@@ -86,7 +90,7 @@ def _useful_offsets(layout: TokenLayout, mask: MaskSpec) -> tuple[int, ...]:
         offset
         for offset in ranks
         if offset == 0
-        or any(_tiles(layout, mask, r, (r - offset) % layout.ring, TileSupport()) for r in ranks)
+        or any(_tiles(layout, mask, r, (r - offset) % layout.ring, ANY_BAND) for r in ranks)
     )
 
 

@@ -86,11 +86,14 @@ class TileSupport:
     window: bool = True
 
 
+ANY_BAND = TileSupport()
+
+
 def plan_tiles(
     q_segments: Sequence[Segment],
     k_segments: Sequence[Segment],
     mask: MaskSpec,
-    support: TileSupport = TileSupport(),
+    support: TileSupport = ANY_BAND,
 ) -> tuple[Tile, ...]:
     """Cover every allowed (query, key) pair of two shards exactly once, in few kernel calls.
 

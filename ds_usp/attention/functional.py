@@ -1,0 +1,123 @@
+"""The functional form: exchange heads, walk the ring, exchange back. Differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_usp.attention.request import (
+    HeadTraffic,
+    agreed,
+    check_tensors,
+    checked_scale,
+    refuse_dropout,
+)
+from ds_usp.attention.ring import RingCall, ring_backward, ring_forward
+from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.kernels.api import KernelRequest
+from ds_usp.kernels.registry import AUTO, select_kernel
+
+
+class SeqAllToAll(torch.autograd.Function):
+    """A head exchange and, backwards, its reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """See :class:`HeadExchange` for the shapes."""
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        return exchange.to_heads(tensors) if to_heads else exchange.to_sequence(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients go the way back; those of a head with several users are summed."""
+        reverse = ctx.exchange.to_sequence if ctx.to_heads else ctx.exchange.to_heads
+        return None, None, *reverse(grads)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of one ring rank's queries with the whole ring's keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`ring_forward` for the shapes."""
+        out, lse = ring_forward(call, q, k, v)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        """See :func:`ring_backward`."""
+        return None, *ring_backward(ctx.call, dout.contiguous(), *ctx.saved_tensors)
+
+
+def usp_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    kernel: str = AUTO,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention over a sequence that is spread over the ranks of a mesh.
+
+    Collective over the mesh: all its ranks make the same call with their own tokens.
+
+    Shapes:
+        q ``[b, s_local, h, d]``, k and v ``[b, s_local, h_kv, d]`` -> ``[b, s_local, h, d]``;
+        with ``return_lse`` also the log-sum-exp of the scaled scores ``[b, h, s_local]`` in fp32
+        (fp64 for fp64), which carries no gradient.
+
+    Args:
+        mesh: the process groups.
+        layout: which tokens each rank holds; ``mesh.layout(kind, seq_len)`` makes one that fits.
+        mask: who sees whom, in global positions.
+        softmax_scale: factor of the scores; None is ``d ** -0.5``.
+        dropout_p: must be 0 here: no kernel draws the same mask in every split.
+        kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
+        return_lse: also return the log-sum-exp.
+
+    Raises:
+        LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
+        MeshError: the ranks disagree about the call. Every rank raises in all of these cases.
+
+    Source: USP, arXiv 2405.07719, algorithm 1.
+    """
+
+    def check() -> tuple[str, tuple[HeadTraffic, RingCall]]:
+        text = check_tensors(q, k, v, mesh, layout)
+        refuse_dropout(dropout_p, mesh)
+        traffic = HeadTraffic.plan(q, k, mesh, layout)
+        scale = checked_scale(softmax_scale, q.shape[3])
+        request = KernelRequest(q.device.type, q.dtype, q.shape[3], mask)
+        chosen = select_kernel(request, kernel)
+        schedule = ring_schedule(layout, mask, mesh.ring_rank, chosen.caps.tiles)
+        text = f"{text}, mask {mask}, scale {scale:.9g}, kernel {chosen.name}"
+        return text, (traffic, RingCall(mesh, schedule, chosen, scale))
+
+    traffic, call = agreed(mesh, check)
+    q, k, v = SeqAllToAll.apply(traffic.qkv, True, q, k, v)
+    out, lse = RingAttention.apply(call, q, traffic.expand(k), traffic.expand(v))
+    (out,) = SeqAllToAll.apply(traffic.out, False, out)
+    if not return_lse:
+        return out
+    (lse,) = traffic.out.to_sequence([lse.transpose(1, 2).unsqueeze(-1)])
+    return out, lse.squeeze(-1).transpose(1, 2)

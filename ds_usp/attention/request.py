@@ -1,0 +1,141 @@
+"""One attention call, checked on this rank and agreed on with the others before anything moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError, USPError
+from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+
+Checked = TypeVar("Checked")
+
+
+@dataclass(frozen=True)
+class HeadTraffic:
+    """How q, k, v and the output of one call travel among the Ulysses ranks."""
+
+    heads: HeadSplit
+    qkv: HeadExchange
+    out: HeadExchange
+
+    @classmethod
+    def plan(
+        cls, q: torch.Tensor, k: torch.Tensor, mesh: SequenceMesh, layout: TokenLayout
+    ) -> HeadTraffic:
+        """The exchanges for q ``[b, s, h, d]`` and k ``[b, s, h_kv, d]``.
+
+        Raises:
+            ConfigError: heads that the Ulysses ranks cannot share.
+        """
+        heads = HeadSplit(q.shape[2], k.shape[2], mesh.ulysses_degree)
+        ranks = range(mesh.ulysses_degree)
+        queries = tuple(heads.query_range(rank) for rank in ranks)
+        keys = tuple(heads.kv_range(rank) for rank in ranks)
+        return cls(
+            heads,
+            HeadExchange(mesh, layout, (queries, keys, keys)),
+            HeadExchange(mesh, layout, (queries,)),
+        )
+
+    def expand(self, kv: torch.Tensor) -> torch.Tensor:
+        """One KV head for each query head where the ranks' query heads cut through groups."""
+        index = self.heads.kv_index(self.qkv.mesh.ulysses_rank)
+        return kv if index is None else kv[:, :, list(index)]
+
+
+def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Checked:
+    """Run a check on every rank and go on only if all passed and described the same call.
+
+    An error on one rank is raised there and reported on the others, so nobody waits for a rank
+    that has left.
+
+    Raises:
+        USPError: what ``check`` raised; on the other ranks a MeshError with it.
+    """
+    try:
+        text, result = check()
+    except USPError as error:
+        mesh.agree_on_call("", error)
+        raise
+    mesh.agree_on_call(text)
+    return result
+
+
+def check_tensors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: SequenceMesh, layout: TokenLayout
+) -> str:
+    """Check that q, k, v ``[b, s, h, d]`` are this rank's share of a self-attention; describe it.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit each other.
+        LayoutError: a layout of another mesh, or not this rank's number of tokens in it.
+        UnsupportedAttentionError: values of another head dim than the keys.
+    """
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ConfigError(f"q, k and v must be [batch, tokens, heads, head_dim], got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ConfigError(f"q, k and v must share batch, tokens and head_dim, got {shapes}")
+    if v.shape[3] != k.shape[3]:
+        raise UnsupportedAttentionError(
+            f"values of head dim {v.shape[3]} with keys of {k.shape[3]}: pad the values to "
+            f"{k.shape[3]}; separate head dims are not supported yet"
+        )
+    if not q.numel():
+        raise ConfigError(f"q, k and v must not be empty, got {shapes}")
+    kinds = {(x.dtype, x.device) for x in (q, k, v)}
+    if len(kinds) > 1 or not q.is_floating_point():
+        raise ConfigError(
+            "q, k and v must share one floating dtype and one device, got "
+            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        )
+    theirs = (layout.ulysses, layout.ring, layout.order)
+    ours = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+    if theirs != ours:
+        raise LayoutError(
+            f"the layout is for ulysses {theirs[0]} x ring {theirs[1]} ({theirs[2]}), the mesh is "
+            f"{ours[0]} x {ours[1]} ({ours[2]}); mesh.layout(kind, seq_len) makes one that fits"
+        )
+    if q.shape[1] != layout.length(mesh.rank):
+        raise LayoutError(
+            f"rank {mesh.rank} holds {q.shape[1]} tokens, {layout} gives it "
+            f"{layout.length(mesh.rank)}; layout.shard(x, dim, rank) cuts the right share"
+        )
+    return (
+        f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dim "
+        f"{q.shape[3]}, {q.dtype} on {q.device.type}, {layout}, {layout.order}"
+    )
+
+
+def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of the scores; None is ``head_dim ** -0.5``.
+
+    Raises:
+        ConfigError: not a finite number above 0.
+    """
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not math.isfinite(scale) or scale <= 0:
+        raise ConfigError(f"softmax_scale={softmax_scale!r} must be a finite number above 0")
+    return scale
+
+
+def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
+    """No kernel here draws the same dropout mask for every split of heads and sequence.
+
+    Raises:
+        UnsupportedAttentionError: dropout above 0.
+    """
+    if dropout_p:
+        raise UnsupportedAttentionError(
+            f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
+            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
+            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it."
+        )

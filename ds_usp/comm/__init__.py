@@ -1,0 +1,1 @@
+"""Floor 1: process groups and what travels between ranks. Knows no attention."""

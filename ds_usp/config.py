@@ -1,0 +1,75 @@
+"""Settings as one frozen value, and the only reader of argument namespaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+
+AUTO_KERNEL = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class USPConfig:
+    """How one sequence is spread over ranks.
+
+    Args:
+        sp_degree: ranks that share a sequence (``--ds-sequence-parallel-size``).
+        ulysses_degree: of these, ranks that exchange heads (``--ulysses-degree``); None: all, as
+            DeepSpeed-Ulysses does. The ring takes the rest.
+        layout: token layout (``--usp-layout``).
+        order: which axis has its ranks next to each other.
+        kernel: attention kernel (``--usp-kernel``).
+
+    Raises:
+        ConfigError: degrees that do not multiply, or unknown names.
+    """
+
+    sp_degree: int = 1
+    ulysses_degree: int | None = None
+    layout: str = "zigzag"
+    order: str = DEFAULT_SP_ORDER
+    kernel: str = AUTO_KERNEL
+
+    def __post_init__(self) -> None:
+        for name in ("sp_degree", "ulysses_degree"):
+            degree = getattr(self, name)
+            whole = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
+            if not whole and (degree is not None or name == "sp_degree"):
+                raise ConfigError(f"{name}={degree!r} must be a whole number of 1 or more")
+        if self.sp_degree % self.ulysses:
+            fits = [str(u) for u in range(1, self.sp_degree + 1) if self.sp_degree % u == 0]
+            raise ConfigError(
+                f"--ulysses-degree {self.ulysses} does not divide --ds-sequence-parallel-size "
+                f"{self.sp_degree}. Use one of {', '.join(fits)}."
+            )
+        for name, known in (("layout", KINDS), ("order", ORDERS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"unknown {name} {getattr(self, name)!r}; there are {', '.join(known)}"
+                )
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks along the Ulysses axis."""
+        return self.sp_degree if self.ulysses_degree is None else self.ulysses_degree
+
+    @property
+    def ring(self) -> int:
+        """Ranks along the ring axis."""
+        return self.sp_degree // self.ulysses
+
+    @classmethod
+    def from_args(cls, args: Any) -> USPConfig:
+        """Read a host's argparse namespace; what it does not have keeps its default."""
+        names = {
+            "sp_degree": "ds_sequence_parallel_size",
+            "ulysses_degree": "ulysses_degree",
+            "layout": "usp_layout",
+            "order": "usp_order",
+            "kernel": "usp_kernel",
+        }
+        given = {field: getattr(args, name, None) for field, name in names.items()}
+        return cls(**{field: value for field, value in given.items() if value is not None})

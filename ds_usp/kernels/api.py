@@ -1,0 +1,187 @@
+"""What a kernel is: the protocol, what it declares, and what is asked of it.
+
+Letters of the shapes: B batch, S query tokens, T key tokens, H query heads, G key/value heads,
+D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What a call needs from a kernel, the same on every rank."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    mask: MaskSpec
+
+
+@dataclass(frozen=True)
+class KernelCaps:
+    """What a kernel computes exactly.
+
+    Args:
+        devices: device types; empty means any.
+        dtypes: dtypes of q, k and v, forward and backward.
+        max_head_dim: largest head dim; None means any.
+        head_dim_multiple: the head dim must be a multiple of this.
+        tiles: bands it computes in one call.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    tiles: TileSupport = ANY_BAND
+
+    def refusal(self, request: KernelRequest) -> str | None:
+        """Why the kernel cannot serve the request; None if it can."""
+        if self.devices and request.device not in self.devices:
+            return f"runs on {'/'.join(sorted(self.devices))}, not {request.device}"
+        if request.dtype not in self.dtypes:
+            known = ", ".join(sorted(_short(dtype) for dtype in self.dtypes))
+            return f"takes {known}, not {_short(request.dtype)}"
+        if self.max_head_dim is not None and request.head_dim > self.max_head_dim:
+            return f"takes head dims up to {self.max_head_dim}, not {request.head_dim}"
+        if request.head_dim % self.head_dim_multiple:
+            return (
+                f"takes head dims that are multiples of {self.head_dim_multiple}, "
+                f"not {request.head_dim}"
+            )
+        if request.mask.left is not None and not self.tiles.window:
+            return f"has no sliding window, asked for {request.mask}"
+        return None
+
+
+class AttentionKernel(Protocol):
+    """One attention library behind one face.
+
+    ``tiles`` have disjoint, ascending query rows and are computed in one call. Results cover the
+    rows (``out``, ``lse``, ``dq``) and columns (``dk``, ``dv``) of the tiles, in their order.
+    """
+
+    name: str
+    caps: KernelCaps
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: tuple[Tile, ...],
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the tiles alone.
+
+        Shapes:
+            q ``[B, S, H, D]``, k and v ``[B, T, G, D]`` -> out ``[B, rows, H, D]`` and lse
+            ``[B, H, rows]``, the natural log-sum-exp of the scaled scores in fp32 (fp64 for fp64).
+        """
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: tuple[Tile, ...],
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tiles' share of the gradients, from the final ``out`` and ``lse`` of all blocks.
+
+        Shapes:
+            dout, out ``[B, S, H, D]``, lse ``[B, H, S]`` -> dq ``[B, rows, H, D]``, dk and dv
+            ``[B, columns, G, D]``.
+        """
+
+
+class SingleTileKernel:
+    """Base of kernels that compute one tile a call: cuts the tensors, the library does the rest."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: tuple[Tile, ...],
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`AttentionKernel.forward`."""
+        (tile,) = tiles
+        return self.tile_forward(_rows(q, tile), _columns(k, tile), _columns(v, tile), tile, scale)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: tuple[Tile, ...],
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :meth:`AttentionKernel.backward`."""
+        (tile,) = tiles
+        return self.tile_backward(
+            _rows(dout, tile),
+            _rows(q, tile),
+            _columns(k, tile),
+            _columns(v, tile),
+            _rows(out, tile),
+            lse[:, :, tile.q_start : tile.q_stop],
+            tile,
+            scale,
+        )
+
+    def tile_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def tile_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+def band(tile: Tile, device: torch.device) -> torch.Tensor:
+    """The tile's mask, true where a pair attends: ``[rows, columns]`` bool."""
+    rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
+    distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
+    return (distance >= tile.low) & (distance <= tile.high)
+
+
+def _rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    return x[:, tile.q_start : tile.q_stop]
+
+
+def _columns(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    return x[:, tile.k_start : tile.k_stop]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
