@@ -2,6 +2,7 @@
 
 from ds_usp._version import __version__
 from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.module import USPAttention
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import USPConfig
@@ -29,6 +30,7 @@ __all__ = [
     "RankGrid",
     "SequenceMesh",
     "TokenLayout",
+    "USPAttention",
     "USPConfig",
     "USPError",
     "UnsupportedAttentionError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,8 @@ class SequenceMesh:
             )
         if order not in ORDERS:
             raise ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
-        return cls._over(group or dist.group.WORLD, ulysses, size // ulysses, order)
+        whole = cast(dist.ProcessGroup, group or dist.group.WORLD)
+        return cls._over(whole, ulysses, size // ulysses, order)
 
     @classmethod
     def build(cls, grid: RankGrid) -> SequenceMesh:

@@ -195,14 +195,17 @@ def _lowered(tile: Tile, support: TileSupport) -> list[Tile]:
             return [tile]
         # The rows below the diagonal's end see every column.
         corner = tile.k_stop - tile.high
-        above, below = replace(tile, q_stop=corner), replace(tile, q_start=corner)
-        parts = [part for part in (_tight(above), _tight(below)) if part is not None]
+        parts = _parts(replace(tile, q_stop=corner), replace(tile, q_start=corner))
         return [small for part in parts for small in _lowered(part, support)]
     if tile.rows == tile.columns or support.rectangular:
         return [tile]
     edge = tile.k_stop - tile.rows
-    parts = [_tight(replace(tile, k_stop=edge)), _tight(replace(tile, k_start=edge))]
-    return [part for part in parts if part is not None]
+    return _parts(replace(tile, k_stop=edge), replace(tile, k_start=edge))
+
+
+def _parts(*tiles: Tile) -> list[Tile]:
+    """The tiles without empty rows and columns; those without pairs vanish."""
+    return [tight for tight in map(_tight, tiles) if tight is not None]
 
 
 def _pairs_below(rows: int, columns: int, high: int) -> int:

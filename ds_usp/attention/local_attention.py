@@ -1,0 +1,126 @@
+"""What a host's local attention computes, read from the module where its class is known.
+
+Above ring degree 1 the ring computes attention itself, so it has to know the mask, the scale and
+the dropout of the module it stands in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.geometry.masks import MaskSpec
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """What a local attention computes and returns.
+
+    Args:
+        mask: who sees whom.
+        softmax_scale: factor of the scores; None is ``head_dim ** -0.5``.
+        dropout_p: its attention dropout in training.
+        flat_output: it returns ``h * d`` as one dim.
+    """
+
+    mask: MaskSpec
+    softmax_scale: float | None
+    dropout_p: float
+    flat_output: bool = False
+
+
+def read_local_attention(
+    module: Any, mask: MaskSpec | None = None, softmax_scale: float | None = None
+) -> LocalAttention:
+    """What the module computes; a ``mask`` or ``softmax_scale`` that is given wins.
+
+    Raises:
+        UnsupportedAttentionError: a class that is not known here and no mask given, or a known
+            one that computes what the ring does not.
+    """
+    for cls in type(module).__mro__:
+        reader = _READERS.get((cls.__module__.split(".")[0], cls.__name__))
+        if reader is not None:
+            known = reader(module)
+            scale = known.softmax_scale if softmax_scale is None else softmax_scale
+            return replace(known, mask=mask or known.mask, softmax_scale=scale)
+    if mask is None:
+        raise UnsupportedAttentionError(
+            f"with a ring the attention of {type(module).__name__} must be known. Say what it "
+            "does: USPAttention(..., mask=MaskSpec.causal(), softmax_scale=...), or use "
+            "ulysses_degree = sequence-parallel size (ring 1), which runs it as it is."
+        )
+    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
+    dropouts = [each.p for each in modules if isinstance(each, torch.nn.Dropout)]
+    return LocalAttention(mask, softmax_scale, max(dropouts, default=0.0))
+
+
+def _flash_self_attention(module: Any) -> LocalAttention:
+    """``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package."""
+    if getattr(module, "alibi_slopes", None) is not None:
+        raise UnsupportedAttentionError("ALiBi slopes are not supported with a ring yet")
+    right = 0 if module.causal else None
+    left, window_right = getattr(module, "window_size", (-1, -1))
+    mask = MaskSpec(None if left < 0 else left, right if window_right < 0 else window_right)
+    if module.causal:
+        mask = MaskSpec(mask.left, 0)
+    dropout = getattr(module, "drop", None)
+    dropout_p = module.dropout_p if dropout is None else dropout.p
+    return LocalAttention(mask, module.softmax_scale, float(dropout_p))
+
+
+def _flash_self_attention_triton(module: Any) -> LocalAttention:
+    """``FlashSelfAttentionTriton`` of Megatron-DeepSpeed, which hands on no scale or dropout."""
+    mask = MaskSpec.causal() if module.causal else MaskSpec.full()
+    return LocalAttention(mask, None, 0.0, flat_output=True)
+
+
+def _core_attention(module: Any) -> LocalAttention:
+    """``CoreAttention`` of Megatron-DeepSpeed: layer scaling divides and multiplies back."""
+    factor = float(module.norm_factor)
+    if module.apply_query_key_layer_scaling:
+        factor /= module.layer_number
+    mask = _megatron_mask(module.attn_mask_type, None)
+    dropout_p = float(module.attention_dropout.p)
+    return LocalAttention(mask, 1.0 / factor, dropout_p, flat_output=True)
+
+
+def _dot_product_attention(module: Any) -> LocalAttention:
+    """``DotProductAttention`` of megatron-core."""
+    if getattr(module, "softmax_offset", None) is not None:
+        raise UnsupportedAttentionError("attention sinks are not supported with a ring yet")
+    softmax = module.scale_mask_softmax
+    mask = _megatron_mask(module.attn_mask_type, softmax.window_size)
+    scale = float(module.softmax_scale) * (softmax.scale or 1.0)
+    dropout_p = float(module.attention_dropout.p)
+    return LocalAttention(mask, scale, dropout_p, flat_output=True)
+
+
+def _megatron_mask(kind: Any, window: tuple[int, int] | None) -> MaskSpec:
+    """From Megatron's ``AttnMaskType`` and window, where -1 is open."""
+    name = getattr(kind, "name", str(kind))
+    if name not in ("causal", "no_mask"):
+        raise UnsupportedAttentionError(
+            f"an attention of mask type {name!r} takes its mask from a tensor, which a ring does "
+            "not carry. Use mask type causal or no_mask, or give mask=MaskSpec...."
+        )
+    left, right = window or (-1, -1)
+    bound = 0 if name == "causal" else (None if right < 0 else right)
+    return MaskSpec(None if left < 0 else left, bound)
+
+
+# One row a class: (top-level package, class name) -> reader.
+_READERS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
+    {
+        ("megatron", "FlashSelfAttention"): _flash_self_attention,
+        ("megatron", "FlashSelfAttentionTriton"): _flash_self_attention_triton,
+        ("flash_attn", "FlashSelfAttention"): _flash_self_attention,
+        ("megatron", "CoreAttention"): _core_attention,
+        ("megatron", "DotProductAttention"): _dot_product_attention,
+    }
+)
