@@ -29,8 +29,10 @@ class HostArguments:
         self.attention = attention
         self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None
 
-    def check(self, seq_len: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at one call's extra arguments.
+    def check(
+        self, seq_len: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, None]:
+        """Look at one call's extra arguments; describe them for the other ranks.
 
         Raises:
             UnsupportedAttentionError: an argument that the ring cannot honour.
@@ -39,6 +41,7 @@ class HostArguments:
             self._check_one(f"extra argument {index}", "attention_mask", value, seq_len)
         for name, value in kwargs.items():
             self._check_one(name, name, value, seq_len)
+        return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}", None
 
     def _check_one(self, label: str, name: str, value: Any, seq_len: int) -> None:
         attention = self.attention

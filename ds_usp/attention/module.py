@@ -179,7 +179,7 @@ class USPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """With a ring: what the local attention would compute, on the package's kernels."""
         if args or kwargs:
-            agreed(self.mesh, lambda: ("the same call", host.check(layout.seq_len, args, kwargs)))
+            agreed(self.mesh, lambda: host.check(layout.seq_len, args, kwargs))
         attention = host.attention
         if rotary is not None:
             positions = layout.positions(self.mesh.rank)
