@@ -1,0 +1,39 @@
+"""What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
+
+from ds_usp.training.batch import (
+    SequenceBatch,
+    local_positions,
+    rotary_frequencies,
+    shard_batch,
+)
+from ds_usp.training.deepspeed import (
+    GradientRule,
+    ParallelGroups,
+    check_zero_stage,
+    deepspeed_mpu,
+    global_gradient_norm,
+    gradient_rule,
+    initialize_deepspeed,
+    owned_parameters,
+    prepare_deepspeed,
+)
+from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
+
+__all__ = [
+    "GradientRule",
+    "ParallelGroups",
+    "SequenceBatch",
+    "check_zero_stage",
+    "deepspeed_mpu",
+    "global_gradient_norm",
+    "gradient_rule",
+    "initialize_deepspeed",
+    "local_positions",
+    "loss_token_weight",
+    "mean_loss",
+    "owned_parameters",
+    "prepare_deepspeed",
+    "rotary_frequencies",
+    "shard_batch",
+    "weighted_loss",
+]

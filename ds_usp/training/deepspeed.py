@@ -1,0 +1,225 @@
+"""What makes DeepSpeed right under sequence parallelism, all of it in this file.
+
+Found by comparing gradient norms under plain SGD with one rank's (DeepSpeed 0.19.8); losses under
+Adam with clipping hide every one of these:
+
+* ZeRO-0 to 2 sum gradients over sequence x data parallel ranks and divide by the data-parallel
+  size only, but only if an ``mpu`` tells the two apart. ``sequence_parallel_size`` in the
+  configuration looks like it did and reduces over the data-parallel ranks alone: refused.
+* ZeRO-3 partitions over the mpu's *data-parallel* group, and its default reduce-scatter divides by
+  that group's whole size.
+* Pipelines know no sequence axis: it is folded into the data axis, which they divide by.
+* ZeRO-0 in fp32 reports no gradient norm, and clips by a wrong one over pipeline stages.
+* The CPU accelerator compiles a shared-memory op at the first start (20 to 80 s, a C++ compiler
+  needed) that training never calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_usp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """This rank's process groups, one for each way in which ranks differ.
+
+    Args:
+        tp: ranks that share each weight matrix.
+        sp: ranks that share each sequence.
+        dp: ranks with the same tokens' positions but other sequences.
+        sp_dp: all ranks that hold different tokens: sequence x data parallel.
+        model: all ranks that hold different weights: tensor x pipeline parallel.
+        stages: pipeline stages.
+    """
+
+    tp: dist.ProcessGroup
+    sp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    sp_dp: dist.ProcessGroup
+    model: dist.ProcessGroup
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """How DeepSpeed reduces gradients over the ranks that hold different tokens.
+
+    Args:
+        data_axis: the group that its ``data parallel`` must mean: ``dp`` or ``sp_dp``.
+        divisor: gradients are summed over all of sequence x data parallel, then divided by this.
+    """
+
+    data_axis: str
+    divisor: int
+
+    def loss_scale(self, micro_batches: int) -> int:
+        """Factor on the loss that undoes every division: the divisor's and accumulation's."""
+        return self.divisor * micro_batches
+
+
+def gradient_rule(zero_stage: int, groups: ParallelGroups) -> GradientRule:
+    """The rule for one ZeRO stage, alone or under a pipeline."""
+    if groups.stages > 1 or zero_stage == 3:
+        return GradientRule("sp_dp", dist.get_world_size(groups.sp_dp))
+    return GradientRule("dp", dist.get_world_size(groups.dp))
+
+
+def check_zero_stage(zero_stage: int, *, stages: int, bf16: bool) -> None:
+    """Refuse what DeepSpeed does not train as one rank does.
+
+    Raises:
+        ConfigError: a pipeline with ZeRO-2 or 3, or bf16 with ZeRO-0.
+    """
+    if stages > 1 and zero_stage > 1:
+        raise ConfigError(
+            f"a pipeline of {stages} stages cannot use ZeRO-{zero_stage}: it accumulates gradients "
+            "over interleaved micro batches, which stages 2 and 3 would partition after each. Use "
+            "--zero-stage 1 or --pipeline-model-parallel-size 1"
+        )
+    if bf16 and zero_stage == 0:
+        raise ConfigError(
+            "bf16 with ZeRO-0: DeepSpeed's optimizer for it departs from fp32 training even on one "
+            "rank. Use --zero-stage 1, which keeps fp32 master weights"
+        )
+
+
+def deepspeed_mpu(groups: ParallelGroups, rule: GradientRule) -> SimpleNamespace:
+    """The ``mpu`` for ``deepspeed.initialize``: its names for the groups of ``groups``."""
+    axes = {
+        "model_parallel": groups.model,
+        "tensor_model_parallel": groups.tp,
+        "data_parallel": getattr(groups, rule.data_axis),
+        "sequence_parallel": groups.sp,
+        "sequence_data_parallel": groups.sp_dp,
+    }
+    methods: dict[str, Callable[[], Any]] = {}
+    for axis, group in axes.items():
+        methods[f"get_{axis}_group"] = partial(_same, group)
+        methods[f"get_{axis}_rank"] = partial(dist.get_rank, group)
+        methods[f"get_{axis}_world_size"] = partial(dist.get_world_size, group)
+    return SimpleNamespace(**methods)
+
+
+def _same(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def prepare_deepspeed() -> None:
+    """Import DeepSpeed quietly and without its compiled shared-memory op; before any group."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def initialize_deepspeed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Mapping[str, Any],
+    groups: ParallelGroups,
+) -> tuple[Any, GradientRule]:
+    """``deepspeed.initialize`` for a model whose sequences are cut over ``groups.sp``.
+
+    Args:
+        model: a plain module, or a ``PipelineModule`` if ``groups.stages`` is above 1.
+        config: DeepSpeed's configuration. Batch sizes per replica: leave out
+            ``train_batch_size``, which DeepSpeed counts differently in each case.
+
+    Returns:
+        The engine, whose ``get_global_grad_norm()`` is right at every stage, and the rule by which
+        the loss must be scaled.
+
+    Raises:
+        ConfigError: a stage or a configuration that DeepSpeed trains wrongly.
+    """
+    import deepspeed
+
+    stage = int(config.get("zero_optimization", {}).get("stage", 0))
+    bf16 = bool(config.get("bf16", {}).get("enabled"))
+    check_zero_stage(stage, stages=groups.stages, bf16=bf16)
+    _check_config(config)
+    config, rule = dict(config), gradient_rule(stage, groups)
+    if stage == 0:
+        _own_gradient_norm(optimizer, groups, float(config.pop("gradient_clipping", 0.0)))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        mpu=deepspeed_mpu(groups, rule) if groups.stages == 1 else None,
+        dist_init_required=False,
+    )
+    return engine, rule
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if "sequence_parallel_size" in config:
+        raise ConfigError(
+            f"sequence_parallel_size={config['sequence_parallel_size']} in DeepSpeed's "
+            "configuration makes a device mesh along which ZeRO-0 to 2 never sum gradients over "
+            "the sequence-parallel ranks. Leave it out: the groups come from the mpu"
+        )
+    if "train_batch_size" in config:
+        raise ConfigError(
+            f"train_batch_size={config['train_batch_size']} means another number at each ZeRO "
+            "stage and under a pipeline. Give train_micro_batch_size_per_gpu and "
+            "gradient_accumulation_steps"
+        )
+
+
+def _own_gradient_norm(
+    optimizer: torch.optim.Optimizer, groups: ParallelGroups, clip: float
+) -> None:
+    """Let ``optimizer`` measure (and clip by) the global norm before each of its steps.
+
+    The engine reads ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = global_gradient_norm(parameters, groups)
+        if clip > 0.0:
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
+        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def owned_parameters(
+    parameters: Iterable[nn.Parameter], groups: ParallelGroups
+) -> Iterator[nn.Parameter]:
+    """Those parameters that this rank counts, so that over ``groups.model`` each counts once.
+
+    A weight that is split over tensor-parallel ranks counts on all of them, one that they share on
+    the first only, and one that another pipeline stage owns not at all.
+    """
+    first = dist.get_rank(groups.tp) == 0
+    for p in parameters:
+        if not getattr(p, "ds_pipe_replicated", False) and (
+            first or getattr(p, "tensor_model_parallel", False)
+        ):
+            yield p
+
+
+def global_gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) -> float:
+    """2-norm of the reduced gradients of the whole model, each weight counted once."""
+    total = torch.zeros((), device=parameters[0].device)
+    for p in owned_parameters(parameters, groups):
+        if p.grad is not None:
+            total += p.grad.float().norm() ** 2
+    dist.all_reduce(total, group=groups.model)
+    return total.sqrt().item()

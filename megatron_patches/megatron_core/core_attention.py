@@ -1,0 +1,154 @@
+"""megatron-core's ``core_attention`` slot, filled with ``ds_usp.usp_attention``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+import ds_usp
+from ds_usp.errors import MeshError, UnsupportedAttentionError
+
+
+class USPCoreAttention(torch.nn.Module):
+    """Attention of one layer over the ranks of a mesh; built by megatron-core's ``SelfAttention``.
+
+    Args:
+        mesh, layout, kernel: as for ``ds_usp.usp_attention``.
+        config, layer_number, attn_mask_type, softmax_scale: from megatron-core.
+        unused: the rest of what megatron-core gives to any core attention.
+
+    Raises:
+        UnsupportedAttentionError: what the configuration asks for cannot be computed exactly.
+        MeshError: the mesh is not megatron-core's context-parallel group.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: ds_usp.SequenceMesh,
+        layout: ds_usp.TokenLayout,
+        kernel: str = "auto",
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size != mesh.sp_degree:
+            raise MeshError(
+                f"TransformerConfig.context_parallel_size={config.context_parallel_size} but the "
+                f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
+                f"{mesh.ring_degree}); they must be the same group"
+            )
+        _refuse_what_is_not_exact(config, layer_number)
+        self.mesh, self.layout, self.kernel = mesh, layout, kernel
+        self.softmax_scale = softmax_scale
+        self.attn_mask_type = attn_mask_type
+        self.mask = _mask(attn_mask_type, config, layer_number)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend over the whole sequence.
+
+        Shapes:
+            query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
+            result: ``[s_local, b, h * d]``.
+        """
+        given = {
+            "attention_mask": attention_mask,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+        }
+        for name, value_given in given.items():
+            if value_given is not None:
+                raise UnsupportedAttentionError(
+                    f"{name} was given: the mask of USP attention is a rule over global positions "
+                    f"({self.mask}), the same for every sequence. Pass {name}=None, and for packed "
+                    "documents leave reset_attention_mask off"
+                )
+        if attn_mask_type not in (None, self.attn_mask_type):
+            raise UnsupportedAttentionError(
+                f"the call asks for mask {attn_mask_type}, the layer was built for "
+                f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
+            )
+        out = ds_usp.usp_attention(
+            *(x.transpose(0, 1) for x in (query, key, value)),
+            mesh=self.mesh,
+            layout=self.layout,
+            mask=self.mask,
+            softmax_scale=self.softmax_scale,
+            kernel=self.kernel,
+        )
+        return out.transpose(0, 1).flatten(2)
+
+
+def usp_layer_spec(
+    mesh: ds_usp.SequenceMesh,
+    layout: ds_usp.TokenLayout,
+    *,
+    normalization: str,
+    kernel: str = "auto",
+) -> ModuleSpec:
+    """megatron-core's local GPT layer with our core attention.
+
+    Args:
+        normalization: ``RMSNorm`` or ``LayerNorm``.
+    """
+    spec = get_gpt_layer_local_spec(normalization=normalization)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(USPCoreAttention, mesh=mesh, layout=layout, kernel=kernel)
+    return spec
+
+
+def _mask(
+    attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
+) -> ds_usp.MaskSpec:
+    right_of = {AttnMaskType.causal: 0, AttnMaskType.no_mask: None}
+    if attn_mask_type not in right_of:
+        raise UnsupportedAttentionError(
+            f"mask type {attn_mask_type} has no rule over global positions; USP attention serves "
+            "AttnMaskType.causal and AttnMaskType.no_mask, with or without a window"
+        )
+    left, right = None, right_of[attn_mask_type]
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        left, ahead = (None if bound < 0 else bound for bound in config.window_size)
+        right = ahead if right is None else right
+    return ds_usp.MaskSpec.window(left, right)
+
+
+def _refuse_what_is_not_exact(config: TransformerConfig, layer_number: int) -> None:
+    refused = {
+        f"attention_dropout={config.attention_dropout}": (
+            config.attention_dropout > 0.0,
+            "ranks would drop different entries in forward and backward; set attention_dropout=0",
+        ),
+        f"softmax_type={config.softmax_type!r}": (
+            config.softmax_type != "vanilla",
+            "blocks cannot be merged with an added softmax term; set softmax_type='vanilla'",
+        ),
+        "log_max_attention_logit / qk_clip": (
+            config.log_max_attention_logit or config.qk_clip,
+            "flash kernels do not return the largest logit; switch both off",
+        ),
+    }
+    for what, (asked, fix) in refused.items():
+        if asked:
+            raise UnsupportedAttentionError(f"layer {layer_number}: {what}: {fix}")

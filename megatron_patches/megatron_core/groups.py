@@ -1,0 +1,35 @@
+"""megatron-core's process groups, and what ds_usp needs of them."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+
+import ds_usp
+from ds_usp.training import ParallelGroups
+
+
+def initialize_groups(
+    *, tensor: int, ulysses: int, ring: int, pipeline: int
+) -> tuple[ds_usp.SequenceMesh, ParallelGroups]:
+    """Create every process group of this world through megatron-core's parallel state.
+
+    Rank order, innermost first: tensor, Ulysses, ring, data, pipeline. megatron-core's
+    context-parallel group is the sequence-parallel group, Ulysses ranks next to each other.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=ulysses * ring,
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp",
+    )
+    sp = parallel_state.get_context_parallel_group()
+    groups = ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        sp=sp,
+        dp=parallel_state.get_data_parallel_group(),
+        sp_dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        model=parallel_state.get_model_parallel_group(),
+        stages=pipeline,
+    )
+    return ds_usp.SequenceMesh.from_group(sp, ulysses_degree=ulysses), groups
