@@ -1,0 +1,211 @@
+"""Training data: text or Megatron ``.bin/.idx`` files through megatron-core's GPTDataset."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+from ds_usp import DataError, TokenLayout
+from ds_usp.training import SequenceBatch, shard_batch
+from usp_trainer.launch import from_rank0
+
+EOD = 256  # end of document; the ids below it are the 256 bytes
+TEXT_VOCAB_SIZE = EOD + 1
+PIECE_BYTES = 1 << 14  # a text is cut into pieces, so that a share of them can be held out
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """What GPTDataset asks of a tokenizer. No id pads: sequences are always full."""
+
+    vocab_size: int
+    pad: int = -1
+
+    @property
+    def eod(self) -> int:
+        return self.vocab_size - 1
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+
+
+class TokenData:
+    """The sequences of one data-parallel replica, in an order that no parallel degree changes.
+
+    Sample ``i`` of training is the ``i``-th of an endless stream of shuffled epochs; step ``t``
+    takes samples ``t * global_batch_size`` and following, whatever the number of replicas, so that
+    a run can be resumed under other degrees.
+    """
+
+    def __init__(self, args: Namespace, layout: TokenLayout, sp_rank: int, dp_rank: int) -> None:
+        self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
+        prefixes, self.vocab_size = from_rank0(lambda: _prepare(args))
+        self._train, self._valid = _build(args, prefixes, self.vocab_size)
+        self._epoch, self._order = -1, numpy.arange(0)
+
+    def training_batches(self, first_sample: int) -> list[SequenceBatch]:
+        """This rank's micro batches of the step whose global batch starts at ``first_sample``."""
+        return self._batches(self._training_sample, first_sample)
+
+    def validation_batches(self, index: int) -> list[SequenceBatch]:
+        """This rank's micro batches of the ``index``-th global batch held out.
+
+        Raises:
+            DataError: the validation part is empty.
+        """
+        if self._valid is None:
+            raise DataError(
+                f"--eval-interval is set, but --split {self._args.split} leaves fewer than "
+                f"{self._args.seq_length + 1} tokens for validation"
+            )
+        count = len(self._valid)
+        return self._batches(
+            lambda sample: self._valid[sample % count], index * self._args.global_batch_size
+        )
+
+    def _batches(self, sample: Any, first: int) -> list[SequenceBatch]:
+        args = self._args
+        size, replicas = args.micro_batch_size, args.data_parallel_size
+        batches = []
+        for micro in range(args.accumulation_steps):
+            begin = first + (micro * replicas + self._dp_rank) * size
+            rows = [sample(index) for index in range(begin, begin + size)]
+            fields = ("tokens", "labels", "loss_mask")
+            full = [torch.stack([row[field] for row in rows]) for field in fields]
+            batches.append(shard_batch(*full, layout=self._layout, rank=self._sp_rank))
+        return batches
+
+    def _training_sample(self, index: int) -> dict[str, torch.Tensor]:
+        epoch, offset = divmod(index, len(self._train))
+        if epoch != self._epoch:
+            shuffle = numpy.random.RandomState((self._args.seed + epoch) % 2**32)
+            self._epoch, self._order = epoch, shuffle.permutation(len(self._train))
+        return self._train[int(self._order[offset])]
+
+
+def _build(
+    args: Namespace, prefixes: list[str], vocab_size: int
+) -> tuple[GPTDataset, GPTDataset | None]:
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(prefixes, None),
+        split=args.split,
+        path_to_cache=str(_cache(args) / "index"),
+        tokenizer=TokenIds(vocab_size),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    sizes = [None, None, None]  # one epoch each; TokenData makes as many as training takes
+    try:
+        train, valid, _ = BlendedMegatronDatasetBuilder(
+            GPTDataset, sizes, lambda: True, config
+        ).build()
+    except (AssertionError, ValueError, IndexError) as error:
+        raise DataError(f"megatron-core cannot read {', '.join(prefixes)}: {error}") from error
+    if train is None or len(train) == 0:
+        raise DataError(
+            f"{', '.join(prefixes)} with --split {args.split} holds fewer than the "
+            f"{args.seq_length + 1} training tokens of one sequence. Use more text or a "
+            "shorter --seq-length"
+        )
+    return train, valid if valid is not None and len(valid) else None
+
+
+def _prepare(args: Namespace) -> tuple[list[str], int]:
+    """Prefixes of the ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only.
+
+    Raises:
+        DataError: a file that is missing, empty or not what it claims to be.
+    """
+    paths = args.data_path or [None]
+    indexed = [path for path in paths if path and Path(get_idx_path(path)).is_file()]
+    if indexed and len(indexed) < len(paths):
+        raise DataError(
+            f"--data-path mixes .bin/.idx data ({', '.join(indexed)}) with text; the two have "
+            "different token ids. Encode the text with the same tokenizer"
+        )
+    if not indexed:
+        return [_encoded(_cache(args), path) for path in paths], TEXT_VOCAB_SIZE
+    if not args.vocab_size:
+        raise DataError(
+            f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
+            "--vocab-size N, where N-1 is the end of document"
+        )
+    for path in indexed:
+        size = Path(get_bin_path(path)).stat().st_size if Path(get_bin_path(path)).is_file() else 0
+        if not size:
+            raise DataError(f"{path}.bin is missing or empty, although {path}.idx is there")
+    return indexed, args.vocab_size
+
+
+def _cache(args: Namespace) -> Path:
+    return Path(args.data_cache_path or Path(args.output_dir) / "data")
+
+
+def _encoded(cache: Path, path: str | None) -> str:
+    """Prefix of the encoded form of a text, made once for each content."""
+    documents = [_read(path)] if path else _python_documentation()
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little") + document)
+    prefix = cache / f"text-{digest.hexdigest()[:16]}"
+    if not Path(get_idx_path(str(prefix))).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
+            made = str(Path(folder) / "text")
+            _write(made, documents)
+            os.replace(get_bin_path(made), get_bin_path(str(prefix)))
+            os.replace(get_idx_path(made), get_idx_path(str(prefix)))  # last: the pair is whole
+    return str(prefix)
+
+
+def _write(prefix: str, documents: list[bytes]) -> None:
+    builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)
+    for document in documents:
+        tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
+        for begin in range(0, len(tokens), PIECE_BYTES):
+            builder.add_item(torch.from_numpy(tokens[begin : begin + PIECE_BYTES]))
+            builder.end_document()
+    builder.finalize(get_idx_path(prefix))
+
+
+def _read(path: str) -> bytes:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"--data-path {path}: {error.strerror}; there is no {path}.idx either"
+        ) from error
+    if not data.strip():
+        raise DataError(f"--data-path {path} is empty ({len(data)} bytes)")
+    try:
+        codecs.decode(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--data-path {path} is not UTF-8 text: byte {error.start} is "
+            f"0x{data[error.start]:02x} ({error.reason}). Convert it, or give the prefix of a "
+            ".bin/.idx pair"
+        ) from error
+    return data
+
+
+def _python_documentation() -> list[bytes]:
+    from pydoc_data.topics import topics
+
+    return [text.encode() for _, text in sorted(topics.items())]

@@ -1,0 +1,149 @@
+"""DeepSpeed's engine around the model, with one way to train a step for both of its kinds."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_usp import DataError
+from ds_usp.training import (
+    ParallelGroups,
+    SequenceBatch,
+    initialize_deepspeed,
+    loss_token_weight,
+    mean_loss,
+    weighted_loss,
+)
+
+
+class Trainer:
+    """Trains and evaluates global batches; every number it returns is the same on every rank.
+
+    Args:
+        vocab_size: token ids that the data may hold.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: nn.Module,
+        groups: ParallelGroups,
+        device: torch.device,
+        vocab_size: int,
+    ) -> None:
+        self._groups, self._device, self._vocab_size = groups, device, vocab_size
+        self.engine, rule = initialize_deepspeed(
+            model, make_optimizer(args, model), deepspeed_config(args), groups
+        )
+        self._scale = rule.loss_scale(args.accumulation_steps)
+
+    def train(self, batches: Sequence[SequenceBatch], lr: float) -> tuple[float, float]:
+        """One optimizer step over this rank's micro batches.
+
+        Returns:
+            The mean loss over the whole global batch before the step, and the gradient norm.
+        """
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        weighted = self._weighted(batches)
+        self.engine.train()
+        if self._groups.stages > 1:
+            loss = self.engine.train_batch(iter(_pipeline_batches(weighted))).item()
+        else:
+            losses = []
+            for *batch, weights in weighted:
+                losses.append(weighted_loss(self.engine(*batch), weights))
+                self.engine.backward(losses[-1])
+                self.engine.step()
+            loss = mean_loss(losses, self._scale, self._groups.sp_dp)
+        return loss, float(self.engine.get_global_grad_norm())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[SequenceBatch]) -> float:
+        """The mean loss over a global batch."""
+        weighted = self._weighted(batches)
+        self.engine.eval()
+        if self._groups.stages > 1:
+            return self.engine.eval_batch(iter(_pipeline_batches(weighted))).item()
+        losses = [weighted_loss(self.engine(*batch), weights) for *batch, weights in weighted]
+        return mean_loss(losses, self._scale, self._groups.sp_dp)
+
+    def _weighted(self, batches: Sequence[SequenceBatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens, labels and loss weights on the device.
+
+        Raises:
+            DataError: on every rank alike, if any rank has a token id beyond the vocabulary.
+        """
+        largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in batches)
+        count = sum(float(b.loss_mask.sum()) for b in batches)
+        facts = torch.tensor(
+            [count, largest >= self._vocab_size], dtype=torch.float64, device=self._device
+        )
+        dist.all_reduce(facts, group=self._groups.sp_dp)
+        loss_tokens, ranks_beyond = facts.tolist()
+        if ranks_beyond:
+            raise DataError(
+                f"{ranks_beyond:.0f} ranks read token ids of {self._vocab_size} or more (here up "
+                f"to {largest}). The data was encoded with more ids than --vocab-size "
+                f"{self._vocab_size}"
+            )
+        weight = loss_token_weight(loss_tokens, self._scale)
+        rows = [(b.tokens, b.labels, b.loss_mask * weight) for b in batches]
+        return [tuple(x.to(self._device) for x in row) for row in rows]
+
+
+def _pipeline_batches(
+    weighted: Sequence[tuple[Tensor, Tensor, Tensor]],
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    for tokens, labels, weights in weighted:
+        yield tokens, (labels, weights)
+
+
+def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on matrices only, not on norms and biases."""
+    matrices, vectors = [], []
+    for p in model.parameters():
+        (matrices if p.ndim > 1 else vectors).append(p)
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((matrices, args.weight_decay), (vectors, 0.0))
+        if params
+    ]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
+
+
+def deepspeed_config(args: Namespace) -> dict[str, Any]:
+    """DeepSpeed's configuration, without what ds_usp.training decides."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.accumulation_steps,
+        "gradient_clipping": args.clip_grad,
+        "zero_optimization": {"stage": args.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    if args.bf16:
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def learning_rate(args: Namespace, step: int) -> float:
+    """Learning rate of step ``step`` (from 0): linear warm-up, then decay to ``--min-lr``."""
+    if step < args.lr_warmup_iters:
+        return args.lr * (step + 1) / args.lr_warmup_iters
+    if args.lr_decay_style == "constant":
+        return args.lr
+    span = max(1, args.lr_decay_iters - args.lr_warmup_iters)
+    done = min(1.0, (step - args.lr_warmup_iters) / span)
+    left = 1.0 - done if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return args.min_lr + (args.lr - args.min_lr) * left

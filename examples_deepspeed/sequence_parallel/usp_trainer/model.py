@@ -1,0 +1,242 @@
+"""The GPT, once, as a list of layers: run in a row by DeepSpeed's engine, or cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from ds_usp import SequenceMesh, TokenLayout
+from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
+from megatron_patches.megatron_core import usp_layer_spec
+
+
+class Embedding(nn.Module):
+    """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``."""
+
+    def __init__(
+        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        rotary = args.use_rotary_position_embeddings
+        self.embedding = LanguageModelEmbedding(
+            config,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            position_embedding_type="rope" if rotary else "learned_absolute",
+        )
+        if not args.untie_embeddings_and_output_weights:
+            self.output = output_matrix(config, args, own_weight=False)
+        self.positions = positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens, self.positions.expand_as(tokens))
+
+
+class Layer(nn.Module):
+    """One transformer layer, hidden states in and out."""
+
+    def __init__(
+        self,
+        seed: int,
+        config: TransformerConfig,
+        spec: ModuleSpec,
+        number: int,
+        rotary: Tensor | None,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
+        self.rotary = rotary
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
+        return hidden
+
+
+class FinalNorm(nn.Module):
+    """The norm before the output."""
+
+    def __init__(self, config: TransformerConfig, norm: ModuleSpec | type) -> None:
+        super().__init__()
+        self.norm = build_module(
+            norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class Output(nn.Module):
+    """Hidden states to logits ``[s_local, b, vocab / tp]``, with a matrix of its own."""
+
+    def __init__(self, seed: int, config: TransformerConfig, args: Namespace) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.output = output_matrix(config, args, own_weight=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(hidden)[0]
+
+
+def tied_output(embedding: Embedding, hidden: Tensor) -> Tensor:
+    """Hidden states to logits with the matrix of the embedding."""
+    return embedding.output(hidden, weight=embedding.embedding.word_embeddings.weight)[0]
+
+
+def output_matrix(
+    config: TransformerConfig, args: Namespace, *, own_weight: bool
+) -> ColumnParallelLinear:
+    """The map from hidden states to logits; the tied one is handed its weight at each call."""
+    return ColumnParallelLinear(
+        config.hidden_size,
+        args.padded_vocab_size,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+        skip_weight_param_allocation=not own_weight,
+    )
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token.
+
+    Shapes:
+        logits: ``[s_local, b, vocab / tp]``; labels and result: ``[b, s_local]``.
+    """
+    return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
+
+
+def pipeline_loss(logits: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
+    """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
+    labels, weights = labels_and_weights
+    return weighted_loss(token_losses(logits, labels), weights)
+
+
+class GPT(nn.Module):
+    """All layers in a row; returns the loss of every token."""
+
+    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.calls = []
+        built: dict[Any, nn.Module] = {}
+        for spec in specs:
+            key = spec.key if isinstance(spec, TiedLayerSpec) else len(self.layers)
+            if key not in built:
+                built[key] = spec.build()
+                self.layers.append(built[key])
+            forward = getattr(spec, "forward_fn", None)
+            self.calls.append(partial(forward, built[key]) if forward else built[key])
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = tokens
+        for call in self.calls:
+            hidden = call(hidden)
+        return token_losses(hidden, labels)
+
+
+def build_model(
+    args: Namespace,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    groups: ParallelGroups,
+    device: torch.device,
+) -> nn.Module:
+    """This rank's part of the model: all layers, or its pipeline stage."""
+    specs = layer_specs(args, mesh, layout, device)
+    if groups.stages == 1:
+        return GPT(specs)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its partition on rank 0
+        return PipelineModule(
+            layers=specs,
+            topology=PipeModelDataParallelTopology(
+                num_pp=groups.stages,
+                num_mp=dist.get_world_size(groups.tp),
+                num_dp=dist.get_world_size(groups.sp_dp),
+            ),
+            loss_fn=pipeline_loss,
+            partition_method="type:^layer$",
+        )
+
+
+def layer_specs(
+    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device
+) -> list[LayerSpec]:
+    """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
+    degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
+    config = transformer_config(args)
+    positions = local_positions(layout, mesh.rank, device)
+    rotary = None
+    if args.use_rotary_position_embeddings:
+        rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
+    spec = usp_layer_spec(mesh, layout, normalization=config.normalization, kernel=args.usp_kernel)
+    embedding = [Embedding, args.seed, config, args, positions]
+    if args.untie_embeddings_and_output_weights:
+        first = LayerSpec(*embedding)
+        last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args)
+    else:
+        weight = "embedding.word_embeddings.weight"
+        first, last = (
+            TiedLayerSpec("embedding", *embedding, forward_fn=forward, tied_weight_attr=weight)
+            for forward in (None, tied_output)
+        )
+    numbers = range(1, args.num_layers + 1)
+    return [
+        first,
+        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary) for n in numbers),
+        LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
+        last,
+    ]
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """megatron-core's description of the layers. Pipeline stages are DeepSpeed's, so it says 1."""
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_key_value_heads,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.ds_sequence_parallel_size,
+        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[args.normalization],
+        layernorm_epsilon=args.layernorm_epsilon,
+        gated_linear_unit=args.swiglu,
+        activation_func=nn.functional.silu if args.swiglu else nn.functional.gelu,
+        add_bias_linear=not args.disable_bias_linear,
+        init_method_std=args.init_method_std,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=args.bf16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def padded_vocab_size(args: Namespace, vocab_size: int) -> int:
+    """Rows of the embedding: rounded up, and the same for every tensor-parallel degree that
+    divides ``--make-vocab-size-divisible-by``, so that these train the same model."""
+    step = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    return math.ceil(vocab_size / step) * step

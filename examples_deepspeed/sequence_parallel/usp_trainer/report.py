@@ -1,0 +1,153 @@
+"""What a person sees: the start block, the progress bar, metrics.jsonl and loss.png. Rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+
+
+def degrees(args: Namespace) -> str:
+    """The parallel degrees in words, for titles."""
+    return (
+        f"Ulysses {args.ulysses_degree} x Ring {args.ring_degree} ({args.usp_layout}), "
+        f"tensor {args.tensor_model_parallel_size}, data {args.data_parallel_size}, "
+        f"pipeline {args.pipeline_model_parallel_size}, ZeRO-{args.zero_stage}"
+    )
+
+
+def start_block(args: Namespace, groups: Mapping[str, Sequence[int]], parameters: int) -> str:
+    """The facts of a run, printed once."""
+    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    if args.device == "cuda":
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    rows = {
+        "machine": f"{machine}, torch {torch.__version__}, Python {platform.python_version()}",
+        "degrees": degrees(args),
+        "rank 0's groups": ", ".join(f"{name} {list(ranks)}" for name, ranks in groups.items()),
+        "attention": f"kernel {args.usp_kernel}, {'bf16' if args.bf16 else 'fp32'}",
+        "model": f"{parameters / 1e6:.2f} M parameters, {args.num_layers} layers, hidden "
+        f"{args.hidden_size}, {args.num_attention_heads} heads on {args.num_key_value_heads} KV heads",
+        "step": f"{args.global_batch_size} x {args.seq_length} = "
+        f"{args.global_batch_size * args.seq_length} tokens, {args.optimizer}, learning rate "
+        f"{args.lr:g}, {args.train_iters} steps",
+        "data": ", ".join(args.data_path or ["CPython's documentation (pydoc_data.topics)"]),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:>{width}}  {value}" for name, value in rows.items())
+
+
+def memory_bytes(device: str) -> int:
+    """Peak memory of this process: allocated on the GPU, resident without one."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Reporter:
+    """Writes one line a step to ``metrics.jsonl`` and shows a bar; only rank 0 makes one.
+
+    On resume, steps that the checkpoint did not see are cut off the file first.
+    """
+
+    def __init__(self, args: Namespace, first_step: int) -> None:
+        self._args = args
+        self._folder = Path(args.output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._rows = [row for row in self._earlier() if row["step"] <= first_step]
+        self._file = (self._folder / METRICS).open("w")
+        for row in self._rows:
+            self._file.write(json.dumps(row) + "\n")
+        self._bar = tqdm(
+            total=args.train_iters,
+            initial=first_step,
+            unit="step",
+            disable=True if args.quiet else None,  # None: off where the output is no terminal
+            file=sys.stdout,
+            dynamic_ncols=True,
+        )
+
+    def _earlier(self) -> list[dict[str, Any]]:
+        path = self._folder / METRICS
+        if not (self._args.load and path.is_file()):
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Record one step, counted from 1."""
+        self._rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        shown = (
+            f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, "
+            f"{row['memory_bytes'] / 2**20:,.0f} MiB"
+        )
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.update()
+        every = self._args.log_interval
+        if (
+            self._bar.disable
+            and not self._args.quiet
+            and (row["step"] % every == 0 or row["step"] == 1)
+        ):
+            print(f"step {row['step']}/{self._args.train_iters}: {shown}", flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self._args.quiet:
+            tqdm.write(text, file=sys.stdout)
+
+    def finish(self) -> None:
+        """Draw the plot and say where everything is."""
+        self._bar.close()
+        self._file.close()
+        if self._args.quiet:
+            return
+        plot_loss(self._rows, degrees(self._args), self._folder / PLOT)
+        print(f"metrics  {self._folder / METRICS}\nplot     {self._folder / PLOT}", flush=True)
+
+
+def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Loss over steps, each step and smoothed, with validation losses where there are some."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, losses = [r["step"] for r in rows], [r["loss"] for r in rows]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes.plot(steps, losses, color="#9db8d9", linewidth=1.0, label="each step")
+    axes.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.2, label="smoothed")
+    held_out = [(r["step"], r["valid_loss"]) for r in rows if "valid_loss" in r]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="#d1495b", label="validation")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean loss per token (nats)")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def smoothed(values: Sequence[float], horizon: float = 8.0) -> list[float]:
+    """Exponential moving average over about ``horizon`` values, without a bias at the start."""
+    keep, total, weight, means = 1.0 - 1.0 / horizon, 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1.0
+        means.append(total / weight)
+    return means
