@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The project's Python environment, `.venv`, with the versions of constraints.txt.
+# The project's Python environment, `.venv`, with the versions of constraints.txt. For bash.
 #
 #   . scripts/env.sh        makes it if it is missing or out of date, and puts it first on PATH
 #   bash scripts/env.sh     only makes it
@@ -15,6 +15,10 @@ _usp_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then # sourced: the caller's shell options stay as they are
   if [[ "${USP_NO_INSTALL:-0}" == 1 ]]; then
+    command -v python >/dev/null || {
+      printf '[env] USP_NO_INSTALL=1, but there is no python on PATH\n' >&2
+      return 1
+    }
     export PYTHONPATH="$_usp_root${PYTHONPATH:+:$PYTHONPATH}"
   else
     bash "$_usp_root/scripts/env.sh" || return 1
@@ -26,6 +30,7 @@ if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then # sourced: the caller's shell options
 fi
 
 set -euo pipefail
+unset PIP_CONSTRAINT PIP_USER # a container's own pins and targets are not for this environment
 root="$_usp_root"
 venv="$root/.venv"
 log="$venv/install.log"
@@ -49,12 +54,12 @@ print(sys.executable)' 2>/dev/null && return 0
 }
 
 # Everything that decides what the environment holds; a change of any line builds it anew.
-fingerprint() {
+fingerprint() (
   cd "$root"
   printf '%s\n' "$root" "${USP_PYTHON:-}" "${USP_TORCH_INDEX:-}" "${USP_SYSTEM_TORCH:-0}"
   printf '%s\n' */__init__.py # the packages that the editable install maps
   cat constraints.txt setup.py scripts/env.sh ds_usp/_version.py
-}
+)
 
 up_to_date() {
   [[ -x "$venv/bin/python" && -f "$venv/stamp" ]] && cmp -s "$venv/stamp" <(fingerprint)
@@ -92,8 +97,9 @@ stop_ticker() {
 }
 
 build() {
-  local python pip constraints="$root/constraints.txt" venv_flags=() torch=(torch)
+  local python make_venv pip constraints="$root/constraints.txt" torch=(torch)
   python="$(find_python)"
+  make_venv=("$python" -m venv)
   rm -rf "$venv"
   mkdir "$venv"
   if [[ "${USP_SYSTEM_TORCH:-0}" == 1 ]]; then
@@ -104,19 +110,19 @@ build() {
     constraints="$venv/constraints.txt"
     grep -vE '^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==' "$root/constraints.txt" >"$constraints"
     printf 'torch==%s\n' "$have" >>"$constraints"
-    venv_flags=(--system-site-packages)
+    make_venv+=(--system-site-packages)
   elif [[ -n "${USP_TORCH_INDEX:-}" ]]; then
     torch+=(--extra-index-url "$USP_TORCH_INDEX")
   fi
 
   say "installing into $venv (once; the log is $log)"
-  stage "1/4 empty environment from $python" "$python" -m venv "${venv_flags[@]}" "$venv"
+  stage "1/4 empty environment from $python" "${make_venv[@]}" "$venv"
   pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install
     --constraint "$constraints" --no-compile)
   # DeepSpeed is built from source, and its setup imports what this stage installs.
   stage "2/4 torch" "${pip[@]}" "${torch[@]}" numpy packaging setuptools wheel ninja py-cpuinfo
   stage "3/4 DeepSpeed, megatron-core and tools" env DS_BUILD_OPS=0 "${pip[@]}" \
-    --no-build-isolation --editable "$root[deepspeed,megatron,plots,test]"
+    --no-build-isolation --editable "${root}[deepspeed,megatron,plots,test]"
   # Compiles just the modules that are used (pip would compile everything), and proves they import.
   stage "4/4 first import" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -W ignore -c \
     'import torch, deepspeed, megatron.core.models.gpt.gpt_model, matplotlib.pyplot, pytest

@@ -26,18 +26,12 @@ esac
 cd "$root"
 
 case "$group" in
-  unit) folders=(tests/unit tests/examples) ;;
-  dist) folders=(tests/distributed) ;;
-  megatron) folders=(tests/megatron) ;;
-  gpu) folders=(tests/gpu) ;;
-  all) folders=(tests) ;;
-  given) folders=() ;;
+  unit) set -- tests/unit tests/examples "$@" ;;
+  dist) set -- tests/distributed "$@" ;;
+  megatron) set -- tests/megatron "$@" ;;
+  gpu) set -- tests/gpu "$@" ;;
+  all) set -- tests "$@" ;;
 esac
-present=()
-for folder in "${folders[@]}"; do
-  [[ -d "$folder" ]] && present+=("$folder")
-done
-
 if [[ "$group" == gpu || "$group" == all ]] &&
   ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   printf '%s\n' '************************************************************' \
@@ -46,4 +40,4 @@ if [[ "$group" == gpu || "$group" == all ]] &&
   [[ "$group" == gpu ]] && exit 0
 fi
 
-exec python -m pytest "${present[@]}" "$@"
+exec python -m pytest "$@"

@@ -1,0 +1,66 @@
+"""The shell scripts parse, work from any directory, and refuse what they do not know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("examples_deepspeed/**/*.sh")])
+
+
+def bash(*command: str | Path, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, **settings}
+    return subprocess.run(
+        ["bash", *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_the_script_parses(script: Path, tmp_path: Path) -> None:
+    done = bash("-n", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
+    done = bash(ROOT / "scripts/test.sh", "everything", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "[unit|dist|megatron|gpu|all]" in done.stderr
+
+
+def test_test_sh_passes_pytests_exit_code_on(tmp_path: Path) -> None:
+    script, this = ROOT / "scripts/test.sh", "tests/examples/test_scripts.py"
+    none = bash(script, this, "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
+    assert none.returncode == 5, none.stderr
+    one = f"{this}::test_unknown_groups_of_tests_are_refused"
+    assert bash(script, one, "-q", cwd=tmp_path, USP_NO_INSTALL="1").returncode == 0
+
+
+def test_the_gpu_group_says_when_there_is_none(tmp_path: Path) -> None:
+    settings = {"USP_NO_INSTALL": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = bash(ROOT / "scripts/test.sh", "gpu", cwd=tmp_path, **settings)
+    assert done.returncode == 0
+    assert "NO NVIDIA GPU HERE" in done.stderr
+
+
+def test_env_sh_leaves_the_callers_shell_options_alone(tmp_path: Path) -> None:
+    line = f'set -- one; . "{ROOT}/scripts/env.sh"; false; echo "alive $1 $-"'
+    done = bash("-c", line, cwd=tmp_path, USP_NO_INSTALL="1")
+    assert done.stdout.startswith("alive one ") and "e" not in done.stdout.split()[2]
+
+
+def test_env_sh_without_a_usable_python_says_so(tmp_path: Path) -> None:
+    copy = tmp_path / "clone"
+    (copy / "scripts").mkdir(parents=True)
+    (copy / "scripts/env.sh").write_bytes((ROOT / "scripts/env.sh").read_bytes())
+    for name in ("constraints.txt", "setup.py"):
+        (copy / name).write_text("")
+    done = bash("-c", f'. "{copy}/scripts/env.sh"; echo $?', cwd=tmp_path, USP_PYTHON="no-python")
+    assert done.stdout == "1\n"
+    assert "no usable interpreter among: no-python" in done.stderr
+    assert not (copy / ".venv").exists()
