@@ -1,0 +1,46 @@
+"""Memory of attention does not grow with the ring degree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+
+import ds_usp
+
+
+def peak_bytes(ctx: RankContext, ring: int, ulysses: int, local: int) -> int:
+    """Peak of torch's own allocations in one forward and backward pass, above what it is given."""
+    group = ctx.group if ring * ulysses == ctx.world else None
+    mesh = ds_usp.SequenceMesh.from_group(group, ulysses)
+    layout = mesh.layout("zigzag", local * ring * ulysses)
+    q, k, v = (torch.randn(1, local, heads, 32, requires_grad=True) for heads in (4, 2, 2))
+    grad = torch.randn(1, local, 4, 32)
+
+    def step() -> None:
+        out = ds_usp.usp_attention(
+            q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal()
+        )
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    step()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    live = peak = 0
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("local", [256, 1024])
+def test_peak_at_ring_8_is_that_at_ring_2(pool: WorkerPool, local: int) -> None:
+    two = max(pool.run(peak_bytes, 2, ring=2, ulysses=1, local=local))
+    eight = max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local))
+    tensors = local * 4 * 32 * 4
+    assert two > 4 * tensors  # the measurement sees at least q's gradients and the output
+    assert abs(eight - two) <= 0.05 * two, f"ring 2: {two} B, ring 8: {eight} B"

@@ -1,0 +1,96 @@
+"""Meshes are values: several in one process, any rank order, ranks that must agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankContext, WorkerPool
+from oracle import causal, dense_attention, relative_error
+
+import ds_usp
+
+
+def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
+    """The full output, gathered from all ranks of the mesh."""
+    layout = mesh.layout(kind, qkv[0].shape[1])
+    q, k, v = (layout.shard(x, 1, mesh.rank) for x in qkv)
+    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal())
+    shards = [torch.empty_like(out) for _ in range(mesh.sp_degree)]
+    dist.all_gather(shards, out, group=mesh.sp_group)
+    return layout.gather(shards, dim=1)
+
+
+def side_by_side(ctx: RankContext) -> list[float]:
+    """Errors of four meshes used in turn, twice, in one process."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    meshes = [
+        (ds_usp.SequenceMesh.from_group(ctx.group, 2), "zigzag"),
+        (ds_usp.SequenceMesh.from_group(ctx.group, 4), "striped"),
+        (ds_usp.SequenceMesh.from_group(ctx.group, 1, "ring-ulysses"), "context_parallel"),
+        (ds_usp.SequenceMesh.from_group(halves[ctx.rank // 2], 1), "zigzag"),
+    ]
+    errors = []
+    for _ in range(2):
+        for mesh, kind in meshes:
+            qkv = [torch.randn(1, 32, 4, 16) for _ in range(3)]
+            dense, _ = dense_attention(*qkv, causal(range(32), range(32)))
+            errors.append(relative_error(attend(mesh, kind, qkv), dense))
+    return errors
+
+
+def test_meshes_of_different_degrees_live_side_by_side(pool: WorkerPool) -> None:
+    for errors in pool.run(side_by_side, 4):
+        assert max(errors) <= 1e-5
+
+
+def built_from_grid(ctx: RankContext, order: tuple[str, ...]) -> tuple[tuple[int, ...], float]:
+    """Global ranks of this rank's sequence group, and the error of attention over it."""
+    grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
+    mesh = ds_usp.SequenceMesh.build(grid)
+    coords = grid.coords(ctx.rank)
+    assert (mesh.ulysses_rank, mesh.ring_rank) == (coords["ulysses"], coords["ring"])
+    qkv = [torch.randn(1, 40, 4, 16) for _ in range(3)]
+    dense, _ = dense_attention(*qkv, causal(range(40), range(40)))
+    ranks = tuple(dist.get_process_group_ranks(mesh.sp_group))
+    return ranks, relative_error(attend(mesh, "zigzag", qkv), dense)
+
+
+@pytest.mark.parametrize(
+    "order", [("tp", "ulysses", "ring"), ("ulysses", "ring", "tp"), ("ring", "tp", "ulysses")]
+)
+def test_a_mesh_is_built_from_a_grid_in_any_order(
+    pool: WorkerPool, order: tuple[str, ...]
+) -> None:
+    grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
+    for rank, (ranks, error) in enumerate(pool.run(built_from_grid, 8, order=order)):
+        assert ranks == grid.group_of(rank, "ulysses", "ring")
+        assert error <= 1e-5
+
+
+def say(ctx: RankContext, texts: list[str]) -> None:
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 1)
+    mesh.agree(texts[ctx.rank])
+
+
+def test_ranks_that_differ_all_hear_what_each_said(pool: WorkerPool) -> None:
+    assert pool.errors(say, 2, texts=["same", "same"]) == [None, None]
+    errors = pool.errors(say, 2, texts=["64 tokens", "65 tokens"])
+    for error in errors:
+        assert isinstance(error, ds_usp.MeshError)
+        assert "rank 0: 64 tokens" in str(error)
+        assert "rank 1: 65 tokens" in str(error)
+
+
+def test_one_process_needs_no_process_group() -> None:
+    mesh = ds_usp.SequenceMesh.single()
+    qkv = [torch.randn(2, 24, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    layout = mesh.layout("zigzag", 24)
+    mask = ds_usp.MaskSpec.causal()
+    out, lse = ds_usp.usp_attention(*qkv, mesh=mesh, layout=layout, mask=mask, return_lse=True)
+    dense, dense_lse = dense_attention(*qkv, causal(range(24), range(24)))
+    assert relative_error(out, dense) <= 1e-5
+    assert relative_error(lse, dense_lse) <= 1e-5
+    grads = torch.autograd.grad(out.sum(), qkv)
+    for grad, expected in zip(grads, torch.autograd.grad(dense.sum(), qkv), strict=True):
+        assert relative_error(grad, expected) <= 1e-5
