@@ -1,0 +1,153 @@
+"""Attention calls as data, and the function that runs one on a rank and compares it with the truth.
+
+Every rank makes the same full tensors from the case's seed, keeps its own share of them, and
+compares its share of the results with the fp64 oracle's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import oracle
+import torch
+from harness import RankContext
+
+import ds_usp
+
+ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
+ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+TOKEN_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+
+# (left, right) bounds in tokens, None is open.
+MASKS = {
+    "causal": (None, 0),
+    "full": (None, None),
+    "window": (11, 0),
+    "window both sides": (7, 3),
+    "window ahead": (None, 5),
+    "window back": (9, None),
+    "diagonal": (0, 0),
+}
+
+# (query heads, key/value heads)
+HEADS = {
+    "MHA": (8, 8),
+    "GQA": (8, 2),
+    "MQA": (8, 1),
+    "6 heads": (6, 6),
+    "7 heads": (7, 7),
+    "6 heads of 2": (6, 2),
+    "9 heads of 3": (9, 3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, without the mesh that it runs on."""
+
+    seq_len: int = 64
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 16
+    batch: int = 2
+    layout: str = "zigzag"
+    mask: str = "causal"
+    dtype: torch.dtype = torch.float32
+    kernel: str = "auto"
+    softmax_scale: float | None = None
+    seed: int = 0
+
+    @property
+    def mask_spec(self) -> ds_usp.MaskSpec:
+        """The mask as the package takes it."""
+        return ds_usp.MaskSpec(*MASKS[self.mask])
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.layout}-{self.mask}-S{self.seq_len}-H{self.heads}/{self.kv_heads}"
+            f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
+        ).replace(" ", "_")
+
+
+@lru_cache(maxsize=64)
+def inputs(case: Case) -> dict[str, torch.Tensor]:
+    """The full q, k, v and dout ``[b, s, h, d]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(case.seed)
+    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
+    return {
+        name: torch.randn(
+            case.batch, case.seq_len, count, case.head_dim, generator=generator, dtype=torch.float64
+        ).to(case.dtype)
+        for name, count in heads.items()
+    }
+
+
+@lru_cache(maxsize=64)
+def truth(case: Case) -> dict[str, torch.Tensor]:
+    """The oracle's fp64 results for the full tensors, from the inputs as the ranks see them."""
+    full = inputs(case)
+    q, k, v = (full[name].double().requires_grad_() for name in "qkv")
+    positions = range(case.seq_len)
+    allowed = oracle.window(positions, positions, *MASKS[case.mask])
+    out, lse = oracle.dense_attention(q, k, v, allowed, case.softmax_scale)
+    grads = torch.autograd.grad(out, (q, k, v), full["dout"].double())
+    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+@lru_cache(maxsize=64)
+def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceMesh:
+    """The mesh over this process's default group, built once."""
+    return ds_usp.SequenceMesh.from_group(None, ulysses_degree, order)
+
+
+def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """This rank's share of out, lse, dq, dk and dv as the package computes them."""
+    layout = mesh.layout(case.layout, case.seq_len)
+    mine = {name: layout.shard(x, 1, mesh.rank) for name, x in inputs(case).items()}
+    q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    out, lse = ds_usp.usp_attention(
+        q,
+        k,
+        v,
+        mesh=mesh,
+        layout=layout,
+        mask=case.mask_spec,
+        softmax_scale=case.softmax_scale,
+        kernel=case.kernel,
+        return_lse=True,
+    )
+    grads = torch.autograd.grad(out, (q, k, v), mine["dout"])
+    return dict(zip(RESULTS, (out.detach(), lse, *grads), strict=True))
+
+
+def errors_of(
+    mesh: ds_usp.SequenceMesh, case: Case, got: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Relative error of each of this rank's results against its share of the truth."""
+    layout = mesh.layout(case.layout, case.seq_len)
+    want = {name: layout.shard(x, TOKEN_DIM[name], mesh.rank) for name, x in truth(case).items()}
+    return {name: oracle.relative_error(x, want[name]) for name, x in got.items()}
+
+
+def run_case(
+    ctx: RankContext, case: Case, ulysses_degree: int, order: str = ALL_ORDERS[0]
+) -> dict[str, float]:
+    """Run one case on this rank of the default group; the relative error of each result."""
+    mesh = mesh_of(ulysses_degree, order)
+    return errors_of(mesh, case, attend(mesh, case))
+
+
+def run_cases(
+    ctx: RankContext, cases: list[Case], ulysses_degree: int, order: str = ALL_ORDERS[0]
+) -> list[dict[str, float]]:
+    """:func:`run_case` for many cases, in one call of the pool."""
+    return [run_case(ctx, case, ulysses_degree, order) for case in cases]
+
+
+def dense_errors(case: Case) -> dict[str, float]:
+    """The same errors of one process with the whole sequence: what the kernel alone loses."""
+    mesh = ds_usp.SequenceMesh.single()
+    return errors_of(mesh, case, attend(mesh, case))
