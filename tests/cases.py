@@ -28,7 +28,7 @@ MASKS = {
     "window both sides": (7, 3),
     "window ahead": (None, 5),
     "window back": (9, None),
-    "diagonal": (0, 0),
+    "neighbours": (1, 1),
 }
 
 # (query heads, key/value heads)
