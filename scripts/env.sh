@@ -97,20 +97,21 @@ stop_ticker() {
 }
 
 build() {
-  local python make_venv pip constraints="$root/constraints.txt" torch=(torch)
+  local python have="" make_venv pip constraints="$root/constraints.txt" torch=(torch)
   python="$(find_python)"
   make_venv=("$python" -m venv)
-  rm -rf "$venv"
-  mkdir "$venv"
   if [[ "${USP_SYSTEM_TORCH:-0}" == 1 ]]; then
-    local have
     have="$("$python" -c 'import torch; print(torch.__version__)')" ||
       die "USP_SYSTEM_TORCH=1, but $python has no torch"
+    make_venv+=(--system-site-packages)
+  fi
+  rm -rf "$venv"
+  mkdir "$venv"
+  if [[ -n "$have" ]]; then
     # The machine's torch brings CUDA libraries of its own; the pins for ours do not apply.
     constraints="$venv/constraints.txt"
     grep -vE '^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==' "$root/constraints.txt" >"$constraints"
     printf 'torch==%s\n' "$have" >>"$constraints"
-    make_venv+=(--system-site-packages)
   elif [[ -n "${USP_TORCH_INDEX:-}" ]]; then
     torch+=(--extra-index-url "$USP_TORCH_INDEX")
   fi
