@@ -1,0 +1,110 @@
+"""USP attention against the fp64 oracle, forward and backward, on every mesh up to 8 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, run_cases
+from harness import WorkerPool
+
+MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def heads_of(name: str) -> dict[str, int]:
+    return dict(zip(("heads", "kv_heads"), HEADS[name], strict=True))
+
+
+def cases_on(ulysses: int) -> list[Case]:
+    """Masks x heads x lengths, then one case for each other size, in fp32 and fp64."""
+    base = Case(batch=1)
+    product_cases = [
+        replace(base, mask=mask, seq_len=seq_len, **heads_of(heads))
+        for mask, heads, seq_len in product(
+            ("causal", "full", "window", "window both sides"), ("MHA", "GQA", "MQA"), (64, 67)
+        )
+    ]
+    names = [name for name, (heads, _) in HEADS.items() if heads >= ulysses]
+    single_cases = [
+        *(replace(base, **heads_of(name)) for name in names),
+        *(replace(base, **heads_of(name), seq_len=61, mask="window ahead") for name in names),
+        replace(base, batch=3, head_dim=80, seq_len=70),
+        replace(base, batch=3, head_dim=128, **heads_of("GQA")),
+        replace(base, mask="window ahead"),
+        replace(base, softmax_scale=0.3, mask="window back", **heads_of("MQA")),
+        replace(base, kernel="eager", seq_len=67, mask="window", **heads_of("GQA")),
+        replace(base, dtype=torch.float64, seq_len=67, **heads_of("GQA")),
+        replace(base, dtype=torch.float64, mask="window both sides", **heads_of("6 heads of 2")),
+        replace(base, dtype=torch.float64, mask="full", kernel="eager"),
+    ]
+    return product_cases + single_cases
+
+
+def check(
+    pool: WorkerPool, cases: list[Case], ulysses: int, ring: int, order: str = ALL_ORDERS[0]
+) -> None:
+    world = ulysses * ring
+    results = pool.run(run_cases, world, cases=cases, ulysses_degree=ulysses, order=order)
+    for case, *by_rank in zip(cases, *results, strict=True):
+        worst = {name: max(errors[name] for errors in by_rank) for name in RESULTS}
+        assert max(worst.values()) <= TOLERANCE[case.dtype], f"{case}: {worst}"
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize(("ulysses", "ring"), MESHES)
+def test_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int, layout: str) -> None:
+    check(pool, [replace(case, layout=layout) for case in cases_on(ulysses)], ulysses, ring)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
+def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> None:
+    cases = [
+        Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2)
+        for layout, mask in product(ALL_LAYOUTS, ("causal", "window both sides"))
+    ]
+    check(pool, cases, ulysses, ring, order="ring-ulysses")
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (1, 7), (7, 1)])
+def test_degrees_need_not_be_powers_of_two(
+    pool: WorkerPool, ulysses: int, ring: int, layout: str
+) -> None:
+    cases = [
+        Case(layout=layout, seq_len=seq_len, mask=mask, heads=14, kv_heads=7)
+        for seq_len, mask in product((43, 84), ("causal", "window", "full"))
+    ]
+    check(pool, cases, ulysses, ring)
+
+
+def mean_errors(
+    pool: WorkerPool, case: Case, ulysses: int, ring: int, seeds: int
+) -> dict[str, float]:
+    """Error of each result over all ranks and several inputs, root mean square."""
+    cases = [replace(case, seed=seed) for seed in range(seeds)]
+    results = pool.run(run_cases, ulysses * ring, cases=cases, ulysses_degree=ulysses)
+    flat = [errors for by_case in results for errors in by_case]
+    return {name: (sum(e[name] ** 2 for e in flat) / len(flat)) ** 0.5 for name in RESULTS}
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_bf16_loses_no_more_than_the_dense_kernel(pool: WorkerPool, layout: str) -> None:
+    seeds = 3
+    case = Case(
+        layout=layout, dtype=torch.bfloat16, seq_len=256, heads=8, kv_heads=2, head_dim=64, batch=1
+    )
+    dense = [dense_errors(replace(case, seed=seed)) for seed in range(seeds)]
+    limit = {name: max(errors[name] for errors in dense) for name in RESULTS}
+    by_ring = {
+        (ulysses, ring): mean_errors(pool, case, ulysses, ring, seeds)
+        for ulysses, ring in [(1, 2), (1, 4), (1, 8), (2, 2), (4, 2), (8, 1)]
+    }
+    for degrees, errors in by_ring.items():
+        for name in ("out", "dq", "dk", "dv"):
+            assert errors[name] <= 1.5 * limit[name], (degrees, name, errors, limit)
+        assert errors["lse"] <= 1e-5  # fp32, whatever the inputs are
+    for name in ("out", "dq", "dk", "dv"):  # sums are fp32: no growth with the number of blocks
+        assert by_ring[1, 8][name] <= 1.1 * by_ring[1, 2][name], (name, by_ring)
