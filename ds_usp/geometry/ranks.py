@@ -52,6 +52,8 @@ class RankGrid:
 
     def rank(self, **coords: int) -> int:
         """Global rank at ``coords``; an axis that is left out is at 0."""
+        for axis in coords:
+            self._index(axis)
         rank, step = 0, 1
         for axis, size in zip(self.order, self.shape, strict=True):
             coord = coords.get(axis, 0)
@@ -86,6 +88,7 @@ class RankGrid:
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The one group over ``axes`` that holds ``rank``."""
+        self.coords(rank)
         return next(group for group in self.groups(*axes) if rank in group)
 
     def _walk(self, axes: Sequence[str]) -> list[dict[str, int]]:
