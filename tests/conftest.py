@@ -21,6 +21,11 @@ for _folder in (str(TESTS), str(TESTS.parent)):
 from harness import WorkerPool  # noqa: E402
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the support table of the README be written anew by the run that proves it."""
+    parser.addoption("--write-support-table", action="store_true", help="rewrite README's table")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and skip those that need a GPU where there is none."""
     no_gpu = pytest.mark.skip(reason="no NVIDIA GPU on this machine")

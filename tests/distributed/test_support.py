@@ -1,0 +1,41 @@
+"""The support table of the README is what these runs find.
+
+    scripts/test.sh dist -k support --write-support-table     # write it anew
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import WorkerPool
+from support import EXACT, MESHES, REFUSED, ROWS, WORLD, probe_rows, render
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN, END = "<!-- support table: written by tests -->", "<!-- end of support table -->"
+
+
+def test_the_readme_says_what_is_exact_and_what_is_refused(
+    pool: WorkerPool, pytestconfig: pytest.Config
+) -> None:
+    cells: dict[str, list[str]] = {}
+    for name, ulysses in MESHES.items():
+        by_rank = pool.run(probe_rows, WORLD, ulysses=ulysses)
+        assert all(ranks == by_rank[0] for ranks in by_rank), f"{name}: ranks differ: {by_rank}"
+        bad = [
+            f"{row.group} {row.label}: {cell}"
+            for row, cell in zip(ROWS, by_rank[0], strict=True)
+            if cell not in (EXACT, REFUSED)
+        ]
+        assert not bad, f"{name}: neither exact nor refused: {bad}"
+        cells[name] = by_rank[0]
+    table = render(cells)
+    before, rest = README.read_text().split(BEGIN)
+    shown, after = rest.split(END)
+    if pytestconfig.getoption("--write-support-table"):
+        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    else:
+        assert shown.strip() == table, (
+            "the support table in README.md is out of date; write it anew with "
+            "scripts/test.sh dist -k support --write-support-table"
+        )

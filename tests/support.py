@@ -1,0 +1,198 @@
+"""The rows of the support table: each is run on every kind of mesh and found exact or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import oracle
+import torch
+import torch.nn.functional as F
+from cases import ALL_LAYOUTS, Case, dense_errors, inputs, mesh_of, run_case, truth
+from harness import RankContext
+
+import ds_usp
+
+WORLD = 4
+MESHES = {"ulysses 4": 4, "ulysses 2 x ring 2": 2, "ring 4": 1}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+EXACT, REFUSED = "exact", "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what is asked for, and the function that asks for it on a rank.
+
+    The probe returns its error as a share of what is allowed, or raises a ``USPError``.
+    """
+
+    group: str
+    label: str
+    probe: Callable[..., float]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+def attention(ctx: RankContext, ulysses: int, case: Case) -> float:
+    """usp_attention against the oracle; low precision against the same kernel run dense."""
+    worst = run_case(ctx, case, ulysses)
+    if case.dtype in TOLERANCE:
+        return max(worst.values()) / TOLERANCE[case.dtype]
+    dense = dense_errors(case)
+    # A rank's share has fewer tokens than the dense run, so its error scatters about that one's.
+    shares = [worst[name] / (1.5 * dense[name]) for name in ("out", "dq", "dk", "dv")]
+    return max(*shares, worst["lse"] / TOLERANCE[torch.float32])
+
+
+class Softmax(torch.nn.Module):
+    """A local attention of no known class: dense, with a mask tensor and dropout if it has them."""
+
+    def __init__(self, causal: bool = True, dropout: float = 0.0, tokens_first: bool = False):
+        super().__init__()
+        self.causal, self.tokens_first = causal, tokens_first
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        to_heads = (1, 2, 0, 3) if self.tokens_first else (0, 2, 1, 3)
+        q, k, v = (x.permute(to_heads) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_mask, is_causal=self.causal and attention_mask is None
+        )
+        out = self.dropout(out)
+        return out.permute((2, 0, 1, 3) if self.tokens_first else (0, 2, 1, 3))
+
+
+def drop_in(
+    ctx: RankContext,
+    ulysses: int,
+    *,
+    batch_dim: int = 0,
+    known: bool = True,
+    dropout: float = 0.0,
+    mask: str | None = None,
+    seq_len: int = 32,
+) -> float:
+    """USPAttention's output and gradient of q against the oracle."""
+    case = Case(seq_len=seq_len, heads=4, kv_heads=4, batch=1, mask="causal")
+    local = Softmax(dropout=dropout, tokens_first=batch_dim == 1)
+    mesh = mesh_of(ulysses)
+    attn = ds_usp.USPAttention(
+        local,
+        gather_idx=1 - batch_dim,
+        mesh=mesh,
+        mask=ds_usp.MaskSpec.causal() if known else None,
+        layout=mesh.layout("zigzag", seq_len),
+    )
+    masks: dict[str | None, torch.Tensor] = {
+        "causal": torch.ones(seq_len, seq_len, dtype=torch.bool).tril(),
+        "random": torch.rand(seq_len, seq_len) > 0.5,
+    }
+    masks["random"] |= torch.eye(seq_len, dtype=torch.bool)
+    layout = mesh.layout("zigzag", seq_len)
+    full = inputs(case)
+    mine = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
+    host = [x.transpose(0, 1) if batch_dim == 1 else x for x in mine]
+    out = attn(*host, batch_dim, None, *([masks[mask]] if mask else []))
+    out = out.transpose(0, 1) if batch_dim == 1 else out
+    if dropout:  # its own draw: right where the local attention itself ran on whole heads
+        return 0.0 if bool((out == 0).any()) else float("inf")
+    (grad,) = torch.autograd.grad(out, mine[0], layout.shard(full["dout"], 1, mesh.rank))
+    want = truth(case)
+    if mask == "random":
+        q, k, v = (full[name].double().requires_grad_() for name in "qkv")
+        dense, _ = oracle.dense_attention(q, k, v, masks["random"])
+        want = {"out": dense, "dq": torch.autograd.grad(dense, q, full["dout"].double())[0]}
+    errors = [
+        oracle.relative_error(got, layout.shard(want[name].detach(), 1, mesh.rank))
+        for name, got in (("out", out), ("dq", grad))
+    ]
+    return max(errors) / TOLERANCE[torch.float32]
+
+
+def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
+    """usp_attention with one argument that differs from a plain call."""
+    mesh = mesh_of(ulysses)
+    layout = mesh.layout("zigzag", 64)
+    tokens = layout.length(mesh.rank)
+    q, k = torch.randn(1, tokens, 4, 16), torch.randn(1, tokens, 4, 16)
+    v = torch.randn(1, tokens, 4, changes.pop("v_head_dim", 16))
+    mask = ds_usp.MaskSpec.causal()
+    ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, **changes)
+    return float("inf")  # computed without an oracle for it: not a row to call exact
+
+
+def rows() -> Iterator[Row]:
+    """All rows, in the order of the table."""
+    base = Case(batch=1)
+
+    def row(group: str, label: str, case: Case) -> Row:
+        return Row(group, label, attention, (("case", case),))
+
+    for layout in ALL_LAYOUTS:
+        yield row("layout", f"`{layout}`", replace(base, layout=layout))
+    yield row("mask", "causal", base)
+    yield row("mask", "full", replace(base, mask="full"))
+    yield row("mask", "sliding window, left", replace(base, mask="window"))
+    yield row("mask", "sliding window, both sides", replace(base, mask="window both sides"))
+    yield row("heads", "MHA", base)
+    yield row("heads", "GQA, 8 over 2", replace(base, kv_heads=2))
+    yield row("heads", "MQA, fewer KV heads than Ulysses ranks", replace(base, kv_heads=1))
+    yield row("heads", "6 heads", replace(base, heads=6, kv_heads=6))
+    yield row("heads", "7 heads", replace(base, heads=7, kv_heads=7))
+    yield row("heads", "6 heads over 2 KV heads", replace(base, heads=6, kv_heads=2))
+    yield row("heads", "3 heads", replace(base, heads=3, kv_heads=3))
+    yield row("length", "divides by 2 x ranks", base)
+    yield row("length", "does not divide (67 tokens)", replace(base, seq_len=67))
+    yield row("length", "fewer tokens than ranks", replace(base, seq_len=3))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        label = str(dtype).removeprefix("torch.")
+        yield row("dtype", label, replace(base, dtype=dtype, seq_len=128, head_dim=64))
+    for head_dim in (16, 80, 128):
+        yield row("head dim", str(head_dim), replace(base, head_dim=head_dim))
+    yield Row("head dim", "values of another head dim", refused_call, (("v_head_dim", 8),))
+    yield Row("dropout", "`usp_attention(dropout_p=0.1)`", refused_call, (("dropout_p", 0.1),))
+    for label, kwargs in {
+        "`[b, s, h, d]`": {},
+        "`[s, b, h, d]`": {"batch_dim": 1},
+        "local attention of an unknown class": {"known": False},
+        "the same, with `mask=` given": {},
+        "its dropout, in training": {"dropout": 0.1},
+        "dense mask tensor that says the same": {"mask": "causal"},
+        "dense mask tensor of its own": {"mask": "random"},
+    }.items():
+        yield Row("drop-in", label, drop_in, tuple(kwargs.items()))
+
+
+ROWS = tuple(rows())
+
+
+def probe_rows(ctx: RankContext, ulysses: int) -> list[str]:
+    """Each row's cell on this rank: exact, refused, or what went wrong."""
+    cells = []
+    for row in ROWS:
+        try:
+            share = row.probe(ctx, ulysses, **dict(row.kwargs))
+        except ds_usp.USPError:
+            cells.append(REFUSED)
+        else:
+            cells.append(EXACT if share <= 1.0 else f"wrong by {share:.3g} x the tolerance")
+    return cells
+
+
+def render(cells: dict[str, list[str]]) -> str:
+    """The table as Markdown: groups of rows, one column a kind of mesh."""
+    head = f"| | | {' | '.join(cells)} |"
+    lines = [head, "|---" * (2 + len(cells)) + "|"]
+    numbered = list(enumerate(ROWS))
+    for group, members in groupby(numbered, key=lambda item: item[1].group):
+        for place, (index, row) in enumerate(members):
+            values = " | ".join(column[index] for column in cells.values())
+            lines.append(f"| {group if not place else ''} | {row.label} | {values} |")
+    return "\n".join(lines)
