@@ -18,9 +18,7 @@ def peak_bytes(ctx: RankContext, ring: int, ulysses: int, local: int) -> int:
     grad = torch.randn(1, local, 4, 32)
 
     def step() -> None:
-        out = ds_usp.usp_attention(
-            q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal()
-        )
+        out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal())
         torch.autograd.grad(out, (q, k, v), grad)
 
     step()

@@ -59,9 +59,7 @@ def built_from_grid(ctx: RankContext, order: tuple[str, ...]) -> tuple[tuple[int
 @pytest.mark.parametrize(
     "order", [("tp", "ulysses", "ring"), ("ulysses", "ring", "tp"), ("ring", "tp", "ulysses")]
 )
-def test_a_mesh_is_built_from_a_grid_in_any_order(
-    pool: WorkerPool, order: tuple[str, ...]
-) -> None:
+def test_a_mesh_is_built_from_a_grid_in_any_order(pool: WorkerPool, order: tuple[str, ...]) -> None:
     grid = ds_usp.RankGrid({"tp": 2, "ulysses": 2, "ring": 2}, order=order)
     for rank, (ranks, error) in enumerate(pool.run(built_from_grid, 8, order=order)):
         assert ranks == grid.group_of(rank, "ulysses", "ring")

@@ -1,6 +1,6 @@
 """The support table of the README is what these runs find.
 
-    scripts/test.sh dist -k support --write-support-table     # write it anew
+scripts/test.sh dist -k support --write-support-table     # write it anew
 """
 
 from __future__ import annotations

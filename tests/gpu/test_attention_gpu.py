@@ -1,0 +1,110 @@
+"""USP attention on GPUs: NCCL, one process a GPU, torch's flash kernel, against the fp64 oracle.
+
+The tolerance is the kernel's own: at most 1.5 x the error of the same kernel run dense.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case, inputs, truth
+from oracle import relative_error
+
+import ds_usp
+
+LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
+LIMITED = ("out", "dq", "dk", "dv")
+CASES = [
+    *(replace(LOW, layout=layout) for layout in ALL_LAYOUTS),
+    *(replace(LOW, mask=mask) for mask in ("full", "window", "window both sides")),
+    replace(LOW, kv_heads=2, head_dim=128),
+    replace(LOW, kv_heads=1, seq_len=517),
+    replace(LOW, heads=6, kv_heads=2, head_dim=80, batch=2),
+    replace(LOW, dtype=torch.float16),
+    replace(LOW, dtype=torch.float32, seq_len=131),
+    replace(LOW, dtype=torch.bfloat16, kernel="eager"),
+]
+
+
+def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """This rank's share of the results, computed on its GPU."""
+    layout = mesh.layout(case.layout, case.seq_len)
+    mine = {name: layout.shard(x, 1, mesh.rank).cuda() for name, x in inputs(case).items()}
+    q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    out, lse = ds_usp.usp_attention(
+        q,
+        k,
+        v,
+        mesh=mesh,
+        layout=layout,
+        mask=case.mask_spec,
+        kernel=case.kernel,
+        return_lse=True,
+    )
+    grads = torch.autograd.grad(out, (q, k, v), mine["dout"])
+    return dict(zip(RESULTS, (out, lse, *grads), strict=True))
+
+
+def errors(full: dict[str, torch.Tensor], case: Case) -> dict[str, float]:
+    return {name: relative_error(full[name].cpu(), truth(case)[name]) for name in RESULTS}
+
+
+def rank_main(rank: int, world: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    results: dict[tuple[int, str], dict[str, float]] = {}
+    for ulysses in (u for u in (1, 2, 4) if world % u == 0):
+        mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+        for case in CASES:
+            layout = mesh.layout(case.layout, case.seq_len)
+            parts: list[Any] = [None] * world
+            mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
+            dist.all_gather_object(parts, mine)
+            whole = {
+                name: layout.gather([part[name] for part in parts], TOKEN_DIM[name])
+                for name in RESULTS
+            }
+            results[ulysses, str(case)] = errors(whole, case)
+    if rank == 0:
+        torch.save(results, Path(folder, "results.pt"))
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()] or [1]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_equals_the_oracle_as_well_as_the_dense_kernel(world: int, tmp_path: Path) -> None:
+    mp.spawn(rank_main, (world, free_port(), str(tmp_path)), nprocs=world)
+    results = torch.load(tmp_path / "results.pt", weights_only=False)
+    for (ulysses, name), found in results.items():
+        case = next(case for case in CASES if str(case) == name)
+        dense = errors(attend(ds_usp.SequenceMesh.single(), case), case)
+        shown = f"ulysses {ulysses} x ring {world // ulysses} {name}: {found}, dense {dense}"
+        if case.dtype == torch.float32:
+            assert max(found.values()) <= 1e-5, shown
+            continue
+        assert found["lse"] <= 1e-5, shown
+        assert all(found[each] <= 1.5 * dense[each] for each in LIMITED), shown
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_gpu_is_as_exact_as_its_dtype(case: Case) -> None:
+    found = errors(attend(ds_usp.SequenceMesh.single(), case), case)
+    limit = 1e-5 if case.dtype == torch.float32 else 2e-2
+    assert max(found.values()) <= limit, found
