@@ -45,7 +45,8 @@ class TokenLayout:
               so that its RoPE and batch slicing stay valid.
 
             In the first three a ring rank's tokens are cut evenly among its Ulysses ranks.
-        seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then.
+        seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then,
+            by two where a shard is two chunks (``zigzag``, ``context_parallel``).
         ulysses: ranks that exchange heads for sequence.
         ring: ranks that pass keys and values around.
         order: which of the two axes varies fastest over the ranks of the group.
@@ -87,6 +88,10 @@ class TokenLayout:
 
     def sp_rank(self, ulysses_rank: int, ring_rank: int) -> int:
         """Rank in the sequence-parallel group of one point of the two axes."""
+        if not (0 <= ulysses_rank < self.ulysses and 0 <= ring_rank < self.ring):
+            raise LayoutError(
+                f"ulysses rank {ulysses_rank}, ring rank {ring_rank} is outside {self}"
+            )
         if self.order == "ulysses-ring":
             return ring_rank * self.ulysses + ulysses_rank
         return ulysses_rank * self.ring + ring_rank
@@ -160,9 +165,15 @@ class TokenLayout:
         """The full tensor from the shards of all ranks, in rank order: undoes :meth:`shard`."""
         if len(shards) != self.degree:
             raise LayoutError(f"{len(shards)} shards were given for the {self.degree} of {self}")
+        first = shards[0]
         for rank, part in enumerate(shards):
             dim = self._check_dim(part, dim, self.length(rank), f"the shard of rank {rank}")
-        first = shards[0]
+            rest = (part.dtype, part.shape[:dim], part.shape[dim + 1 :])
+            if rest != (first.dtype, first.shape[:dim], first.shape[dim + 1 :]):
+                raise LayoutError(
+                    f"the shard of rank {rank} is {tuple(part.shape)} of {part.dtype}, that of "
+                    f"rank 0 {tuple(first.shape)} of {first.dtype}: only dim {dim} may differ"
+                )
         out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
         for rank, part in enumerate(shards):
             for begin, segment in _offsets(self.segments(rank)):
