@@ -1,0 +1,238 @@
+"""TokenLayout: a permutation of the sequence, cut fairly, and put back together exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import ALL_LAYOUTS, ALL_ORDERS
+from megatron.core import utils as megatron_utils
+
+from ds_usp import LayoutError, TokenLayout
+
+MESHES = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 5)]
+
+
+def layouts(seed: int, count: int) -> list[TokenLayout]:
+    """Random layouts, every kind and order, most of lengths that do not divide."""
+    draw = random.Random(seed)
+    found = []
+    for index in range(count):
+        ulysses, ring = draw.choice(MESHES)
+        seq_len = draw.randint(2 * ulysses * ring, 2 * ulysses * ring + 60)
+        kind = ALL_LAYOUTS[index % len(ALL_LAYOUTS)]
+        found.append(TokenLayout(kind, seq_len, ulysses, ring, draw.choice(ALL_ORDERS)))
+    return found
+
+
+def even(kind: str, ulysses: int, ring: int, order: str = ALL_ORDERS[0]) -> TokenLayout:
+    """A layout of a length that divides: 4 tokens to each of two chunks of a rank."""
+    return TokenLayout(kind, 8 * ulysses * ring, ulysses, ring, order)
+
+
+def test_every_token_is_on_exactly_one_rank_and_inverse_undoes_the_permutation() -> None:
+    for layout in layouts(1, 2000):
+        permutation, inverse = layout.permutation(), layout.inverse()
+        assert sorted(permutation) == list(range(layout.seq_len)), layout
+        assert [permutation[i] for i in inverse] == list(range(layout.seq_len)), layout
+        by_rank = [layout.positions(rank) for rank in range(layout.degree)]
+        assert [p for positions in by_rank for p in positions] == permutation
+        assert [layout.length(rank) for rank in range(layout.degree)] == list(map(len, by_rank))
+
+
+def test_ulysses_shards_of_a_ring_rank_are_together_that_ring_ranks_tokens() -> None:
+    for layout in layouts(2, 2000):
+        seen = []
+        for ring_rank in range(layout.ring):
+            tokens = layout.ring_positions(ring_rank)
+            assert tokens == sorted(tokens) and len(tokens) == layout.ring_length(ring_rank)
+            assert tokens == [p for s in layout.ring_segments(ring_rank) for p in s.positions]
+            shards = [layout.sp_rank(u, ring_rank) for u in range(layout.ulysses)]
+            joined = []
+            for run in layout.runs(ring_rank):
+                assert run.length > 0 and run.stop == run.start + run.length
+                joined += layout.positions(shards[run.ulysses_rank])[run.start : run.stop]
+            assert joined == tokens, layout
+            seen += tokens
+        assert sorted(seen) == list(range(layout.seq_len))
+
+
+@pytest.mark.parametrize("order", ALL_ORDERS)
+def test_coords_follow_the_order(order: str) -> None:
+    layout = even("zigzag", 2, 3, order)
+    points = [layout.coords(rank) for rank in range(6)]
+    assert [layout.sp_rank(*point) for point in points] == list(range(6))
+    fastest = order.split("-")[0]
+    assert points[1] == ((1, 0) if fastest == "ulysses" else (0, 1))
+
+
+# Which part of the sequence each ring rank of 4 holds, in eighths, written out by hand.
+EIGHTHS = {
+    "contiguous": [{0, 1}, {2, 3}, {4, 5}, {6, 7}],
+    "zigzag": [{0, 7}, {1, 6}, {2, 5}, {3, 4}],
+}
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("kind", EIGHTHS)
+def test_ring_ranks_hold_the_chunks_of_their_kind(kind: str, ulysses: int) -> None:
+    layout = TokenLayout(kind, 64, ulysses, 4)
+    assert [{p // 8 for p in layout.ring_positions(rank)} for rank in range(4)] == EIGHTHS[kind]
+
+
+@pytest.mark.parametrize("seq_len", [24, 29])
+def test_striped_deals_tokens_out_one_by_one(seq_len: int) -> None:
+    layout = TokenLayout("striped", seq_len, 2, 3)
+    for rank in range(3):
+        assert layout.ring_positions(rank) == list(range(rank, seq_len, 3))
+
+
+@pytest.mark.parametrize("order", ALL_ORDERS)
+@pytest.mark.parametrize(("ulysses", "ring"), MESHES)
+def test_context_parallel_is_megatrons_slice(
+    ulysses: int, ring: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = even("context_parallel", ulysses, ring, order)
+    monkeypatch.setattr(megatron_utils, "get_pg_size", lambda group: layout.degree)
+    monkeypatch.setattr(megatron_utils, "get_pg_rank", lambda group: group)
+    tokens = torch.arange(layout.seq_len).view(1, -1)
+    for rank in range(layout.degree):
+        batch = megatron_utils.get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=rank)
+        assert layout.positions(rank) == batch["tokens"][0].tolist()
+
+
+# Tokens by which ranks differ at most: an even cut differs by one, two chunks of one by two.
+UNEVEN = {"contiguous": 1, "zigzag": 2, "striped": 1, "context_parallel": 2}
+
+
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+def test_uneven_lengths_differ_by_little_and_even_ones_not_at_all(kind: str) -> None:
+    widest = 0
+    for layout in (each for each in layouts(3, 3000) if each.kind == kind):
+        lengths = [layout.length(rank) for rank in range(layout.degree)]
+        widest = max(widest, max(lengths) - min(lengths))
+        if layout.seq_len % (2 * layout.degree) == 0:
+            assert len(set(lengths)) == 1, layout
+    assert widest <= UNEVEN[kind]
+
+
+def strided(shape: list[int]) -> torch.Tensor:
+    """A view that is contiguous in no dim."""
+    return torch.randn([2 * size for size in shape])[tuple([slice(None, None, 2)] * len(shape))]
+
+
+@pytest.mark.parametrize("make", [torch.randn, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+def test_gather_undoes_shard(kind: str, dim: int, make: Callable[..., torch.Tensor]) -> None:
+    for seq_len in (16, 19):
+        layout = TokenLayout(kind, seq_len, 2, 2)
+        shape = [2, 3, 5]
+        shape[dim] = seq_len
+        x = make(shape)
+        shards = [layout.shard(x, dim, rank) for rank in range(4)]
+        for rank, shard in enumerate(shards):
+            index = torch.tensor(layout.positions(rank))
+            assert torch.equal(shard, x.index_select(dim % 3, index))
+            assert shard.data_ptr() != x.data_ptr()
+        views = [torch.stack([shard, shard], -1)[..., 0] for shard in shards]  # not contiguous
+        assert torch.equal(layout.gather(shards, dim), x)
+        assert torch.equal(layout.gather(views, dim), x)
+        joined = torch.cat(shards, dim).index_select(dim % 3, torch.tensor(layout.inverse()))
+        assert torch.equal(joined, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16], ids=str)
+def test_shards_keep_the_dtype(dtype: torch.dtype) -> None:
+    layout = even("zigzag", 2, 2)
+    x = torch.randint(0, 2, (2, layout.seq_len)).to(dtype)
+    shards = [layout.shard(x, 1, rank) for rank in range(4)]
+    assert all(shard.dtype == dtype for shard in shards)
+    assert torch.equal(layout.gather(shards, 1), x)
+
+
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+def test_gradients_flow_through_shard_and_gather(kind: str) -> None:
+    layout = TokenLayout(kind, 19, 2, 2)
+    x = torch.randn(2, 19, 3, requires_grad=True)
+    weight = torch.randn(2, 19, 3)
+    shards = [layout.shard(x, 1, rank) for rank in range(4)]
+    # Each rank's factor marks whose gradient arrives.
+    whole = layout.gather([shard * (rank + 1) for rank, shard in enumerate(shards)], 1)
+    (grad,) = torch.autograd.grad((whole * weight).sum(), x)
+    owner = torch.empty(19, 1)
+    for rank in range(4):
+        owner[layout.positions(rank)] = rank + 1
+    torch.testing.assert_close(grad, weight * owner, rtol=0, atol=0)
+
+
+def test_a_layout_is_a_value_that_prints() -> None:
+    layout = TokenLayout("striped", 64, ulysses=2, ring=4)
+    assert layout == TokenLayout("striped", 64, 2, 4) != TokenLayout("striped", 64, 4, 2)
+    assert hash(layout) == hash(TokenLayout("striped", 64, 2, 4))
+    assert str(layout) == "striped(64 tokens, ulysses 2 x ring 4)"
+    with pytest.raises(AttributeError):
+        layout.ring = 2  # type: ignore[misc]
+
+
+LAYOUT = TokenLayout("zigzag", 16, 2, 2)
+X = torch.zeros(2, 16, 3)
+SHARDS = [LAYOUT.shard(X, 1, rank) for rank in range(4)]
+WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "kind": (lambda: TokenLayout("zig", 16), ["'zig'", ", ".join(ALL_LAYOUTS)]),
+    "order": (lambda: TokenLayout("zigzag", 16, order="r-u"), ["'r-u'", ", ".join(ALL_ORDERS)]),
+    "no tokens": (lambda: TokenLayout("zigzag", 0), ["seq_len=0"]),
+    "half a token": (lambda: TokenLayout("zigzag", 8.5), ["seq_len=8.5"]),  # type: ignore[arg-type]
+    "no ulysses": (lambda: TokenLayout("zigzag", 16, ulysses=0), ["ulysses=0"]),
+    "ring True": (lambda: TokenLayout("zigzag", 16, ring=True), ["ring=True"]),
+    "rank": (lambda: LAYOUT.positions(4), ["rank 4", "4 ranks"]),
+    "negative rank": (lambda: LAYOUT.shard(X, 1, -1), ["rank -1", "4 ranks"]),
+    "ring rank": (lambda: LAYOUT.ring_positions(2), ["ring rank 2", "ring 2"]),
+    "ulysses rank": (lambda: LAYOUT.sp_rank(2, 0), ["ulysses rank 2", "ulysses 2"]),
+    "dim": (lambda: LAYOUT.shard(X, 3, 0), ["dim 3", "(2, 16, 3)"]),
+    "other length": (
+        lambda: LAYOUT.shard(X[:, :15], 1, 0),
+        ["the full tensor has 15 tokens along dim 1 of (2, 15, 3)", "puts 16 there"],
+    ),
+    "too few shards": (lambda: LAYOUT.gather(SHARDS[:3], 1), ["3 shards", "the 4 of"]),
+    "short shard": (
+        lambda: LAYOUT.gather([*SHARDS[:3], SHARDS[3][:, :2]], 1),
+        ["the shard of rank 3 has 2 tokens", "puts 4 there"],
+    ),
+    "shard of another batch": (
+        lambda: LAYOUT.gather([*SHARDS[:3], SHARDS[3][:1]], 1),
+        ["the shard of rank 3", "(1, 4, 3)", "(2, 4, 3)"],
+    ),
+    "shard of another dtype": (
+        lambda: LAYOUT.gather([*SHARDS[:3], SHARDS[3].double()], 1),
+        ["the shard of rank 3", "float64", "float32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_with_the_numbers(wrong: str) -> None:
+    call, messages = WRONG[wrong]
+    with pytest.raises(LayoutError) as caught:
+        call()
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_too_short_a_sequence_is_refused_and_the_advice_helps() -> None:
+    refused = 0
+    for kind in ALL_LAYOUTS:
+        for ulysses, ring in MESHES:
+            for seq_len in range(1, 2 * ulysses * ring + 1):
+                try:
+                    layout = TokenLayout(kind, seq_len, ulysses, ring)
+                except LayoutError as error:
+                    refused += 1
+                    assert f"at least {2 * ulysses * ring} tokens" in str(error)
+                else:
+                    assert min(map(layout.length, range(layout.degree))) >= 1
+            TokenLayout(kind, 2 * ulysses * ring, ulysses, ring)
+    assert refused
