@@ -202,7 +202,7 @@ class Team:
     ) -> list[Outcome]:
         """Run one case on every rank; stuck ranks are RankTimeoutError with all stacks."""
         if not self._started:
-            self._collect(START_TIMEOUT_S, GRACE_S, "the start of the ranks")
+            _values(self._collect(START_TIMEOUT_S, GRACE_S, "the start of the ranks"))
             self._started = True
         task = pickle.dumps((sys.path, _dumps((fn, kwargs))))
         for channel in self._channels:
