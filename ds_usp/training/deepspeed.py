@@ -151,13 +151,13 @@ def initialize_deepspeed(
     bf16 = bool(config.get("bf16", {}).get("enabled"))
     check_zero_stage(stage, stages=groups.stages, bf16=bf16)
     _check_config(config)
-    config, rule = dict(config), gradient_rule(stage, groups)
+    rule = gradient_rule(stage, groups)
     if stage == 0:
-        _own_gradient_norm(optimizer, groups, float(config.pop("gradient_clipping", 0.0)))
+        config = _own_clipping(config, optimizer, groups)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=config,
+        config=dict(config),
         mpu=deepspeed_mpu(groups, rule) if groups.stages == 1 else None,
         dist_init_required=False,
     )
@@ -179,13 +179,17 @@ def _check_config(config: Mapping[str, Any]) -> None:
         )
 
 
-def _own_gradient_norm(
-    optimizer: torch.optim.Optimizer, groups: ParallelGroups, clip: float
-) -> None:
-    """Let ``optimizer`` measure (and clip by) the global norm before each of its steps.
+def _own_clipping(
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
+) -> dict[str, Any]:
+    """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps.
 
     The engine reads ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
+
+    Returns:
+        The configuration without DeepSpeed's clipping, which is 1.0 where nothing is said.
     """
+    clip = float(config.get("gradient_clipping", 1.0))
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -197,6 +201,7 @@ def _own_gradient_norm(
         optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
 
     optimizer.register_step_pre_hook(before_step)
+    return {**config, "gradient_clipping": 0.0}
 
 
 def owned_parameters(

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from ds_usp import ConfigError, TokenLayout
 from ds_usp.training import check_zero_stage
 
+SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
+
 QUICKSTART = MappingProxyType(
     {
         "ds_sequence_parallel_size": 4,
@@ -118,13 +120,23 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add("--num-key-value-heads", type=int, metavar="N", help="KV heads (default: all, no GQA)")
     add("--seq-length", type=int, default=1024, metavar="N", help="tokens per sequence")
     add("--max-position-embeddings", type=int, metavar="N", help="(default: the sequence length)")
-    add("--use-rotary-position-embeddings", action="store_true", help="instead of learned ones")
+    add(
+        "--use-rotary-position-embeddings",
+        action=SWITCH,
+        default=False,
+        help="instead of learned ones",
+    )
     add("--rotary-base", type=float, default=10000.0, metavar="X", help="base of the angles")
     add("--normalization", choices=("layernorm", "rmsnorm"), default="layernorm", help="which one")
     add("--layernorm-epsilon", type=float, default=1e-5, metavar="X", help="of either norm")
-    add("--swiglu", action="store_true", help="gated SiLU instead of GELU")
-    add("--disable-bias-linear", action="store_true", help="no bias in linear layers")
-    add("--untie-embeddings-and-output-weights", action="store_true", help="two matrices, not one")
+    add("--swiglu", action=SWITCH, default=False, help="gated SiLU instead of GELU")
+    add("--disable-bias-linear", action=SWITCH, default=False, help="no bias in linear layers")
+    add(
+        "--untie-embeddings-and-output-weights",
+        action=SWITCH,
+        default=False,
+        help="two matrices, not one",
+    )
     add("--init-method-std", type=float, default=0.02, metavar="X", help="of normal initialization")
     add("--attention-dropout", type=float, default=0.0, metavar="P", help="only 0 is exact here")
     add("--hidden-dropout", type=float, default=0.0, metavar="P", help="only 0 is exact here")
@@ -159,7 +171,12 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add("--adam-eps", type=float, default=1e-8, metavar="X", help="added to the denominator")
     add("--sgd-momentum", type=float, default=0.0, metavar="X", help="with --optimizer sgd")
     add("--seed", type=int, default=1234, metavar="N", help="of weights and data order")
-    add("--bf16", action="store_true", help="bf16 weights with fp32 masters (default: fp32)")
+    add(
+        "--bf16",
+        action=SWITCH,
+        default=False,
+        help="bf16 weights with fp32 masters (default: fp32)",
+    )
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +197,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     add("--split", default="95,5,0", metavar="A,B,C", help="parts for training, validation, test")
     add("--data-cache-path", metavar="DIR", help="encoded text (default: OUTPUT_DIR/data)")
-    add("--eod-mask-loss", action="store_true", help="no loss on end-of-document inputs")
+    add("--eod-mask-loss", action=SWITCH, default=False, help="no loss on end-of-document inputs")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,67 +20,86 @@ from usp_trainer.engine import Trainer, learning_rate
 from usp_trainer.model import build_model, padded_vocab_size
 
 
-def pretrain(args: Namespace) -> None:
-    """Train as ``args`` say. Collective: every rank of the default group calls it.
+class Run:
+    """Everything a rank holds between steps. Collective: every rank makes one and calls it alike.
+
+    Args:
+        args: as parsed; :attr:`args` has what follows from it.
 
     Raises:
         USPError: on every rank; whatever is wrong with the flags, the data or the checkpoint.
     """
-    args = check(args, dist.get_world_size())
-    mesh, groups = initialize_groups(
-        tensor=args.tensor_model_parallel_size,
-        ulysses=args.ulysses_degree,
-        ring=args.ring_degree,
-        pipeline=args.pipeline_model_parallel_size,
-    )
-    layout = mesh.layout(args.usp_layout, seq_len=args.seq_length)
-    data = TokenData(args, layout, mesh.rank, dist.get_rank(groups.dp))
-    args.padded_vocab_size = padded_vocab_size(args, data.vocab_size)
-    device = torch.device(args.device)
-    model = build_model(args, mesh, layout, groups, device)
-    parameters = _count(model, groups, device)
-    trainer = Trainer(args, model, groups, device, data.vocab_size)
-    progress = checkpoint.load(trainer.engine, args) if args.load else Progress()
-    reporter = None
-    if dist.get_rank() == 0:
-        if not args.quiet:
-            print(report.start_block(args, _ranks(mesh, groups), parameters), flush=True)
-        reporter = report.Reporter(args, progress.step)
-    _run(args, trainer, data, progress, reporter)
 
+    def __init__(self, args: Namespace) -> None:
+        self.args = args = check(args, dist.get_world_size())
+        self.mesh, self.groups = initialize_groups(
+            tensor=args.tensor_model_parallel_size,
+            ulysses=args.ulysses_degree,
+            ring=args.ring_degree,
+            pipeline=args.pipeline_model_parallel_size,
+        )
+        layout = self.mesh.layout(args.usp_layout, seq_len=args.seq_length)
+        self.data = TokenData(args, layout, self.mesh.rank, dist.get_rank(self.groups.dp))
+        args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)
+        device = torch.device(args.device)
+        model = build_model(args, self.mesh, layout, self.groups, device)
+        self.parameters = _count(model, self.groups, device)
+        self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size)
+        self.progress = Progress()
+        if args.load:
+            self.progress = checkpoint.load(self.trainer.engine, args)
 
-def _run(
-    args: Namespace,
-    trainer: Trainer,
-    data: TokenData,
-    progress: Progress,
-    reporter: report.Reporter | None,
-) -> None:
-    while progress.step < args.train_iters:
-        begin = time.monotonic()
-        lr = learning_rate(args, progress.step)
-        loss, norm = trainer.train(data.training_batches(progress.samples), lr)
+    def step(self) -> dict[str, Any]:
+        """Train on the next global batch; returns the line for ``metrics.jsonl``."""
+        args, begin = self.args, time.monotonic()
+        lr = learning_rate(args, self.progress.step)
+        batches = self.data.training_batches(self.progress.samples)
+        loss, gradient_norm = self.trainer.train(batches, lr)
         seconds = time.monotonic() - begin
-        step = progress.step + 1
-        progress = Progress(step, progress.samples + args.global_batch_size)
-        row = {
-            "step": step,
+        self.progress = Progress(
+            self.progress.step + 1, self.progress.samples + args.global_batch_size
+        )
+        return {
+            "step": self.progress.step,
             "loss": loss,
-            "grad_norm": norm,
+            "grad_norm": gradient_norm,
             "lr": lr,
             "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
             "memory_bytes": report.memory_bytes(args.device),
             "seconds": seconds,
         }
-        if _due(step, args.eval_interval):
-            losses = [trainer.evaluate(data.validation_batches(i)) for i in range(args.eval_iters)]
-            row["valid_loss"] = sum(losses) / len(losses)
+
+    def validate(self) -> float:
+        """Mean loss over ``--eval-iters`` global batches that training never sees."""
+        count = self.args.eval_iters
+        batches = map(self.data.validation_batches, range(count))
+        return sum(map(self.trainer.evaluate, batches)) / count
+
+    def save(self) -> str:
+        """Write a checkpoint; returns its folder."""
+        return checkpoint.save(self.trainer.engine, self.args, self.progress)
+
+
+def pretrain(args: Namespace) -> None:
+    """Train as ``args`` say, to the end; rank 0 reports."""
+    run = Run(args)
+    args, reporter = run.args, None
+    if dist.get_rank() == 0:
+        if not args.quiet:
+            named = _ranks(run.mesh, run.groups)
+            print(report.start_block(args, named, run.parameters), flush=True)
+        reporter = report.Reporter(args, run.progress.step)
+    while run.progress.step < args.train_iters:
+        row = run.step()
+        last = row["step"] == args.train_iters
+        if _due(row["step"], args.eval_interval):
+            row["valid_loss"] = run.validate()
         if reporter:
             reporter.step(row)
-        if args.save and (step == args.train_iters or _due(step, args.save_interval)):
-            where = checkpoint.save(trainer.engine, args, progress)
+        if args.save and (last or _due(row["step"], args.save_interval)):
+            folder = run.save()
             if reporter:
-                reporter.say(f"saved    {where}")
+                reporter.say(f"saved    {folder}")
     if reporter:
         reporter.finish()
 

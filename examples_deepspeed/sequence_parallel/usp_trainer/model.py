@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -164,6 +165,9 @@ def build_model(
     specs = layer_specs(args, mesh, layout, device)
     if groups.stages == 1:
         return GPT(specs)
+    deepspeed.init_distributed(
+        dist.get_backend(), verbose=False
+    )  # PipelineModule asks it for ranks
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its partition on rank 0
         return PipelineModule(
             layers=specs,

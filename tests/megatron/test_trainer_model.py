@@ -1,0 +1,97 @@
+"""What the trainer computes is the same model on every mesh, layout and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankContext, fork_world
+from trainer_runs import ADAM, PLAIN_SGD, degrees, relative_difference, start, train
+
+LIMIT = 1e-5
+LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
+VARIANTS = {
+    "learned positions, layernorm, gelu": (
+        " --no-use-rotary-position-embeddings --no-swiglu --normalization layernorm"
+        " --no-disable-bias-linear"
+    ),
+    "tied": " --no-untie-embeddings-and-output-weights",
+    "mqa": " --num-key-value-heads 1",
+    "uneven sequence": " --seq-length 67",
+}
+GRIDS = {
+    "sp4 zero3": degrees(sp=4, u=2, zero=3),
+    "sp4 ring zero1": degrees(sp=4, u=1, zero=1),
+    "pp2-sp2 zero1": degrees(sp=2, u=2, pp=2, zero=1),
+    "pp2-sp2 zero0": degrees(sp=2, u=2, pp=2, zero=0),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_model_equals_one_rank(variant: str, tmp_path: Path) -> None:
+    flags = PLAIN_SGD + VARIANTS[variant]
+    (one,) = train(1, degrees() + flags, output_dir=tmp_path)
+    runs = [grid + flags for grid in GRIDS.values()]
+    for grid, numbers in zip(GRIDS, train(4, *runs, output_dir=tmp_path), strict=True):
+        assert relative_difference(numbers, one) < LIMIT, grid
+
+
+@pytest.mark.parametrize("variant", ["", " --no-untie-embeddings-and-output-weights"])
+def test_bf16_stays_near_fp32(variant: str, tmp_path: Path) -> None:
+    flags = ADAM + variant
+    fp32, bf16 = train(
+        1, degrees() + flags, degrees(zero=1) + flags + " --bf16", output_dir=tmp_path
+    )
+    runs = [
+        degrees(**grid) + flags + " --bf16"
+        for grid in (
+            {"sp": 4, "u": 2, "zero": 1},
+            {"sp": 4, "u": 2, "zero": 2},
+            {"sp": 4, "u": 2, "zero": 3},
+            {"sp": 2, "tp": 2, "zero": 1},
+            {"sp": 2, "pp": 2, "zero": 1},
+        )
+    ]
+    for numbers in [bf16, *train(4, *runs, output_dir=tmp_path)]:
+        assert relative_difference(numbers, fp32) < 2e-2
+
+
+def token_losses_on_rank(ctx: RankContext, *, runs: list[str], folder: str) -> list[list]:
+    """Loss of every token of two sequences that differ in one token, for each run."""
+    found = []
+    for flags in runs:
+        run = start(flags + PLAIN_SGD, folder)
+        layout = run.mesh.layout(run.args.usp_layout, seq_len=run.args.seq_length)
+        tokens = torch.arange(64).remainder(50)[None]
+        labels, changed = tokens.roll(-1, dims=1), tokens.clone()
+        changed[0, CHANGED] = 200
+        both = []
+        for full in (tokens, changed):
+            local = [layout.shard(x, dim=1, rank=ctx.rank) for x in (full, labels)]
+            with torch.no_grad():
+                both.append(run.trainer.engine(*local))
+        found.append(both)
+    return found
+
+
+CHANGED = 37
+
+
+@pytest.mark.parametrize("u", [1, 2, 4])
+def test_no_token_changes_the_loss_of_an_earlier_position(u: int, tmp_path: Path) -> None:
+    from ds_usp import TokenLayout
+
+    runs = [degrees(sp=4, u=u) + f" --usp-layout {layout}" for layout in LAYOUTS]
+    ranks = fork_world(token_losses_on_rank, 4, runs=runs, folder=str(tmp_path))
+    (((one_rank, _),),) = fork_world(
+        token_losses_on_rank, 1, runs=[degrees()], folder=str(tmp_path)
+    )
+    for index, kind in enumerate(LAYOUTS):
+        layout = TokenLayout(kind, seq_len=64, ulysses=u, ring=4 // u)
+        before, after = (
+            layout.gather([rank[index][which] for rank in ranks], dim=1) for which in (0, 1)
+        )
+        assert torch.equal(before[:, :CHANGED], after[:, :CHANGED]), kind
+        assert (before[:, CHANGED:] != after[:, CHANGED:]).all(), kind
+        torch.testing.assert_close(before, one_rank, rtol=1e-5, atol=1e-6)

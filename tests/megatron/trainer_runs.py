@@ -1,0 +1,145 @@
+"""Tiny runs of the trainer for tests: what ranks execute, as module-level functions."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from harness import RankContext, fork_world
+
+TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
+if str(TRAINER) not in sys.path:
+    sys.path.insert(0, str(TRAINER))
+
+Numbers = list[tuple[float, float]]  # loss and gradient norm of each step
+
+TINY = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
+    --num-key-value-heads 2 --seq-length 64 --use-rotary-position-embeddings --swiglu
+    --normalization rmsnorm --untie-embeddings-and-output-weights --disable-bias-linear
+    --make-vocab-size-divisible-by 2 --global-batch-size 4 --lr-decay-style constant
+    --device cpu --quiet
+"""
+# Sensitive to the scale of gradients, which Adam and clipping hide.
+PLAIN_SGD = " --optimizer sgd --lr 0.1 --clip-grad 0 --weight-decay 0"
+ADAM = " --optimizer adam --lr 1e-3 --clip-grad 0.5"
+
+
+def degrees(*, sp: int = 1, u: int | None = None, tp: int = 1, pp: int = 1, zero: int = 0) -> str:
+    """Flags for parallel degrees."""
+    return (
+        f" --ds-sequence-parallel-size {sp} --ulysses-degree {u or sp} --zero-stage {zero}"
+        f" --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    )
+
+
+def arguments(flags: str, output_dir: Path | str) -> Namespace:
+    """Parsed flags of a tiny run."""
+    from usp_trainer.arguments import parse
+
+    return parse([*TINY.split(), *flags.split(), "--output-dir", str(output_dir)])
+
+
+@contextmanager
+def patched(patches: Mapping[str, Any]) -> Iterator[None]:
+    """Every target of ``patches`` replaced."""
+    with ExitStack() as stack:
+        for target, replacement in patches.items():
+            stack.enter_context(mock.patch(target, replacement))
+        yield
+
+
+def start(flags: str, output_dir: Path | str) -> Any:
+    """A run on this rank; groups of an earlier one on it are forgotten."""
+    from megatron.core import parallel_state
+    from usp_trainer.loop import Run
+
+    from ds_usp.training import prepare_deepspeed
+
+    prepare_deepspeed()
+    parallel_state.destroy_model_parallel()
+    return Run(arguments(flags, output_dir))
+
+
+def numbers_on_rank(
+    ctx: RankContext,
+    *,
+    runs: list[str],
+    output_dir: str,
+    steps: int,
+    save_at: int | None = None,
+    patches: Mapping[str, Any],
+) -> list[Numbers]:
+    """Loss and gradient norm of every step of every run, as this rank sees them."""
+    found = []
+    for flags in runs:
+        with patched(patches):
+            run, numbers = start(flags, output_dir), []
+            for step in range(steps):
+                if step == save_at:
+                    run.save()
+                row = run.step()
+                numbers.append((row["loss"], row["grad_norm"]))
+        found.append(numbers)
+    return found
+
+
+def error_on_rank(
+    ctx: RankContext, *, flags: str, output_dir: str, patches: Mapping[str, Any]
+) -> ValueError | None:
+    """What starting a run, or its first step, raises on this rank."""
+    try:
+        with patched(patches):
+            start(flags, output_dir).step()
+    except ValueError as error:
+        return error
+    return None
+
+
+def errors(
+    world: int, flags: str, output_dir: Path, patches: Mapping[str, Any] | None = None
+) -> list[ValueError | None]:
+    """What every rank of a run raises."""
+    return fork_world(
+        error_on_rank, world, flags=flags, output_dir=str(output_dir), patches=patches or {}
+    )
+
+
+def on_each_rank(
+    world: int,
+    runs: list[str],
+    output_dir: Path,
+    *,
+    steps: int = 3,
+    save_at: int | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> list[list[Numbers]]:
+    """The numbers of each run (second index) on each rank (first index)."""
+    return fork_world(
+        numbers_on_rank,
+        world,
+        runs=runs,
+        output_dir=str(output_dir),
+        steps=steps,
+        save_at=save_at,
+        patches=patches or {},
+    )
+
+
+def train(world: int, *runs: str, output_dir: Path, **kwargs: Any) -> list[Numbers]:
+    """The numbers of each run, after checking that every rank saw the same."""
+    ranks = on_each_rank(world, list(runs), output_dir, **kwargs)
+    assert all(numbers == ranks[0] for numbers in ranks), ranks
+    return ranks[0]
+
+
+def relative_difference(numbers: Numbers, expected: Numbers) -> float:
+    """The largest, over losses and gradient norms of all steps."""
+    assert len(numbers) == len(expected)
+    pairs = zip(sum(numbers, ()), sum(expected, ()), strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
