@@ -117,7 +117,8 @@ def plan_tiles(
                 tiles.append(tile)
             k_start += k.length
         q_start += q.length
-    return tuple(part for tile in _merged(tiles) for part in _lowered(tile, support))
+    merged = _merged(tiles, open_left=mask.left is None)
+    return tuple(part for tile in merged for part in _lowered(tile, support))
 
 
 def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
@@ -145,14 +146,17 @@ def _tight(tile: Tile) -> Tile | None:
     return Tile(q_start, q_stop, k_start, k_stop, low, high) if low <= high else None
 
 
-def _merged(tiles: list[Tile]) -> list[Tile]:
-    """Join tiles as long as two of them are exactly one band of their bounding rectangle."""
+def _merged(tiles: list[Tile], open_left: bool) -> list[Tile]:
+    """Join tiles as long as two of them are exactly one band of their bounding rectangle.
+
+    Where the mask is open to the left the tiles stay so: a kernel may have no windows.
+    """
     done: list[Tile] = []
     for tile in tiles:
         index = 0
         while index < len(done):
             joined = _join(done[index], tile)
-            if joined is None:
+            if joined is None or (open_left and joined.window[0] is not None):
                 index += 1
             else:
                 tile = joined
