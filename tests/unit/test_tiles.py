@@ -1,0 +1,171 @@
+"""Tiles against brute force: each allowed pair once, nothing empty, everything said is true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ds_usp import LayoutError, MaskSpec, UnsupportedAttentionError
+from ds_usp.geometry.segments import Segment
+from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
+
+SUPPORTS = [
+    TileSupport(rectangular, window) for rectangular in (True, False) for window in (True, False)
+]
+Bounds = tuple[int | None, int | None]
+
+
+def band_of(rows: int, columns: int, left: int | None, right: int | None) -> torch.Tensor:
+    """The pairs of a bottom-right aligned window, by its definition in flash-attn's README."""
+    shift = columns - rows
+    distance = torch.arange(columns)[None, :] - torch.arange(rows)[:, None] - shift
+    allowed = torch.ones(rows, columns, dtype=torch.bool)
+    if left is not None:
+        allowed &= distance >= -left
+    if right is not None:
+        allowed &= distance <= right
+    return allowed
+
+
+def check_tile(tile: Tile, support: TileSupport) -> torch.Tensor:
+    """Check what a tile says of itself; return its pairs ``[rows, columns]``."""
+    left, right = tile.window
+    pairs = band_of(tile.rows, tile.columns, left, right)
+    assert pairs.any(0).all() and pairs.any(1).all(), f"empty row or column in {tile}"
+    assert tile.pairs == int(pairs.sum())
+    assert tile.is_full == bool(pairs.all())
+    causal = band_of(tile.rows, tile.columns, None, 0)
+    assert tile.is_causal == (torch.equal(pairs, causal) and not tile.is_full)
+    rows = torch.arange(tile.q_start, tile.q_stop)[:, None]
+    distance = torch.arange(tile.k_start, tile.k_stop)[None, :] - rows
+    assert torch.equal(pairs, (distance >= tile.low) & (distance <= tile.high))
+    # Bounds are None where they bind nothing, so that a kernel takes its fast path.
+    for bound, other in ((left, (None, right)), (right, (left, None))):
+        if bound is not None:
+            assert not torch.equal(pairs, band_of(tile.rows, tile.columns, *other))
+    if not support.window:
+        assert tile.is_full or tile.is_causal
+    if not support.rectangular and left is None and not tile.is_full:
+        assert tile.rows == tile.columns and right == 0
+    return pairs
+
+
+def shard(draw: random.Random, stride: int, runs: int) -> tuple[Segment, ...]:
+    """Ascending, disjoint runs of one stride, with random gaps, some adjacent."""
+    start, segments = draw.randint(0, 12), []
+    for _ in range(runs):
+        segments.append(Segment(start, draw.randint(1, 9), stride))
+        start = segments[-1].positions.stop + draw.choice([0, 0, 1, 3, 8]) * stride
+    return tuple(segments)
+
+
+def mask_of(draw: random.Random) -> MaskSpec:
+    bounds: list[Bounds] = [
+        (None, 0),
+        (None, None),
+        (draw.randint(0, 12), 0),
+        (draw.randint(0, 12), draw.randint(0, 6)),
+        (None, draw.randint(1, 9)),
+        (draw.randint(0, 9), None),
+        (0, 0),
+    ]
+    return MaskSpec(*draw.choice(bounds))
+
+
+def problems(
+    seed: int, count: int
+) -> Iterator[tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, TileSupport]]:
+    """Two random shards of one stride, not necessarily of one layout, a mask, a kernel."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        stride = draw.choice([1, 1, 1, 2, 3, 5])
+        queries = shard(draw, stride, draw.randint(1, 4))
+        keys = shard(draw, stride, draw.randint(1, 4))
+        mask = mask_of(draw)
+        supports = [s for s in SUPPORTS if s.window or mask.left is None]
+        yield queries, keys, mask, draw.choice(supports)
+
+
+def positions(segments: tuple[Segment, ...]) -> torch.Tensor:
+    return torch.tensor([p for segment in segments for p in segment.positions])
+
+
+def test_tiles_cover_every_allowed_pair_exactly_once_and_are_tight() -> None:
+    kinds: set[str] = set()
+    for queries, keys, mask, support in problems(1, 5000):
+        q, k = positions(queries), positions(keys)
+        covered = torch.zeros(len(q), len(k), dtype=torch.int64)
+        for tile in plan_tiles(queries, keys, mask, support):
+            pairs = check_tile(tile, support)
+            covered[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += pairs
+            kinds.add(str(tile).split()[-1].split("(")[0])
+        distance = k[None, :] - q[:, None]
+        wanted = torch.ones_like(covered, dtype=torch.bool)
+        if mask.left is not None:
+            wanted &= distance >= -mask.left
+        if mask.right is not None:
+            wanted &= distance <= mask.right
+        assert torch.equal(covered, wanted.to(covered.dtype)), (queries, keys, mask, support)
+    assert kinds == {"full", "causal", "window"}
+
+
+def one(length: int, start: int = 0, stride: int = 1) -> tuple[Segment, ...]:
+    return (Segment(start, length, stride),)
+
+
+ZIGZAG = (Segment(0, 4), Segment(12, 4))  # the first and the last quarter of 16 tokens
+MIDDLE = (Segment(4, 4), Segment(8, 4))
+CALLS: dict[str, tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, list[str]]] = {
+    "own block": (one(8), one(8), MaskSpec.causal(), ["q[0:8] k[0:8] causal"]),
+    "block before": (one(8, 8), one(8), MaskSpec.causal(), ["q[0:8] k[0:8] full"]),
+    "block after": (one(8), one(8, 8), MaskSpec.causal(), []),
+    "zigzag, own": (ZIGZAG, ZIGZAG, MaskSpec.causal(), ["q[0:8] k[0:8] causal"]),
+    "zigzag, later": (MIDDLE, ZIGZAG, MaskSpec.causal(), ["q[0:8] k[0:4] full"]),
+    "zigzag, earlier": (ZIGZAG, MIDDLE, MaskSpec.causal(), ["q[4:8] k[0:8] full"]),
+    "stripe before": (one(8, 1, 2), one(8, 0, 2), MaskSpec.causal(), ["q[0:8] k[0:8] causal"]),
+    "stripe after": (one(8, 0, 2), one(8, 1, 2), MaskSpec.causal(), ["q[1:8] k[0:7] causal"]),
+    "full": (ZIGZAG, MIDDLE, MaskSpec.full(), ["q[0:8] k[0:8] full"]),
+    "window": (one(8), one(8), MaskSpec.window(2, 1), ["q[0:8] k[0:8] window(2,1)"]),
+    "window reaching back": (
+        one(8, 8),
+        one(8),
+        MaskSpec.window(2),
+        ["q[0:2] k[6:8] window(0,None)"],
+    ),
+    "window on zigzag": (
+        ZIGZAG,
+        ZIGZAG,
+        MaskSpec.window(2),
+        ["q[0:4] k[0:4] window(2,0)", "q[4:8] k[4:8] window(2,0)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_known_blocks_take_the_calls_one_would_draw(name: str) -> None:
+    queries, keys, mask, expected = CALLS[name]
+    assert [str(tile) for tile in plan_tiles(queries, keys, mask)] == expected
+
+
+def test_what_a_kernel_cannot_do_in_one_call_is_cut() -> None:
+    # 4 queries at the end of 8 keys: a rectangle with a diagonal.
+    queries, keys = one(4, 4), one(8)
+    plain = plan_tiles(queries, keys, MaskSpec.causal(), TileSupport(False, False))
+    assert [str(tile) for tile in plain] == ["q[0:4] k[0:4] full", "q[0:4] k[4:8] causal"]
+    ahead = plan_tiles(one(8), one(8), MaskSpec(None, 2), TileSupport(False, False))
+    assert all(tile.is_full or (tile.is_causal and tile.rows == tile.columns) for tile in ahead)
+
+
+def test_a_window_needs_a_kernel_with_windows() -> None:
+    with pytest.raises(UnsupportedAttentionError, match="window of 3 tokens to the left"):
+        plan_tiles(one(8), one(8), MaskSpec.window(3), TileSupport(window=False))
+    # One that binds nothing does not.
+    assert len(plan_tiles(one(4), one(4), MaskSpec.window(3), TileSupport(window=False))) == 1
+
+
+def test_shards_of_different_stride_are_refused() -> None:
+    with pytest.raises(LayoutError, match="stride 2 cannot meet keys of stride 3"):
+        plan_tiles(one(4, 0, 2), one(4, 0, 3), MaskSpec.causal())
