@@ -12,6 +12,7 @@ from ds_usp.errors import (
     DataError,
     LayoutError,
     MeshError,
+    PatchError,
     UnsupportedAttentionError,
     USPError,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "LayoutError",
     "MaskSpec",
     "MeshError",
+    "PatchError",
     "RankGrid",
     "SequenceMesh",
     "TokenLayout",

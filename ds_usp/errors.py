@@ -29,3 +29,7 @@ class DataError(USPError):
 
 class CheckpointError(USPError):
     """A checkpoint that does not belong to this model or this parallel layout."""
+
+
+class PatchError(USPError):
+    """A host whose code is not what its patches were written for, or that is patched already."""

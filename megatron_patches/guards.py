@@ -1,0 +1,115 @@
+"""Whether a host's code is the code that a patch was written for: its version and its source."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from packaging.specifiers import SpecifierSet
+
+# Ways to write a node that mean the same, and what newer Pythons add to it when it is absent.
+_MEANINGLESS_FIELDS = ("kind", "type_comment")
+_FINGERPRINT_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a patch relies on.
+
+    Args:
+        distribution: name in the package index; "" for a checkout, which has no version.
+        versions: the versions that were tried, as in requirements: ``>=0.16,<0.17``.
+        source_sha256: :func:`fingerprint` of the patched object, or several of them: one for each
+            known body. Empty: the source is not compared.
+    """
+
+    distribution: str = ""
+    versions: str = ""
+    source_sha256: str | tuple[str, ...] = ()
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The known bodies, always a tuple."""
+        known = self.source_sha256
+        return ((known,) if known else ()) if isinstance(known, str) else known
+
+    def mismatches(self, original: Any) -> Iterator[str]:
+        """What differs here from what the patch was written for, one sentence each."""
+        if self.distribution:
+            yield from self._version_mismatch()
+        if self.fingerprints:
+            yield from self._source_mismatch(original)
+
+    def _version_mismatch(self) -> Iterator[str]:
+        try:
+            found = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"needs {self.distribution} {self.versions}, which is not installed"
+            return
+        if not SpecifierSet(self.versions, prereleases=True).contains(found):
+            yield f"needs {self.distribution} {self.versions}, found {found}"
+
+    def _source_mismatch(self, original: Any) -> Iterator[str]:
+        try:
+            found = fingerprint(original)
+        except (OSError, TypeError) as error:
+            yield f"its source cannot be read ({error}), so it cannot be compared"
+            return
+        if found not in self.fingerprints:
+            known = " or ".join(self.fingerprints)
+            yield f"its source is another: expected fingerprint {known}, found {found}"
+
+    def __str__(self) -> str:
+        version = f"{self.distribution} {self.versions}".strip()
+        return ", ".join(part for part in (version, *self.fingerprints) if part)
+
+
+NO_GUARD: Final = Guard()
+
+
+def fingerprint(obj: Any) -> str:
+    """What a function, method or class says, without comments, docstrings and formatting.
+
+    The same on every version of Python for the same source.
+
+    Raises:
+        OSError, TypeError: there is no source to read.
+    """
+    source = textwrap.dedent(inspect.getsource(_function(obj)))
+    tree = ast.parse(source)
+    return hashlib.sha256(_canonical(tree).encode()).hexdigest()[:_FINGERPRINT_DIGITS]
+
+
+def _function(obj: Any) -> Any:
+    if isinstance(obj, (staticmethod, classmethod)):
+        return obj.__func__
+    return obj.fget if isinstance(obj, property) else obj
+
+
+def _canonical(node: Any) -> str:
+    """A node as text; empty fields are left out, because which ones exist differs by version."""
+    if isinstance(node, ast.AST):
+        fields = [
+            f"{name}={_canonical(value)}"
+            for name, value in ast.iter_fields(node)
+            if name not in _MEANINGLESS_FIELDS and value not in (None, [])
+        ]
+        return f"{type(node).__name__}({','.join(fields)})"
+    if isinstance(node, list):
+        return f"[{','.join(_canonical(each) for each in node if not _is_docstring(each))}]"
+    return repr(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    """A string that stands alone: a docstring, or a comment in disguise."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

@@ -1,0 +1,1 @@
+"""ds_usp in an unedited checkout of Megatron-DeepSpeed."""
