@@ -23,7 +23,8 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
-            if bound is not None and (isinstance(bound, bool) or int(bound) != bound or bound < 0):
+            whole = isinstance(bound, int) and not isinstance(bound, bool)
+            if bound is not None and (not whole or bound < 0):
                 raise ConfigError(
                     f"window {name}={bound!r} must be a whole number of tokens, 0 or more; "
                     "None leaves that side open (a library's -1 is None here)"

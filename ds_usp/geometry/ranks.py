@@ -35,11 +35,15 @@ class RankGrid:
                 f"the rank order {'-'.join(order)} must name each axis once; it was given sizes "
                 f"for {', '.join(sizes)}. Add the missing axis to the order or drop its size."
             )
-        wrong = {axis: size for axis, size in sizes.items() if int(size) != size or size < 1}
+        wrong = {
+            axis: size
+            for axis, size in sizes.items()
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1
+        }
         if wrong:
             raise ConfigError(f"every axis needs a whole size of 1 or more, got {wrong}")
         object.__setattr__(self, "order", tuple(order))
-        object.__setattr__(self, "shape", tuple(int(sizes.get(axis, 1)) for axis in order))
+        object.__setattr__(self, "shape", tuple(sizes.get(axis, 1) for axis in order))
 
     @property
     def world_size(self) -> int:

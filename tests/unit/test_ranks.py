@@ -92,6 +92,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "size 0": (lambda: RankGrid({"tp": 0}), "{'tp': 0}"),
     "negative size": (lambda: RankGrid({"tp": -2}), "{'tp': -2}"),
     "broken size": (lambda: RankGrid({"tp": 1.5}), "{'tp': 1.5}"),  # type: ignore[dict-item]
+    "size NaN": (lambda: RankGrid({"tp": float("nan")}), "{'tp': nan}"),  # type: ignore[dict-item]
+    "size True": (lambda: RankGrid({"tp": True}), "{'tp': True}"),
     "size as text": (lambda: RankGrid({"tp": "2"}), "{'tp': '2'}"),  # type: ignore[dict-item]
     "groups over nothing known": (lambda: GRID.groups("cp"), "no axis 'cp'"),
     "size over nothing known": (lambda: GRID.size("tp", "cp"), "no axis 'cp'"),
