@@ -1,0 +1,78 @@
+"""USPConfig: defaults, degrees that multiply, names that exist, a host's namespace."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from ds_usp import ConfigError, USPConfig
+
+
+def test_defaults_are_one_rank_with_zigzag() -> None:
+    assert USPConfig() == USPConfig(
+        sp_degree=1, ulysses_degree=None, layout="zigzag", order="ulysses-ring", kernel="auto"
+    )
+    with pytest.raises(FrozenInstanceError):
+        USPConfig().sp_degree = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sp", "ulysses", "degrees"),
+    [(1, None, (1, 1)), (8, None, (8, 1)), (8, 1, (1, 8)), (8, 2, (2, 4)), (6, 3, (3, 2))],
+)
+def test_the_ring_takes_what_ulysses_leaves(
+    sp: int, ulysses: int | None, degrees: tuple[int, int]
+) -> None:
+    config = USPConfig(sp_degree=sp, ulysses_degree=ulysses)
+    assert (config.ulysses, config.ring) == degrees
+
+
+HOSTS: list[tuple[dict[str, Any], USPConfig]] = [
+    ({}, USPConfig()),
+    ({"hidden_size": 4}, USPConfig()),
+    ({"ds_sequence_parallel_size": 8}, USPConfig(sp_degree=8)),
+    (
+        {"ds_sequence_parallel_size": 8, "ulysses_degree": 4, "usp_layout": "striped"},
+        USPConfig(sp_degree=8, ulysses_degree=4, layout="striped"),
+    ),
+    (
+        {"usp_order": "ring-ulysses", "usp_kernel": "eager", "ulysses_degree": None},
+        USPConfig(order="ring-ulysses", kernel="eager"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), HOSTS)
+def test_a_hosts_arguments(given: dict[str, Any], expected: USPConfig) -> None:
+    assert USPConfig.from_args(Namespace(**given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "messages"),
+    [
+        ({"sp_degree": 8, "ulysses_degree": 3}, ["3 does not divide", "8", "1, 2, 4, 8"]),
+        ({"sp_degree": 2, "ulysses_degree": 4}, ["4 does not divide", "2", "1, 2."]),
+        ({"sp_degree": 0}, ["sp_degree=0"]),
+        ({"sp_degree": None}, ["sp_degree=None"]),
+        ({"sp_degree": 4.0}, ["sp_degree=4.0"]),
+        ({"sp_degree": "4"}, ["sp_degree='4'"]),
+        ({"sp_degree": 4, "ulysses_degree": 0}, ["ulysses_degree=0"]),
+        ({"sp_degree": 4, "ulysses_degree": True}, ["ulysses_degree=True"]),
+        ({"layout": "zig"}, ["'zig'", "contiguous, zigzag, striped, context_parallel"]),
+        ({"order": "ring"}, ["'ring'", "ulysses-ring, ring-ulysses"]),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(settings: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        USPConfig(**settings)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_from_args_refuses_too() -> None:
+    with pytest.raises(ConfigError, match="--ulysses-degree 3 does not divide"):
+        USPConfig.from_args(Namespace(ds_sequence_parallel_size=4, ulysses_degree=3))

@@ -1,0 +1,108 @@
+"""What others may lean on: the names, the signatures, and an import without side effects."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_usp
+from ds_usp import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NAMES = {
+    "CheckpointError",
+    "CommLedger",
+    "ConfigError",
+    "DataError",
+    "LayoutError",
+    "MaskSpec",
+    "MeshError",
+    "PatchError",
+    "RankGrid",
+    "SequenceMesh",
+    "TokenLayout",
+    "USPAttention",
+    "USPConfig",
+    "USPError",
+    "UnsupportedAttentionError",
+    "__version__",
+    "usp_attention",
+}
+
+# Parameters that callers write; a new one may only be added at the end, by keyword.
+PARAMETERS = {
+    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse",
+    "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
+    "num_kv_heads ulysses_degree mesh layout mask softmax_scale kernel order",
+    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
+    "SequenceMesh.from_group": "group ulysses_degree order",
+    "SequenceMesh.build": "grid",
+    "SequenceMesh.single": "",
+    "SequenceMesh.layout": "self kind seq_len",
+    "SequenceMesh.agree": "self text error",
+    "TokenLayout": "kind seq_len ulysses ring order",
+    "TokenLayout.shard": "self x dim rank",
+    "TokenLayout.gather": "self shards dim",
+    "TokenLayout.positions": "self rank",
+    "MaskSpec": "left right",
+    "MaskSpec.window": "left right",
+    "RankGrid": "sizes order",
+    "RankGrid.groups": "self axes",
+    "USPConfig": "sp_degree ulysses_degree layout order kernel",
+    "USPConfig.from_args": "args",
+}
+
+
+def test_public_names_are_frozen() -> None:
+    assert set(ds_usp.__all__) == NAMES and len(ds_usp.__all__) == len(NAMES)
+    for name in NAMES:
+        assert getattr(ds_usp, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_frozen(name: str) -> None:
+    target = ds_usp
+    for part in name.split("."):
+        target = getattr(target, part)
+    assert " ".join(inspect.signature(target).parameters) == PARAMETERS[name]
+
+
+def test_every_error_is_public_and_a_value_error() -> None:
+    kinds = {n: e for n, e in vars(errors).items() if isinstance(e, type)}
+    assert set(kinds) == {name for name in NAMES if name.endswith("Error")}
+    assert ds_usp.USPError.__bases__ == (ValueError,)
+    assert all(issubclass(kind, ds_usp.USPError) for kind in kinds.values())
+
+
+# Printed by a fresh interpreter: what the import of ds_usp left behind, beyond torch's own.
+PROBE = """
+import os, random, sys, threading
+import torch
+import torch.distributed
+def state():
+    return (dict(os.environ), random.getstate(), torch.initial_seed(), torch.get_default_dtype(),
+            torch.get_num_threads(), torch.get_rng_state().tolist(), threading.active_count(),
+            torch.distributed.is_initialized(), torch.cuda.is_initialized(), list(sys.path))
+before = state()
+import ds_usp
+print([i for i, (a, b) in enumerate(zip(before, state())) if a != b])
+heads = {name.split(".")[0] for name in sys.modules}
+print(sorted(heads & {"deepspeed", "megatron", "flash_attn", "matplotlib", "einops"}))
+"""
+
+
+def test_import_has_no_side_effects_and_needs_no_host() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:ds_usp", "-c", PROBE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]"]
