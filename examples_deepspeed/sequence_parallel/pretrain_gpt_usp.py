@@ -11,6 +11,7 @@ import sys
 
 from usp_trainer import launch
 from usp_trainer.arguments import parse, replica_size
+from usp_trainer.quickstart import quickstart
 
 from ds_usp import ConfigError, USPError
 
@@ -20,16 +21,15 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
         args.device = launch.select_device(args.device)
-        # The heavy imports come after DeepSpeed's device is chosen, and once for all forked ranks.
+        # DeepSpeed is imported after its device is chosen, and once for all forked ranks.
         from usp_trainer.loop import pretrain
-        from usp_trainer.quickstart import quickstart
 
         if launch.under_launcher():
             if args.quickstart:
                 raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
             return launch.run_rank(pretrain, args)
         if args.quickstart:
-            return quickstart(args)
+            return quickstart(args, pretrain)
         if args.device == "cuda":
             return launch.run_on_gpus(__file__, argv, args.num_processes)
         return launch.run_forked(pretrain, args, args.num_processes or replica_size(args))

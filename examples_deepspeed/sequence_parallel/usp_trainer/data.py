@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
@@ -53,6 +54,7 @@ class TokenData:
     def __init__(self, args: Namespace, layout: TokenLayout, sp_rank: int, dp_rank: int) -> None:
         self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
         prefixes, self.vocab_size = from_rank0(lambda: _prepare(args))
+        _require_everywhere(prefixes)
         self._train, self._valid = _build(args, prefixes, self.vocab_size)
         self._epoch, self._order = -1, numpy.arange(0)
 
@@ -152,6 +154,18 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
         if not size:
             raise DataError(f"{path}.bin is missing or empty, although {path}.idx is there")
     return indexed, args.vocab_size
+
+
+def _require_everywhere(prefixes: list[str]) -> None:
+    seen = all(Path(get_bin_path(prefix)).is_file() for prefix in prefixes)
+    everyone: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    if not all(everyone):
+        blind = [rank for rank, sees in enumerate(everyone) if not sees]
+        raise DataError(
+            f"ranks {blind} do not see {', '.join(prefixes)}, which rank 0 does. Put the data and "
+            "--data-cache-path on storage that all machines share"
+        )
 
 
 def _cache(args: Namespace) -> Path:

@@ -5,6 +5,7 @@ The one file of the trainer that reads and writes environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -115,8 +116,9 @@ def _wait_for(ranks: Mapping[int, tuple[Any, Connection]]) -> dict[int, str]:
             process, pipe = running.pop(rank)
             process.join()
             if process.exitcode:
-                reported = pipe.poll() and pipe.recv()
-                reports[rank] = reported or f"ended with exit code {process.exitcode}"
+                reports[rank] = f"ended with exit code {process.exitcode}"
+                with contextlib.suppress(EOFError):  # it died without a word
+                    reports[rank] = pipe.recv()
                 deadline = deadline or time.monotonic() + GRACE_S
     return reports
 

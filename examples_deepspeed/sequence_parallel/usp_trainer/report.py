@@ -39,7 +39,7 @@ def start_block(args: Namespace, groups: Mapping[str, Sequence[int]], parameters
         "rank 0's groups": ", ".join(f"{name} {list(ranks)}" for name, ranks in groups.items()),
         "attention": f"kernel {args.usp_kernel}, {'bf16' if args.bf16 else 'fp32'}",
         "model": f"{parameters / 1e6:.2f} M parameters, {args.num_layers} layers, hidden "
-        f"{args.hidden_size}, {args.num_attention_heads} heads on {args.num_key_value_heads} KV heads",
+        f"{args.hidden_size}, {args.num_attention_heads} heads, {args.num_key_value_heads} for KV",
         "step": f"{args.global_batch_size} x {args.seq_length} = "
         f"{args.global_batch_size * args.seq_length} tokens, {args.optimizer}, learning rate "
         f"{args.lr:g}, {args.train_iters} steps",
@@ -96,13 +96,10 @@ class Reporter:
         )
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
-        every = self._args.log_interval
-        if (
-            self._bar.disable
-            and not self._args.quiet
-            and (row["step"] % every == 0 or row["step"] == 1)
-        ):
-            print(f"step {row['step']}/{self._args.train_iters}: {shown}", flush=True)
+        step, total = row["step"], self._args.train_iters
+        due = step in (1, total) or step % self._args.log_interval == 0
+        if self._bar.disable and due and not self._args.quiet:
+            print(f"step {step}/{total}: {shown}", flush=True)
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""

@@ -1,0 +1,132 @@
+"""A resumed run continues exactly, on other splits of the ranks too, or is refused everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import RankContext, RankError, fork_world
+from trainer_runs import ADAM, Numbers, degrees, errors, patched, relative_difference, start, train
+
+from ds_usp import CheckpointError
+
+FLAGS = ADAM + " --weight-decay 0.1"
+SAVED = {"sp": 4, "u": 2, "zero": 1}
+STRAIGHT, SAVED_AT = 4, 2
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
+    """A checkpoint of step 2, and the numbers of all 4 steps of the run that wrote it."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder / "save", save_and_go_on(folder, SAVED)
+
+
+def save_and_go_on(folder: Path, grid: dict[str, int], world: int = 4) -> Numbers:
+    flags = degrees(**grid) + FLAGS + f" --save {folder / 'save'}"
+    (numbers,) = train(world, flags, output_dir=folder, steps=STRAIGHT, save_at=SAVED_AT)
+    return numbers
+
+
+def resume(folder: Path, checkpoint: Path, *grids: dict[str, int]) -> list[Numbers]:
+    runs = [degrees(**grid) + FLAGS + f" --load {checkpoint}" for grid in grids]
+    return train(4, *runs, output_dir=folder, steps=STRAIGHT - SAVED_AT)
+
+
+def test_resuming_is_bit_exact(straight: tuple[Path, Numbers], tmp_path: Path) -> None:
+    checkpoint, numbers = straight
+    assert resume(tmp_path, checkpoint, SAVED) == [numbers[SAVED_AT:]]
+
+
+def test_resuming_on_another_split_is_exact(straight: tuple[Path, Numbers], tmp_path: Path) -> None:
+    checkpoint, numbers = straight
+    splits = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))  # of the same 4 ranks; the rest is data
+    others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in splits]
+    for resumed in resume(tmp_path, checkpoint, *others):
+        assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"sp": 4, "u": 2, "zero": 0},
+        {"sp": 2, "u": 2, "zero": 2},
+        {"sp": 4, "u": 2, "zero": 3},
+        {"sp": 2, "tp": 2, "zero": 1},
+        {"sp": 2, "pp": 2, "zero": 1},
+        {"sp": 2, "pp": 2, "zero": 0},
+    ],
+    ids=str,
+)
+def test_every_kind_of_checkpoint_resumes(grid: dict[str, int], tmp_path: Path) -> None:
+    numbers = save_and_go_on(tmp_path, grid)
+    assert resume(tmp_path, tmp_path / "save", grid) == [numbers[SAVED_AT:]]
+
+
+def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    numbers = save_and_go_on(tmp_path, {"sp": 2}, world=2)
+    (resumed,) = resume(tmp_path, tmp_path / "save", {"sp": 4, "u": 2})
+    assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (degrees(**SAVED) + " --num-layers 3", ["num_layers 2 there, 3 here", "another model"]),
+        (degrees(**{**SAVED, "zero": 2}), ["zero_stage 1 there, 2 here"]),
+        (degrees(sp=2, tp=2, zero=1), ["tensor_model_parallel_size 1 there, 2 here"]),
+        (degrees(sp=2, tp=2, zero=1), ["sequence_x_data_ranks 4 there, 2 here"]),
+    ],
+)
+def test_another_model_or_cut_is_refused_on_every_rank(
+    flags: str, told: list[str], straight: tuple[Path, Numbers], tmp_path: Path
+) -> None:
+    for error in errors(4, f"{flags} {FLAGS} --load {straight[0]}", tmp_path):
+        assert isinstance(error, CheckpointError)
+        assert all(text in str(error) for text in told), error
+
+
+def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
+    straight: tuple[Path, Numbers], tmp_path: Path
+) -> None:
+    flags = degrees(sp=2, zero=1) + FLAGS
+    for error in errors(2, f"{flags} --load {tmp_path}", tmp_path):
+        assert isinstance(error, CheckpointError)
+        assert "Leave --load out for the first run" in str(error)
+    save_and_go_on(tmp_path, {"sp": 2, "zero": 1}, world=2)
+    saved = tmp_path / "save" / f"step_{SAVED_AT}"
+    name, size = next(iter(json.loads((saved / "usp_metadata.json").read_text())["files"].items()))
+    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
+    for error in errors(2, f"{flags} --load {tmp_path / 'save'}", tmp_path):
+        assert isinstance(error, CheckpointError)
+        assert f"{size - 1} bytes, it was saved with {size}" in str(error)
+
+
+def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:
+    run = start(flags, folder)
+    run.step()
+    run.save()
+    run.step()
+    save = type(run.trainer.engine).save_checkpoint
+
+    def dying(engine: Any, *args: Any, **kwargs: Any) -> None:
+        save(engine, *args, **kwargs)
+        if ctx.rank == 1:
+            raise OSError("no space left on device")
+
+    with patched({"deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": dying}):
+        run.save()
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    flags = degrees(sp=2, zero=1) + FLAGS + f" --save {tmp_path}"
+    with pytest.raises(RankError, match="no space left"):
+        fork_world(die_while_saving, 2, flags=flags, folder=str(tmp_path))
+    assert (tmp_path / "latest").read_text().strip() == "step_1"
+    assert not (tmp_path / "step_2").exists()
+    (numbers,) = train(
+        2, degrees(sp=2, zero=1) + FLAGS + f" --load {tmp_path}", output_dir=tmp_path, steps=1
+    )
+    assert numbers

@@ -1,0 +1,94 @@
+"""The trainer's flags are frozen, and flags that contradict each other are refused with a fix."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_usp import ConfigError, LayoutError
+
+TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
+sys.path.insert(0, str(TRAINER))
+
+from usp_trainer.arguments import QUICKSTART, build_parser, check, parse  # noqa: E402
+
+FLAGS = """
+    --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --clip-grad --data-cache-path
+    --data-path --device --disable-bias-linear --ds-sequence-parallel-size --eod-mask-loss
+    --eval-interval --eval-iters --ffn-hidden-size --global-batch-size --help --hidden-dropout
+    --hidden-size --init-method-std --layernorm-epsilon --load --local-rank --local_rank
+    --log-interval --lr --lr-decay-iters --lr-decay-style --lr-warmup-iters
+    --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size --min-lr
+    --no-bf16 --no-disable-bias-linear --no-eod-mask-loss --no-swiglu
+    --no-untie-embeddings-and-output-weights --no-use-rotary-position-embeddings
+    --normalization --num-attention-heads --num-key-value-heads --num-layers --num-processes
+    --optimizer --output-dir --pipeline-model-parallel-size --quickstart --quiet --rotary-base
+    --save --save-interval --seed --seq-length --sgd-momentum --split --swiglu
+    --tensor-model-parallel-size --train-iters --ulysses-degree
+    --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-kernel
+    --usp-layout --vocab-size --weight-decay --zero-stage
+"""
+
+
+def test_the_flags_are_these() -> None:
+    """A flag is a promise: add it to the list above and to the changelog, never rename one."""
+    actions = build_parser()._actions
+    assert sorted(o for a in actions for o in a.option_strings if o != "-h") == FLAGS.split()
+    assert all(action.help for action in actions)
+
+
+def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> None:
+    known = vars(parse([]))
+    assert known.keys() >= QUICKSTART.keys()
+    args = parse(["--quickstart", "--train-iters", "7", "--no-swiglu"])
+    assert (args.ds_sequence_parallel_size, args.ulysses_degree) == (4, 2)
+    assert (args.train_iters, args.swiglu) == (7, False)
+    assert check(args, 4).ring_degree == 2
+
+
+def test_what_follows_from_the_flags() -> None:
+    argv = "--ds-sequence-parallel-size 4 --tensor-model-parallel-size 2 --global-batch-size 8"
+    args = check(parse(argv.split()), 16)
+    assert (args.ulysses_degree, args.ring_degree) == (4, 1)
+    assert (args.data_parallel_size, args.accumulation_steps) == (2, 4)
+    assert (args.num_key_value_heads, args.ffn_hidden_size) == (8, 512)
+    assert args.lr_decay_iters == args.train_iters
+
+
+REFUSED = {
+    "--ds-sequence-parallel-size 4 --ulysses-degree 3": "Possible: 4 (ring 1), 2 (ring 2)",
+    "--ds-sequence-parallel-size 8 --ulysses-degree 8 --num-attention-heads 4": (
+        "the 4 query heads of a tensor-parallel rank (4 heads, tp 1). Possible: 4 (ring 2)"
+    ),
+    "--ds-sequence-parallel-size 3": "Start a multiple of 3",
+    "--global-batch-size 12 --micro-batch-size 1": "8 data-parallel replicas = 8. Use "
+    "--global-batch-size 8",
+    "--num-attention-heads 7": "divide --hidden-size 128",
+    "--num-key-value-heads 3": "of --num-key-value-heads 3",
+    "--num-key-value-heads 2 --tensor-model-parallel-size 4": "Use tp 2",
+    "--tensor-model-parallel-size 4 --ffn-hidden-size 30": "--ffn-hidden-size 30",
+    "--pipeline-model-parallel-size 8": "--num-layers 4 cannot fill 8",
+    "--pipeline-model-parallel-size 2 --zero-stage 2": "Use --zero-stage 1",
+    "--pipeline-model-parallel-size 2 --zero-stage 3": "Use --zero-stage 1",
+    "--bf16 --zero-stage 0": "Use --zero-stage 1",
+    "--attention-dropout 0.1": "Use 0 for both",
+    "--hidden-dropout 0.1": "Use 0 for both",
+    "--max-position-embeddings 100": "below --seq-length 1024",
+    "--train-iters 0": "--train-iters 0: must be 1 or more",
+    "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(parse(flags.split()), 8)
+    assert REFUSED[flags] in str(refused.value)
+
+
+def test_a_sequence_that_no_layout_can_cut_is_refused() -> None:
+    flags = "--ds-sequence-parallel-size 8 --num-attention-heads 8 --seq-length 5"
+    with pytest.raises(LayoutError, match="at least 16 tokens"):
+        check(parse(flags.split()), 8)

@@ -1,0 +1,82 @@
+"""What surrounds attention in training, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_usp import ConfigError, DataError, LayoutError, TokenLayout
+from ds_usp.training import (
+    GradientRule,
+    check_zero_stage,
+    local_positions,
+    loss_token_weight,
+    rotary_frequencies,
+    shard_batch,
+    weighted_loss,
+)
+
+LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_batch_is_cut_as_its_positions_say(kind: str) -> None:
+    layout = TokenLayout(kind, seq_len=22, ulysses=2, ring=2)
+    tokens = torch.arange(44).view(2, 22)
+    mask = torch.arange(22).remainder(3).eq(0).expand(2, 22)
+    for rank in range(4):
+        batch = shard_batch(tokens, tokens + 1, mask, layout=layout, rank=rank)
+        positions = local_positions(layout, rank)
+        assert positions.tolist() == layout.positions(rank)
+        assert torch.equal(batch.tokens, tokens[:, positions])
+        assert torch.equal(batch.labels, batch.tokens + 1)
+        assert torch.equal(batch.loss_mask, mask[:, positions].float())
+
+
+def test_a_batch_of_unequal_shapes_is_refused() -> None:
+    layout = TokenLayout("zigzag", seq_len=8, ulysses=1, ring=2)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(LayoutError, match="must have one shape"):
+        shard_batch(tokens, tokens[:, 1:], tokens, layout=layout, rank=0)
+    with pytest.raises(LayoutError, match="has 7 tokens"):
+        shard_batch(*[tokens[:, 1:]] * 3, layout=layout, rank=0)
+
+
+def test_rotary_frequencies_follow_the_positions() -> None:
+    whole = rotary_frequencies(torch.arange(16), dim=8, base=100.0)
+    assert whole.shape == (16, 1, 1, 8)
+    assert torch.equal(whole[..., :4], whole[..., 4:])
+    expected = [position * 100.0 ** -(2 * i / 8) for position in range(16) for i in range(4)]
+    torch.testing.assert_close(whole[:, 0, 0, :4].flatten(), torch.tensor(expected))
+    some = torch.tensor([3, 4, 15, 0])
+    assert torch.equal(rotary_frequencies(some, dim=8, base=100.0), whole[some])
+
+
+def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
+    losses, mask = torch.rand(3, 10), torch.rand(3, 10).gt(0.3).float()
+    rule = GradientRule("sp_dp", divisor=5)
+    scale = rule.loss_scale(micro_batches=2)
+    weight = loss_token_weight(float(mask.sum()), scale)
+    parts = [weighted_loss(losses[:, i::2], mask[:, i::2] * weight) for i in range(2)]
+    mean = (losses * mask).sum() / mask.sum()
+    torch.testing.assert_close(sum(parts) / scale, mean)
+
+
+def test_a_step_without_loss_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="no token to learn from"):
+        loss_token_weight(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "stages", "bf16"), [(2, 2, False), (3, 2, False), (3, 4, True), (0, 1, True)]
+)
+def test_what_deepspeed_trains_wrongly_is_refused(stage: int, stages: int, bf16: bool) -> None:
+    with pytest.raises(ConfigError, match="--zero-stage 1"):
+        check_zero_stage(stage, stages=stages, bf16=bf16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "stages", "bf16"), [(0, 1, False), (3, 1, True), (1, 4, True), (0, 2, False)]
+)
+def test_what_deepspeed_trains_rightly_is_not(stage: int, stages: int, bf16: bool) -> None:
+    check_zero_stage(stage, stages=stages, bf16=bf16)
