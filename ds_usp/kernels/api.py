@@ -176,11 +176,16 @@ def band(tile: Tile, device: torch.device) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return x[:, tile.q_start : tile.q_stop]
+    return _dense_features(x[:, tile.q_start : tile.q_stop])
 
 
 def _columns(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return x[:, tile.k_start : tile.k_stop]
+    return _dense_features(x[:, tile.k_start : tile.k_stop])
+
+
+def _dense_features(x: torch.Tensor) -> torch.Tensor:
+    """The features of a head next to each other: libraries read them so, torch's unchecked."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _short(dtype: torch.dtype) -> str:
