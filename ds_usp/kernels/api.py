@@ -122,7 +122,10 @@ class SingleTileKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
         (tile,) = tiles
-        return self.tile_forward(_rows(q, tile), _columns(k, tile), _columns(v, tile), tile, scale)
+        with torch.autocast(q.device.type, enabled=False):  # the dtype of q, k and v decides
+            return self.tile_forward(
+                _rows(q, tile), _columns(k, tile), _columns(v, tile), tile, scale
+            )
 
     def backward(
         self,
@@ -138,16 +141,17 @@ class SingleTileKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
         (tile,) = tiles
-        return self.tile_backward(
-            _rows(dout, tile),
-            _rows(q, tile),
-            _columns(k, tile),
-            _columns(v, tile),
-            _rows(out, tile),
-            lse[:, :, tile.q_start : tile.q_stop],
-            tile,
-            scale,
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            return self.tile_backward(
+                _rows(dout, tile),
+                _rows(q, tile),
+                _columns(k, tile),
+                _columns(v, tile),
+                _rows(out, tile),
+                lse[:, :, tile.q_start : tile.q_stop],
+                tile,
+                scale,
+            )
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float

@@ -206,6 +206,15 @@ def test_views_give_the_same_as_copies(
     check(got, want, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
+def test_autocast_changes_nothing(kernel: AttentionKernel, dtype: torch.dtype) -> None:
+    block = BLOCKS["causal"]
+    x = tensors(HEADS["GQA"], 16, dtype, TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run_tile(kernel, x, block.tile, 0.3)
+    check(got, truth(x, block.allowed, 0.3), TOLERANCE[dtype])
+
+
 def blockwise(
     kernel: AttentionKernel, x: Tensors, blocks: Sequence[tuple[int, int]], mask: MaskSpec
 ) -> Tensors:
