@@ -11,7 +11,7 @@ import torch
 
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError, USPError
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 
@@ -58,11 +58,11 @@ def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Chec
     that has left.
 
     Raises:
-        USPError: what ``check`` raised; on the other ranks a MeshError with it.
+        Exception: what ``check`` raised; on the other ranks a MeshError with it.
     """
     try:
         text, result = check()
-    except USPError as error:
+    except Exception as error:
         mesh.agree_on_call("", error)
         raise
     mesh.agree_on_call(text)
