@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import cast
 
 import torch
@@ -211,7 +212,11 @@ def _new_group(ranks: list[int] | tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
-    data = text.encode()[:_AGREE_BYTES].ljust(_AGREE_BYTES, b"\0")
+    data = text.encode()
+    if len(data) > _AGREE_BYTES:  # what is cut off must not be able to differ unseen
+        digest = f"... (sha256 {sha256(data).hexdigest()[:16]})".encode()
+        data = data[: _AGREE_BYTES - len(digest)] + digest
+    data = data.ljust(_AGREE_BYTES, b"\0")
     device = transport_device(group)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
