@@ -27,7 +27,7 @@ class HostArguments:
 
     def __init__(self, attention: LocalAttention) -> None:
         self.attention = attention
-        self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._seen: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def check(
         self, seq_len: int, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -71,7 +71,8 @@ class HostArguments:
 
         Compared once for each tensor: hosts pass the same one to every layer.
         """
-        if self._seen and self._seen[0]() is mask and self._seen[1] == mask._version:
+        seen = self._seen
+        if seen and seen[0]() is mask and seen[1:] == (mask._version, seq_len):
             return True
         if mask.ndim < 2 or mask.shape[-2:] != (seq_len, seq_len):
             return False
@@ -82,8 +83,8 @@ class HostArguments:
         else:
             hidden = mask <= _ADDITIVE_MINUS_INFINITY
             same = bool((hidden != allowed).all()) and not bool(mask[~hidden].any())
-        if same:
-            self._seen = weakref.ref(mask), mask._version
+        if same and not mask.is_inference():  # those keep no version
+            self._seen = weakref.ref(mask), mask._version, seq_len
         return same
 
 
