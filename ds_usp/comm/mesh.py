@@ -69,7 +69,8 @@ class SequenceMesh:
                 ``ring-ulysses`` the ring.
 
         Raises:
-            MeshError: torch.distributed does not run, or this rank is not in the group.
+            MeshError: torch.distributed does not run, this rank is not in the group, or the ranks
+                of the group ask for different grids (all of them raise).
             ConfigError: a degree that does not divide the group, or an unknown order.
         """
         if not dist.is_initialized():
@@ -82,19 +83,12 @@ class SequenceMesh:
                 f"global rank {dist.get_rank()} is not in the sequence-parallel group it was "
                 "given. Pass each rank the group that holds it."
             )
-        size = dist.get_world_size(group)
-        ulysses = size if ulysses_degree is None else ulysses_degree
-        if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
-            raise ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
-        if size % ulysses:
-            fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
-            raise ConfigError(
-                f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
-                f"sequence-parallel group. Use one of {fits}."
-            )
-        if order not in ORDERS:
-            raise ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
         whole = cast(dist.ProcessGroup, group or dist.group.WORLD)
+        size = dist.get_world_size(whole)
+        ulysses = size if ulysses_degree is None else ulysses_degree
+        # Before any group is made: making it with ranks that see another grid would not end.
+        flat = cls(1, size, dist.get_rank(whole), sp_group=whole)
+        flat.agree(f"ulysses_degree {ulysses}, {order}", _refusal(size, ulysses, order))
         return cls._over(whole, ulysses, size // ulysses, order)
 
     @classmethod
@@ -197,6 +191,21 @@ class SequenceMesh:
             f"rank {self.rank} of {self.sp_degree}: ulysses {self.ulysses_rank} of "
             f"{self.ulysses_degree}, ring {self.ring_rank} of {self.ring_degree}"
         )
+
+
+def _refusal(size: int, ulysses: object, order: str) -> ConfigError | None:
+    """Why no grid of this ``ulysses`` degree lies over ``size`` ranks; None if one does."""
+    if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
+        return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
+    if size % ulysses:
+        fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
+        return ConfigError(
+            f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
+            f"sequence-parallel group. Use one of {fits}."
+        )
+    if order not in ORDERS:
+        return ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
+    return None
 
 
 def transport_device(group: dist.ProcessGroup) -> torch.device:
