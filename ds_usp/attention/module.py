@@ -12,7 +12,7 @@ from ds_usp.attention.functional import SeqAllToAll, usp_attention
 from ds_usp.attention.host_arguments import HostArguments
 from ds_usp.attention.local_attention import read_local_attention
 from ds_usp.attention.request import HeadTraffic, agreed, check_tensors
-from ds_usp.attention.rotary import apply_rotary
+from ds_usp.attention.rotary import apply_rotary, check_rotary
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
@@ -148,6 +148,8 @@ class USPAttention(torch.nn.Module):
 
         def check() -> tuple[str, HeadTraffic]:
             text = check_tensors(q, k, v, self.mesh, layout)
+            if rotary is not None:
+                check_rotary(rotary, layout.seq_len, q.shape[3])
             return text, HeadTraffic.plan(q, k, self.mesh, layout)
 
         traffic = agreed(self.mesh, check)
@@ -178,8 +180,14 @@ class USPAttention(torch.nn.Module):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """With a ring: what the local attention would compute, on the package's kernels."""
-        if args or kwargs:
-            agreed(self.mesh, lambda: host.check(layout.seq_len, args, kwargs))
+
+        def check() -> tuple[str, None]:
+            if rotary is not None:
+                check_rotary(rotary, layout.seq_len, q.shape[3])
+            return host.check(layout.seq_len, args, kwargs)
+
+        if args or kwargs or rotary is not None:
+            agreed(self.mesh, check)
         attention = host.attention
         if rotary is not None:
             positions = layout.positions(self.mesh.rank)

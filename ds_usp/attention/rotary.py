@@ -9,6 +9,25 @@ import torch
 from ds_usp.errors import ConfigError
 
 
+def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -> None:
+    """Check that cos and sin ``[tokens, 1, 1, rot_dim]`` serve the whole sequence.
+
+    Raises:
+        ConfigError: cos and sin of another shape, or for fewer tokens than the sequence has.
+    """
+    cos, sin = rotary
+    if cos.ndim != 4 or cos.shape != sin.shape or cos.shape[1:3] != (1, 1):
+        raise ConfigError(
+            "rotary_pos_emb must be cos and sin of shape [tokens, 1, 1, rot_dim], got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.shape[0] < seq_len or cos.shape[3] > head_dim or cos.shape[3] % 2:
+        raise ConfigError(
+            f"rotary_pos_emb {list(cos.shape)} does not fit {seq_len} tokens of the whole "
+            f"sequence and head dim {head_dim}"
+        )
+
+
 def apply_rotary(
     x: torch.Tensor, rotary: Sequence[torch.Tensor], positions: Sequence[int]
 ) -> torch.Tensor:
@@ -18,23 +37,9 @@ def apply_rotary(
         x ``[b, s, h, d]``; rotary: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence;
         positions: the global position of each of the ``s`` tokens.
 
-    Raises:
-        ConfigError: cos and sin of another shape, or for fewer tokens than the sequence has.
-
     Source: RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX.
     """
     cos, sin = rotary
-    if cos.ndim != 4 or cos.shape != sin.shape or cos.shape[1:3] != (1, 1):
-        raise ConfigError(
-            "rotary_pos_emb must be cos and sin of shape [tokens, 1, 1, rot_dim], got "
-            f"{list(cos.shape)} and {list(sin.shape)}"
-        )
-    last = positions[-1]
-    if last >= cos.shape[0] or cos.shape[3] > x.shape[3] or cos.shape[3] % 2:
-        raise ConfigError(
-            f"rotary_pos_emb {list(cos.shape)} does not fit {last + 1} tokens of the whole "
-            f"sequence and head dim {x.shape[3]}"
-        )
     index = torch.as_tensor(positions, device=cos.device)
     cos, sin = (part.index_select(0, index).transpose(0, 1) for part in (cos, sin))
     rot_dim = cos.shape[3]
