@@ -208,9 +208,10 @@ class USPAttention(torch.nn.Module):
 
     def _checked_batch_dim(self, batch_dim_idx: int) -> int:
         if batch_dim_idx not in (0, 1):
-            raise ConfigError(
+            error = ConfigError(
                 f"batch_dim_idx={batch_dim_idx!r} must be 0 for [b, s, h, d] or 1 for [s, b, h, d]"
             )
+            self.mesh.agree_on_call("", error)  # raises it, and tells the other ranks
         return batch_dim_idx
 
     def _agreed_layout(self, q: torch.Tensor, k: torch.Tensor) -> TokenLayout:
