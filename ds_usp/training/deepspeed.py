@@ -16,6 +16,8 @@ Adam with clipping hide every one of these:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,8 +91,8 @@ def check_zero_stage(zero_stage: int, *, stages: int, bf16: bool) -> None:
         )
     if bf16 and zero_stage == 0:
         raise ConfigError(
-            "bf16 with ZeRO-0: DeepSpeed's optimizer for it departs from fp32 training even on one "
-            "rank. Use --zero-stage 1, which keeps fp32 master weights"
+            "bf16 with ZeRO-0: DeepSpeed accumulates gradients in bf16 there. Use --zero-stage 1, "
+            "which accumulates them in fp32"
         )
 
 
@@ -154,13 +156,14 @@ def initialize_deepspeed(
     rule = gradient_rule(stage, groups)
     if stage == 0:
         config = _own_clipping(config, optimizer, groups)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=dict(config),
-        mpu=deepspeed_mpu(groups, rule) if groups.stages == 1 else None,
-        dist_init_required=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=dict(config),
+            mpu=deepspeed_mpu(groups, rule) if groups.stages == 1 else None,
+            dist_init_required=False,
+        )
     return engine, rule
 
 

@@ -37,14 +37,11 @@ def test_every_variant_of_the_model_equals_one_rank(variant: str, tmp_path: Path
         assert relative_difference(numbers, one) < LIMIT, grid
 
 
-@pytest.mark.parametrize("variant", ["", " --no-untie-embeddings-and-output-weights"])
-def test_bf16_stays_near_fp32(variant: str, tmp_path: Path) -> None:
-    flags = ADAM + variant
-    fp32, bf16 = train(
-        1, degrees() + flags, degrees(zero=1) + flags + " --bf16", output_dir=tmp_path
-    )
+def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    bf16 = ADAM + " --bf16"
+    (fp32,) = train(1, degrees() + ADAM, output_dir=tmp_path)
     runs = [
-        degrees(**grid) + flags + " --bf16"
+        degrees(**grid) + bf16
         for grid in (
             {"sp": 4, "u": 2, "zero": 1},
             {"sp": 4, "u": 2, "zero": 2},
@@ -53,7 +50,7 @@ def test_bf16_stays_near_fp32(variant: str, tmp_path: Path) -> None:
             {"sp": 2, "pp": 2, "zero": 1},
         )
     ]
-    for numbers in [bf16, *train(4, *runs, output_dir=tmp_path)]:
+    for numbers in train(4, *runs, output_dir=tmp_path):
         assert relative_difference(numbers, fp32) < 2e-2
 
 

@@ -52,7 +52,13 @@ def test_a_failed_run_fails_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def row(step: int) -> dict[str, float]:
-    return {"step": step, "loss": 3.0 / step, "tokens_per_s": 10.0, "memory_bytes": 1}
+    return {
+        "step": step,
+        "loss": 3.0 / step,
+        "tokens_per_s": 10.0,
+        "seconds": 1.0,
+        "memory_bytes": 1,
+    }
 
 
 def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
@@ -71,6 +77,7 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     assert "step 1/3: loss 3.000, 10 tokens/s" in capsys.readouterr().out
 
 
-def test_smoothing_starts_without_bias() -> None:
-    assert report.smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    assert report.smoothed([1.0, 0.0])[1] == pytest.approx(7 / 15)
+def test_smoothing_is_centred() -> None:
+    line = [float(i) for i in range(20)]
+    assert report.smoothed(line) == pytest.approx(line)
+    assert report.smoothed([0.0, 3.0, 0.0], reach=9) == pytest.approx([0.0, 1.0, 0.0])

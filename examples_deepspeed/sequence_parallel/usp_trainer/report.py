@@ -66,9 +66,10 @@ class Reporter:
         self._args = args
         self._folder = Path(args.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._rows = [row for row in self._earlier() if row["step"] <= first_step]
+        self._seen = [row for row in self._earlier() if row["step"] <= first_step]
+        self._new: list[dict[str, Any]] = []
         self._file = (self._folder / METRICS).open("w")
-        for row in self._rows:
+        for row in self._seen:
             self._file.write(json.dumps(row) + "\n")
         self._bar = tqdm(
             total=args.train_iters,
@@ -87,7 +88,7 @@ class Reporter:
 
     def step(self, row: dict[str, Any]) -> None:
         """Record one step, counted from 1."""
-        self._rows.append(row)
+        self._new.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         shown = (
@@ -112,7 +113,13 @@ class Reporter:
         self._file.close()
         if self._args.quiet:
             return
-        plot_loss(self._rows, degrees(self._args), self._folder / PLOT)
+        plot_loss(self._seen + self._new, degrees(self._args), self._folder / PLOT)
+        if self._new:
+            first, last = self._new[0], self._new[-1]
+            print(
+                f"trained  {len(self._new)} steps in {sum(r['seconds'] for r in self._new):.0f} s, "
+                f"loss {first['loss']:.3f} -> {last['loss']:.3f}"
+            )
         print(f"metrics  {self._folder / METRICS}\nplot     {self._folder / PLOT}", flush=True)
 
 
@@ -141,10 +148,11 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     pyplot.close(figure)
 
 
-def smoothed(values: Sequence[float], horizon: float = 8.0) -> list[float]:
-    """Exponential moving average over about ``horizon`` values, without a bias at the start."""
-    keep, total, weight, means = 1.0 - 1.0 / horizon, 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1.0
-        means.append(total / weight)
+def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
+    """Mean of each value and up to ``reach`` neighbours on either side, as many on both."""
+    means = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        window = values[i - near : i + near + 1]
+        means.append(sum(window) / len(window))
     return means
