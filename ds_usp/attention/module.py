@@ -123,10 +123,11 @@ class USPAttention(torch.nn.Module):
         if batch_dim_idx is None or isinstance(batch_dim_idx, torch.Tensor):
             args = args if batch_dim_idx is None else (batch_dim_idx, *args)
             batch_dim_idx = 1 - self.gather_idx
-        swap = self._checked_batch_dim(batch_dim_idx) == 1
+        self._check(key, batch_dim_idx)
+        swap = batch_dim_idx == 1
         self._wait_for_stream(query, key, value)
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
-        layout = self._agreed_layout(q, k)
+        layout = self._agreed_layout(q)
         if self._host is None:
             out = self._local(q, k, v, layout, swap, rotary_pos_emb, args, kwargs)
         else:
@@ -206,15 +207,21 @@ class USPAttention(torch.nn.Module):
         )
         return out.flatten(2) if attention.flat_output else out
 
-    def _checked_batch_dim(self, batch_dim_idx: int) -> int:
+    def _check(self, key: torch.Tensor, batch_dim_idx: int) -> None:
+        error = None
         if batch_dim_idx not in (0, 1):
             error = ConfigError(
                 f"batch_dim_idx={batch_dim_idx!r} must be 0 for [b, s, h, d] or 1 for [s, b, h, d]"
             )
+        elif self.num_kv_heads is not None and key.shape[2:3] != (self.num_kv_heads,):
+            error = ConfigError(
+                f"num_kv_heads={self.num_kv_heads}, but the keys are {list(key.shape)}: their "
+                "dim 2 is the heads"
+            )
+        if error:
             self.mesh.agree_on_call("", error)  # raises it, and tells the other ranks
-        return batch_dim_idx
 
-    def _agreed_layout(self, q: torch.Tensor, k: torch.Tensor) -> TokenLayout:
+    def _agreed_layout(self, q: torch.Tensor) -> TokenLayout:
         """The token layout for this many local tokens, the same on every rank."""
         if isinstance(self._layout, TokenLayout):
             return self._layout
@@ -223,13 +230,8 @@ class USPAttention(torch.nn.Module):
             kind = self._layout
 
             def check() -> tuple[str, TokenLayout]:
-                if self.num_kv_heads not in (None, k.shape[2]):
-                    raise ConfigError(
-                        f"num_kv_heads={self.num_kv_heads}, but the keys have {k.shape[2]} heads"
-                    )
-                return f"{tokens} tokens on each rank", self.mesh.layout(
-                    kind, tokens * self.mesh.sp_degree
-                )
+                layout = self.mesh.layout(kind, tokens * self.mesh.sp_degree)
+                return f"{tokens} tokens on each rank", layout
 
             self._layouts[tokens] = agreed(self.mesh, check)
         return self._layouts[tokens]
