@@ -1,0 +1,368 @@
+"""Bad input raises at once on every rank, with the numbers, and the group stays usable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, mesh_of, run_case
+from harness import RankContext, WorkerPool
+
+import ds_usp
+from ds_usp import MaskSpec, SequenceMesh, TokenLayout, USPAttention
+
+WORLD = 4
+TIMEOUT_S = 20.0  # what takes longer hangs
+WAYS = ("usp_attention", "USPAttention 2x2", "USPAttention 4x1")
+MODULES = WAYS[1:]
+EVERYONE = tuple(range(WORLD))
+CAUSAL = MaskSpec.causal()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank passes; the defaults are right."""
+
+    q: tuple[int, ...] = (1, 8, 8, 16)
+    k: tuple[int, ...] = (1, 8, 4, 16)
+    v: tuple[int, ...] = (1, 8, 4, 16)
+    dtype: torch.dtype = torch.float32
+    v_dtype: torch.dtype | None = None
+    seq_len: int = 32
+    layout: str = "zigzag"
+    layout_degrees: tuple[int, int] | None = None
+    order: str = "ulysses-ring"
+    mask: Any = CAUSAL
+    scale: Any = None
+    kernel: Any = "auto"
+    dropout: float = 0.0
+    batch_dim: Any = 0
+    rotary: int = 0  # tokens of cos and sin, 0: none
+    num_kv_heads: int | None = None
+    extra: tuple[Any, ...] = ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        dtypes = (self.dtype, self.dtype, self.v_dtype or self.dtype)
+        shapes = (self.q, self.k, self.v)
+        return [torch.ones(s).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    def make(self, way: str) -> None:
+        mesh = mesh_of(4 if way.endswith("4x1") else 2)
+        degrees = self.layout_degrees or (mesh.ulysses_degree, mesh.ring_degree)
+        if way == "usp_attention":
+            layout = TokenLayout(self.layout, self.seq_len, *degrees, self.order)
+            ds_usp.usp_attention(
+                *self.tensors(),
+                mesh=mesh,
+                layout=layout,
+                mask=self.mask,
+                softmax_scale=self.scale,
+                dropout_p=self.dropout,
+                kernel=self.kernel,
+            )
+            return
+        local = torch.nn.Sequential(torch.nn.Dropout(self.dropout))
+        attention = USPAttention(
+            local,
+            None,
+            gather_idx=1,
+            num_kv_heads=self.num_kv_heads,
+            mesh=mesh,
+            layout=self.layout,
+            mask=self.mask,
+            softmax_scale=self.scale,
+            kernel=self.kernel,
+        )
+        rotary = (torch.ones(self.rotary, 1, 1, 16),) * 2 if self.rotary else None
+        attention(*self.tensors(), self.batch_dim, rotary, *self.extra)
+
+
+def heads(q: int, kv: int) -> dict[str, Any]:
+    return {"q": (1, 8, q, 16), "k": (1, 8, kv, 16), "v": (1, 8, kv, 16)}
+
+
+def said(ctx: RankContext, call: Any) -> tuple[str, str, float]:
+    """What a call raised on this rank, and the error of a right call made afterwards."""
+    try:
+        call()
+        kind, message = "nothing", ""
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+    after = run_case(ctx, Case(batch=1, heads=4, kv_heads=2), 2)
+    return kind, message, max(after.values())
+
+
+def attempt(ctx: RankContext, way: str, changes: dict[str, Any], odd: tuple[int, ...]) -> Any:
+    call = replace(Call(), **changes) if ctx.rank in odd else Call()
+    return said(ctx, lambda: call.make(way))
+
+
+def check(results: list[Any], kinds: list[str], fragments: list[str]) -> None:
+    """Every rank raised its kind of error with all numbers, and could go on."""
+    assert [kind for kind, _, _ in results] == kinds, results
+    for _, message, error in results:
+        for fragment in fragments:
+            assert fragment in message, message
+        assert error < 1e-5
+
+
+# What no mesh can serve, given on every rank: the ways it is given, the error, its numbers.
+WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
+    "fewer heads than ranks": (
+        WAYS,
+        heads(1, 1),
+        "ConfigError",
+        ["needs at least", "query heads", "there are 1", "Use --ulysses-degree 1 or less"],
+    ),
+    "kv heads": (WAYS, heads(8, 3), "ConfigError", ["8 query heads", "3 key/value heads"]),
+    "more kv heads": (WAYS, heads(4, 8), "ConfigError", ["4 query heads", "8 key/value heads"]),
+    "3-D": (WAYS, {"q": (1, 8, 128)}, "ConfigError", ["q [1, 8, 128]", "[batch, tokens, heads"]),
+    "num_kv_heads": (
+        MODULES,
+        {"num_kv_heads": 3},
+        "ConfigError",
+        ["num_kv_heads=3", "[1, 8, 4, 16]"],
+    ),
+    "2-D keys": (WAYS, {"k": (8, 16)}, "ConfigError", ["k [8, 16]", "[batch, tokens, heads"]),
+    "batch": (WAYS, {"k": (2, 8, 4, 16)}, "ConfigError", ["q [1, 8, 8, 16]", "k [2, 8, 4, 16]"]),
+    "tokens": (WAYS, {"v": (1, 7, 4, 16)}, "ConfigError", ["k [1, 8, 4, 16]", "v [1, 7, 4, 16]"]),
+    "key dim": (WAYS, {"k": (1, 8, 4, 8)}, "ConfigError", ["q [1, 8, 8, 16]", "k [1, 8, 4, 8]"]),
+    "value dim": (
+        WAYS,
+        {"v": (1, 8, 4, 8)},
+        "UnsupportedAttentionError",
+        ["values of head dim 8", "keys of 16", "pad the values to 16"],
+    ),
+    "nothing": (
+        WAYS,
+        {"q": (0, 8, 8, 16), "k": (0, 8, 4, 16), "v": (0, 8, 4, 16)},
+        "ConfigError",
+        ["must not be empty", "[0, 8, 8, 16]"],
+    ),
+    "mixed dtypes": (
+        WAYS,
+        {"v_dtype": torch.bfloat16},
+        "ConfigError",
+        ["torch.float32 on cpu", "torch.bfloat16 on cpu"],
+    ),
+    "integers": (WAYS, {"dtype": torch.int32}, "ConfigError", ["torch.int32"]),
+    "tokens of another layout": (
+        WAYS[:1],
+        {"seq_len": 36},
+        "LayoutError",
+        ["holds 8 tokens", "36 tokens", "gives it 9", "layout.shard"],
+    ),
+    "layout of another mesh": (
+        WAYS[:1],
+        {"layout_degrees": (4, 1)},
+        "LayoutError",
+        ["ulysses 4 x ring 1", "the mesh is 2 x 2", "mesh.layout"],
+    ),
+    "layout of another order": (
+        WAYS[:1],
+        {"order": "ring-ulysses"},
+        "LayoutError",
+        ["(ring-ulysses)", "(ulysses-ring)", "mesh.layout"],
+    ),
+    "unknown layout": (WAYS, {"layout": "zig"}, "LayoutError", ["'zig'", "zigzag, striped"]),
+    "too short": (WAYS[:1], {"seq_len": 3}, "LayoutError", ["3 tokens", "at least 8 tokens"]),
+    "dropout": (
+        WAYS[:2],
+        {"dropout": 0.1},
+        "UnsupportedAttentionError",
+        ["dropout 0.1", "ulysses 2 x ring 2", "--attention-dropout 0", "--ulysses-degree 4"],
+    ),
+    "unknown kernel": (
+        WAYS[:2],
+        {"kernel": "cuda"},
+        "UnsupportedAttentionError",
+        ["'cuda'", "eager"],
+    ),
+    "kernel of a GPU": (
+        WAYS[:2],
+        {"kernel": "flash2"},
+        "UnsupportedAttentionError",
+        ["flash2: runs on cuda, not cpu", "head dim 16"],
+    ),
+    "no scale": (WAYS[:2], {"scale": 0.0}, "ConfigError", ["softmax_scale=0.0", "above 0"]),
+    "negative scale": (WAYS[:2], {"scale": -1.0}, "ConfigError", ["softmax_scale=-1.0"]),
+    "endless scale": (WAYS[:2], {"scale": float("inf")}, "ConfigError", ["softmax_scale=inf"]),
+    "batch_dim_idx": (
+        MODULES,
+        {"batch_dim": 2},
+        "ConfigError",
+        ["batch_dim_idx=2", "0 for", "1 for"],
+    ),
+    "cos of this rank only": (
+        MODULES,
+        {"rotary": 8},
+        "ConfigError",
+        ["rotary_pos_emb [8, 1, 1, 16]", "32 tokens"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for name, (ways, *_) in WRONG.items() for way in ways]
+)
+def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, way: str, name: str) -> None:
+    _, changes, kind, fragments = WRONG[name]
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=EVERYONE)
+    check(results, [kind] * WORLD, fragments)
+
+
+# What one rank passes differently, though right in itself; both values show on every rank.
+DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {
+    "batch": (
+        WAYS,
+        {"q": (2, 8, 8, 16), "k": (2, 8, 4, 16), "v": (2, 8, 4, 16)},
+        ["batch 1", "batch 2"],
+    ),
+    "dtype": (WAYS, {"dtype": torch.bfloat16}, ["torch.float32", "torch.bfloat16"]),
+    "query heads": (WAYS, heads(4, 4), ["8 query heads", "4 query heads"]),
+    "kv heads": (WAYS, heads(8, 8), ["4 kv heads", "8 kv heads"]),
+    "head dim": (
+        WAYS,
+        {"q": (1, 8, 8, 8), "k": (1, 8, 4, 8), "v": (1, 8, 4, 8)},
+        ["head dim 16", "head dim 8"],
+    ),
+    "sequence length": (
+        WAYS,
+        {"q": (1, 9, 8, 16), "k": (1, 9, 4, 16), "v": (1, 9, 4, 16), "seq_len": 36},
+        ["32 tokens", "36 tokens"],
+    ),
+    "layout": (WAYS, {"layout": "striped"}, ["zigzag", "striped"]),
+    "mask": (WAYS[:2], {"mask": MaskSpec.window(3)}, ["causal", "window(3, 0)"]),
+    "scale": (WAYS[:2], {"scale": 0.3}, ["scale 0.25", "scale 0.3"]),
+    "kernel": (WAYS[:2], {"kernel": "eager"}, ["kernel sdpa", "kernel eager"]),
+}
+# What one rank passes wrongly: it raises what is wrong, the others hear of it.
+WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
+    **{
+        name: WRONG[name]
+        for name in (
+            "kv heads",
+            "tokens",
+            "mixed dtypes",
+            "dropout",
+            "no scale",
+            "batch_dim_idx",
+            "num_kv_heads",
+        )
+    },
+    "cos of this rank only": WRONG["cos of this rank only"],
+    "no mask": (WAYS[:1], {"mask": None}, "AttributeError", ["left"]),
+    "scale in words": (WAYS[:2], {"scale": "half"}, "ValueError", ["half"]),
+    "extra argument": (WAYS[1:2], {"extra": (3,)}, "UnsupportedAttentionError", ["=3 asks"]),
+}
+
+
+@pytest.mark.parametrize("odd", [0, WORLD - 1])
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for name, (ways, *_) in DIFFERENT.items() for way in ways]
+)
+def test_ranks_that_differ_hear_of_it_everywhere(
+    pool: WorkerPool, way: str, name: str, odd: int
+) -> None:
+    _, changes, fragments = DIFFERENT[name]
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=(odd,))
+    if name == "sequence length":
+        fragments = fragments if way == "usp_attention" else ["8 tokens", "9 tokens"]
+    check(results, ["MeshError"] * WORLD, [*fragments, f"rank {odd}: "])
+
+
+@pytest.mark.parametrize("odd", [0, WORLD - 1])
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for name, (ways, *_) in WRONG_ON_ONE.items() for way in ways]
+)
+def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, way: str, name: str, odd: int) -> None:
+    _, changes, kind, fragments = WRONG_ON_ONE[name]
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=(odd,))
+    kinds = [kind if rank == odd else "MeshError" for rank in EVERYONE]
+    check(results, kinds, fragments)
+
+
+def build(ctx: RankContext, arguments: list[tuple[Any, str]]) -> Any:
+    return said(ctx, lambda: SequenceMesh.from_group(None, *arguments[ctx.rank]))
+
+
+RIGHT = (2, "ulysses-ring")
+GRIDS: dict[str, tuple[list[tuple[Any, str]], list[str], list[str]]] = {
+    "degree that does not divide": (
+        [(3, RIGHT[1])] * WORLD,
+        ["ConfigError"] * WORLD,
+        ["ulysses_degree=3 does not divide the 4 ranks", "Use one of 1, 2, 4"],
+    ),
+    "degree beyond the group": (
+        [(8, RIGHT[1])] * WORLD,
+        ["ConfigError"] * WORLD,
+        ["=8", "4 ranks"],
+    ),
+    "degree 0": ([(0, RIGHT[1])] * WORLD, ["ConfigError"] * WORLD, ["ulysses_degree=0"]),
+    "half a degree": ([(2.0, RIGHT[1])] * WORLD, ["ConfigError"] * WORLD, ["ulysses_degree=2.0"]),
+    "unknown order": (
+        [(2, "ring")] * WORLD,
+        ["ConfigError"] * WORLD,
+        ["'ring'", "ulysses-ring, ring-ulysses"],
+    ),
+    "wrong degree on one": (
+        [RIGHT, RIGHT, (3, RIGHT[1]), RIGHT],
+        ["MeshError", "MeshError", "ConfigError", "MeshError"],
+        ["ulysses_degree=3 does not divide the 4 ranks"],
+    ),
+    "other degree on one": (
+        [(4, RIGHT[1]), RIGHT, RIGHT, RIGHT],
+        ["MeshError"] * WORLD,
+        ["rank 0: ulysses_degree 4", "rank 1: ulysses_degree 2"],
+    ),
+    "other order on one": (
+        [RIGHT, RIGHT, RIGHT, (2, "ring-ulysses")],
+        ["MeshError"] * WORLD,
+        ["rank 2: ulysses_degree 2, ulysses-ring", "rank 3: ulysses_degree 2, ring-ulysses"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_that_does_not_fit_raises_everywhere(pool: WorkerPool, name: str) -> None:
+    arguments, kinds, fragments = GRIDS[name]
+    check(pool.run(build, WORLD, timeout=TIMEOUT_S, arguments=arguments), kinds, fragments)
+
+
+def in_and_out(ctx: RankContext) -> Any:
+    group = dist.new_group([0, 1])
+    return said(ctx, lambda: SequenceMesh.from_group(group, 2))
+
+
+def test_a_rank_outside_the_group_is_told_so(pool: WorkerPool) -> None:
+    results = pool.run(in_and_out, WORLD, timeout=TIMEOUT_S)
+    assert [kind for kind, _, _ in results] == ["nothing", "nothing", "MeshError", "MeshError"]
+    for rank in (2, 3):
+        assert f"global rank {rank} is not in the sequence-parallel group" in results[rank][1]
+    assert max(error for _, _, error in results) < 1e-5
+
+
+def other_grid(ctx: RankContext) -> Any:
+    return said(ctx, lambda: SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 4})))
+
+
+def test_a_grid_of_another_world_is_refused(pool: WorkerPool) -> None:
+    results = pool.run(other_grid, WORLD, timeout=TIMEOUT_S)
+    check(results, ["ConfigError"] * WORLD, ["8 ranks", "the world has 4"])
+
+
+def long_texts(ctx: RankContext) -> Any:
+    return said(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
+
+
+def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
+    results = pool.run(long_texts, WORLD, timeout=TIMEOUT_S)
+    check(results, ["MeshError"] * WORLD, ["rank 0: xxx", "sha256"])
+
+
+def test_without_torch_distributed_a_mesh_says_what_to_do() -> None:
+    with pytest.raises(ds_usp.MeshError, match=r"init_process_group .*SequenceMesh.single\(\)"):
+        SequenceMesh.from_group(None, 1)
