@@ -32,7 +32,7 @@ QUICKSTART = MappingProxyType(
         "untie_embeddings_and_output_weights": True,
         "disable_bias_linear": True,
         "make_vocab_size_divisible_by": 1,
-        "train_iters": 80,
+        "train_iters": 60,
         "lr": 2e-3,
         "min_lr": 2e-4,
         "lr_decay_style": "cosine",
