@@ -14,6 +14,7 @@ from ds_usp.training.deepspeed import (
     global_gradient_norm,
     gradient_rule,
     initialize_deepspeed,
+    own_clipping,
     owned_parameters,
     prepare_deepspeed,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "local_positions",
     "loss_token_weight",
     "mean_loss",
+    "own_clipping",
     "owned_parameters",
     "prepare_deepspeed",
     "rotary_frequencies",

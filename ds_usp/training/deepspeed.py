@@ -155,7 +155,7 @@ def initialize_deepspeed(
     _check_config(config)
     rule = gradient_rule(stage, groups)
     if stage == 0:
-        config = _own_clipping(config, optimizer, groups)
+        config = own_clipping(config, optimizer, groups)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -182,12 +182,12 @@ def _check_config(config: Mapping[str, Any]) -> None:
         )
 
 
-def _own_clipping(
+def own_clipping(
     config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
 ) -> dict[str, Any]:
     """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps.
 
-    The engine reads ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
+    For ZeRO-0 in fp32, where the gradients are on the parameters. The engine reads ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
 
     Returns:
         The configuration without DeepSpeed's clipping, which is 1.0 where nothing is said.
