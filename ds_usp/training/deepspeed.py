@@ -187,7 +187,8 @@ def own_clipping(
 ) -> dict[str, Any]:
     """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps.
 
-    For ZeRO-0 in fp32, where the gradients are on the parameters. The engine reads ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
+    For ZeRO-0 in fp32, where gradients are on the parameters. The engine reads
+    ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
 
     Returns:
         The configuration without DeepSpeed's clipping, which is 1.0 where nothing is said.
