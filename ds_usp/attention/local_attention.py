@@ -85,7 +85,7 @@ def _core_attention(module: Any) -> LocalAttention:
     factor = float(module.norm_factor)
     if module.apply_query_key_layer_scaling:
         factor /= module.layer_number
-    mask = _megatron_mask(module.attn_mask_type, None)
+    mask = _megatron_mask(module.attn_mask_type)
     dropout_p = float(module.attention_dropout.p)
     return LocalAttention(mask, 1.0 / factor, dropout_p, flat_output=True)
 
@@ -95,23 +95,23 @@ def _dot_product_attention(module: Any) -> LocalAttention:
     if getattr(module, "softmax_offset", None) is not None:
         raise UnsupportedAttentionError("attention sinks are not supported with a ring yet")
     softmax = module.scale_mask_softmax
-    mask = _megatron_mask(module.attn_mask_type, softmax.window_size)
+    mask = _megatron_mask(module.attn_mask_type)
+    if softmax.window_size is not None:  # it stands for the whole mask there, on both sides
+        mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)
     return LocalAttention(mask, scale, dropout_p, flat_output=True)
 
 
-def _megatron_mask(kind: Any, window: tuple[int, int] | None) -> MaskSpec:
-    """From Megatron's ``AttnMaskType`` and window, where -1 is open."""
+def _megatron_mask(kind: Any) -> MaskSpec:
+    """From Megatron's ``AttnMaskType``."""
     name = getattr(kind, "name", str(kind))
     if name not in ("causal", "no_mask"):
         raise UnsupportedAttentionError(
             f"an attention of mask type {name!r} takes its mask from a tensor, which a ring does "
-            "not carry. Use mask type causal or no_mask, or give mask=MaskSpec...."
+            "not carry. Use mask type causal or no_mask."
         )
-    left, right = window or (-1, -1)
-    bound = 0 if name == "causal" else (None if right < 0 else right)
-    return MaskSpec(None if left < 0 else left, bound)
+    return MaskSpec.causal() if name == "causal" else MaskSpec.full()
 
 
 # One row a class: (top-level package, class name) -> reader.
