@@ -27,6 +27,10 @@ def main(argv: list[str]) -> int:
         if launch.under_launcher():
             if args.quickstart:
                 raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
+            if args.num_processes:
+                raise ConfigError(
+                    "--num-processes is the launcher's to say: leave it out under one"
+                )
             return launch.run_rank(pretrain, args)
         if args.quickstart:
             return quickstart(args, pretrain)

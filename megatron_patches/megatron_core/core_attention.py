@@ -130,6 +130,11 @@ def _mask(
     left, right = None, right_of[attn_mask_type]
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         left, ahead = (None if bound < 0 else bound for bound in config.window_size)
+        if right == 0 and ahead:
+            raise UnsupportedAttentionError(
+                f"layer {layer_number}: window_size={config.window_size} looks {ahead} tokens "
+                f"beyond a causal mask. Use window_size=({config.window_size[0]}, 0)"
+            )
         right = ahead if right is None else right
     return ds_usp.MaskSpec.window(left, right)
 

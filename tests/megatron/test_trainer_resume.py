@@ -104,6 +104,28 @@ def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
         assert f"{size - 1} bytes, it was saved with {size}" in str(error)
 
 
+def test_the_flags_of_the_resuming_run_count(
+    straight: tuple[Path, Numbers], tmp_path: Path
+) -> None:
+    """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
+    flags = degrees(**SAVED) + ADAM + f" --weight-decay 100 --load {straight[0]}"
+    (numbers,) = train(4, flags, output_dir=tmp_path, steps=2)
+    assert relative_difference(numbers[:1], straight[1][SAVED_AT : SAVED_AT + 1]) < 1e-6
+    assert relative_difference(numbers[1:], straight[1][SAVED_AT + 1 :]) > 1e-3
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    for tag, gone in (
+        ("step_2", "step_2_again"),
+        ("step_2_again", "step_2"),
+        ("step_2", "step_2_again"),
+    ):
+        save_and_go_on(tmp_path, {"sp": 2, "zero": 1}, world=2)
+        assert (tmp_path / "save" / "latest").read_text().strip() == tag
+        assert (tmp_path / "save" / tag / "usp_metadata.json").is_file()
+        assert not (tmp_path / "save" / gone).exists()
+
+
 def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:
     run = start(flags, folder)
     run.step()

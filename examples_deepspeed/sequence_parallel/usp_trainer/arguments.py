@@ -195,7 +195,13 @@ def _data(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="token ids in .bin/.idx data, end of document being N-1 (text files: 257)",
     )
-    add("--split", default="95,5,0", metavar="A,B,C", help="parts for training, validation, test")
+    add(
+        "--split",
+        type=_split,
+        default="95,5,0",
+        metavar="A,B,C",
+        help="parts for training, validation, test",
+    )
     add("--data-cache-path", metavar="DIR", help="encoded text (default: OUTPUT_DIR/data)")
     add("--eod-mask-loss", action=SWITCH, default=False, help="no loss on end-of-document inputs")
 
@@ -219,6 +225,13 @@ def _output(parser: argparse.ArgumentParser) -> None:
     )
     add("--eval-interval", type=int, metavar="N", help="steps between validations (default: none)")
     add("--eval-iters", type=int, default=4, metavar="N", help="global batches per validation")
+
+
+def _split(text: str) -> str:
+    parts = [float(part) for part in text.split(",")]
+    if len(parts) != 3 or min(parts) < 0 or parts[0] == 0:
+        raise ValueError
+    return text
 
 
 def replica_size(args: Namespace) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ CUT = (
     "bf16",
     "optimizer",
 )
+# What the order of the data follows from; it may change, as to go on with longer sequences.
+DATA = ("seed", "seq_length", "split", "data_path")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     from_rank0(lambda: shutil.rmtree(folder / unfinished, ignore_errors=True))
     engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
     dist.barrier()
-    from_rank0(lambda: _publish(folder, unfinished, tag, _describe(args, progress)))
-    return str(folder / tag)
+    return from_rank0(lambda: _publish(folder, unfinished, tag, _describe(args, progress)))
 
 
 def load(engine: Any, args: Namespace) -> Progress:
@@ -80,9 +82,13 @@ def load(engine: Any, args: Namespace) -> Progress:
             belongs to another model or is cut in another way.
     """
     tag, progress = from_rank0(lambda: _checked(args))
+    groups = engine.optimizer.param_groups
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     path, _ = engine.load_checkpoint(args.load, tag=tag)
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {Path(args.load) / tag}")
+    for group, asked in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(asked)  # the flags of this run count, not those of the run that saved
     return progress
 
 
@@ -95,26 +101,28 @@ def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
         "progress": asdict(progress),
         "model": {name: facts[name] for name in MODEL},
         "cut": {name: facts[name] for name in CUT},
+        "data": {name: facts[name] for name in DATA},
     }
 
 
-def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> None:
-    made, final = folder / unfinished, folder / tag
+def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
+    made, latest = folder / unfinished, folder / LATEST
     metadata["files"] = {
         str(path.relative_to(made)): path.stat().st_size
         for path in sorted(made.rglob("*"))
         if path.is_file()
     }
     (made / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
-    if final.exists():
-        replaced = folder / f"replaced_{tag}"
-        final.rename(replaced)
-        made.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        made.rename(final)
+    # A step that was saved before keeps its folder until the new one is published.
+    again = f"{tag}_again"
+    taken = latest.is_file() and latest.read_text().strip() == tag
+    tag, other = (again, tag) if taken else (tag, again)
+    shutil.rmtree(folder / tag, ignore_errors=True)
+    made.rename(folder / tag)
     (folder / f"{LATEST}_new").write_text(tag + "\n")
-    os.replace(folder / f"{LATEST}_new", folder / LATEST)
+    os.replace(folder / f"{LATEST}_new", latest)
+    shutil.rmtree(folder / other, ignore_errors=True)
+    return str(folder / tag)
 
 
 def _checked(args: Namespace) -> tuple[str, Progress]:
@@ -136,17 +144,23 @@ def _checked(args: Namespace) -> tuple[str, Progress]:
         ("model", "is of another model"),
         ("cut", "is cut into files for other ranks; start with the degrees that saved it"),
     ):
-        saved = metadata[kind]
-        wrong = [
-            f"{name} {saved.get(name)} there, {value} here"
-            for name, value in own[kind].items()
-            if saved.get(name) != value
-        ]
+        wrong = _differences(metadata[kind], own[kind])
         if wrong:
             raise CheckpointError(f"the checkpoint {folder / tag} {reason}: {'; '.join(wrong)}")
+    changed = _differences(metadata["data"], own["data"])
+    if changed and not args.quiet:
+        print(f"the data goes on in another order: {'; '.join(changed)}")
     for name, size in metadata["files"].items():
         path = folder / tag / name
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, it was saved with {size}")
     return tag, Progress(**metadata["progress"])
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} {saved.get(name)} there, {value} here"
+        for name, value in own.items()
+        if saved.get(name) != value
+    ]

@@ -56,6 +56,11 @@ class TokenData:
         prefixes, self.vocab_size = from_rank0(lambda: _prepare(args))
         _require_everywhere(prefixes)
         self._train, self._valid = _build(args, prefixes, self.vocab_size)
+        if args.eval_interval and self._valid is None:
+            raise DataError(
+                f"--eval-interval {args.eval_interval}: --split {args.split} leaves fewer than the "
+                f"{args.seq_length + 1} tokens of one sequence to validate on. Give more"
+            )
         self._epoch, self._order = -1, numpy.arange(0)
 
     def training_batches(self, first_sample: int) -> list[SequenceBatch]:
@@ -63,19 +68,11 @@ class TokenData:
         return self._batches(self._training_sample, first_sample)
 
     def validation_batches(self, index: int) -> list[SequenceBatch]:
-        """This rank's micro batches of the ``index``-th global batch held out.
-
-        Raises:
-            DataError: the validation part is empty.
-        """
-        if self._valid is None:
-            raise DataError(
-                f"--eval-interval is set, but --split {self._args.split} leaves fewer than "
-                f"{self._args.seq_length + 1} tokens for validation"
-            )
-        count = len(self._valid)
+        """This rank's micro batches of the ``index``-th global batch held out, from the front
+        again when they are used up."""
         return self._batches(
-            lambda sample: self._valid[sample % count], index * self._args.global_batch_size
+            lambda sample: self._valid[sample % len(self._valid)],
+            index * self._args.global_batch_size,
         )
 
     def _batches(self, sample: Any, first: int) -> list[SequenceBatch]:
@@ -135,6 +132,7 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     Raises:
         DataError: a file that is missing, empty or not what it claims to be.
     """
+    (_cache(args) / "index").mkdir(parents=True, exist_ok=True)
     paths = args.data_path or [None]
     indexed = [path for path in paths if path and Path(get_idx_path(path)).is_file()]
     if indexed and len(indexed) < len(paths):
@@ -180,7 +178,6 @@ def _encoded(cache: Path, path: str | None) -> str:
         digest.update(len(document).to_bytes(8, "little") + document)
     prefix = cache / f"text-{digest.hexdigest()[:16]}"
     if not Path(get_idx_path(str(prefix))).is_file():
-        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
             made = str(Path(folder) / "text")
             _write(made, documents)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from ds_usp import ConfigError, USPError
 from ds_usp.training import prepare_deepspeed
 
+EXPLAINED = (USPError, OSError)  # errors that say all in one line; others show where they arose
 GRACE_S = 10.0  # for the other ranks to fail by themselves after the first one did
 
 Main = Callable[[Namespace], None]
@@ -45,11 +47,9 @@ def select_device(device: str) -> str:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ["DS_ACCELERATOR"] = device
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", module="megatron")  # which optional packages are missing
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed"
-    )  # DeepSpeed's
+    # megatron-core names absent optional packages, DeepSpeed calls what torch is about to rename.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return device
 
 
@@ -58,18 +58,18 @@ def run_rank(main: Main, args: Namespace) -> int:
     try:
         _join(args, "env://")
         main(args)
-    except USPError as error:
+        dist.destroy_process_group()
+    except EXPLAINED as error:
         print(f"[rank {os.environ['RANK']}] {_brief(error)}", file=sys.stderr)
         return 1
-    finally:
-        _leave()
     return 0
 
 
-def run_on_gpus(script: str, argv: list[str], processes: int) -> int:
-    """Start one process a GPU through torchrun, which runs ``script`` again in each."""
+def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
+    """Start a process for each GPU through torchrun, which runs ``script`` again in it."""
     from torch.distributed.run import main as torchrun
 
+    processes = processes or torch.cuda.device_count()
     torchrun(["--standalone", f"--nproc-per-node={processes}", script, *argv])
     return 0
 
@@ -81,6 +81,7 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
         0, or 1 if a rank failed; what they reported stands on stderr, equal reports once.
     """
     prepare_deepspeed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks too
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
         ranks = {}
@@ -94,6 +95,8 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
             ranks[rank] = (process, parent)
         try:
             reports = _wait_for(ranks)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
         finally:
             for process, _ in ranks.values():
                 process.kill()
@@ -128,24 +131,25 @@ def _forked_rank(
 ) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
     try:
         _join(args, f"file://{folder}/store")
         main(args)
-    except USPError as error:
+        dist.destroy_process_group()
+    except EXPLAINED as error:
         pipe.send(_brief(error))
         sys.exit(1)
-    except BaseException:
+    except Exception:
         pipe.send(traceback.format_exc())
         sys.exit(1)
-    finally:
-        _leave()
 
 
 def _join(args: Namespace, init_method: str) -> None:
     prepare_deepspeed()
-    torch.set_num_threads(1 if args.device == "cpu" else torch.get_num_threads())
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group(
         backend="nccl" if args.device == "cuda" else "gloo",
         init_method=init_method,
@@ -154,12 +158,7 @@ def _join(args: Namespace, init_method: str) -> None:
     )
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _brief(error: USPError) -> str:
+def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -169,7 +168,7 @@ def from_rank0(make: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             outcome[0] = make()
-        except USPError as error:
+        except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

@@ -1,0 +1,122 @@
+"""The core attention slot: megatron-core's own result on one rank, and what it refuses."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import RankContext, fork_world
+
+from ds_usp import MeshError, UnsupportedAttentionError
+
+S, B, H, G, D = 24, 2, 4, 2, 8
+SERVED = {
+    "causal": {},
+    "no_mask": {"mask": "no_mask"},
+    "causal window": {"config": {"window_size": (5, 0)}},
+    "window on both sides": {"mask": "no_mask", "config": {"window_size": (5, 3)}},
+    "full attention layer between windows": {
+        "config": {"window_size": (5, 0), "window_attn_skip_freq": 2},
+        "layer_number": 2,
+    },
+    "own scale": {"softmax_scale": 0.2},
+}
+REFUSED = {
+    "dropout": ({"config": {"attention_dropout": 0.1}}, "set attention_dropout=0"),
+    "added softmax term": ({"config": {"softmax_type": "off-by-one"}}, "'vanilla'"),
+    "logged logits": ({"config": {"log_max_attention_logit": True}}, "switch both off"),
+    "window into the future": ({"config": {"window_size": (5, 3)}}, "window_size=(5, 0)"),
+    "padding mask": ({"mask": "padding"}, "AttnMaskType.causal"),
+    "attention mask": ({"call": {"attention_mask": 1}}, "Pass attention_mask=None"),
+    "bias": ({"call": {"attention_bias": 1}}, "Pass attention_bias=None"),
+    "packed": ({"call": {"packed_seq_params": 1}}, "Pass packed_seq_params=None"),
+    "another mask": ({"call": {"attn_mask_type": "no_mask"}}, "Set attn_mask_type"),
+}
+
+
+def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) -> list[torch.Tensor]:
+    """Output and gradients of one core attention, from the same numbers each time."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.megatron_core import USPCoreAttention, initialize_groups
+
+    mesh, _ = initialize_groups(tensor=1, ulysses=1, ring=1, pipeline=1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=H * D,
+        num_attention_heads=H,
+        num_query_groups=G,
+        context_parallel_size=context_parallel_size,
+        masked_softmax_fusion=False,
+        **{"attention_dropout": 0.0, **case.get("config", {})},
+    )
+    common = {
+        "config": config,
+        "layer_number": case.get("layer_number", 1),
+        "attn_mask_type": AttnMaskType[case.get("mask", "causal")],
+        "attention_type": "self",
+        "softmax_scale": case.get("softmax_scale"),
+    }
+    if attention == "megatron-core":
+        core = DotProductAttention(**common)
+    else:
+        layout = mesh.layout("zigzag", seq_len=S)
+        core = USPCoreAttention(mesh=mesh, layout=layout, **common)
+    call = dict(case.get("call", {}))
+    if "attn_mask_type" in call:
+        call["attn_mask_type"] = AttnMaskType[call["attn_mask_type"]]
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(S, B, heads, D, requires_grad=True) for heads in (H, G, G))
+    out = core(q, k, v, **{"attention_mask": None, **call})
+    out.backward(torch.randn_like(out))
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def both(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:
+    from megatron.core import parallel_state
+
+    ours = run(case, "ours")
+    parallel_state.destroy_model_parallel()
+    # megatron-core's own attention asks CUDA for a device, for masks and for its dropout's state.
+    ones = torch.ones
+    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"
+    with (
+        mock.patch("torch.cuda.current_device", lambda: "cpu"),
+        mock.patch(tracker, lambda self: nullcontext()),
+        mock.patch("torch.ones", lambda *size, device=None, **kwargs: ones(*size, **kwargs)),
+    ):
+        return [ours, run(case, "megatron-core")]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_one_rank_gives_megatron_cores_result(name: str) -> None:
+    ((ours, theirs),) = fork_world(both, 1, case=SERVED[name])
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def refused(ctx: RankContext, **kwargs: Any) -> Exception | None:
+    try:
+        run(attention="ours", **kwargs)
+    except ValueError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused(name: str) -> None:
+    case, told = REFUSED[name]
+    (error,) = fork_world(refused, 1, case=case)
+    assert isinstance(error, UnsupportedAttentionError)
+    assert told in str(error), error
+
+
+def test_another_group_than_megatron_cores_is_refused() -> None:
+    (error,) = fork_world(refused, 1, case={}, context_parallel_size=2)
+    assert isinstance(error, MeshError)
+    assert "context_parallel_size=2" in str(error)
