@@ -1,7 +1,8 @@
 """Adapters that put ds_usp into Megatron's training stacks, from outside and without edits.
 
 A host is a subpackage with a function ``patches(settings) -> PatchSet``, and, where the host is
-a checkout and not an installed package, ``prepare(checkout)``, which makes it importable.
+a checkout and not an installed package, ``prepare(checkout)``, which makes it importable. A host
+with patches of a script names its module: ``SCRIPT``.
 """
 
 from __future__ import annotations
@@ -85,9 +86,12 @@ def check(host: str, checkout: Path | None = None) -> str:
     """
     patches = patch_set(host)
     prepare(host, checkout)
-    patches.verify()
+    script = getattr(importlib.import_module(f"{__name__}.{host}"), "SCRIPT", "__main__")
+    later = (patch.moved("__main__", script) for patch in patches.later)
+    compared = (*patches.patches, *later)
+    patches.verify(compared)
     where = f" at {checkout}" if checkout else ""
-    return f"{host}{where} matches: {len(patches.patches)} patches"
+    return f"{host}{where} matches: {len(compared)} patches"
 
 
 def prepare(host: str, checkout: Path | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ class Patch:
         kind: ``replace`` and ``wrap`` need the target to exist, ``add`` needs it not to.
         also_in: other places that hold the same object, because they imported it by name.
         guard: what the target must be.
+        needs: a package without which there is nothing to patch, and the patch is left out.
         reason: why it is changed, for the table.
         upstream: issue or link, where upstream is in the wrong.
 
@@ -41,6 +43,7 @@ class Patch:
     kind: Literal["replace", "wrap", "add"] = "replace"
     also_in: tuple[str, ...] = ()
     guard: Guard = NO_GUARD
+    needs: str = ""
     reason: str = ""
     upstream: str = ""
 
@@ -52,8 +55,20 @@ class Patch:
         if self.kind not in ("replace", "wrap", "add"):
             raise ConfigError(f"{self.target}: kind {self.kind!r} is not replace, wrap or add")
 
+    @property
+    def applies(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+    @property
+    def applies(self) -> bool:
+        """Whether the package is there that this patch is about."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
     def mismatches(self) -> Iterator[str]:
         """Everything that keeps this patch from fitting the host, one line each."""
+        if not self.applies:
+            return
         try:
             original = Place.find(self.target).read()
             others = [(place, Place.find(place).read()) for place in self.also_in]
@@ -73,6 +88,11 @@ class Patch:
             if _plain(other) is not _plain(original):
                 yield f"{place}: is not the same object as {self.target}"
         yield from (f"{self.target}: {each}" for each in self.guard.mismatches(original))
+
+    def moved(self, module: str, to: str) -> Patch:
+        """The same patch for a module that is loaded under another name."""
+        name, _, path = self.target.partition(":")
+        return replace(self, target=f"{to}:{path}") if name == module else self
 
     def made(self, original: Any) -> Any:
         """What is put in place of ``original``."""
@@ -122,23 +142,29 @@ class PatchSet:
     Args:
         host: the name that messages use.
         patches: in the order in which they are applied.
+        later: patches of a script that runs as ``__main__``, for :meth:`apply_later`.
 
     A set that changed a module is written on that module, so that :func:`applied_sets` finds it
     without a list on the side.
     """
 
-    def __init__(self, host: str, patches: Iterable[Patch]) -> None:
+    def __init__(self, host: str, patches: Iterable[Patch], later: Iterable[Patch] = ()) -> None:
         self.host = host
-        self.patches = tuple(patches)
+        self.patches, self.later = tuple(patches), tuple(later)
         self._undo: list[tuple[Place, Any]] = []
+        self._unchecked = False
 
-    def verify(self) -> None:
+    def verify(self, patches: Iterable[Patch] | None = None) -> None:
         """Compare every target with its guard; change nothing.
+
+        Args:
+            patches: others than those that :meth:`apply` applies.
 
         Raises:
             PatchError: with all mismatches.
         """
-        found = [line for patch in self.patches for line in patch.mismatches()]
+        compared = self.patches if patches is None else patches
+        found = [line for patch in compared if patch.applies for line in patch.mismatches()]
         if found:
             raise PatchError(
                 f"{self.host} is not the code that these patches were written for:\n"
@@ -158,22 +184,40 @@ class PatchSet:
             PatchError: a host that is patched already, or that does not match.
         """
         self._refuse_second()
-        if not unchecked:
-            self.verify()
+        self._unchecked = unchecked
+        self._apply(self.patches)
+
+    def apply_later(self) -> None:
+        """Change the script too, once it runs. A second time changes nothing.
+
+        Raises:
+            PatchError: a script that does not match.
+        """
+        done = {place.module.__name__ for place, _ in self._undo}
+        self._apply(p for p in self.later if p.target.partition(":")[0] not in done)
+
+    def _apply(self, given: Iterable[Patch]) -> None:
+        patches = tuple(patch for patch in given if patch.applies)
+        if not self._unchecked:
+            self.verify(patches)
+        kept = len(self._undo)
         try:
-            for patch in self.patches:
+            for patch in patches:
                 self._apply_one(patch)
         except Exception as error:
-            self.restore()
+            self._restore(kept)
             raise PatchError(f"{self.host}: {error}. Nothing was changed") from error
 
     def restore(self) -> None:
         """Put back what was there, last change first."""
+        self._restore(0)
+
+    def _restore(self, keep: int) -> None:
         modules = {place.module for place, _ in self._undo}
-        while self._undo:
+        while len(self._undo) > keep:
             place, before = self._undo.pop()
             place.write(before)
-        for module in modules:
+        for module in modules - {place.module for place, _ in self._undo}:
             _mark(module, tuple(each for each in _sets_on(module) if each is not self))
 
     def stale(self) -> tuple[str, ...]:
@@ -187,6 +231,8 @@ class PatchSet:
         )
 
     def _apply_one(self, patch: Patch) -> None:
+        if not patch.applies:
+            return
         place = Place.find(patch.target)
         original = place.read()
         if original is _ABSENT and patch.kind != "add":

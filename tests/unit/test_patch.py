@@ -221,3 +221,38 @@ def test_what_is_no_patch_is_refused() -> None:
         Patch("doctored_host:double", 1, "remove")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"unknown host 'nemo'; there are .*deepspeed"):
         megatron_patches.apply("nemo")
+
+
+def test_a_patch_without_its_package_is_left_out(host: ModuleType) -> None:
+    absent = Patch("no_such_package.module:name", 1, needs="no_such_package")
+    present = patch("double", times_three, needs="pytest")
+    PatchSet("doctored", (absent, present)).apply()
+    assert host.double(1) == 6
+
+
+def test_patches_of_a_script_wait_for_it(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    exec("def batch(x):\n    return x\n", vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    patches = PatchSet(
+        "doctored",
+        (patch("double", times_three),),
+        later=(Patch("__main__:batch", times_three, "wrap"),),
+    )
+    patches.apply()
+    assert vars(script)["batch"](1) == 1
+    patches.apply_later()
+    patches.apply_later()
+    assert vars(script)["batch"](1) == 3
+    megatron_patches.restore()
+    assert (vars(script)["batch"](1), host.double(1)) == (1, 2)
+
+    wrong = PatchSet(
+        "doctored",
+        (patch("double", times_three),),
+        later=(Patch("__main__:other", times_three, "wrap"),),
+    )
+    wrong.apply()
+    with pytest.raises(PatchError, match="__main__:other: does not exist"):
+        wrong.apply_later()
+    assert host.double(1) == 6  # what was applied before stays
