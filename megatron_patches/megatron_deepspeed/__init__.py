@@ -1,1 +1,52 @@
 """ds_usp in an unedited checkout of Megatron-DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_usp.errors import ConfigError
+from ds_usp.training import prepare_deepspeed
+from megatron_patches.megatron_deepspeed import rows
+from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
+from megatron_patches.megatron_deepspeed.script import HOST
+from megatron_patches.megatron_deepspeed.stand_ins import install_stand_ins
+from megatron_patches.patch import PatchSet
+from megatron_patches.settings import MeshSettings, read_settings
+
+SCRIPT = "pretrain_gpt"  # defines what the later patches change
+
+
+def prepare(checkout: Path | None) -> None:
+    """Make the checkout importable, and fill in what it imports and training does not need.
+
+    Raises:
+        ConfigError: no path, or one that is in no checkout.
+    """
+    if checkout is None:
+        raise ConfigError("give the path of a checkout of Megatron-DeepSpeed")
+    put_first(find_checkout(checkout))
+    prepare_deepspeed()
+    install_stand_ins()
+
+
+def patches(settings: Mapping[str, Any]) -> PatchSet:
+    """Everything that is changed.
+
+    Args:
+        settings: defaults of the added flags: ``ulysses_degree``, ``layout`` and ``kernel``.
+
+    Raises:
+        ConfigError: another setting.
+    """
+    return PatchSet(
+        HOST,
+        (
+            *rows.start(read_settings(HOST, MeshSettings, settings)),
+            *rows.rank_groups(),
+            *rows.model(),
+            *rows.engine(),
+        ),
+        later=rows.script_functions(),
+    )

@@ -1,0 +1,88 @@
+"""What the host takes from apex on GPUs, in plain torch; used where apex is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class MixedFusedRMSNorm(torch.nn.RMSNorm):
+    """``apex.normalization.MixedFusedRMSNorm`` with the host's extra keyword."""
+
+    def __init__(
+        self, normalized_shape: int, eps: float = 1e-5, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+class FusedLayerNormAffineFunction:
+    """Called as the autograd function of that name; autograd needs no help for this one."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor, shape: Sequence[int], eps: float
+    ) -> Tensor:
+        """``torch.nn.functional.layer_norm``."""
+        return F.layer_norm(x, list(shape), weight, bias, eps)
+
+    apply = forward
+
+
+def fused_adam(params: Iterable[Any], **kwargs: Any) -> torch.optim.Optimizer:
+    """``apex.optimizers.FusedAdam``, which decays weights as AdamW does."""
+    return torch.optim.AdamW(params, fused=True, **kwargs)
+
+
+def fused_sgd(params: Iterable[Any], **kwargs: Any) -> torch.optim.Optimizer:
+    """``apex.optimizers.FusedSGD``."""
+    return torch.optim.SGD(params, fused=True, **kwargs)
+
+
+def multi_tensor_applier(
+    op: Callable[..., Any], overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *args: Any
+) -> Any:
+    """``apex.multi_tensor_apply.multi_tensor_applier``."""
+    return op(overflow, tensors, *args)
+
+
+def multi_tensor_l2norm(
+    overflow: Tensor, tensors: Sequence[Sequence[Tensor]], per_parameter: bool
+) -> tuple[Tensor, Tensor]:
+    """``amp_C.multi_tensor_l2norm``: the norm of all tensors, and of each."""
+    each = torch.stack(torch._foreach_norm([x.float() for x in tensors[0]]))
+    return each.norm(), each
+
+
+def multi_tensor_scale(overflow: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float) -> None:
+    """``amp_C.multi_tensor_scale``: the second list becomes the first times ``scale``."""
+    for source, target in zip(*tensors, strict=True):
+        target.copy_(source * scale)
+
+
+def modules() -> dict[str, ModuleType]:
+    """The modules by name, ready for ``sys.modules``."""
+    contents: dict[str, dict[str, Any]] = {
+        "apex": {"__path__": []},
+        "apex.normalization": {"__path__": [], "MixedFusedRMSNorm": MixedFusedRMSNorm},
+        "apex.normalization.fused_layer_norm": {
+            "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction
+        },
+        "apex.optimizers": {"FusedAdam": fused_adam, "FusedSGD": fused_sgd},
+        "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+        "amp_C": {
+            "multi_tensor_l2norm": multi_tensor_l2norm,
+            "multi_tensor_scale": multi_tensor_scale,
+        },
+        "fused_layer_norm_cuda": {},
+    }
+    made = {}
+    for name, names in contents.items():
+        made[name] = ModuleType(name, "Stand-in of ds_usp.")
+        vars(made[name]).update(names)
+    return made

@@ -1,0 +1,143 @@
+"""The flags that are added to the host's, and everything that is refused before a group exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import ds_usp
+from ds_usp.errors import ConfigError
+from ds_usp.training import check_zero_stage
+from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
+from megatron_patches.megatron_deepspeed.refusals import refuse
+from megatron_patches.megatron_deepspeed.script import patch_script
+from megatron_patches.megatron_deepspeed.state import is_active
+from megatron_patches.settings import MeshSettings
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def parse_args(
+    original: Callable[..., Any],
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False,
+    *,
+    settings: MeshSettings,
+) -> Any:
+    """The host's arguments and ours."""
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        _add_flags(parser, settings)
+        return extra_args_provider(parser) if extra_args_provider else parser
+
+    return original(provide, ignore_unknown_args)
+
+
+def _add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
+    group = parser.add_argument_group(title="unified sequence parallel")
+    group.add_argument(
+        "--ulysses-degree",
+        type=int,
+        default=settings.ulysses_degree,
+        help="Ranks of --ds-sequence-parallel-size that exchange heads; the ring takes the rest. "
+        "Default: all of them.",
+    )
+    group.add_argument(
+        "--usp-layout",
+        choices=LAYOUTS,
+        default=settings.layout,
+        help="Which tokens a rank holds. zigzag balances causal work over the ring.",
+    )
+    group.add_argument(
+        "--usp-kernel",
+        default=settings.kernel,
+        help="What computes attention; auto takes the fastest that can.",
+    )
+
+
+def validate_args(
+    original: Callable[..., Any], args: Any, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """The host's checks, and ours where attention is ours.
+
+    Raises:
+        ConfigError, LayoutError: what cannot be trained exactly; the message says what can.
+        PatchError: a script whose batches are not the stock ones.
+    """
+    _refuse_before(args)
+    switch_off_missing_fusions(args)
+    validated = original(args, defaults)
+    if is_active(args):
+        config = ds_usp.USPConfig.from_args(args)
+        _check_heads(args, config)
+        ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
+        _choose_flash(args, config)
+        deepspeed_config = _deepspeed_config(args)
+        stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
+        check_zero_stage(stage, stages=args.pipeline_model_parallel_size, bf16=False)
+        refuse(args, deepspeed_config)
+        patch_script()
+    return validated
+
+
+def _refuse_before(args: Any) -> None:
+    """What the host's own checks would overwrite or trip over."""
+    sp = args.ds_sequence_parallel_size
+    if sp < 1 or (args.ulysses_degree or 1) < 1:
+        raise ConfigError(
+            f"--ds-sequence-parallel-size {sp} and --ulysses-degree {args.ulysses_degree} must be "
+            "1 or more"
+        )
+    ds_usp.USPConfig.from_args(args)
+    if sp > 1 and args.sequence_parallel:
+        raise ConfigError(
+            f"--sequence-parallel (Megatron's) cuts the sequence over tensor-parallel ranks, and "
+            f"--ds-sequence-parallel-size {sp} over others. Leave --sequence-parallel out"
+        )
+
+
+def _check_heads(args: Any, config: ds_usp.USPConfig) -> None:
+    tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
+    kv_heads = args.num_key_value_heads
+    if heads % tp or kv_heads % tp or heads % kv_heads:
+        raise ConfigError(
+            f"{heads} query heads of {kv_heads} key/value heads on {tp} tensor-parallel ranks: "
+            "both numbers must be multiples of the ranks, and the first of the second"
+        )
+    local, sp = heads // tp, config.sp_degree
+    if config.ulysses > local:
+        fits = [f"{u} (ring {sp // u})" for u in range(min(local, sp), 0, -1) if sp % u == 0]
+        raise ConfigError(
+            f"--ulysses-degree {config.ulysses} needs at least {config.ulysses} query heads on "
+            f"each tensor-parallel rank, there are {local} ({heads} heads, tp={tp}). For "
+            f"--ds-sequence-parallel-size {sp} use --ulysses-degree {', '.join(fits)}"
+        )
+
+
+def _deepspeed_config(args: Any) -> Mapping[str, Any]:
+    """DeepSpeed's configuration, which a flag names."""
+    config = args.deepspeed_config
+    if isinstance(config, str):
+        with open(config, encoding="utf-8") as file:
+            config = json.load(file)
+    return config or {}
+
+
+def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
+    """Keep a flash attention that was asked for where it exists and can serve: without a ring."""
+    installed = importlib.util.find_spec("flash_attn") is not None
+    keep = installed and config.ring == 1 and config.kernel == "auto"
+    args.use_flash_attn_v1 &= keep
+    args.use_flash_attn_v2 &= keep
+    args.use_flash_attn_triton = args.use_flash_attn_builder = False
+    args.use_flash_attn = args.use_flash_attn_v1 or args.use_flash_attn_v2
+
+
+def flags(settings: MeshSettings) -> Callable[..., Any]:
+    """:func:`parse_args` with the defaults of ``settings``."""
+    return partial(parse_args, settings=settings)

@@ -1,0 +1,179 @@
+"""The host's self-attention layer around ``ds_usp.usp_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_usp
+from ds_usp.errors import UnsupportedAttentionError
+from megatron_patches.megatron_deepspeed.rotary import rotary_table, rotate
+from megatron_patches.megatron_deepspeed.state import HostState, host_state
+
+
+class SpreadAttention(torch.nn.Module):
+    """Causal attention of one layer; it has no weights, so checkpoints are the host's.
+
+    Args:
+        state: mesh, layout and kernel.
+        layer: the host's ``ParallelAttention``, for its numbers of heads.
+        rotary_dim: features of each head that are rotated; 0: none.
+        rotary_base: base of the angles.
+        flash: the host's own flash attention, where the user asked for it.
+    """
+
+    def __init__(
+        self,
+        state: HostState,
+        layer: Any,
+        *,
+        rotary_dim: int,
+        rotary_base: float,
+        flash: torch.nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.state = state
+        self.heads = layer.num_attention_heads_per_partition
+        self.kv_heads = layer.num_key_value_heads_per_partition
+        self.head_dim = layer.hidden_size_per_attention_head
+        self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
+        self.flash = flash and ds_usp.USPAttention(
+            flash, mesh=state.mesh, gather_idx=1, layout=state.layout
+        )
+
+    def forward(self, mixed: Tensor) -> Tensor:
+        """Attend over the whole sequence.
+
+        Shapes:
+            mixed: ``[s_local, b, (h + 2 * h_kv) * d]``, all queries, then keys, then values, as
+            the host lays out its projection; result ``[s_local, b, h * d]``.
+        """
+        state = self.state
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        parts = mixed.split([count * self.head_dim for count in counts], dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
+        if self.rotary_dim:
+            table = rotary_table(
+                state.layout, state.mesh.rank, self.rotary_dim, self.rotary_base, q.device
+            )
+            q, k = rotate(q, table), rotate(k, table)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        out = self._flash(q, k, v) if self.flash else self._attend(q, k, v)
+        return out.transpose(0, 1).flatten(2).contiguous()  # the host views it as [s * b, h * d]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = ds_usp.usp_attention(
+            q,
+            k,
+            v,
+            mesh=self.state.mesh,
+            layout=self.state.layout,
+            mask=ds_usp.MaskSpec.causal(),
+            kernel=self.state.kernel,
+        )
+        return out
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from megatron.core import tensor_parallel
+
+        # The tracked state differs over ranks that hold other heads or tokens, for its dropout.
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            out: Tensor = self.flash(q, k, v, 0)  # type: ignore[misc]
+        return out
+
+
+def build_attention(
+    original: Callable[..., None],
+    layer: Any,
+    config: Any,
+    layer_number: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """``ParallelAttention.__init__``: the host's weights, and our attention beside them.
+
+    Raises:
+        UnsupportedAttentionError: an attention that is not causal self-attention.
+    """
+    from megatron import get_args
+    from megatron.model.enums import AttnMaskType, AttnType
+
+    state = host_state()
+    if not state.active:
+        original(layer, config, layer_number, *args, **kwargs)
+        return
+    with _one_rank_a_sequence():
+        original(layer, config, layer_number, *args, **kwargs)
+    kinds = (layer.attention_type, layer.attn_mask_type)
+    if kinds != (AttnType.self_attn, AttnMaskType.causal):
+        raise UnsupportedAttentionError(
+            f"layer {layer.layer_number} is {kinds[0].name} with mask {kinds[1].name}; only causal "
+            "self-attention is spread over ranks. Use --ds-sequence-parallel-size 1"
+        )
+    flags = get_args()
+    rotary_dim = int(layer.hidden_size_per_attention_head * flags.rotary_percent)
+    layer.spread_attention = SpreadAttention(
+        state,
+        layer,
+        rotary_dim=rotary_dim if flags.use_rotary_position_embeddings else 0,
+        rotary_base=flags.rope_theta,
+        flash=getattr(layer, "core_attention_flash", None),
+    )
+
+
+@contextmanager
+def _one_rank_a_sequence() -> Iterator[None]:
+    """Let the host build the layer as it does without sequence parallelism.
+
+    What it would build with it cannot be used: one head a rank or more, no grouped queries, and
+    an attention that expects no tensor parallelism.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.set_sequence_parallel_world_size(1)
+    try:
+        yield
+    finally:
+        parallel_state.set_sequence_parallel_world_size(None)
+
+
+def attend(
+    original: Callable[..., Any],
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    encoder_output: Tensor | None = None,
+    inference_params: Any = None,
+    rotary_pos_emb: Any = None,
+    cpu_offloading: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``ParallelAttention.forward``.
+
+    It takes ``cpu_offloading``, so that the calling layer's ``except TypeError`` never calls
+    attention a second time.
+
+    Raises:
+        UnsupportedAttentionError: token by token inference.
+    """
+    if not hasattr(layer, "spread_attention"):
+        return original(
+            layer, hidden_states, attention_mask, encoder_output, inference_params, rotary_pos_emb
+        )
+    if inference_params is not None:
+        raise UnsupportedAttentionError(
+            "inference attends one token at a time, with a cache; that is not spread over ranks. "
+            "Generate without these patches"
+        )
+    mixed, _ = layer.query_key_value(hidden_states)
+    return layer.dense(layer.spread_attention(mixed))
+
+
+def contiguous_core_attention(
+    original: Callable[..., Tensor], core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any
+) -> Tensor:
+    """``CoreAttention.forward``, which views its inputs as if they were contiguous."""
+    return original(core, q.contiguous(), k.contiguous(), v.contiguous(), mask)

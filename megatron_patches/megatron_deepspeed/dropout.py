@@ -1,0 +1,48 @@
+"""Random numbers of dropout: other ones on every rank that holds other tokens.
+
+The host seeds all ranks of a sequence alike, so the same places of each shard would be dropped.
+Seeds are made anew from the number of the step: a resumed run draws what an uninterrupted one does,
+whatever the checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.megatron_deepspeed.state import host_state
+
+
+def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The host's ``train_step`` on fresh seeds, where a sequence is spread and dropout is on."""
+    from megatron import get_args
+
+    flags = get_args()
+    if host_state().spread and max(flags.hidden_dropout, flags.attention_dropout) > 0:
+        _seed(flags.seed, flags.curr_iteration)
+    return original(*args, **kwargs)
+
+
+def _seed(seed: int, step: int) -> None:
+    from deepspeed.accelerator import get_accelerator
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import random as host_random
+
+    sp_rank = parallel_state.get_sequence_parallel_rank()
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    # Outside of tensor-parallel regions its ranks hold the same activations: one seed for all.
+    get_accelerator().manual_seed(_mixed(seed, step, pp_rank, sp_rank))
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(
+        host_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        _mixed(seed, step, pp_rank, sp_rank, tp_rank),
+    )
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed of 63 bits that looks nothing like that of other numbers."""
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

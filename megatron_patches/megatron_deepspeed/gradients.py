@@ -1,0 +1,67 @@
+"""Where DeepSpeed reduces, scales or clips gradients wrongly, with and without sequences spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ds_usp.training import ParallelGroups, own_clipping
+from megatron_patches.megatron_deepspeed.state import find_state, host_state
+
+
+def reduce_gradients(
+    original: Callable[..., None], engine: Any, grads: Any, elements_per_buffer: int
+) -> None:
+    """``DeepSpeedEngine._reduce_non_expert_gradients``.
+
+    Under a pipeline it takes the data-parallel group and leaves the sequence out; without one it
+    does what is right for both.
+    """
+    state = find_state()
+    before = engine.pipeline_parallelism
+    engine.pipeline_parallelism = before and not (state and state.spread)
+    try:
+        original(engine, grads, elements_per_buffer)
+    finally:
+        engine.pipeline_parallelism = before
+
+
+def scatter_gradients(
+    original: Callable[..., list[torch.Tensor]], optimizer: Any, *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
+    """ZeRO-3's ``__avg_scatter_grads``: a sum over the ranks of a sequence, not an average."""
+    partitions = original(optimizer, *args, **kwargs)
+    if optimizer.sequence_parallel_size == 1:
+        return partitions
+    return [part * optimizer.sequence_parallel_size for part in partitions]
+
+
+def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize``, with a norm and clipping of our own for ZeRO-0 in fp32.
+
+    There DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
+    """
+    config, optimizer = kwargs.get("config"), kwargs.get("optimizer")
+    state = find_state()
+    if state is not None and isinstance(config, Mapping) and optimizer is not None:
+        several = state.spread or state.grid.size("pp") > 1
+        reduced = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+        if several and not reduced and stage == 0:
+            kwargs["config"] = own_clipping(config, optimizer, _parallel_groups())
+    return original(*args, **kwargs)
+
+
+def _parallel_groups() -> ParallelGroups:
+    from megatron.core import parallel_state
+
+    return ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        sp=parallel_state.get_sequence_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        sp_dp=parallel_state.get_sequence_data_parallel_group(),
+        model=parallel_state.get_model_parallel_group(),
+        stages=host_state().grid.size("pp"),
+    )

@@ -1,0 +1,178 @@
+"""The host's process groups, all read from one table over one grid of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_usp
+from ds_usp.errors import ConfigError
+from megatron_patches.megatron_deepspeed.state import HostState, host_state, is_active, keep_state
+
+Ranks = tuple[int, ...]
+
+# The host's variable -> the axes along which the ranks of its group differ.
+GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "_TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
+        "_ULYSSES_PARALLEL_GROUP": ("ulysses",),
+        "_RING_PARALLEL_GROUP": ("ring",),
+        "_SEQUENCE_PARALLEL_GROUP": ("ulysses", "ring"),
+        "_DATA_PARALLEL_GROUP": ("dp",),
+        "_SEQUENCE_DATA_PARALLEL_GROUP": ("ulysses", "ring", "dp"),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
+        "_MODEL_PARALLEL_GROUP": ("tp", "pp"),
+    }
+)
+_FP8_AXES = ("tp", "ulysses", "ring", "dp")
+# Ours, which the host's destroy_model_parallel does not know, and what it forgets of its own.
+_CLEARED = (
+    "_ULYSSES_PARALLEL_GROUP",
+    "_RING_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_GLOO",
+    "_DATA_PARALLEL_GLOBAL_RANKS",
+    "_PIPELINE_GLOBAL_RANKS",
+    "_SEQUENCE_PARALLEL_WORLD_SIZE",
+    "_SEQUENCE_PARALLEL_RANK",
+    "_SEQUENCE_DATA_PARALLEL_WORLD_SIZE",
+    "_SEQUENCE_DATA_PARALLEL_RANK",
+)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    sequence_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
+    use_fp8: bool = False,
+    use_distributed_optimizer: bool = False,
+) -> None:
+    """Make every group of the host, and the mesh. Collective over the world.
+
+    Raises:
+        ConfigError: degrees that do not multiply to the world, or an interleaved pipeline.
+    """
+    from megatron import get_args
+    from megatron.core import parallel_state
+
+    args = get_args()
+    config = ds_usp.USPConfig.from_args(args)
+    if config.sp_degree != sequence_parallel_size or virtual_pipeline_model_parallel_size:
+        raise ConfigError(
+            f"initialize_model_parallel was called with sequence_parallel_size="
+            f"{sequence_parallel_size} and virtual_pipeline_model_parallel_size="
+            f"{virtual_pipeline_model_parallel_size}; --ds-sequence-parallel-size is "
+            f"{config.sp_degree}, and DeepSpeed's pipeline engine has no interleaved schedule"
+        )
+    grid = make_grid(
+        dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        ulysses=config.ulysses,
+        ring=config.ring,
+        pp=pipeline_model_parallel_size,
+    )
+    made = _Groups(grid)
+    for name, axes in GROUP_AXES.items():
+        setattr(parallel_state, name, made.mine(grid.groups(*axes)))
+    rank = dist.get_rank()
+    if use_fp8:
+        parallel_state._AMAX_REDUCTION_GROUP = made.mine(grid.groups(*_FP8_AXES))
+    if use_distributed_optimizer:
+        parallel_state._DATA_PARALLEL_GROUP_GLOO = _new_group(grid.groups("dp"), backend="gloo")
+    parallel_state._DATA_PARALLEL_GLOBAL_RANKS = grid.group_of(rank, "dp")
+    parallel_state._PIPELINE_GLOBAL_RANKS = grid.group_of(rank, "pp")
+    parallel_state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = pipeline_model_parallel_split_rank
+    for kind, ranks_of in (("EMBEDDING", embedding_ranks), ("POSITION_EMBEDDING", first_ranks)):
+        split = pipeline_model_parallel_split_rank
+        ranks = {pipeline: ranks_of(pipeline, split) for pipeline in grid.groups("pp")}
+        setattr(parallel_state, f"_{kind}_GROUP", made.mine(ranks.values()))
+        setattr(parallel_state, f"_{kind}_GLOBAL_RANKS", ranks[grid.group_of(rank, "pp")])
+    parallel_state._set_global_memory_buffer()
+    mesh = ds_usp.SequenceMesh.from_group(
+        parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
+    )
+    layout = mesh.layout(config.layout, args.seq_length)
+    keep_state(HostState(grid, mesh, layout, config.kernel, is_active(args)))
+
+
+def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:
+    """The grid of a world; data parallelism takes what the other axes leave.
+
+    Raises:
+        ConfigError: the other axes do not divide the world.
+    """
+    used = tp * ulysses * ring * pp
+    if world_size % used:
+        raise ConfigError(
+            f"{world_size} ranks cannot be shared by tensor parallel {tp} x ulysses {ulysses} x "
+            f"ring {ring} x pipeline {pp} = {used}. Use a multiple of {used} ranks"
+        )
+    sizes = {"tp": tp, "ulysses": ulysses, "ring": ring, "dp": world_size // used, "pp": pp}
+    return ds_usp.RankGrid(sizes)
+
+
+def embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
+    """The ranks of a pipeline that hold the word embedding: first, decoder's first, last."""
+    last = len(pipeline) - 1
+    stages = (0, last) if split is None or last == 0 else (0, split, last)
+    return tuple(pipeline[stage] for stage in sorted(set(stages)))
+
+
+def first_ranks(pipeline: Ranks, split: int | None) -> Ranks:
+    """The ranks of a pipeline that hold the position embedding: first, decoder's first."""
+    stages = (0,) if split is None or len(pipeline) == 1 else (0, split)
+    return tuple(pipeline[stage] for stage in sorted(set(stages)))
+
+
+class _Groups:
+    """Process groups by their ranks: groups over the same ranks are one group."""
+
+    def __init__(self, grid: ds_usp.RankGrid) -> None:
+        self._grid = grid
+        self._mine: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
+
+    def mine(self, groups: Iterable[Ranks]) -> dist.ProcessGroup | None:
+        """This rank's group among ``groups``; every rank of the world makes the same call."""
+        key = tuple(groups)
+        if key not in self._mine:
+            self._mine[key] = _new_group(key)
+        return self._mine[key]
+
+
+def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.ProcessGroup | None:
+    rank, mine = dist.get_rank(), None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend=backend)
+        mine = group if rank in ranks else mine
+    return mine
+
+
+def destroy_model_parallel(original: Callable[[], None]) -> None:
+    """Forget the groups, ours and those that the host's function leaves behind."""
+    from megatron.core import parallel_state
+
+    original()
+    for name in _CLEARED:
+        setattr(parallel_state, name, None)
+    keep_state(None)
+
+
+def get_sequence_parallel_src_rank() -> int:
+    """Global rank of the first rank of this rank's sequence-parallel group."""
+    ranks = host_state().grid.group_of(dist.get_rank(), "ulysses", "ring")
+    return ranks[0]
+
+
+def getter(variable: str, ask: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A function of the host's kind: what ``ask`` says about the group in ``variable``."""
+
+    def get() -> Any:
+        from megatron.core import parallel_state
+
+        return ask(getattr(parallel_state, variable))
+
+    return get

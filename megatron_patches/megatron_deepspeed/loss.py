@@ -1,0 +1,67 @@
+"""Token losses of the whole sequence on every rank that holds a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_patches.megatron_deepspeed.state import HostState, host_state
+
+
+def gather_losses(losses: Tensor, state: HostState) -> Tensor:
+    """All token losses in the order of the sequence; gradients reach this rank's own only.
+
+    Every rank weighs the same gathered losses, so the sum of the ranks' gradients is the gradient
+    of the mean, and loss masks, averages and logs stay those of the host.
+
+    Shapes:
+        losses: ``[s_local, b]``; result ``[s, b]``.
+    """
+    mesh, layout = state.mesh, state.layout
+    lengths = [layout.length(rank) for rank in range(mesh.sp_degree)]
+    mine = losses.new_zeros((max(lengths), *losses.shape[1:]))  # backends want equal shapes
+    mine[: losses.shape[0]] = losses.detach()
+    everyone = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(everyone, mine, group=mesh.sp_group)
+    shards = [part[:length] for part, length in zip(everyone, lengths, strict=True)]
+    shards[mesh.rank] = losses
+    whole: Tensor = layout.gather(shards, dim=0)
+    return whole
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """Token losses under tensor and sequence parallelism.
+
+    Shapes:
+        vocab_parallel_logits: ``[s_local, b, vocabulary / tp]``; target: ``[s_local, b]``;
+        result ``[s, b]``, the same on every rank of the sequence.
+    """
+    from megatron.core import tensor_parallel
+
+    losses = tensor_parallel.vocab_parallel_cross_entropy(
+        vocab_parallel_logits, target, label_smoothing
+    )
+    return gather_losses(losses, host_state())
+
+
+def pipeline_loss(
+    original: Callable[..., Tensor], output: Tensor, labels: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The loss of the last pipeline stage: the masked mean over the whole sequence.
+
+    Shapes:
+        output: ``[s_local, b, vocabulary / tp]``; labels: ``[b, s_local]`` and the loss mask of the
+        whole sequence ``[b, s]``.
+    """
+    if not host_state().spread:
+        return original(output, labels)
+    targets, mask = labels
+    losses = vocab_sequence_parallel_cross_entropy(
+        output.contiguous().float(), targets.transpose(0, 1).contiguous()
+    )
+    return (losses.transpose(0, 1) * mask).sum() / mask.sum()

@@ -1,0 +1,49 @@
+"""The script that runs as ``__main__``, whose functions the host's ``pretrain`` gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+HOST = "megatron_deepspeed"
+SCRIPT = "__main__"
+
+
+def patch_script() -> None:
+    """Replace what the running script defines itself, as far as the patches list it.
+
+    Raises:
+        PatchError: a script that is not the known one.
+    """
+    from megatron_patches.patch import applied_sets
+
+    for patches in applied_sets():
+        if patches.host == HOST:
+            patches.apply_later()
+
+
+def pretrain(
+    original: Callable[..., Any],
+    train_valid_test_dataset_provider: Any,
+    model_provider: Callable[..., Any],
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Look the script's model provider up when it is called, and not before it is patched."""
+    script = sys.modules[model_provider.__module__]
+
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        current = getattr(script, model_provider.__name__, model_provider)
+        return current(*args, **kwargs)
+
+    return original(
+        train_valid_test_dataset_provider,
+        provide,
+        model_type,
+        forward_step_func,
+        *args,
+        **kwargs,
+    )

@@ -1,0 +1,135 @@
+"""Modules in place of packages that the host imports and training does not need.
+
+Each goes in only where the real one is missing. What is called all the same says what to install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ds_usp.errors import ConfigError
+from megatron_patches.megatron_deepspeed import apex
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """One module that may be missing.
+
+    Args:
+        name: of the module that is put in.
+        needs: the package whose absence makes it necessary.
+        purpose: what the host uses it for, with the package to install.
+    """
+
+    name: str
+    needs: str
+    purpose: str
+
+
+_STAND_INS = (
+    StandIn("transformers", "transformers", "tokenizers of Hugging Face: pip install transformers"),
+    StandIn("regex", "regex", "the tokenizer GPT2BPETokenizer: pip install regex"),
+    StandIn("six", "six", "the tokenizers of BERT: pip install six"),
+    StandIn(
+        "megatron.model.vision.knn_monitor",
+        "torchvision",
+        "pretraining vision models: pip install torchvision",
+    ),
+    StandIn(
+        "deepspeed.compression.compress",
+        "deepspeed.compression.compress",
+        "compression training, which newer versions of DeepSpeed lack: use deepspeed 0.19.6",
+    ),
+)
+
+
+def install_stand_ins() -> None:
+    """Put a stand-in wherever a package is missing; the checkout must be importable."""
+    for row in _STAND_INS:
+        if row.name not in sys.modules and not _exists(row.needs):
+            sys.modules[row.name] = _MissingModule(row)
+    if not _exists("megatron.data.helpers"):
+        sys.modules["megatron.data.helpers"] = _LazyModule("megatron.data.helpers", _build_helpers)
+    if _on_cuda() and not _exists("apex"):
+        sys.modules.update(apex.modules())
+
+
+def compile_helpers(original: Callable[[], None]) -> None:
+    """Instead of ``make`` in the checkout: build its index builder in torch's extension cache."""
+    helpers = sys.modules.get("megatron.data.helpers")
+    if isinstance(helpers, _LazyModule):
+        helpers.load()
+
+
+class _Missing:
+    """A name of a package that is not there; any use of it says so."""
+
+    def __init__(self, row: StandIn, name: str) -> None:
+        self._row, self._name = row, name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{self._row.needs} is not installed, and {self._row.name}.{self._name} was used. It "
+            f"serves {self._row.purpose}"
+        )
+
+    __call__ = __bool__ = __getattr__ = _refuse
+
+
+class _MissingModule(ModuleType):
+    def __init__(self, row: StandIn) -> None:
+        super().__init__(row.name, row.purpose)
+        self._row = row
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(self._row, name)
+
+
+class _LazyModule(ModuleType):
+    """A module that is made when something of it is asked for."""
+
+    def __init__(self, name: str, make: Callable[[], ModuleType]) -> None:
+        super().__init__(name)
+        self._make = make
+
+    def load(self) -> ModuleType:
+        module = self._make()
+        sys.modules[self.__name__] = module
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.load(), name)
+
+
+def _build_helpers() -> ModuleType:
+    from megatron.data import __path__ as folders
+    from torch.utils import cpp_extension
+
+    # torch brings pybind11's headers and a lock: ranks that come together build once.
+    built: ModuleType = cpp_extension.load(
+        name="helpers", sources=[str(Path(folders[0]) / "helpers.cpp")], extra_cflags=["-O3"]
+    )
+    return built
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def _on_cuda() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cuda")

@@ -1,0 +1,85 @@
+"""What the patches know about this process: settings, grid of ranks, mesh and token layout.
+
+One value, made when the host makes its groups and kept where the host keeps them: on its module
+``megatron.core.parallel_state``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import ds_usp
+from ds_usp.errors import MeshError
+
+_NAME = "_USP_STATE"
+
+
+@dataclass(frozen=True)
+class HostState:
+    """How this process takes part in one run of the host.
+
+    Args:
+        grid: all ranks, along the axes tp, ulysses, ring, dp and pp.
+        mesh: the ranks that share this rank's sequences.
+        layout: where each token of a sequence is.
+        kernel: what computes attention.
+        active: whether attention is ours: sequences are spread, or the host's own is wrong.
+    """
+
+    grid: ds_usp.RankGrid
+    mesh: ds_usp.SequenceMesh
+    layout: ds_usp.TokenLayout
+    kernel: str
+    active: bool
+
+    @property
+    def spread(self) -> bool:
+        """Whether more than one rank holds a sequence."""
+        return self.mesh.sp_degree > 1
+
+
+def is_active(args: Any) -> bool:
+    """Whether attention has to be ours for these arguments of the host.
+
+    With one rank a sequence the host is left alone, but for rotary positions (it takes the cosine
+    of a cosine) and for grouped queries (it cuts the projection into three equal parts).
+    """
+    return bool(
+        args.ds_sequence_parallel_size > 1
+        or args.use_rotary_position_embeddings
+        or args.num_key_value_heads != args.num_attention_heads
+    )
+
+
+def find_state() -> HostState | None:
+    """The state, None before the groups exist."""
+    found: HostState | None = getattr(_holder(), _NAME, None)
+    return found
+
+
+def host_state() -> HostState:
+    """The state.
+
+    Raises:
+        MeshError: the host has not made its groups yet.
+    """
+    found = find_state()
+    if found is None:
+        raise MeshError(
+            "Megatron-DeepSpeed's groups do not exist yet: call initialize_model_parallel first"
+        )
+    return found
+
+
+def keep_state(state: HostState | None) -> None:
+    """Keep the state beside the host's groups; None: they are gone."""
+    setattr(_holder(), _NAME, state)
+
+
+def _holder() -> ModuleType:
+    from megatron.core import parallel_state
+
+    module: ModuleType = parallel_state
+    return module

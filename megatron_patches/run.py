@@ -1,0 +1,44 @@
+"""``python -m megatron_patches.run PATH/pretrain_gpt.py <flags>``: a stock script, patched.
+
+Under ``torchrun --nproc_per_node N -m megatron_patches.run ...`` and under DeepSpeed's launcher:
+``deepspeed --module megatron_patches.run ...``, which puts ``--local_rank`` before the script.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import megatron_patches
+from ds_usp.errors import ConfigError, USPError
+from megatron_patches.patch import UNCHECKED_FLAG
+
+HOST = "megatron_deepspeed"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Patch the host and run the script as ``__main__``, with all other arguments.
+
+    Raises:
+        ConfigError: no script, or one that is in no checkout.
+        PatchError: a checkout, or a DeepSpeed, that the patches do not know.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    unchecked = UNCHECKED_FLAG in arguments
+    arguments = [each for each in arguments if each != UNCHECKED_FLAG]
+    script = next((each for each in arguments if not each.startswith("-")), None)
+    if script is None:
+        raise ConfigError(f"no script to run. {__doc__}")
+    arguments.remove(script)
+    megatron_patches.prepare(HOST, Path(script))
+    megatron_patches.apply(HOST, unchecked=unchecked)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except USPError as error:
+        sys.exit(f"error: {error}")
