@@ -102,7 +102,7 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
                 process.kill()
                 process.join()
     for text in dict.fromkeys(reports.values()):
-        failed = [rank for rank, report in reports.items() if report == text]
+        failed = sorted(rank for rank, report in reports.items() if report == text)
         print(f"\n[rank {', '.join(map(str, failed))}] {text}", file=sys.stderr)
     return 1 if reports else 0
 
