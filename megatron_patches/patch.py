@@ -60,11 +60,6 @@ class Patch:
         """Whether the package that it needs is installed."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
-    @property
-    def applies(self) -> bool:
-        """Whether the package is there that this patch is about."""
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
-
     def mismatches(self) -> Iterator[str]:
         """Everything that keeps this patch from fitting the host, one line each."""
         if not self.applies:
