@@ -1,6 +1,27 @@
-"""ds_usp in megatron-core 0.16, as installed from a package index."""
+"""ds_usp as the context parallelism of megatron-core 0.16, as installed from a package index."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_patches.megatron_core import rows
+from megatron_patches.megatron_core.context_parallel import ContextParallel, Settings
 from megatron_patches.megatron_core.core_attention import USPCoreAttention, usp_layer_spec
 from megatron_patches.megatron_core.groups import initialize_groups
+from megatron_patches.patch import PatchSet
+from megatron_patches.settings import read_settings
 
-__all__ = ["USPCoreAttention", "initialize_groups", "usp_layer_spec"]
+__all__ = ["USPCoreAttention", "initialize_groups", "patches", "usp_layer_spec"]
+
+_HOST = "megatron_core"
+
+
+def patches(given: Mapping[str, Any]) -> PatchSet:
+    """megatron-core with our attention wherever ``context_parallel_size`` is above 1.
+
+    Raises:
+        ConfigError: a keyword that is no setting.
+    """
+    host = ContextParallel(read_settings(_HOST, Settings, given))
+    return PatchSet(_HOST, (*rows.usp(host), *rows.without_gpu()))

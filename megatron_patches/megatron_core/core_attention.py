@@ -15,14 +15,17 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
+from megatron_patches.megatron_core.dense_mask import check_dense_mask
 
 
 class USPCoreAttention(torch.nn.Module):
     """Attention of one layer over the ranks of a mesh; built by megatron-core's ``SelfAttention``.
 
     Args:
-        mesh, layout, kernel: as for ``ds_usp.usp_attention``.
-        config, layer_number, attn_mask_type, softmax_scale: from megatron-core.
+        mesh, kernel: as for ``ds_usp.usp_attention``.
+        layout: kind of token layout, every rank holding as many tokens; or a ``TokenLayout``, which
+            also says the length of a sequence that does not divide.
+        config, layer_number, attn_mask_type, attention_dropout, softmax_scale: from megatron-core.
         unused: the rest of what megatron-core gives to any core attention.
 
     Raises:
@@ -34,11 +37,12 @@ class USPCoreAttention(torch.nn.Module):
         self,
         *,
         mesh: ds_usp.SequenceMesh,
-        layout: ds_usp.TokenLayout,
+        layout: str | ds_usp.TokenLayout,
         kernel: str = "auto",
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
@@ -49,7 +53,8 @@ class USPCoreAttention(torch.nn.Module):
                 f"mesh has {mesh.sp_degree} ranks (ulysses {mesh.ulysses_degree} x ring "
                 f"{mesh.ring_degree}); they must be the same group"
             )
-        _refuse_what_is_not_exact(config, layer_number)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse_what_is_not_exact(config, dropout, layer_number)
         self.mesh, self.layout, self.kernel = mesh, layout, kernel
         self.softmax_scale = softmax_scale
         self.attn_mask_type = attn_mask_type
@@ -68,31 +73,36 @@ class USPCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend over the whole sequence.
 
+        Args:
+            attention_mask: None, or a dense mask that says what ``attn_mask_type`` says.
+
         Shapes:
             query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
             result: ``[s_local, b, h * d]``.
         """
-        given = {
-            "attention_mask": attention_mask,
-            "attention_bias": attention_bias,
-            "packed_seq_params": packed_seq_params,
-        }
-        for name, value_given in given.items():
-            if value_given is not None:
+        for name, given in (
+            ("attention_bias", attention_bias),
+            ("packed_seq_params", packed_seq_params),
+        ):
+            if given is not None:
                 raise UnsupportedAttentionError(
                     f"{name} was given: the mask of USP attention is a rule over global positions "
-                    f"({self.mask}), the same for every sequence. Pass {name}=None, and for packed "
-                    "documents leave reset_attention_mask off"
+                    f"({self.mask}), the same for every sequence. Pass {name}=None"
                 )
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UnsupportedAttentionError(
                 f"the call asks for mask {attn_mask_type}, the layer was built for "
                 f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
             )
+        layout = self.layout
+        if isinstance(layout, str):
+            layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
+        if attention_mask is not None:
+            check_dense_mask(attention_mask, self.mask, layout, self.mesh)
         out = ds_usp.usp_attention(
             *(x.transpose(0, 1) for x in (query, key, value)),
             mesh=self.mesh,
-            layout=self.layout,
+            layout=layout,
             mask=self.mask,
             softmax_scale=self.softmax_scale,
             kernel=self.kernel,
@@ -139,10 +149,12 @@ def _mask(
     return ds_usp.MaskSpec.window(left, right)
 
 
-def _refuse_what_is_not_exact(config: TransformerConfig, layer_number: int) -> None:
+def _refuse_what_is_not_exact(
+    config: TransformerConfig, attention_dropout: float, layer_number: int
+) -> None:
     refused = {
-        f"attention_dropout={config.attention_dropout}": (
-            config.attention_dropout > 0.0,
+        f"attention_dropout={attention_dropout}": (
+            attention_dropout > 0.0,
             "ranks would drop different entries in forward and backward; set attention_dropout=0",
         ),
         f"softmax_type={config.softmax_type!r}": (

@@ -1,0 +1,150 @@
+"""Unified sequence parallelism as megatron-core's context parallelism."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_usp
+from ds_usp.errors import ConfigError
+from megatron_patches.meshes import Meshes
+from megatron_patches.settings import MeshSettings
+
+USP = "usp"  # the cp_comm_type of a layer that is ours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(MeshSettings):
+    """What ``megatron_patches.apply("megatron_core", ...)`` takes.
+
+    Args:
+        ulysses_degree: None: the first of ``hierarchical_context_parallel_sizes`` where the program
+            gives them, otherwise all ranks of a context-parallel group.
+        layout: ``context_parallel`` is the order of megatron-core's own batch slicing and rotary
+            embedding; with another one the program has to cut both.
+    """
+
+    layout: str | ds_usp.TokenLayout = "context_parallel"
+
+
+class ContextParallel:
+    """What the patches of one :func:`megatron_patches.apply` share.
+
+    The methods that take ``original`` stand in megatron-core's place.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._meshes = Meshes()
+
+    def initialize_model_parallel(
+        self, original: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        """Check the degrees, make megatron-core's groups, then the mesh. Collective.
+
+        Raises:
+            ConfigError: degrees that do not multiply to the context-parallel size.
+        """
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        size = given.arguments["context_parallel_size"]
+        self._check_degrees(size, given.arguments["hierarchical_context_parallel_sizes"])
+        original(*args, **kwargs)
+        if size > 1:
+            self.sequence_mesh()
+
+    def sequence_mesh(self) -> ds_usp.SequenceMesh:
+        """The mesh of the context-parallel group that holds this rank."""
+        from megatron.core import parallel_state
+
+        return self._mesh_over(parallel_state.get_context_parallel_group())
+
+    def ulysses_group(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange heads with this one."""
+        return self.sequence_mesh().ulysses_group
+
+    def ring_group(self) -> dist.ProcessGroup | None:
+        """The ranks that pass keys and values around with this one; None without a ring."""
+        return self.sequence_mesh().ring_group
+
+    def build_attention(
+        self, original: Callable[..., None], core: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Initialize ``core``, an attention of megatron-core's, as ours under context parallelism.
+
+        The object changes its class. So it does not matter who holds megatron-core's class, in a
+        layer spec or in a module that imported it by name.
+
+        Raises:
+            ConfigError: a layer that asks for another kind of context parallelism.
+            MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
+        """
+        given = inspect.signature(original).bind(core, *args, **kwargs).arguments
+        config = given["config"]
+        if config.context_parallel_size == 1 or not _is_ours(given):
+            original(core, *args, **kwargs)
+            return
+        from megatron_patches.megatron_core.core_attention import USPCoreAttention
+
+        keywords = dict(list(given.items())[1:])  # without self
+        core.__class__ = USPCoreAttention
+        USPCoreAttention.__init__(
+            core,
+            mesh=self._mesh_for(keywords.get("pg_collection")),
+            layout=self._settings.layout,
+            kernel=self._settings.kernel,
+            **keywords,
+        )
+
+    def _mesh_for(self, pg_collection: Any) -> ds_usp.SequenceMesh:
+        """The mesh of a layer, which may have been given groups of its own."""
+        group = getattr(pg_collection, "cp", None)
+        return self.sequence_mesh() if group is None else self._mesh_over(group)
+
+    def _mesh_over(self, group: dist.ProcessGroup) -> ds_usp.SequenceMesh:
+        from megatron.core import parallel_state
+
+        levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+        degree = self._settings.ulysses_degree
+        if degree is None and levels:
+            degree = dist.get_world_size(levels[0])
+        return self._meshes.over(group, degree)
+
+    def _check_degrees(self, size: int, levels: Sequence[int] | None) -> None:
+        degree = self._settings.ulysses_degree
+        if degree is None:
+            degree = levels[0] if levels else size
+        if size % degree:
+            fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
+            raise ConfigError(
+                f"ulysses_degree={degree} does not divide context_parallel_size={size}. Use one "
+                f"of {fits}"
+            )
+        if levels and list(levels) != [degree, size // degree]:
+            raise ConfigError(
+                f"hierarchical_context_parallel_sizes={list(levels)} is not ulysses x ring = "
+                f"{[degree, size // degree]} (context_parallel_size={size}, ulysses_degree="
+                f"{self._settings.ulysses_degree}). Give those, or leave one of the two out"
+            )
+
+
+def _is_ours(given: dict[str, Any]) -> bool:
+    """Whether a layer's context parallelism is ours.
+
+    Raises:
+        ConfigError: it is another kind, and nothing says that this is meant.
+    """
+    kind, config = given.get("cp_comm_type"), given["config"]
+    if kind in (None, USP):
+        return True
+    if USP in (config.cp_comm_type or ()):
+        return False
+    raise ConfigError(
+        f"layer {given['layer_number']} asks for cp_comm_type={kind!r}, and megatron_patches was "
+        f"applied to put USP in its place. Leave cp_comm_type out or set it to {USP!r}; to mix "
+        f"both, give a list with one entry a layer, {USP!r} for some"
+    )

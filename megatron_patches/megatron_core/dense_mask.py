@@ -1,0 +1,55 @@
+"""Whether a dense mask, as data loaders make it, is the rule that a layer computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_usp
+from ds_usp.errors import UnsupportedAttentionError
+
+_ROWS = 1024  # compared at a time, so that the comparison stays small beside the mask
+
+
+def check_dense_mask(
+    mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, mesh: ds_usp.SequenceMesh
+) -> None:
+    """Refuse a mask that hides other pairs than ``rule``. Collective over the mesh.
+
+    Shapes:
+        mask: ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
+
+    Raises:
+        UnsupportedAttentionError: on the ranks whose part of the mask differs.
+        MeshError: on the others.
+    """
+    error = None
+    if not _says(mask, rule, layout, mesh.rank):
+        error = UnsupportedAttentionError(
+            f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
+            f"of this rank in {layout}. USP attention computes one rule over global positions for "
+            "every sequence. Pass attention_mask=None, and leave reset_attention_mask off"
+        )
+    mesh.agree_on_call("a dense mask that says what the rule says", error)
+
+
+def _says(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
+    rows = layout.positions(rank)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
+        return False
+    if mask.shape[-2:] != (len(rows), layout.seq_len):
+        return False
+    keys = torch.arange(layout.seq_len, device=mask.device)
+    for begin in range(0, len(rows), _ROWS):
+        queries = torch.tensor(rows[begin : begin + _ROWS], device=mask.device)
+        distance = keys - queries[:, None]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if rule.left is not None:
+            hidden |= distance < -rule.left
+        if rule.right is not None:
+            hidden |= distance > rule.right
+        if bool((mask[..., begin : begin + _ROWS, :] != hidden).any()):
+            return False
+    return True

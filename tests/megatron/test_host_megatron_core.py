@@ -1,0 +1,339 @@
+"""Any program on megatron-core gets USP as its context parallelism by one line."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stock_megatron_core
+import torch
+import torch.distributed as dist
+from harness import RankContext, fork_world
+
+import megatron_patches
+from ds_usp import ConfigError, LayoutError, MeshError, PatchError, UnsupportedAttentionError
+
+LIMIT = 1e-5
+MHA, GQA = {"kv_heads": 8}, {"kv_heads": 2}
+# Name: settings of apply, and what the program asks for.
+CASES = {
+    "2x2": ({"ulysses_degree": 2}, {"cp": 4, **GQA}),
+    "4x1": ({"ulysses_degree": 4}, {"cp": 4, **GQA}),
+    "1x4": ({"ulysses_degree": 1}, {"cp": 4, **GQA}),
+    "2x2 MHA": ({"ulysses_degree": 2}, {"cp": 4, **MHA}),
+    "4x1 MHA, all by default": ({}, {"cp": 4, **MHA}),
+    "1x4 MHA": ({"ulysses_degree": 1}, {"cp": 4, **MHA}),
+    "2x2 by the program's levels": ({}, {"cp": 4, "levels": [2, 2], **GQA}),
+    "2x2 learned positions": ({"ulysses_degree": 2}, {"cp": 4, "rotary": False, **GQA}),
+    "2x2 dense mask": ({"ulysses_degree": 2}, {"cp": 4, "dense_mask": True, **GQA}),
+    "2x2 recomputed": ({"ulysses_degree": 2}, {"cp": 4, "recompute": True, **GQA}),
+    "2x2 named": ({"ulysses_degree": 2}, {"cp": 4, "comm_type": "usp", **GQA}),
+    "2x2 named a layer": ({"ulysses_degree": 2}, {"cp": 4, "comm_type": ["usp"] * 2, **GQA}),
+    "2x1, tp 2": ({"ulysses_degree": 2}, {"tp": 2, "cp": 2, **GQA}),
+    "1x2, tp 2": ({"ulysses_degree": 1}, {"tp": 2, "cp": 2, **MHA}),
+}
+EIGHT = {
+    "2x2, tp 2": ({"ulysses_degree": 2}, {"tp": 2, "cp": 4, **GQA}),
+    "2x2, tp 2 MHA": ({"ulysses_degree": 2}, {"tp": 2, "cp": 4, **MHA}),
+    "2x2, dp 2": ({"ulysses_degree": 2}, {"cp": 4, **MHA}),
+}
+
+
+def program(settings: dict[str, Any], asked: dict[str, Any]) -> Any:
+    """The whole program: one line of ours, then megatron-core."""
+    megatron_patches.apply("megatron_core", **settings)
+    return stock_megatron_core.step(**asked)
+
+
+def programs(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    found = {}
+    for name, case in cases.items():
+        loss, gradients = program(*case)
+        groups = parallel_state
+        found[name] = SimpleNamespace(
+            loss=loss,
+            gradients=gradients,
+            tp_rank=groups.get_tensor_model_parallel_rank(),
+            replicas=groups.get_data_parallel_world_size(),
+        )
+        groups.destroy_model_parallel()
+        megatron_patches.restore()
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    """Stock attention on one rank, for each model that the cases train."""
+    models = {name: _model(asked) for name, (_, asked) in {**CASES, **EIGHT}.items()}
+    unique = {str(model): ({}, model) for model in models.values()}
+    (found,) = fork_world(programs, 1, cases=unique)
+    return {name: found[str(model)] for name, model in models.items()}
+
+
+def _model(asked: dict[str, Any]) -> dict[str, Any]:
+    return {key: asked[key] for key in ("kv_heads", "rotary") if key in asked}
+
+
+@pytest.mark.parametrize(("cases", "world"), [(CASES, 4), (EIGHT, 8)], ids=["4 ranks", "8 ranks"])
+def test_a_stock_program_gives_one_ranks_loss_and_gradients(
+    one_rank: dict[str, Any], cases: dict[str, Any], world: int
+) -> None:
+    for ours in fork_world(programs, world, cases=cases):
+        for name, found in ours.items():
+            expected = one_rank[name]
+            tp = cases[name][1].get("tp", 1)
+            replicas = found.replicas  # each has the same batch, and gradients are summed
+            assert found.loss / replicas == pytest.approx(expected.loss, rel=LIMIT), name
+            assert found.gradients.keys() == expected.gradients.keys()
+            for weight, (gradient, dim) in found.gradients.items():
+                whole, _ = expected.gradients[weight]
+                mine = whole if dim is None else whole.chunk(tp, dim)[found.tp_rank]
+                difference = (gradient / replicas - mine).norm() / mine.norm()
+                assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
+
+
+def attention_classes(ctx: RankContext) -> list[str]:
+    """What stands in the slot at context parallel 1 and above, in turn."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    megatron_patches.apply("megatron_core", ulysses_degree=1)
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    names = []
+    for size in (1, 2):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            context_parallel_size=size,
+            attention_dropout=0.0,
+        )
+        core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+        names.append(type(core).__name__)
+    return names
+
+
+def test_only_layers_with_context_parallelism_are_ours() -> None:
+    expected = ["DotProductAttention", "USPCoreAttention"]
+    assert fork_world(attention_classes, 2) == [expected] * 2
+
+
+def groups_on_rank(ctx: RankContext) -> list[list[int]]:
+    from megatron.core import parallel_state
+
+    megatron_patches.apply("megatron_core")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2,
+        context_parallel_size=4,
+        hierarchical_context_parallel_sizes=[2, 2],
+    )
+    ours = parallel_state.get_ulysses_parallel_group(), parallel_state.get_ring_parallel_group()
+    theirs = parallel_state.get_hierarchical_context_parallel_groups()
+    return [dist.get_process_group_ranks(group) for group in (*ours, *theirs)]
+
+
+def test_the_axes_are_megatron_cores_hierarchical_groups() -> None:
+    for rank, (ulysses, ring, inner, outer) in enumerate(fork_world(groups_on_rank, 8)):
+        assert (ulysses, ring) == (inner, outer)
+        assert rank in ulysses and ulysses[1] - ulysses[0] == 2 and ring[1] - ring[0] == 4
+
+
+def attributes() -> dict[tuple[str, str], Any]:
+    """Every attribute of megatron-core, of its classes, and of torch.cuda."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name == "torch.cuda" or name.split(".")[0] == "megatron":
+            found.update({(name, key): value for key, value in vars(module).items()})
+            for cls in vars(module).values():
+                if isinstance(cls, type):
+                    where = f"{name}:{cls.__qualname__}"
+                    found.update({(where, key): value for key, value in vars(cls).items()})
+    return found
+
+
+def test_restore_leaves_every_attribute_as_it_was() -> None:
+    megatron_patches.patch_set("megatron_core").verify()  # imports what it looks at
+    before = attributes()
+    patches = megatron_patches.apply("megatron_core", ulysses_degree=2)
+    changed = {key for key, value in attributes().items() if before.get(key) is not value}
+    assert len(changed) > len(patches.patches) - 1
+    assert patches.stale() == ()
+    megatron_patches.restore()
+    after = attributes()
+    assert after.keys() == before.keys()
+    assert [key for key, value in after.items() if before[key] is not value] == []
+
+
+def raised(ctx: RankContext, *, cases: dict[str, tuple[dict, dict]]) -> dict[str, Any]:
+    """What each case raises, and whether megatron-core's groups exist by then."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = program(*case), None
+        except ValueError as error:
+            found[name] = error, parallel_state.is_initialized()
+        parallel_state.destroy_model_parallel()
+        megatron_patches.restore()
+    return found
+
+
+REFUSED_BEFORE_GROUPS = {
+    "degrees that do not divide": (
+        {"ulysses_degree": 3},
+        {"cp": 4},
+        ConfigError,
+        "ulysses_degree=3 does not divide context_parallel_size=4. Use one of 1, 2, 4",
+    ),
+    "levels of another mesh": (
+        {"ulysses_degree": 4},
+        {"cp": 4, "levels": [2, 2]},
+        ConfigError,
+        "hierarchical_context_parallel_sizes=[2, 2] is not ulysses x ring = [4, 1]",
+    ),
+    "three levels": ({}, {"cp": 4, "levels": [2, 2, 1]}, ConfigError, "[2, 2, 1] is not"),
+    "no degree": ({"ulysses_degree": 0}, {"cp": 4}, ConfigError, "ulysses_degree=0 must be"),
+    "no layout": ({"layout": "zigzig"}, {"cp": 4}, LayoutError, "unknown token layout"),
+    "no setting": (
+        {"ulysses": 2},
+        {"cp": 4},
+        ConfigError,
+        "unknown setting 'ulysses' of host megatron_core; there are ulysses_degree, layout",
+    ),
+}
+REFUSED_BY_LAYERS = {
+    "another kind": ({}, {"cp": 4, "comm_type": "p2p"}, ConfigError, "cp_comm_type='p2p'"),
+    "dropout": ({}, {"cp": 4, "dropout": 0.1}, UnsupportedAttentionError, "attention_dropout=0"),
+}
+
+
+def test_bad_input_raises_on_every_rank() -> None:
+    cases = {**REFUSED_BEFORE_GROUPS, **REFUSED_BY_LAYERS}
+    for found in fork_world(raised, 4, cases={name: case[:2] for name, case in cases.items()}):
+        for name, (error, has_groups) in found.items():
+            *_, kind, told = cases[name]
+            assert isinstance(error, kind), (name, error)
+            assert told in str(error), (name, error)
+            assert has_groups is (name in REFUSED_BY_LAYERS), name
+
+
+def another_mask(ctx: RankContext) -> Exception:
+    """Hide one pair more, of a query in the last chunk, which the first rank holds."""
+    mask = stock_megatron_core.causal_mask()
+    mask[:, :, -1, 0] = True
+    stock_megatron_core.causal_mask = lambda: mask
+    case = {"ulysses_degree": 2}, {"cp": 4, "dense_mask": True}
+    return raised(ctx, cases={"mask": case})["mask"][0]
+
+
+def test_a_dense_mask_that_says_something_else_is_refused_on_every_rank() -> None:
+    errors = fork_world(another_mask, 4)
+    assert isinstance(errors[0], UnsupportedAttentionError)
+    assert all(isinstance(error, MeshError) for error in errors[1:])
+    assert all("Pass attention_mask=None" in str(error) for error in errors)
+
+
+def test_a_second_apply_is_refused() -> None:
+    megatron_patches.apply("megatron_core", ulysses_degree=2)
+    try:
+        with pytest.raises(PatchError, match="patched already"):
+            megatron_patches.apply("megatron_core", ulysses_degree=4)
+    finally:
+        megatron_patches.restore()
+
+
+def test_an_unknown_body_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def other(self: Any, config: Any) -> None:
+        self.config = config
+
+    monkeypatch.setattr(DotProductAttention, "__init__", other)
+    with pytest.raises(PatchError, match=r"DotProductAttention.__init__: its source is another"):
+        megatron_patches.apply("megatron_core", ulysses_degree=2)
+    assert vars(DotProductAttention)["__init__"] is other
+
+
+class TestTransformerEngine:
+    """It needs a GPU, so here are the row, its guard, and the decision with a stand-in class."""
+
+    def row(self) -> Any:
+        patches = megatron_patches.patch_set("megatron_core", ulysses_degree=1).patches
+        return next(patch for patch in patches if "TEDotProductAttention" in patch.target)
+
+    def test_the_row_is_left_out_without_transformer_engine(self) -> None:
+        row = self.row()
+        assert row.needs == "transformer_engine"
+        if not row.applies:
+            assert list(row.mismatches()) == []
+
+    def test_the_guard_is_the_fingerprint_of_the_installed_source(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import megatron.core
+
+        module, _, name = self.row().target.partition(":")
+        path = Path(megatron.core.__path__[0], *module.split(".")[2:]).with_suffix(".py")
+        source = path.read_text()
+        (cls,) = (
+            node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.ClassDef) and node.name == name.split(".")[0]
+        )
+        init = next(node for node in cls.body if getattr(node, "name", "") == "__init__")
+        (tmp_path / "te_init.py").write_text(
+            "from __future__ import annotations\nOptional = {}\n" + ast.unparse(init)
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        import te_init
+
+        assert megatron_patches.fingerprint(te_init.__init__) in self.row().guard.fingerprints
+
+    def test_layers_that_name_another_kind_keep_it_where_some_are_ours(self) -> None:
+        assert fork_world(mixed_layers, 2) == [["USPCoreAttention", "Stock"]] * 2
+
+
+def mixed_layers(ctx: RankContext) -> list[str]:
+    """What two layers of ``cp_comm_type=["usp", "p2p"]`` are built as."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    class Stock(torch.nn.Module):
+        def __init__(
+            self,
+            config: Any,
+            layer_number: int,
+            attn_mask_type: Any,
+            attention_type: str,
+            cp_comm_type: str | None = "p2p",
+            pg_collection: Any = None,
+        ) -> None:
+            super().__init__()
+
+    row = TestTransformerEngine().row()
+    Stock.__init__ = row.made(Stock.__init__)
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    kinds = ["usp", "p2p"]
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        context_parallel_size=2,
+        cp_comm_type=kinds,
+        attention_dropout=0.0,
+    )
+    layers = (
+        Stock(config, number, AttnMaskType.causal, "self", cp_comm_type=kind)
+        for number, kind in enumerate(kinds, 1)
+    )
+    return [type(layer).__name__ for layer in layers]
