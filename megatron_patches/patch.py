@@ -62,8 +62,6 @@ class Patch:
 
     def mismatches(self) -> Iterator[str]:
         """Everything that keeps this patch from fitting the host, one line each."""
-        if not self.applies:
-            return
         try:
             original = Place.find(self.target).read()
             others = [(place, Place.find(place).read()) for place in self.also_in]
@@ -226,8 +224,6 @@ class PatchSet:
         )
 
     def _apply_one(self, patch: Patch) -> None:
-        if not patch.applies:
-            return
         place = Place.find(patch.target)
         original = place.read()
         if original is _ABSENT and patch.kind != "add":

@@ -25,7 +25,7 @@ def step(
     recompute: bool = False,
     comm_type: str | list[str] | None = None,
     dropout: float = 0.0,
-) -> tuple[float, dict[str, tuple[torch.Tensor, int | None]]]:
+) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -71,6 +71,13 @@ def step(
     )
     loss = (losses * batch["loss_mask"]).sum() / (B * S)
     loss.backward()
+    return reduced(model, loss)
+
+
+def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients summed over all ranks that hold different tokens."""
+    from megatron.core import parallel_state
+
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     loss = loss.detach()
     dist.all_reduce(loss, group=group)

@@ -1,0 +1,167 @@
+"""DeepSpeed's DistributedAttention is ours, for models that already use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankContext, fork_world
+
+import megatron_patches
+from ds_usp import ConfigError, LayoutError, MaskSpec, PatchError, UnsupportedAttentionError
+
+WORLD, B, S = 4, 2, 32
+LIMIT = 1e-5
+MODULE = "deepspeed_model:DistributedAttention"  # which has imported the class by name
+PATCHED = {"also_in": (MODULE,), "mask": MaskSpec.causal()}
+
+Results = list[torch.Tensor]
+
+
+def results(ctx: RankContext) -> Results:
+    """This rank's output and input gradient, and the summed gradients of the weights."""
+    import deepspeed_model
+
+    model = deepspeed_model.distributed_model(ctx.group)
+    found = run(model, share(ctx.rank), share(ctx.rank, seed=4))
+    for gradient in found[2:]:
+        dist.all_reduce(gradient)
+    return found
+
+
+def run(model: torch.nn.Module, x: torch.Tensor, dout: torch.Tensor) -> Results:
+    x.requires_grad_()
+    out = model(x)
+    out.backward(dout)
+    return [out.detach(), x.grad, *(weight.grad for weight in model.parameters())]
+
+
+def share(rank: int | None = None, seed: int = 3) -> torch.Tensor:
+    """One rank's tokens as batches are cut for DeepSpeed: one piece each, in order; None: all."""
+    full = torch.randn(B, S, 32, generator=torch.Generator().manual_seed(seed))
+    return full if rank is None else full.chunk(WORLD, dim=1)[rank].clone()
+
+
+def truth() -> Results:
+    """The same model on one device, in fp64."""
+    import deepspeed_model
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) -> torch.Tensor:
+        allowed = oracle.causal(range(S), range(S))
+        return oracle.dense_attention(q, k, v, allowed, q.shape[3] ** -0.5)[0]
+
+    return run(deepspeed_model.Model(attention).double(), share().double(), share(seed=4).double())
+
+
+def before_and_after(ctx: RankContext, degrees: list[int]) -> tuple[Results, dict[int, Results]]:
+    """With DeepSpeed's class, and with ours for each degree."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute
+    deepspeed.init_distributed("gloo", verbose=False)
+    theirs, ours = results(ctx), {}
+    for degree in degrees:
+        megatron_patches.apply("deepspeed", ulysses_degree=degree, **PATCHED)
+        ours[degree] = results(ctx)
+        megatron_patches.restore()
+    return theirs, ours
+
+
+def test_a_model_gives_deepspeeds_result_at_ring_1_and_the_oracles_with_a_ring() -> None:
+    expected = truth()
+    ranks = fork_world(before_and_after, WORLD, degrees=[4, 2, 1])
+    for rank, (theirs, ours) in enumerate(ranks):
+        for a, b in zip(ours[4], theirs, strict=True):
+            assert torch.equal(a, b)
+        mine = [x.chunk(WORLD, dim=1)[rank] for x in expected[:2]]
+        for degree, found in ours.items():
+            for a, b in zip(found, [*mine, *expected[2:]], strict=True):
+                assert oracle.relative_error(a, b) < LIMIT, degree
+
+
+def shared_meshes(ctx: RankContext) -> bool:
+    import deepspeed_model
+
+    megatron_patches.apply("deepspeed", ulysses_degree=2, **PATCHED)
+    first, second = (deepspeed_model.distributed_model(ctx.group) for _ in range(2))
+    return first.attention.mesh is second.attention.mesh
+
+
+def test_layers_over_one_group_share_one_mesh() -> None:
+    assert fork_world(shared_meshes, WORLD) == [True] * WORLD
+
+
+def errors(ctx: RankContext, *, cases: dict[str, dict[str, Any]]) -> dict[str, Exception | None]:
+    found: dict[str, Exception | None] = {}
+    for name, settings in cases.items():
+        try:
+            megatron_patches.apply("deepspeed", **{"also_in": (MODULE,), **settings})
+            found[name] = results(ctx) and None
+        except ValueError as error:
+            found[name] = error
+        megatron_patches.restore()
+    return found
+
+
+REFUSED = {
+    "a degree that does not divide": ({"ulysses_degree": 3}, ConfigError, "Use one of 1, 2, 4"),
+    "no degree": ({"ulysses_degree": "2"}, ConfigError, "ulysses_degree='2' must be"),
+    "no layout": ({"layout": "zigzig"}, LayoutError, "unknown token layout"),
+    "no setting": ({"degree": 2}, ConfigError, "unknown setting 'degree' of host deepspeed"),
+    "a ring around an attention that nobody knows": (
+        {"ulysses_degree": 2},
+        UnsupportedAttentionError,
+        "CausalAttention must be known",
+    ),
+}
+
+
+def test_bad_input_raises_on_every_rank() -> None:
+    cases = {name: settings for name, (settings, *_) in REFUSED.items()}
+    for found in fork_world(errors, WORLD, cases=cases):
+        for name, error in found.items():
+            _, kind, told = REFUSED[name]
+            assert isinstance(error, kind), (name, error)
+            assert told in str(error), (name, error)
+
+
+class TestApplying:
+    @pytest.fixture(autouse=True)
+    def restored(self) -> Any:
+        import deepspeed_model
+
+        before = deepspeed_model.DistributedAttention
+        yield
+        megatron_patches.restore()
+        assert deepspeed_model.DistributedAttention is before
+
+    def test_modules_that_imported_the_class_already_are_reported(self) -> None:
+        assert MODULE in megatron_patches.apply("deepspeed", ulysses_degree=2).stale()
+
+    def test_named_modules_are_patched_too(self) -> None:
+        import deepspeed_model
+        from deepspeed.sequence import layer
+
+        before = layer.DistributedAttention
+        assert megatron_patches.apply("deepspeed", also_in=(MODULE,)).stale() == ()
+        assert layer.DistributedAttention is deepspeed_model.DistributedAttention is not before
+        megatron_patches.restore()
+        assert layer.DistributedAttention is before
+
+    def test_a_second_apply_is_refused(self) -> None:
+        megatron_patches.apply("deepspeed")
+        with pytest.raises(PatchError, match="patched already"):
+            megatron_patches.apply("deepspeed")
+
+    def test_an_unknown_body_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from deepspeed.sequence import layer
+
+        class Other(torch.nn.Module):
+            pass
+
+        monkeypatch.setattr(layer, "DistributedAttention", Other)
+        with pytest.raises(PatchError, match="DistributedAttention: its source is another"):
+            megatron_patches.apply("deepspeed")
