@@ -100,4 +100,4 @@ def test_the_quickstart_proves_itself(tmp_path: Path) -> None:
     assert "4 ranks and one rank agree" in done.stdout, done.stdout
     for name in ("SGD", "Adam"):
         assert f"{name}: loss" in done.stdout
-    assert (tmp_path / "runs" / "gpt_usp" / "loss.png").is_file()
+    assert (tmp_path / "usp_output" / "loss.png").is_file()

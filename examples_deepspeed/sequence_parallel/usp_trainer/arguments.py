@@ -209,7 +209,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
 def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add("--output-dir", default="runs/gpt_usp", metavar="DIR", help="for metrics.jsonl and loss.png")
+    add("--output-dir", default="usp_output", metavar="DIR", help="for metrics.jsonl and loss.png")
     add("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
     add("--save", metavar="DIR", help="checkpoints go here")
     add("--load", metavar="DIR", help="continue from the latest checkpoint here")
