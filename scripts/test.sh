@@ -39,5 +39,8 @@ if [[ "$group" == gpu || "$group" == all ]] &&
     '************************************************************' >&2
   [[ "$group" == gpu ]] && exit 0
 fi
+if [[ "$group" == all && -z "${MEGATRON_DEEPSPEED_PATH:-}" ]]; then
+  printf '%s\n' '** MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run. **' >&2
+fi
 
 exec python -m pytest "$@"

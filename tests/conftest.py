@@ -11,7 +11,12 @@ import pytest
 import torch
 
 TESTS = Path(__file__).resolve().parent
-MARK_OF_FOLDER = {"distributed": "dist", "megatron": "megatron", "gpu": "gpu"}
+MARK_OF_FOLDER = {
+    "distributed": "dist",
+    "megatron": "megatron",
+    "megatron_deepspeed": "megatron_deepspeed",
+    "gpu": "gpu",
+}
 
 # `from harness import ...` in every test, whichever folder it lies in; ranks get the same path.
 for _folder in (str(TESTS), str(TESTS.parent)):

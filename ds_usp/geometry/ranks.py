@@ -85,10 +85,9 @@ class RankGrid:
             self._index(axis)
         inside = [a for a in self.order if a in axes]
         outside = [a for a in self.order if a not in axes]
-        return tuple(
-            tuple(self.rank(**fixed, **moving) for moving in self._walk(inside))
-            for fixed in self._walk(outside)
-        )
+        firsts = [self.rank(**fixed) for fixed in self._walk(outside)]
+        steps = [self.rank(**moving) for moving in self._walk(inside)]
+        return tuple(tuple(first + step for step in steps) for first in firsts)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The one group over ``axes`` that holds ``rank``."""

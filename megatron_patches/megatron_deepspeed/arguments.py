@@ -88,11 +88,6 @@ def validate_args(
 def _refuse_before(args: Any) -> None:
     """What the host's own checks would overwrite or trip over."""
     sp = args.ds_sequence_parallel_size
-    if sp < 1 or (args.ulysses_degree or 1) < 1:
-        raise ConfigError(
-            f"--ds-sequence-parallel-size {sp} and --ulysses-degree {args.ulysses_degree} must be "
-            "1 or more"
-        )
     ds_usp.USPConfig.from_args(args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_patches.megatron_deepspeed.state import HostState, host_state, is_
 Ranks = tuple[int, ...]
 
 # The host's variable -> the axes along which the ranks of its group differ.
-GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "_TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
         "_ULYSSES_PARALLEL_GROUP": ("ulysses",),
@@ -25,9 +25,9 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "_SEQUENCE_DATA_PARALLEL_GROUP": ("ulysses", "ring", "dp"),
         "_PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
         "_MODEL_PARALLEL_GROUP": ("tp", "pp"),
+        "_AMAX_REDUCTION_GROUP": ("tp", "ulysses", "ring", "dp"),
     }
 )
-_FP8_AXES = ("tp", "ulysses", "ring", "dp")
 # Ours, which the host's destroy_model_parallel does not know, and what it forgets of its own.
 _CLEARED = (
     "_ULYSSES_PARALLEL_GROUP",
@@ -75,22 +75,20 @@ def initialize_model_parallel(
         ring=config.ring,
         pp=pipeline_model_parallel_size,
     )
-    made = _Groups(grid)
-    for name, axes in GROUP_AXES.items():
-        setattr(parallel_state, name, made.mine(grid.groups(*axes)))
-    rank = dist.get_rank()
-    if use_fp8:
-        parallel_state._AMAX_REDUCTION_GROUP = made.mine(grid.groups(*_FP8_AXES))
+    rank, split = dist.get_rank(), pipeline_model_parallel_split_rank
+    made: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
+    for name, groups in group_table(grid, split, use_fp8).items():
+        if groups not in made:  # groups over the same ranks are one group
+            made[groups] = _new_group(groups)
+        setattr(parallel_state, name, made[groups])
     if use_distributed_optimizer:
         parallel_state._DATA_PARALLEL_GROUP_GLOO = _new_group(grid.groups("dp"), backend="gloo")
+    pipeline = grid.group_of(rank, "pp")
     parallel_state._DATA_PARALLEL_GLOBAL_RANKS = grid.group_of(rank, "dp")
-    parallel_state._PIPELINE_GLOBAL_RANKS = grid.group_of(rank, "pp")
-    parallel_state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = pipeline_model_parallel_split_rank
-    for kind, ranks_of in (("EMBEDDING", embedding_ranks), ("POSITION_EMBEDDING", first_ranks)):
-        split = pipeline_model_parallel_split_rank
-        ranks = {pipeline: ranks_of(pipeline, split) for pipeline in grid.groups("pp")}
-        setattr(parallel_state, f"_{kind}_GROUP", made.mine(ranks.values()))
-        setattr(parallel_state, f"_{kind}_GLOBAL_RANKS", ranks[grid.group_of(rank, "pp")])
+    parallel_state._PIPELINE_GLOBAL_RANKS = pipeline
+    parallel_state._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split
+    parallel_state._EMBEDDING_GLOBAL_RANKS = word_embedding_ranks(pipeline, split)
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = position_embedding_ranks(pipeline, split)
     parallel_state._set_global_memory_buffer()
     mesh = ds_usp.SequenceMesh.from_group(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
@@ -115,32 +113,35 @@ def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> 
     return ds_usp.RankGrid(sizes)
 
 
-def embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
+def group_table(
+    grid: ds_usp.RankGrid, split: int | None = None, use_fp8: bool = False
+) -> dict[str, tuple[Ranks, ...]]:
+    """All groups of the world, by the host's variable; on integers.
+
+    Args:
+        split: the pipeline stage at which a decoder begins.
+        use_fp8: with the groups over which the largest values are found.
+    """
+    table = {name: grid.groups(*axes) for name, axes in _GROUP_AXES.items()}
+    if not use_fp8:
+        del table["_AMAX_REDUCTION_GROUP"]
+    pipelines = grid.groups("pp")
+    table["_EMBEDDING_GROUP"] = tuple(word_embedding_ranks(each, split) for each in pipelines)
+    table["_POSITION_EMBEDDING_GROUP"] = tuple(
+        position_embedding_ranks(each, split) for each in pipelines
+    )
+    return table
+
+
+def word_embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
     """The ranks of a pipeline that hold the word embedding: first, decoder's first, last."""
-    last = len(pipeline) - 1
-    stages = (0, last) if split is None or last == 0 else (0, split, last)
-    return tuple(pipeline[stage] for stage in sorted(set(stages)))
+    return tuple(dict.fromkeys((*position_embedding_ranks(pipeline, split), pipeline[-1])))
 
 
-def first_ranks(pipeline: Ranks, split: int | None) -> Ranks:
+def position_embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
     """The ranks of a pipeline that hold the position embedding: first, decoder's first."""
     stages = (0,) if split is None or len(pipeline) == 1 else (0, split)
-    return tuple(pipeline[stage] for stage in sorted(set(stages)))
-
-
-class _Groups:
-    """Process groups by their ranks: groups over the same ranks are one group."""
-
-    def __init__(self, grid: ds_usp.RankGrid) -> None:
-        self._grid = grid
-        self._mine: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
-
-    def mine(self, groups: Iterable[Ranks]) -> dist.ProcessGroup | None:
-        """This rank's group among ``groups``; every rank of the world makes the same call."""
-        key = tuple(groups)
-        if key not in self._mine:
-            self._mine[key] = _new_group(key)
-        return self._mine[key]
+    return tuple(pipeline[stage] for stage in dict.fromkeys(stages))
 
 
 def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.ProcessGroup | None:

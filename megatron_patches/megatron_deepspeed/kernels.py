@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 _LAST_CUDA_WITH_VOLTA = 12
 
@@ -33,6 +32,8 @@ def set_jit_fusion_options(original: Callable[[], None]) -> None:
 
 
 def _can_build() -> bool:
+    from torch.utils import cpp_extension
+
     # The flags ask for Volta, which CUDA 13 and later do not compile for.
     cuda = int((torch.version.cuda or "0").split(".")[0])
     return cpp_extension.CUDA_HOME is not None and 0 < cuda <= _LAST_CUDA_WITH_VOLTA

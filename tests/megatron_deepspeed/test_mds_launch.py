@@ -1,0 +1,43 @@
+"""The commands that users type."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_runs import HERE, HostServer, flags, numbers, relative_difference
+
+LAUNCHERS = {
+    "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_patches.run",
+    "deepspeed": "-m deepspeed.launcher.runner --num_gpus 2 --master_port {port} "
+    "--module megatron_patches.run",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_the_script(host: HostServer, tmp_path: Path, launcher: str) -> None:
+    arguments = host.arguments(flags(sp=2, u=1, zero=1), tmp_path)
+    words = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
+    done = subprocess.run(
+        [sys.executable, *words, str(host.checkout / "pretrain_gpt.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PYTHONPATH": str(HERE.parents[1]),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        timeout=300,
+    )
+    losses = [float(x) for x in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 4, done.stdout[-2000:] + done.stderr[-2000:]
+    ranks = host.run(2, flags(sp=2, u=1, zero=1), own_weights=True)
+    assert relative_difference(losses, numbers(ranks)[:4]) < 1e-6

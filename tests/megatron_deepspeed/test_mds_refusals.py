@@ -1,0 +1,115 @@
+"""What cannot be trained exactly is refused on every rank, before a group exists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_runs import HERE, HostServer, flags
+
+from ds_usp.errors import ConfigError, LayoutError, PatchError
+
+SP2 = {"sp": 2, "u": 1}
+REFUSED = [
+    (SP2, "--sequence-parallel", "cuts the sequence over tensor-parallel ranks"),
+    (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
+    ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
+    ({"sp": 2, "u": 0}, "", "ulysses_degree=0 must be a whole number of 1 or more"),
+    (
+        {"sp": 2},
+        "--num-attention-heads 1 --kv-channels 64",
+        "--ulysses-degree 2 needs at least 2 query heads on each tensor-parallel rank, there are 1 "
+        "(1 heads, tp=1). For --ds-sequence-parallel-size 2 use --ulysses-degree 1 (ring 2)",
+    ),
+    (SP2, "--seq-length 1", "1 tokens leave a rank of ulysses 1 x ring 2 (zigzag) without any"),
+    (SP2, "--attention-dropout 0.1", "Set --attention-dropout 0"),
+    (SP2, "--attention-dropout 0.1 --use-flash-attn-v2", "Set --attention-dropout 0"),
+    (SP2, "--reset-attention-mask", "needs a mask for each sequence"),
+    (
+        {},
+        "--reset-position-ids --use-rotary-position-embeddings",
+        "does not reach rotary positions",
+    ),
+    (SP2, "--num-experts 2", "mixture of experts"),
+    (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
+    (SP2, "--kd", "Train a plain GPT"),
+    (SP2, "--inference", "one token at a time"),
+]
+
+
+@pytest.mark.parametrize(("degrees", "more", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_it_is_refused(host: HostServer, degrees: dict[str, int], more: str, message: str) -> None:
+    for seen in host.attempt(2, flags(zero=1, more=more, **degrees)):
+        assert isinstance(seen.get("refused"), (ConfigError, LayoutError)), seen
+        assert message in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_deepspeeds_configuration_is_read_too(host: HostServer) -> None:
+    for config, message in (
+        ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size says it"),
+        ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
+    ):
+        for seen in host.attempt(2, flags(config=config, **SP2)):
+            assert message in str(seen["refused"])
+
+
+def test_a_pipeline_with_zero_2_is_refused(host: HostServer) -> None:
+    for seen in host.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
+        assert "cannot use ZeRO-2" in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_a_second_apply_is_refused(host: HostServer) -> None:
+    for seen in host.attempt(2, flags(**SP2), applied_before=True):
+        assert isinstance(seen["refused"], PatchError)
+        assert "patched already" in str(seen["refused"])
+
+
+@pytest.fixture
+def doctored(checkout: Path, tmp_path: Path) -> Path:
+    """A checkout in which two functions are other ones."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(
+        checkout, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns(".git", "*.pyc")
+    )
+    for name, line in (
+        ("megatron/model/gpt_model.py", "    labels, loss_mask = labels[0], labels[1]\n"),
+        ("pretrain_gpt.py", "    # Items and their type.\n    keys = ['text']\n"),
+    ):
+        text = (checkout / name).read_text()
+        (copy / name).unlink()
+        (copy / name).write_text(text.replace(line, f"{line}    added = 1\n"))
+    return copy
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
+    )
+
+
+def test_a_checkout_that_does_not_match_is_named(doctored: Path) -> None:
+    checked = command("megatron_patches", "--host", "megatron_deepspeed", "--check", doctored)
+    assert checked.returncode == 1
+    for name in ("megatron.model.gpt_model:CrossEntropy", "pretrain_gpt:get_batch"):
+        assert f"{name}: its source is another: expected fingerprint" in checked.stderr
+    assert checked.stderr.count("its source is another") == 2
+    ran = command("megatron_patches.run", doctored / "pretrain_gpt.py", "--seq-length", "64")
+    assert ran.returncode == 1
+    assert "megatron.model.gpt_model:CrossEntropy: its source" in ran.stderr
+    assert "--usp-unchecked-host" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_checkout_matches(checkout: Path) -> None:
+    checked = command("megatron_patches", "--host", "megatron_deepspeed", "--check", checkout)
+    assert checked.returncode == 0, checked.stderr
+    assert "matches" in checked.stdout

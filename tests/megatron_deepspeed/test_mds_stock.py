@@ -1,0 +1,84 @@
+"""One rank a sequence: the host as it was, where it was right. And every mending matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from host_runs import HostServer, flags, numbers, relative_difference
+
+ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0 --micro-batch-size 1 --hidden-dropout 0.1"
+COMPILE = "megatron.data.dataset_utils:compile_helper"
+
+
+def skip(original: Any) -> None:
+    """The index builder is compiled by the server."""
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (1, {"zero": 0}),
+        (2, {"zero": 3}),
+        (2, {"tp": 2, "zero": 1}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}),
+    ],
+)
+def test_one_rank_a_sequence_is_untouched(
+    host: HostServer, world: int, degrees: dict[str, Any]
+) -> None:
+    text = flags(more=ADAM, **degrees)
+    stock = host.run(world, text, patched=False, own_weights=True, extra=((COMPILE, skip),))
+    ours = host.run(world, text, own_weights=True)
+    assert numbers(ours) == numbers(stock)
+    assert ours[0]["norms"] == stock[0]["norms"]
+
+
+@pytest.mark.parametrize(
+    ("without", "degrees"),
+    [
+        ("gradients.scatter_gradients", {"sp": 2, "u": 1, "zero": 3}),
+        ("gradients.reduce_gradients", {"sp": 2, "u": 1, "pp": 2, "zero": 0}),
+    ],
+)
+def test_without_its_mending_deepspeed_scales_gradients_wrongly(
+    host: HostServer, without: str, degrees: dict[str, Any]
+) -> None:
+    right = numbers(host.run(1, flags(zero=1)))
+    world = 2 * degrees.get("pp", 1)
+    wrong = [each["losses"] for each in host.run(world, flags(**degrees), without=without)]
+    assert abs(wrong[0][0] / right[0] - 1) < 1e-6  # the first loss knows no gradient yet
+    assert abs(wrong[0][1] / right[1] - 1) > 1e-3
+
+
+def test_dropout_differs_between_shards_and_is_the_same_again(host: HostServer) -> None:
+    text = flags(sp=2, u=1, tp=2, zero=1, more="--hidden-dropout 0.2 --bf16")
+    first, second = (host.run(4, text, watch_dropout=True) for _ in range(2))
+    assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
+    assert [seen["losses"] for seen in first] == [seen["losses"] for seen in second]
+    tp0_of_sp0, tp1_of_sp0, tp0_of_sp1, tp1_of_sp1 = (seen["dropped"] for seen in first)
+    assert tp0_of_sp0 == tp1_of_sp0 and tp0_of_sp1 == tp1_of_sp1  # they hold the same activations
+    for one, other in zip(tp0_of_sp0, tp0_of_sp1, strict=True):
+        assert one != other
+    assert len(set(tp0_of_sp0)) == len(tp0_of_sp0)
+
+
+def test_dropout_is_the_same_when_activations_are_recomputed(host: HostServer) -> None:
+    text = "--hidden-dropout 0.2"
+    recompute = " --checkpoint-activations --deepspeed-activation-checkpointing"
+    kept, made_again = (
+        numbers(host.run(2, flags(sp=2, u=1, zero=1, more=more)))
+        for more in (text, text + recompute)
+    )
+    assert relative_difference(made_again, kept) < 1e-6
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2, "u": 2}, {"sp": 2, "u": 1}], ids=["u2", "r2"])
+def test_a_flash_attention_that_is_installed_serves_without_a_ring(
+    host: HostServer, degrees: dict[str, int]
+) -> None:
+    more = "--bf16 --use-flash-attn-v2 --num-key-value-heads 2"
+    ranks = host.run(2, flags(zero=1, more=more, **degrees), fake_flash=True)
+    assert all((seen["flash_calls"] > 0) == (degrees["u"] == 2) for seen in ranks)
+    expected = numbers(host.run(1, flags(zero=1, more="--bf16 --num-key-value-heads 2")))
+    assert relative_difference(numbers(ranks), expected) < 2e-4
