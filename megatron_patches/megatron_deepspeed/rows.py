@@ -99,6 +99,7 @@ def rank_groups() -> tuple[Patch, ...]:
             guard=_checkout("93b206b1b50a1845"),
             reason="asserts tp = pp = 1 with sequence parallelism; builds overlapping groups "
             "beyond",
+            upstream="deepspeedai/DeepSpeed#4645",
         ),
         Patch(
             f"{_MPU}:get_sequence_parallel_src_rank",
@@ -212,6 +213,7 @@ def engine() -> tuple[Patch, ...]:
             "wrap",
             guard=_deepspeed("4778614e9d24e293"),
             reason="ZeRO-3 averages gradients over the ranks of a sequence instead of summing",
+            upstream="deepspeedai/DeepSpeed#5248",
         ),
         Patch(
             "deepspeed:initialize",

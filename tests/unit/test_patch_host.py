@@ -1,0 +1,143 @@
+"""Parts of the Megatron-DeepSpeed host that need no checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ds_usp
+import megatron_patches
+from ds_usp.errors import ConfigError
+from megatron_patches import run
+from megatron_patches.megatron_deepspeed import apex, stand_ins
+from megatron_patches.megatron_deepspeed.attention import SpreadAttention
+from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
+from megatron_patches.megatron_deepspeed.rotary import rotary_table, rotate
+from megatron_patches.megatron_deepspeed.state import HostState
+
+TOKENS, BATCH, HEAD_DIM = 24, 2, 16
+
+
+def rotated(x: torch.Tensor, positions: list[int], dim: int, base: float) -> torch.Tensor:
+    """Rotary embedding as multiplication of complex numbers: features i and i + dim / 2."""
+    angle = torch.outer(
+        torch.tensor(positions, dtype=torch.float64),
+        base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim),
+    )
+    pairs = torch.complex(*x[..., :dim].double().chunk(2, dim=-1))
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    return torch.cat((turned.real, turned.imag, x[..., dim:].double()), dim=-1)
+
+
+@pytest.mark.parametrize("dim", [HEAD_DIM, HEAD_DIM // 2])
+def test_rotation_is_that_of_the_paper(dim: int) -> None:
+    layout = ds_usp.TokenLayout("zigzag", TOKENS, 2, 2)
+    for rank in range(4):
+        x = torch.randn(layout.length(rank), BATCH, 3, HEAD_DIM)
+        table = rotary_table(layout, rank, dim, 10000.0, x.device)
+        expected = rotated(x, layout.positions(rank), dim, 10000.0)
+        assert oracle.relative_error(rotate(x, table), expected) < 1e-6
+    assert rotate(x.bfloat16(), table).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotary_dim: int) -> None:
+    """The projection's features are all queries, then all keys, then all values."""
+    mesh = ds_usp.SequenceMesh.single()
+    state = HostState(
+        ds_usp.RankGrid({}), mesh, mesh.layout("zigzag", TOKENS), kernel="auto", active=True
+    )
+    layer = SimpleNamespace(
+        num_attention_heads_per_partition=heads,
+        num_key_value_heads_per_partition=kv_heads,
+        hidden_size_per_attention_head=HEAD_DIM,
+    )
+    attention = SpreadAttention(state, layer, rotary_dim=rotary_dim, rotary_base=1e4, flash=None)
+    assert not attention.state_dict()
+    q = torch.randn(TOKENS, BATCH, heads, HEAD_DIM)
+    k, v = torch.randn(2, TOKENS, BATCH, kv_heads, HEAD_DIM)
+    out = attention(torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1))
+    assert out.is_contiguous()
+    if rotary_dim:
+        q, k = (rotated(x, list(range(TOKENS)), rotary_dim, 1e4) for x in (q, k))
+    expected, _ = oracle.dense_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), oracle.causal(range(TOKENS), range(TOKENS))
+    )
+    assert oracle.relative_error(out, expected.transpose(0, 1).flatten(2)) < 1e-6
+
+
+def test_what_apex_does_is_done_by_torch() -> None:
+    made = apex.modules()
+    norm = made["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
+    x = torch.randn(3, 8)
+    assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
+    function = made["apex.normalization.fused_layer_norm"].FusedLayerNormAffineFunction
+    weight, bias = torch.randn(2, 8)
+    given = (x, weight, bias, torch.Size([8]), 1e-5)
+    assert torch.equal(function.apply(*given), F.layer_norm(x, (8,), weight, bias, 1e-5))
+    applier = made["apex.multi_tensor_apply"].multi_tensor_applier
+    tensors, overflow = [torch.randn(5), torch.randn(2, 3)], torch.zeros(1, dtype=torch.int)
+    whole = torch.cat([t.flatten() for t in tensors])
+    norm_of_all, _ = applier(made["amp_C"].multi_tensor_l2norm, overflow, [tensors], False)
+    assert torch.allclose(norm_of_all, whole.norm())
+    targets = [torch.empty_like(t) for t in tensors]
+    applier(made["amp_C"].multi_tensor_scale, overflow, [tensors, targets], 0.5)
+    assert all(torch.equal(a * 0.5, b) for a, b in zip(tensors, targets, strict=True))
+    for name in ("FusedAdam", "FusedSGD"):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(made["apex.optimizers"], name)([weight], lr=0.1, weight_decay=0.0)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.allclose(weight, torch.full((3,), 0.9))
+
+
+def test_a_stand_in_says_what_to_install_when_it_is_used() -> None:
+    row = stand_ins.StandIn("nemo", "nemo", "fishing: pip install nemo")
+    module = stand_ins._MissingModule(row)
+    tokenizer = module.AutoTokenizer
+    for use in (lambda: tokenizer("x"), lambda: tokenizer.from_pretrained, lambda: bool(tokenizer)):
+        with pytest.raises(ConfigError, match=r"nemo is not installed, .*AutoTokenizer was used"):
+            use()
+    assert not hasattr(module, "__path__")  # what import asks of every module
+
+
+def test_a_path_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        find_checkout(tmp_path / "nowhere")
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    for refused in (
+        lambda: find_checkout(script),
+        lambda: run.main([str(script), "--flag"]),
+        lambda: megatron_patches.check("megatron_deepspeed", tmp_path),
+    ):
+        with pytest.raises(ConfigError, match="is in no checkout of Megatron-DeepSpeed"):
+            refused()
+    with pytest.raises(ConfigError, match="give the path of a checkout"):
+        megatron_patches.check("megatron_deepspeed")
+    with pytest.raises(ConfigError, match="no script to run"):
+        run.main(["--local_rank=0"])
+
+
+def test_another_megatron_that_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ModuleType("megatron")
+    other.__path__ = ["/elsewhere/megatron"]
+    monkeypatch.setitem(sys.modules, "megatron", other)
+    before = list(sys.path)
+    with pytest.raises(ConfigError, match="megatron is loaded already, from /elsewhere/megatron"):
+        put_first(tmp_path)
+    assert sys.path == before
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
+        megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
