@@ -8,7 +8,7 @@ from typing import Any
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 
-AUTO_KERNEL = "auto"
+DEFAULT_KERNEL = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class USPConfig:
     ulysses_degree: int | None = None
     layout: str = "zigzag"
     order: str = DEFAULT_SP_ORDER
-    kernel: str = AUTO_KERNEL
+    kernel: str = DEFAULT_KERNEL
 
     def __post_init__(self) -> None:
         for name in ("sp_degree", "ulysses_degree"):

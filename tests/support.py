@@ -88,6 +88,7 @@ def drop_in(
         gather_idx=1 - batch_dim,
         mesh=mesh,
         mask=ds_usp.MaskSpec.causal() if known else None,
+        dropout_p=dropout if known else None,
         layout=mesh.layout("zigzag", seq_len),
     )
     masks: dict[str | None, torch.Tensor] = {
@@ -162,7 +163,7 @@ def rows() -> Iterator[Row]:
         "`[b, s, h, d]`": {},
         "`[s, b, h, d]`": {"batch_dim": 1},
         "local attention of an unknown class": {"known": False},
-        "the same, with `mask=` given": {},
+        "the same, with `mask=` and `dropout_p=` given": {},
         "its dropout, in training": {"dropout": 0.1},
         "dense mask tensor that says the same": {"mask": "causal"},
         "dense mask tensor of its own": {"mask": "random"},

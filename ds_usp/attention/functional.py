@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from ds_usp.attention.request import (
     HeadTraffic,
     agreed,
+    check_layout,
+    check_self_attention,
     check_tensors,
     checked_scale,
     refuse_dropout,
@@ -17,6 +20,7 @@ from ds_usp.attention.request import (
 from ds_usp.attention.ring import RingCall, ring_backward, ring_forward
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import ring_schedule
@@ -64,6 +68,103 @@ class RingAttention(torch.autograd.Function):
         return None, *ring_backward(ctx.call, dout.contiguous(), *ctx.saved_tensors)
 
 
+@dataclass(frozen=True)
+class USPCall:
+    """Everything that one attention over a mesh needs besides its tensors."""
+
+    traffic: HeadTraffic
+    ring: RingCall
+
+
+def plan_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    softmax_scale: float | None,
+    dropout_p: float,
+    kernel: str,
+) -> tuple[str, USPCall]:
+    """Check this rank's part of a call; see :func:`usp_attention`.
+
+    Returns:
+        A description, which must be the same on every rank, and the plan.
+    """
+    if not isinstance(mask, MaskSpec):
+        raise ConfigError(
+            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
+        )
+    texts = [check_tensors(q, k, v)]
+    check_self_attention(q, k, v)
+    texts.append(check_layout(q, "queries", mesh, layout))
+    refuse_dropout(dropout_p, mesh)
+    traffic = HeadTraffic.plan(q, k, mesh, layout, layout)
+    scale = checked_scale(softmax_scale, q.shape[3])
+    chosen = select_kernel(KernelRequest(q.device.type, q.dtype, q.shape[3], mask), kernel)
+    schedule = ring_schedule(layout, mask, mesh.ring_rank, chosen.caps.tiles)
+    texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    return ", ".join(texts), USPCall(traffic, RingCall(mesh, schedule, chosen, scale))
+
+
+def run_call(
+    call: USPCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Out ``[b, s_local, h, d]`` of a call that all ranks agreed on, and lse if asked for."""
+    q, k, v = exchange(call.traffic.qkv, True, q, k, v)
+    out, lse = RingAttention.apply(call.ring, q, k, v)
+    (out,) = exchange(call.traffic.out, False, out)
+    if not with_lse:
+        return out, None
+    (lse,) = exchange(call.traffic.out, False, lse.transpose(1, 2).unsqueeze(-1))
+    return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def exchange(
+    exchange: HeadExchange, to_heads: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Differentiable head exchange; with one Ulysses rank the tensors themselves."""
+    if exchange.mesh.ulysses_degree == 1:
+        return tensors
+    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(exchange, to_heads, *tensors)
+    return exchanged
+
+
+@overload
+def usp_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    softmax_scale: float | None = ...,
+    dropout_p: float = ...,
+    kernel: str = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def usp_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    softmax_scale: float | None = ...,
+    dropout_p: float = ...,
+    kernel: str = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@torch.compiler.disable
 def usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,7 +177,7 @@ def usp_attention(
     dropout_p: float = 0.0,
     kernel: str = AUTO,
     return_lse: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
     Collective over the mesh: all its ranks make the same call with their own tokens.
@@ -102,22 +203,19 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
 
-    def check() -> tuple[str, tuple[HeadTraffic, RingCall]]:
-        text = check_tensors(q, k, v, mesh, layout)
-        refuse_dropout(dropout_p, mesh)
-        traffic = HeadTraffic.plan(q, k, mesh, layout)
-        scale = checked_scale(softmax_scale, q.shape[3])
-        request = KernelRequest(q.device.type, q.dtype, q.shape[3], mask)
-        chosen = select_kernel(request, kernel)
-        schedule = ring_schedule(layout, mask, mesh.ring_rank, chosen.caps.tiles)
-        text = f"{text}, mask {mask}, scale {scale:.9g}, kernel {chosen.name}"
-        return text, (traffic, RingCall(mesh, schedule, chosen, scale))
-
-    traffic, call = agreed(mesh, check)
-    q, k, v = SeqAllToAll.apply(traffic.qkv, True, q, k, v)
-    out, lse = RingAttention.apply(call, q, traffic.expand(k), traffic.expand(v))
-    (out,) = SeqAllToAll.apply(traffic.out, False, out)
-    if not return_lse:
-        return out
-    (lse,) = traffic.out.to_sequence([lse.transpose(1, 2).unsqueeze(-1)])
-    return out, lse.squeeze(-1).transpose(1, 2)
+    call = agreed(
+        mesh,
+        lambda: plan_call(
+            q,
+            k,
+            v,
+            mesh=mesh,
+            layout=layout,
+            mask=mask,
+            softmax_scale=softmax_scale,
+            dropout_p=dropout_p,
+            kernel=kernel,
+        ),
+    )
+    out, lse = run_call(call, q, k, v, with_lse=return_lse)
+    return (out, lse) if return_lse else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 
 from ds_usp.attention.local_attention import LocalAttention
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.geometry.masks import MaskSpec
 
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CAUSAL = ("causal", "is_causal")
 _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4
+_COMPARED_AT_ONCE = 1 << 24  # elements of a mask
 
 
 class HostArguments:
@@ -30,40 +31,42 @@ class HostArguments:
         self._seen: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def check(
-        self, seq_len: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[str, None]:
+        self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str:
         """Look at one call's extra arguments; describe them for the other ranks.
 
         Raises:
             UnsupportedAttentionError: an argument that the ring cannot honour.
         """
+        scale = self.attention.softmax_scale or head_dim**-0.5
         for index, value in enumerate(args):
-            self._check_one(f"extra argument {index}", "attention_mask", value, seq_len)
+            self._check_one(f"extra argument {index}", "attention_mask", value, seq_len, scale)
         for name, value in kwargs.items():
-            self._check_one(name, name, value, seq_len)
-        return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}", None
+            self._check_one(name, name, value, seq_len, scale)
+        return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}"
 
-    def _check_one(self, label: str, name: str, value: Any, seq_len: int) -> None:
+    def _check_one(self, label: str, name: str, value: Any, seq_len: int, scale: float) -> None:
         attention = self.attention
         if value is None:
             return
         if name in _MASKS and isinstance(value, torch.Tensor):
             fits = self._is_mask(value, seq_len)
         elif name in _CAUSAL:
-            fits = bool(value) == (attention.mask.right == 0)
+            fits = isinstance(value, bool) and value == (attention.mask.right == 0)
         elif name in _SCALES:
-            fits = value == attention.softmax_scale
+            fits = isinstance(value, (int, float)) and math.isclose(value, scale, rel_tol=1e-9)
         elif name == "dropout_p":
-            fits = value == attention.dropout_p
+            fits = isinstance(value, (int, float)) and value == attention.dropout_p
         else:
             fits = False
         if not fits:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else value
+            means = "hides a pair" if attention.true_hides else "lets a pair attend"
             raise UnsupportedAttentionError(
-                f"{label}={shown!s} asks for something else than the ring's {attention.mask} mask, "
-                f"scale {attention.softmax_scale or 'head_dim ** -0.5'}, dropout "
-                f"{attention.dropout_p}. Leave it out, pass mask= and softmax_scale= to "
-                "USPAttention, or use ring degree 1."
+                f"{label}={shown!s} asks for something else than the ring's {attention.mask} mask "
+                f"(True {means}), scale {scale:.6g}, dropout {attention.dropout_p}. Leave it out, "
+                "say what the local attention computes with mask=, softmax_scale= and dropout_p= "
+                "of USPAttention, or use ring degree 1."
             )
 
     def _is_mask(self, mask: torch.Tensor, seq_len: int) -> bool:
@@ -76,24 +79,26 @@ class HostArguments:
             return True
         if mask.ndim < 2 or mask.shape[-2:] != (seq_len, seq_len):
             return False
-        allowed = _dense(self.attention.mask, seq_len, mask.device)
-        if mask.dtype == torch.bool:
-            # torch marks what may attend, Megatron what may not; only one of the two can match.
-            same = bool((mask == allowed).all()) or bool((mask != allowed).all())
-        else:
-            hidden = mask <= _ADDITIVE_MINUS_INFINITY
-            same = bool((hidden != allowed).all()) and not bool(mask[~hidden].any())
+        rows = max(1, _COMPARED_AT_ONCE // seq_len)  # row blocks: masks are large
+        same = all(
+            self._are_rows(mask[..., start : start + rows, :], start)
+            for start in range(0, seq_len, rows)
+        )
         if same and not mask.is_inference():  # those keep no version
             self._seen = weakref.ref(mask), mask._version, seq_len
         return same
 
-
-def _dense(mask: MaskSpec, seq_len: int, device: torch.device) -> torch.Tensor:
-    tokens = torch.arange(seq_len, device=device)
-    distance = tokens[None, :] - tokens[:, None]
-    allowed = torch.ones_like(distance, dtype=torch.bool)
-    if mask.left is not None:
-        allowed &= distance >= -mask.left
-    if mask.right is not None:
-        allowed &= distance <= mask.right
-    return allowed
+    def _are_rows(self, mask: torch.Tensor, start: int) -> bool:
+        rows, tokens = mask.shape[-2:]
+        queries = torch.arange(start, start + rows, device=mask.device, dtype=torch.int32)
+        keys = torch.arange(tokens, device=mask.device, dtype=torch.int32)
+        distance = keys[None, :] - queries[:, None]
+        allowed = torch.ones_like(distance, dtype=torch.bool)
+        if self.attention.mask.left is not None:
+            allowed &= distance >= -self.attention.mask.left
+        if self.attention.mask.right is not None:
+            allowed &= distance <= self.attention.mask.right
+        if mask.dtype == torch.bool:
+            return bool((mask == (allowed ^ self.attention.true_hides)).all())
+        hidden = mask <= _ADDITIVE_MINUS_INFINITY
+        return bool((hidden != allowed).all()) and not bool(mask[~hidden].any())

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 
 
@@ -26,38 +24,74 @@ class LocalAttention:
         softmax_scale: factor of the scores; None is ``head_dim ** -0.5``.
         dropout_p: its attention dropout in training.
         flat_output: it returns ``h * d`` as one dim.
+        true_hides: what True means in a bool mask handed to it: Megatron hides, torch shows.
     """
 
     mask: MaskSpec
     softmax_scale: float | None
     dropout_p: float
     flat_output: bool = False
+    true_hides: bool = False
 
 
-def read_local_attention(
-    module: Any, mask: MaskSpec | None = None, softmax_scale: float | None = None
-) -> LocalAttention:
-    """What the module computes; a ``mask`` or ``softmax_scale`` that is given wins.
+def known_attention(module: Any) -> LocalAttention | None:
+    """What the module computes, if its class is known here and its forward is that class's own.
 
     Raises:
-        UnsupportedAttentionError: a class that is not known here and no mask given, or a known
-            one that computes what the ring does not.
+        UnsupportedAttentionError: a known class that computes what the ring does not.
     """
     for cls in type(module).__mro__:
         reader = _READERS.get((cls.__module__.split(".")[0], cls.__name__))
-        if reader is not None:
-            known = reader(module)
-            scale = known.softmax_scale if softmax_scale is None else softmax_scale
-            return replace(known, mask=mask or known.mask, softmax_scale=scale)
-    if mask is None:
+        own = getattr(cls, "forward", None)
+        if reader is not None and type(module).forward is own:  # else it computes something else
+            megatron = cls.__module__.split(".")[0] == "megatron"
+            return replace(reader(module), true_hides=megatron)
+    return None
+
+
+def ring_attention(
+    module: Any,
+    known: LocalAttention | None,
+    mask: MaskSpec | None,
+    softmax_scale: float | None,
+    dropout_p: float | None,
+) -> LocalAttention:
+    """What the ring computes in a module's stead: what is known of it, or what was given.
+
+    Raises:
+        UnsupportedAttentionError: an unknown module of which too little was given.
+    """
+    if known is not None:
+        return known
+    if mask is None or dropout_p is None:
         raise UnsupportedAttentionError(
-            f"with a ring the attention of {type(module).__name__} must be known. Say what it "
-            "does: USPAttention(..., mask=MaskSpec.causal(), softmax_scale=...), or use "
-            "ulysses_degree = sequence-parallel size (ring 1), which runs it as it is."
+            f"with a ring the attention of {type(module).__name__} must be known, and it is no "
+            "class that can be read. Say what it does: USPAttention(..., mask=MaskSpec.causal(), "
+            "softmax_scale=..., dropout_p=0.0), or use ulysses_degree = sequence-parallel size "
+            "(ring 1), which runs it as it is."
         )
-    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
-    dropouts = [each.p for each in modules if isinstance(each, torch.nn.Dropout)]
-    return LocalAttention(mask, softmax_scale, max(dropouts, default=0.0))
+    return LocalAttention(mask, softmax_scale, dropout_p)
+
+
+def check_given(
+    known: LocalAttention | None,
+    mask: MaskSpec | None,
+    softmax_scale: float | None,
+    dropout_p: float | None,
+) -> None:
+    """Check that what was given of a known local attention is what it computes.
+
+    Raises:
+        ConfigError: it is not; the result would depend on the degrees.
+    """
+    given = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+    for name, value in given.items():
+        found = None if known is None else getattr(known, name)
+        if None not in (value, found) and value != found:
+            raise ConfigError(
+                f"{name}={value} was given, but the local attention computes with {found}. Leave "
+                f"{name} out, or change the local attention"
+            )
 
 
 def _flash_self_attention(module: Any) -> LocalAttention:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import SeqAllToAll, usp_attention
+from ds_usp.attention.functional import USPCall, exchange, plan_call, run_call
 from ds_usp.attention.host_arguments import HostArguments
-from ds_usp.attention.local_attention import read_local_attention
-from ds_usp.attention.request import HeadTraffic, agreed, check_tensors
+from ds_usp.attention.local_attention import check_given, known_attention, ring_attention
+from ds_usp.attention.request import HeadTraffic, agreed, check_layout, check_tensors
 from ds_usp.attention.rotary import apply_rotary, check_rotary
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.kernels.registry import AUTO
+from ds_usp.kernels.registry import AUTO, check_name
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One call, checked: how its tensors lie, and what will be done with them."""
+
+    swap: bool
+    layout: TokenLayout
+    args: tuple[Any, ...]
+    rotary: Rotary | None
+    call: USPCall | HeadTraffic
 
 
 class USPAttention(torch.nn.Module):
@@ -39,10 +53,12 @@ class USPAttention(torch.nn.Module):
             for, forward and backward.
         num_kv_heads: if given, checked against the keys.
         ulysses_degree: ranks that exchange heads, the ring takes the rest; None: all ranks.
-        mesh: instead of a group and a degree, a mesh that exists.
+        mesh: instead of a group and a degree, a mesh that exists. Without one, modules with the
+            same group and degree share a mesh.
         layout: kind of token layout, or a :class:`TokenLayout`, which also says the length of a
             sequence that does not divide.
-        mask, softmax_scale: what the local attention computes, where the ring cannot read it.
+        mask, softmax_scale, dropout_p: what the local attention computes, where the ring cannot
+            read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
         kernel: name of the ring's kernel.
         order: which axis of the mesh has its ranks next to each other.
 
@@ -67,6 +83,7 @@ class USPAttention(torch.nn.Module):
         layout: str | TokenLayout = "zigzag",
         mask: MaskSpec | None = None,
         softmax_scale: float | None = None,
+        dropout_p: float | None = None,
         kernel: str = AUTO,
         order: str = DEFAULT_SP_ORDER,
     ) -> None:
@@ -77,24 +94,28 @@ class USPAttention(torch.nn.Module):
                 "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
             )
         if mesh is None:
-            mesh = SequenceMesh.from_group(sequence_process_group, ulysses_degree, order)
-        elif ulysses_degree not in (None, mesh.ulysses_degree):
+            mesh = SequenceMesh.shared(sequence_process_group, ulysses_degree, order)
+        elif ulysses_degree is not None or sequence_process_group is not None:
             raise ConfigError(
-                f"ulysses_degree={ulysses_degree}, but the mesh has {mesh.ulysses_degree}"
+                "a mesh was given, which has its group and degrees; leave sequence_process_group "
+                "and ulysses_degree out"
             )
+        check_name(kernel)
+        known = known_attention(local_attention)
+        check_given(known, mask, softmax_scale, dropout_p)
         self.local_attn = local_attention
         self.mesh = mesh
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self.kernel = kernel
-        self._layout = layout
-        self._layouts: dict[int, TokenLayout] = {}
+        self._layout = _checked_layout(layout, mesh)
         self._host: HostArguments | None = None
         if mesh.ring_degree > 1:
-            read = read_local_attention(local_attention, mask, softmax_scale)
-            self._host = HostArguments(read)
+            given = ring_attention(local_attention, known, mask, softmax_scale, dropout_p)
+            self._host = HostArguments(given)
 
+    @torch.compiler.disable
     def forward(
         self,
         query: torch.Tensor,
@@ -120,81 +141,72 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
+        self._wait_for_stream(query, key, value)
+        plan = agreed(
+            self.mesh,
+            lambda: self._plan(query, key, value, batch_dim_idx, rotary_pos_emb, args, kwargs),
+        )
+        q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
+        if isinstance(plan.call, HeadTraffic):
+            out = self._local(q, k, v, plan, plan.call, kwargs)
+        else:
+            out = self._ring(q, k, v, plan, plan.call)
+        return out.transpose(0, 1) if plan.swap else out
+
+    def _plan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | torch.Tensor | None,
+        rotary: Rotary | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[str, _Plan]:
+        """All checks of one call on this rank, and its description for the others."""
         if batch_dim_idx is None or isinstance(batch_dim_idx, torch.Tensor):
             args = args if batch_dim_idx is None else (batch_dim_idx, *args)
             batch_dim_idx = 1 - self.gather_idx
-        self._check(key, batch_dim_idx)
-        swap = batch_dim_idx == 1
-        self._wait_for_stream(query, key, value)
+        if batch_dim_idx not in (0, 1):
+            raise ConfigError(
+                f"batch_dim_idx={batch_dim_idx!r} must be 0 for [b, s, h, d] or 1 for [s, b, h, d]"
+            )
+        if self.num_kv_heads is not None and key.shape[2:3] != (self.num_kv_heads,):
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads}, but the keys are {list(key.shape)}: their "
+                "dim 2 is the heads"
+            )
+        swap = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
-        layout = self._agreed_layout(q)
-        if self._host is None:
-            out = self._local(q, k, v, layout, swap, rotary_pos_emb, args, kwargs)
-        else:
-            out = self._ring(q, k, v, layout, self._host, rotary_pos_emb, args, kwargs)
-        return out.transpose(0, 1) if swap else out
-
-    def _local(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        swap: bool,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
-
-        def check() -> tuple[str, HeadTraffic]:
-            text = check_tensors(q, k, v, self.mesh, layout)
-            if rotary is not None:
-                check_rotary(rotary, layout.seq_len, q.shape[3])
-            return text, HeadTraffic.plan(q, k, self.mesh, layout)
-
-        traffic = agreed(self.mesh, check)
-        q, k, v = SeqAllToAll.apply(traffic.qkv, True, q, k, v)
-        k, v = traffic.expand(k), traffic.expand(v)
+        texts = [check_tensors(q, k, v), f"batch dim {batch_dim_idx}"]
+        layout = self._layout_of(q)
         if rotary is not None:
-            positions = layout.ring_positions(self.mesh.ring_rank)
-            q, k = apply_rotary(q, rotary, positions), apply_rotary(k, rotary, positions)
-        heads = q.shape[2]
-        if swap:
-            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        out = self.local_attn(q, k, v, *args, **kwargs)
-        flat = out.ndim == 3
-        out = out.unflatten(2, (heads, -1)) if flat else out
-        out = out.transpose(0, 1) if swap else out
-        (out,) = SeqAllToAll.apply(traffic.out, False, out)
-        return out.flatten(2) if flat else out
+            check_rotary(rotary, layout.seq_len, q.shape[3])
+            texts.append("rotary")
+            rotary = self._rotary_of(rotary, layout)
+        call: USPCall | HeadTraffic
+        if self._host is None:
+            kv_layout = self._layout_of(k)
+            texts.append(check_layout(q, "queries", self.mesh, layout))
+            texts.append(check_layout(k, "keys", self.mesh, kv_layout))
+            call = HeadTraffic.plan(q, k, self.mesh, layout, kv_layout)
+        else:
+            texts.append(self._host.check(layout.seq_len, q.shape[3], args, kwargs))
+            text, call = self._plan_ring(q, k, v, layout, self._host)
+            texts.append(text)
+        return ", ".join(texts), _Plan(swap, layout, args, rotary, call)
 
-    def _ring(
+    def _plan_ring(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layout: TokenLayout,
         host: HostArguments,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        """With a ring: what the local attention would compute, on the package's kernels."""
-
-        def check() -> tuple[str, None]:
-            if rotary is not None:
-                check_rotary(rotary, layout.seq_len, q.shape[3])
-            return host.check(layout.seq_len, args, kwargs)
-
-        if args or kwargs or rotary is not None:
-            agreed(self.mesh, check)
-        attention = host.attention
-        if rotary is not None:
-            positions = layout.positions(self.mesh.rank)
-            q, k = (apply_rotary(x, rotary, positions).to(v.dtype) for x in (q, k))
+    ) -> tuple[str, USPCall]:
         training = getattr(self.local_attn, "training", self.training)
-        out: torch.Tensor = usp_attention(
+        attention = host.attention
+        return plan_call(
             q,
             k,
             v,
@@ -205,47 +217,77 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
         )
-        return out.flatten(2) if attention.flat_output else out
 
-    def _check(self, key: torch.Tensor, batch_dim_idx: int) -> None:
-        error = None
-        if batch_dim_idx not in (0, 1):
-            error = ConfigError(
-                f"batch_dim_idx={batch_dim_idx!r} must be 0 for [b, s, h, d] or 1 for [s, b, h, d]"
-            )
-        elif self.num_kv_heads is not None and key.shape[2:3] != (self.num_kv_heads,):
-            error = ConfigError(
-                f"num_kv_heads={self.num_kv_heads}, but the keys are {list(key.shape)}: their "
-                "dim 2 is the heads"
-            )
-        if error:
-            self.mesh.agree_on_call("", error)  # raises it, and tells the other ranks
+    def _rotary_of(self, rotary: Rotary, layout: TokenLayout) -> Rotary:
+        """Cos and sin of the tokens that are rotated here: with a ring before the exchange, as
+        the local attention's after it."""
+        cos, sin = (part[: layout.seq_len] for part in rotary)
+        if self._host is None:
+            return cos, sin
+        rank = self.mesh.rank
+        return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)
 
-    def _agreed_layout(self, q: torch.Tensor) -> TokenLayout:
-        """The token layout for this many local tokens, the same on every rank."""
+    def _layout_of(self, x: torch.Tensor) -> TokenLayout:
+        """Where the tokens of ``x [b, s, h, d]`` are; as many on every rank where none is given."""
         if isinstance(self._layout, TokenLayout):
             return self._layout
-        tokens = q.shape[1]
-        if tokens not in self._layouts:
-            kind = self._layout
+        return self.mesh.layout(self._layout, x.shape[1] * self.mesh.sp_degree)
 
-            def check() -> tuple[str, TokenLayout]:
-                layout = self.mesh.layout(kind, tokens * self.mesh.sp_degree)
-                return f"{tokens} tokens on each rank", layout
+    def _local(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: _Plan,
+        traffic: HeadTraffic,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
+        q, k, v = exchange(traffic.qkv, True, q, k, v)
+        if plan.rotary is not None:
+            q, k = (apply_rotary(x, plan.rotary) for x in (q, k))
+        heads = q.shape[2]
+        if plan.swap:
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        out = self.local_attn(q, k, v, *plan.args, **kwargs)
+        flat = out.ndim == 3
+        out = out.unflatten(2, (heads, -1)) if flat else out
+        out = out.transpose(0, 1) if plan.swap else out
+        (out,) = exchange(traffic.out, False, out)
+        return out.flatten(2) if flat else out
 
-            self._layouts[tokens] = agreed(self.mesh, check)
-        return self._layouts[tokens]
+    def _ring(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, call: USPCall
+    ) -> torch.Tensor:
+        """With a ring: what the local attention would compute, on the package's kernels."""
+        if plan.rotary is not None:
+            q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
+        out, _ = run_call(call, q, k, v)
+        flat = self._host is not None and self._host.attention.flat_output
+        return out.flatten(2) if flat else out
 
     def _wait_for_stream(self, *tensors: torch.Tensor) -> None:
         """Order this call after the overlap stream's work, and that stream after our gradients."""
         stream = self.sp_stream
-        if stream is None or not tensors[0].is_cuda:
+        if stream is None or tensors[0].device.type == "cpu":
             return
-        torch.cuda.current_stream().wait_stream(stream)
+        device = torch.get_device_module(tensors[0].device)
+        device.current_stream().wait_stream(stream)
 
         def hand_over(grad: torch.Tensor) -> None:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(device.current_stream())
 
         for x in tensors:
             if x.requires_grad:
                 x.register_hook(hand_over)
+
+
+def _checked_layout(layout: str | TokenLayout, mesh: SequenceMesh) -> str | TokenLayout:
+    """The layout, refused at construction where it cannot be right for the mesh."""
+    if isinstance(layout, TokenLayout):
+        fits = mesh.layout(layout.kind, layout.seq_len)
+        if layout != fits:
+            raise ConfigError(f"layout {layout} is not for this mesh; for it: {fits}")
+    elif layout not in KINDS:
+        raise ConfigError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+    return layout

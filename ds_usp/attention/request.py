@@ -18,39 +18,6 @@ from ds_usp.geometry.layout import TokenLayout
 Checked = TypeVar("Checked")
 
 
-@dataclass(frozen=True)
-class HeadTraffic:
-    """How q, k, v and the output of one call travel among the Ulysses ranks."""
-
-    heads: HeadSplit
-    qkv: HeadExchange
-    out: HeadExchange
-
-    @classmethod
-    def plan(
-        cls, q: torch.Tensor, k: torch.Tensor, mesh: SequenceMesh, layout: TokenLayout
-    ) -> HeadTraffic:
-        """The exchanges for q ``[b, s, h, d]`` and k ``[b, s, h_kv, d]``.
-
-        Raises:
-            ConfigError: heads that the Ulysses ranks cannot share.
-        """
-        heads = HeadSplit(q.shape[2], k.shape[2], mesh.ulysses_degree)
-        ranks = range(mesh.ulysses_degree)
-        queries = tuple(heads.query_range(rank) for rank in ranks)
-        keys = tuple(heads.kv_range(rank) for rank in ranks)
-        return cls(
-            heads,
-            HeadExchange(mesh, layout, (queries, keys, keys)),
-            HeadExchange(mesh, layout, (queries,)),
-        )
-
-    def expand(self, kv: torch.Tensor) -> torch.Tensor:
-        """One KV head for each query head where the ranks' query heads cut through groups."""
-        index = self.heads.kv_index(self.qkv.mesh.ulysses_rank)
-        return kv if index is None else kv[:, :, list(index)]
-
-
 def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Checked:
     """Run a check on every rank and go on only if all passed and described the same call.
 
@@ -63,33 +30,60 @@ def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Chec
     try:
         text, result = check()
     except Exception as error:
-        mesh.agree_on_call("", error)
+        mesh.agree("", error)
         raise
-    mesh.agree_on_call(text)
+    mesh.agree(text)
     return result
 
 
-def check_tensors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: SequenceMesh, layout: TokenLayout
-) -> str:
-    """Check that q, k, v ``[b, s, h, d]`` are this rank's share of a self-attention; describe it.
+@dataclass(frozen=True)
+class HeadTraffic:
+    """How q, k, v and the output of one call travel among the Ulysses ranks."""
+
+    qkv: HeadExchange
+    out: HeadExchange
+
+    @classmethod
+    def plan(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        mesh: SequenceMesh,
+        layout: TokenLayout,
+        kv_layout: TokenLayout,
+    ) -> HeadTraffic:
+        """The exchanges for q ``[b, s, h, d]`` and k ``[b, t, h_kv, d]``.
+
+        Raises:
+            ConfigError: heads that the Ulysses ranks cannot share.
+        """
+        try:
+            heads = HeadSplit(q.shape[2], k.shape[2], mesh.ulysses_degree)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. {_degrees_that_fit(q.shape[2], mesh)}") from None
+        ranks = range(mesh.ulysses_degree)
+        queries = tuple(heads.query_range(rank) for rank in ranks)
+        keys = tuple(heads.kv_range(rank) for rank in ranks)
+        return cls(
+            HeadExchange(mesh, (layout, kv_layout, kv_layout), (queries, keys, keys)),
+            HeadExchange(mesh, (layout,), (queries,)),
+        )
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Check that q, k, v ``[b, s, h, d]`` can be one attention, of any kind; describe it.
 
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit each other.
-        LayoutError: a layout of another mesh, or not this rank's number of tokens in it.
-        UnsupportedAttentionError: values of another head dim than the keys.
     """
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ConfigError(f"q, k and v must be [batch, tokens, heads, head_dim], got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ConfigError(f"q, k and v must share batch, tokens and head_dim, got {shapes}")
-    if v.shape[3] != k.shape[3]:
-        raise UnsupportedAttentionError(
-            f"values of head dim {v.shape[3]} with keys of {k.shape[3]}: pad the values to "
-            f"{k.shape[3]}; separate head dims are not supported yet"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ConfigError(
+            f"q, k and v must share the batch, k and v tokens and heads, q and k head_dim: {shapes}"
         )
-    if not q.numel():
+    if not (q.numel() and k.numel() and v.numel()):
         raise ConfigError(f"q, k and v must not be empty, got {shapes}")
     kinds = {(x.dtype, x.device) for x in (q, k, v)}
     if len(kinds) > 1 or not q.is_floating_point():
@@ -97,6 +91,20 @@ def check_tensors(
             "q, k and v must share one floating dtype and one device, got "
             + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         )
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return (
+        f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dims "
+        f"{q.shape[3]} and {v.shape[3]}, {q.dtype} on {q.device.type}, "
+        f"{'with' if grad else 'without'} gradients"
+    )
+
+
+def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
+    """Check that ``x [b, s, ...]`` is this rank's share of a sequence; describe it.
+
+    Raises:
+        LayoutError: a layout of another mesh, or not this rank's number of tokens in it.
+    """
     theirs = (layout.ulysses, layout.ring, layout.order)
     ours = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
     if theirs != ours:
@@ -104,27 +112,49 @@ def check_tensors(
             f"the layout is for ulysses {theirs[0]} x ring {theirs[1]} ({theirs[2]}), the mesh is "
             f"{ours[0]} x {ours[1]} ({ours[2]}); mesh.layout(kind, seq_len) makes one that fits"
         )
-    if q.shape[1] != layout.length(mesh.rank):
+    if x.shape[1] != layout.length(mesh.rank):
         raise LayoutError(
-            f"rank {mesh.rank} holds {q.shape[1]} tokens, {layout} gives it "
-            f"{layout.length(mesh.rank)}; layout.shard(x, dim, rank) cuts the right share"
+            f"rank {mesh.rank} holds {x.shape[1]} tokens of the {what}, {layout} gives it "
+            f"{layout.length(mesh.rank)}; layout.shard(x, dim, rank) cuts the right share, and "
+            "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
-    return (
-        f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dim "
-        f"{q.shape[3]}, {q.dtype} on {q.device.type}, {layout}, {layout.order}"
-    )
+    return f"{layout}, {layout.order}"
+
+
+def check_self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check what the ring needs beyond :func:`check_tensors`.
+
+    Raises:
+        ConfigError: keys of other tokens than the queries.
+        UnsupportedAttentionError: values of another head dim than the keys.
+    """
+    if q.shape[1] != k.shape[1]:
+        raise ConfigError(
+            f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}; the ring computes "
+            "self-attention. Cross-attention needs ring degree 1"
+        )
+    if v.shape[3] != k.shape[3]:
+        raise UnsupportedAttentionError(
+            f"values of head dim {v.shape[3]} with keys of {k.shape[3]}: pad the values to "
+            f"{k.shape[3]}; separate head dims are not supported yet"
+        )
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The factor of the scores; None is ``head_dim ** -0.5``.
 
     Raises:
-        ConfigError: not a finite number above 0.
+        ConfigError: not a finite number above 0; a tensor, whose gradient would be lost.
     """
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not math.isfinite(scale) or scale <= 0:
-        raise ConfigError(f"softmax_scale={softmax_scale!r} must be a finite number above 0")
-    return scale
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
+    if not number or not math.isfinite(softmax_scale) or softmax_scale <= 0:
+        raise ConfigError(
+            f"softmax_scale={softmax_scale!r} must be a finite number above 0. Multiply a "
+            "learned scale into the queries instead"
+        )
+    return float(softmax_scale)
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
@@ -139,3 +169,9 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
             f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
             f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it."
         )
+
+
+def _degrees_that_fit(heads: int, mesh: SequenceMesh) -> str:
+    sp = mesh.sp_degree
+    fits = [u for u in range(min(heads, sp), 0, -1) if sp % u == 0]
+    return f"For sp={sp} use --ulysses-degree " + ", ".join(f"{u} (ring {sp // u})" for u in fits)

@@ -1,26 +1,28 @@
 """The forward loop and the backward loop of ring attention: the only two in the package.
 
-Both walk a printed plan of integers and know no layout, mask or library by name. Two key/value
-buffers and, backwards, two gradient buffers serve any number of steps. Online softmax over blocks
-as in Ring Attention (arXiv 2310.01889); backward from the final log-sum-exp, which makes every
-block independent (FlashAttention-2, arXiv 2307.08691).
+Both walk a printed plan of integers and know no layout, mask or library by name. While a rank
+computes with one block of keys and values, the next one comes straight from its owner; gradients
+go straight home and are summed there in fp32. Two block buffers and one gradient buffer serve any
+number of steps. Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from
+the final log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
 
-Letters of the shapes: B batch, S query tokens, T tokens of a key/value block, H query heads, G
-key/value heads, D head dim.
+Letters of the shapes: B batch, S query tokens, T tokens of this rank's keys and values, H query
+heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.ring import RingChannel
-from ds_usp.geometry.schedule import RingSchedule, RingStep
+from ds_usp.geometry.schedule import RingSchedule, RingStep, Span
 from ds_usp.kernels.api import AttentionKernel
-from ds_usp.kernels.merge import OutputSum, add_columns, add_rows
+from ds_usp.kernels.merge import GradientSum, OutputSum
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ def ring_forward(
         q ``[B, S, H, D]``, k and v ``[B, T, G, D]`` -> out ``[B, S, H, D]``, lse ``[B, H, S]``.
     """
     total = OutputSum(q)
-    for step, _, k_block, v_block in _walk(call, k, v):
-        for tiles in step.calls:
-            part, lse = call.kernel.forward(q, k_block, v_block, tiles, scale=call.scale)
-            total.add(part, lse, tiles)
+    with closing(_walk(call, call.schedule.steps, k, v)) as walk:
+        for step, k_block, v_block in walk:
+            for tiles in step.calls:
+                part, lse = call.kernel.forward(q, k_block, v_block, tiles, scale=call.scale)
+                total.add(part, lse, tiles)
     return total.result()
 
 
@@ -60,94 +63,104 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients ``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``.
 
-    A block's gradients are summed in fp32 while they travel one step behind the block, and are
-    sent home after its last stop. What a rank adds to its own block never leaves it.
+    A step's share of ``dk`` and ``dv`` travels in their dtype, as the kernel returns it.
     """
-    blocks = _Blocks(k, v)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=wide)
-    own = k.new_zeros(blocks.numel(k.shape[1]), dtype=wide)
-    channel = _channel(call, "ring_dkv", blocks, own)
-    for step, following, k_block, v_block in _walk(call, k, v):
-        parts = []
-        for tiles in step.calls:
-            dq_part, dk_part, dv_part = call.kernel.backward(
-                dout, q, k_block, v_block, out, lse, tiles, scale=call.scale
-            )
-            add_rows(dq, dq_part, tiles)
-            parts.append((tiles, dk_part, dv_part))
-        if not step.offset:
-            sums = own
-        elif channel.busy:
-            sums = channel.take()
-        else:
-            sums = channel.here(blocks.numel(step.kv_length)).zero_()
-        dk, dv = blocks.split(sums)
-        for tiles, dk_part, dv_part in parts:
-            add_columns(dk, dk_part, tiles)
-            add_columns(dv, dv_part, tiles)
-        if step.offset:
-            stop = following or call.schedule.steps[0]
-            shift = stop.offset - step.offset
-            channel.post(sums.numel(), blocks.numel(stop.kv_length), shift)
-    if channel.busy:
-        own += channel.take()
-    dk, dv = blocks.split(own)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = GradientSum(q), GradientSum(k), GradientSum(v)
+    walk = _walk(call, call.schedule.backward_steps, k, v)
+    with closing(walk), closing(_Returns(call, k, v, dk, dv)) as returns:
+        for step, k_block, v_block in walk:
+            sums = (GradientSum(k_block), GradientSum(v_block)) if step.offset else (dk, dv)
+            for tiles in step.calls:
+                dq_part, *parts = call.kernel.backward(
+                    dout, q, k_block, v_block, out, lse, tiles, scale=call.scale
+                )
+                dq.add(dq_part, [(tile.q_start, tile.q_stop) for tile in tiles])
+                for total, part in zip(sums, parts, strict=True):
+                    total.add(part, [(tile.k_start, tile.k_stop) for tile in tiles])
+            if step.offset:
+                returns.send(step, [total.result() for total in sums])
+        returns.settle()
+    return dq.result(), dk.result(), dv.result()
 
 
-class _Blocks:
-    """Keys and values of one ring rank as one flat buffer, so that they travel in one message."""
+def _walk(
+    call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
+) -> Generator[tuple[RingStep, torch.Tensor, torch.Tensor], None, None]:
+    """The steps in order, each with the keys and values that it uses.
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k, self._v = k, v
-        self._per_token = (k[:, :1].numel(), v[:, :1].numel())
+    The next block is on its way while the caller computes with this one. The first step uses the
+    rank's own.
+    """
+    channel = RingChannel(call.mesh.kv_group, call.mesh.ledger, "ring_kv")
+    buffers = [_Buffer((k, v), call.schedule.longest) for _ in range(2)]
+    here = k, v
+    with closing(channel):
+        for index, step in enumerate(steps):
+            following = steps[index + 1] if index + 1 < len(steps) else None
+            if following is not None and following.offset:
+                coming = buffers[index % 2].views(following.columns.length)
+                channel.post(_tokens((k, v), following.sends), coming, following.offset)
+            yield step, *here
+            here = k, v
+            if channel.busy:
+                channel.take()
+                here = coming
 
-    def numel(self, tokens: int) -> int:
-        """Elements of a block of that many tokens."""
-        return tokens * sum(self._per_token)
 
-    def split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``k [B, T, G, D]`` and ``v`` inside a flat block."""
-        tokens = block.numel() // sum(self._per_token)
-        parts = block.split([tokens * each for each in self._per_token])
+class _Returns:
+    """Gradients on their way home: those that this rank sends, and those that come to it."""
+
+    def __init__(
+        self,
+        call: RingCall,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dk: GradientSum,
+        dv: GradientSum,
+    ) -> None:
+        self._channel = RingChannel(call.mesh.dkv_group, call.mesh.ledger, "ring_dkv")
+        self._buffer = _Buffer((k, v), call.schedule.longest)
+        self._sums = dk, dv
+        self._coming: tuple[tuple[torch.Tensor, torch.Tensor], Span] | None = None
+
+    def send(self, step: RingStep, gradients: Sequence[torch.Tensor]) -> None:
+        """Send a step's gradients to the block's owner and expect one's own from its user."""
+        self.settle()
+        coming = self._buffer.views(step.sends.length)
+        self._channel.post(gradients, coming, -step.offset)
+        self._coming = coming, step.sends
+
+    def close(self) -> None:
+        """After an error: nothing may stay under way, or the next call would take it."""
+        self._channel.close()
+
+    def settle(self) -> None:
+        """Add what has come."""
+        if self._coming is None:
+            return
+        self._channel.take()
+        parts, span = self._coming
+        self._coming = None
+        if span.length:
+            for total, part in zip(self._sums, parts, strict=True):
+                total.add(part, [span])
+
+
+class _Buffer:
+    """Room for keys and values (or their gradients) of up to ``tokens`` tokens."""
+
+    def __init__(self, like: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
+        self._like = like
+        self._flat = [x.new_empty(x[:, :1].numel() * tokens) for x in like]
+
+    def views(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Contiguous ``[B, tokens, G, D]`` for each of the two."""
         k, v = (
-            part.view(like.shape[0], tokens, *like.shape[2:])
-            for part, like in zip(parts, (self._k, self._v), strict=True)
+            flat[: x[:, :1].numel() * tokens].view(x.shape[0], tokens, *x.shape[2:])
+            for flat, x in zip(self._flat, self._like, strict=True)
         )
         return k, v
 
 
-def _walk(
-    call: RingCall, k: torch.Tensor, v: torch.Tensor
-) -> Iterator[tuple[RingStep, RingStep | None, torch.Tensor, torch.Tensor]]:
-    """The steps in order, each with the next one and the keys and values that are here.
-
-    The next block is on its way while the caller computes with this one.
-    """
-    blocks = _Blocks(k, v)
-    channel = _channel(call, "ring_kv", blocks, k)
-    for step, following in call.schedule.hops():
-        if following is not None:
-            if not step.offset:
-                for here, mine in zip(
-                    blocks.split(channel.here(blocks.numel(k.shape[1]))), (k, v), strict=True
-                ):
-                    here.copy_(mine)
-            shift = following.offset - step.offset
-            channel.post(blocks.numel(step.kv_length), blocks.numel(following.kv_length), shift)
-        yield step, following, k, v
-        if following is not None:
-            k, v = blocks.split(channel.take())
-
-
-def _channel(call: RingCall, kind: str, blocks: _Blocks, like: torch.Tensor) -> RingChannel:
-    """A way around the ring for blocks of the dtype of ``like``."""
-    mesh, schedule = call.mesh, call.schedule
-    return RingChannel(
-        mesh.kv_group if kind == "ring_kv" else mesh.dkv_group,
-        mesh.ledger,
-        kind,
-        capacity=blocks.numel(schedule.longest) if len(schedule.steps) > 1 else 0,
-        like=like,
-    )
+def _tokens(tensors: Sequence[torch.Tensor], span: Span) -> list[torch.Tensor]:
+    return [x[:, span.start : span.stop] for x in tensors]

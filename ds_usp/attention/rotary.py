@@ -28,20 +28,15 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
         )
 
 
-def apply_rotary(
-    x: torch.Tensor, rotary: Sequence[torch.Tensor], positions: Sequence[int]
-) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rotate the first ``rot_dim`` features of each head; the rest pass.
 
     Shapes:
-        x ``[b, s, h, d]``; rotary: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence;
-        positions: the global position of each of the ``s`` tokens.
+        x ``[b, s, h, d]``; rotary: cos and sin ``[s, 1, 1, rot_dim]`` of the same tokens.
 
     Source: RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX.
     """
-    cos, sin = rotary
-    index = torch.as_tensor(positions, device=cos.device)
-    cos, sin = (part.index_select(0, index).transpose(0, 1) for part in (cos, sin))
+    cos, sin = (part.transpose(0, 1) for part in rotary)
     rot_dim = cos.shape[3]
     turned, passed = x[..., :rot_dim], x[..., rot_dim:]
     front, back = turned.chunk(2, dim=-1)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import lru_cache
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
 
-_AGREE_BYTES = 1024
+_TEXT_BYTES = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +30,27 @@ class SequenceMesh:
     Attributes:
         ulysses_degree, ring_degree: sizes of the two axes.
         rank: this process in the sequence-parallel group.
+        ulysses_rank, ring_rank: this process along the two axes.
         order: which axis varies fastest over the ranks of the group.
         sp_group, ulysses_group: process groups; None where one process needs none.
         kv_group, dkv_group: two communicators over the same ring ranks, so that gradients and
             keys/values do not queue behind each other.
+        control_group: where ranks compare each call before it moves anything, on the host.
         ledger: what this rank has sent through the mesh.
     """
 
     ulysses_degree: int
     ring_degree: int
     rank: int
+    ulysses_rank: int = 0
+    ring_rank: int = 0
     order: str = DEFAULT_SP_ORDER
     sp_group: dist.ProcessGroup | None = None
     ulysses_group: dist.ProcessGroup | None = None
     kv_group: dist.ProcessGroup | None = None
     dkv_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
     ledger: CommLedger = field(default_factory=CommLedger)
-    _agreed: set[str] = field(default_factory=set, repr=False)
 
     @classmethod
     def single(cls) -> SequenceMesh:
@@ -87,9 +93,16 @@ class SequenceMesh:
         size = dist.get_world_size(whole)
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is made: making it with ranks that see another grid would not end.
-        flat = cls(1, size, dist.get_rank(whole), sp_group=whole)
-        flat.agree(f"ulysses_degree {ulysses}, {order}", _refusal(size, ulysses, order))
+        agree(whole, f"ulysses_degree {ulysses}, {order}", _refusal(size, ulysses, order))
+        _even_out_group_counts(whole)
         return cls._over(whole, ulysses, size // ulysses, order)
+
+    @classmethod
+    def shared(
+        cls, group: dist.ProcessGroup | None, ulysses_degree: int | None, order: str
+    ) -> SequenceMesh:
+        """:meth:`from_group`, but one mesh for all equal calls: the layers of a model share it."""
+        return _shared_mesh(group or dist.group.WORLD, ulysses_degree, order)
 
     @classmethod
     def build(cls, grid: RankGrid) -> SequenceMesh:
@@ -105,43 +118,39 @@ class SequenceMesh:
             raise ConfigError(f"the grid has {grid.world_size} ranks, the world has {have}")
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
-        return cls.from_group(_new_group(ranks), grid.size("ulysses"), order)
+        _even_out_group_counts(cast(dist.ProcessGroup, dist.group.WORLD))
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        return cls.from_group(group, grid.size("ulysses"), order)
 
     @classmethod
     def _over(cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str) -> SequenceMesh:
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
-        axes = order.split("-")
-        grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=axes)
+        grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
+        coords = grid.coords(rank)
         peers = {
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
-        has_ring = ring > 1
+        whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
+        ulysses_group = group if whole_is_ulysses else _subgroup(group, peers["ulysses"])
         return cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
             rank=rank,
+            ulysses_rank=coords["ulysses"],
+            ring_rank=coords["ring"],
             order=order,
             sp_group=group,
-            ulysses_group=_new_group(peers["ulysses"]) if has_ring and ulysses > 1 else group,
-            kv_group=_new_group(peers["ring"]) if has_ring else None,
-            dkv_group=_new_group(peers["ring"]) if has_ring else None,
+            ulysses_group=ulysses_group,
+            kv_group=_subgroup(group, peers["ring"]),
+            dkv_group=_subgroup(group, peers["ring"]),
+            control_group=_control_group(group, ranks),
         )
 
     @property
     def sp_degree(self) -> int:
         """Ranks that share the sequence."""
         return self.ulysses_degree * self.ring_degree
-
-    @property
-    def ulysses_rank(self) -> int:
-        """This process along the Ulysses axis."""
-        return self._coords()["ulysses"]
-
-    @property
-    def ring_rank(self) -> int:
-        """This process along the ring axis."""
-        return self._coords()["ring"]
 
     @property
     def ring_group(self) -> dist.ProcessGroup | None:
@@ -152,39 +161,12 @@ class SequenceMesh:
         """The token layout of that kind that fits this mesh."""
         return TokenLayout(kind, seq_len, self.ulysses_degree, self.ring_degree, self.order)
 
-    def agree_on_call(self, text: str, error: Exception | None = None) -> None:
-        """:meth:`agree`, but only the first time for each text where tensors are on GPUs.
-
-        There an exchange of texts would stall the stream at every call.
-        """
-        if error is None and text in self._agreed:
-            return
-        self.agree(text, error)
-        if self.sp_group is not None and transport_device(self.sp_group).type == "cuda":
-            self._agreed.add(text)
-
     def agree(self, text: str, error: Exception | None = None) -> None:
-        """Check that every rank of the mesh says the same; collective over it.
+        """Check that every rank of the mesh says the same; collective over it, on the host.
 
-        Args:
-            text: what this rank is about to do.
-            error: what this rank already knows to be wrong; all ranks then fail with it.
-
-        Raises:
-            MeshError: the ranks differ; the message shows each rank's text. On every rank.
-            Exception: ``error`` itself, on the rank that passed it.
+        See :func:`agree`.
         """
-        said = f"error: {error}" if error else text
-        texts = [said] if self.sp_group is None else _all_gather_text(said, self.sp_group)
-        if error:
-            raise error
-        if len(set(texts)) > 1:
-            table = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(texts))
-            raise MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
-
-    def _coords(self) -> dict[str, int]:
-        sizes = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
-        return RankGrid(sizes, order=self.order.split("-")).coords(self.rank)
+        agree(self.control_group, text, error)
 
     def __str__(self) -> str:
         return (
@@ -208,27 +190,91 @@ def _refusal(size: int, ulysses: object, order: str) -> ConfigError | None:
     return None
 
 
-def transport_device(group: dist.ProcessGroup) -> torch.device:
-    """The kind of device whose tensors the group's backend can send."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
+    """Check that every rank of a group says the same; collective over it.
+
+    Args:
+        group: the ranks; None is this process alone.
+        text: what this rank is about to do.
+        error: what this rank already knows to be wrong; all ranks then fail with it.
+
+    Raises:
+        MeshError: the ranks differ; the message shows each rank's text. On every rank.
+        Exception: ``error`` itself, on the rank that passed it.
+    """
+    said = f"error: {error}" if error else text
+    if group is not None:
+        digests = _all_gather(hashlib.sha256(said.encode()).digest(), group)
+        if len(set(digests)) > 1:
+            texts = _all_gather(_clipped(said).ljust(_TEXT_BYTES, b"\0"), group)
+            if error is None:
+                said_by = (each.rstrip(b"\0").decode(errors="replace") for each in texts)
+                table = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(said_by))
+                raise MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
+    if error is not None:
+        raise error
 
 
-def _new_group(ranks: list[int] | tuple[int, ...]) -> dist.ProcessGroup:
-    # Only members call: the ranks of other sequence-parallel groups need not take part.
-    return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def _all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
+def _clipped(text: str) -> bytes:
     data = text.encode()
-    if len(data) > _AGREE_BYTES:  # what is cut off must not be able to differ unseen
-        digest = f"... (sha256 {sha256(data).hexdigest()[:16]})".encode()
-        data = data[: _AGREE_BYTES - len(digest)] + digest
-    data = data.ljust(_AGREE_BYTES, b"\0")
-    device = transport_device(group)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    if len(data) <= _TEXT_BYTES:
+        return data
+    digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
+    return data[: _TEXT_BYTES - len(digest)] + digest
+
+
+def _all_gather(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    rows = (bytes(row.tolist()) for row in torch.stack(everyone).cpu())
-    return [row.rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [bytes(row.tolist()) for row in torch.stack(everyone).cpu()]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors the group's backend sends; the CPU if it can."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        raise MeshError(f"backend {dist.get_backend(group)} needs an accelerator, there is none")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _subgroup(
+    parent: dist.ProcessGroup, ranks: list[int], backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A communicator of its own over some ranks of a group, with its backend and timeout."""
+    if len(ranks) == 1:
+        return None
+    # Only members call: the ranks of other sequence-parallel groups need not take part.
+    return dist.new_group(
+        ranks,
+        timeout=parent._get_backend(_device(parent)).options._timeout,
+        backend=backend or dist.get_backend(parent),
+        use_local_synchronization=True,
+        sort_ranks=False,  # ranks keep their places in the parent's order
+    )
+
+
+def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
+    """Where ranks compare what they are about to do: on the host, so that no stream waits."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    return _subgroup(group, ranks, backend="gloo")
+
+
+def _even_out_group_counts(group: dist.ProcessGroup) -> None:
+    """Let all ranks have made as many groups as the one that has made most.
+
+    torch names a group that only its members make after the number of groups that a process
+    has, so ranks with other numbers would wait for each other under other names.
+    """
+    count = len(c10d._world.pg_names)
+    counts = [int.from_bytes(each, "big") for each in _all_gather(count.to_bytes(8, "big"), group)]
+    for _ in range(max(counts) - count):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+@lru_cache(maxsize=64)
+def _shared_mesh(group: dist.ProcessGroup, ulysses_degree: int | None, order: str) -> SequenceMesh:
+    return SequenceMesh.from_group(group, ulysses_degree, order)

@@ -1,6 +1,8 @@
-"""Neighbour exchange along the ring: start it, compute, take it."""
+"""Exchange between pairs of ring ranks: start it, compute, take it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,80 +12,68 @@ from ds_usp.errors import MeshError
 
 
 class RingChannel:
-    """Two flat buffers that swap at every hop: one is here, the other arrives.
-
-    One hop is in flight at a time. What is here may be read, not written, until :meth:`take`.
+    """Sends tensors some ranks on and receives as far from behind, one exchange in flight.
 
     Args:
-        group: a communicator that nothing else uses, so hops overlap with other traffic; None
-            for a ring of one, which never hops.
+        group: a communicator that nothing else uses, so exchanges overlap with other traffic;
+            None for a ring of one, which never sends.
         ledger: where bytes are counted.
         kind: under which name.
-        capacity: elements of the longest block that comes by.
-        like: a tensor with the device and dtype of the buffers.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        ledger: CommLedger,
-        kind: str,
-        *,
-        capacity: int,
-        like: torch.Tensor,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, ledger: CommLedger, kind: str) -> None:
         self._group = group
         self._ledger = ledger
         self._kind = kind
-        self._here, self._there = (like.new_empty(capacity) for _ in range(2))
         self._works: list[dist.Work] = []
-        self._arriving = 0
+        self._leaving: list[torch.Tensor] = []
+        self.busy = False
 
-    @property
-    def busy(self) -> bool:
-        """Whether a hop was posted and not yet taken."""
-        return bool(self._works)
+    def post(
+        self, leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], shift: int
+    ) -> None:
+        """Start an exchange; either side may have nothing in it.
 
-    def here(self, length: int) -> torch.Tensor:
-        """The first ``length`` elements of the buffer that is here."""
-        return self._here[:length]
-
-    def post(self, leaving: int, arriving: int, shift: int) -> None:
-        """Start a hop: what is here goes ``shift`` ranks on, as much comes from behind.
+        Neither tensor may be written, and what arrives not read, until :meth:`take`.
 
         Args:
-            leaving: elements to send.
-            arriving: elements to receive; blocks of different ranks may differ in length.
+            leaving: go to the rank ``shift`` places on.
+            arriving: contiguous tensors, filled by the rank ``shift`` places behind.
             shift: distance along the ring; negative is backwards.
 
         Raises:
-            MeshError: the hop before has not been taken, or there is no one to hop to.
+            MeshError: the exchange before has not been taken, or there is no one to send to.
         """
-        if self.busy:
-            raise MeshError(f"a {self._kind} hop was posted before the last one was taken")
-        if self._group is None:
-            raise MeshError(f"a {self._kind} hop was posted in a ring of one")
+        if self.busy or self._group is None:
+            why = "before the last one was taken" if self.busy else "in a ring of one"
+            raise MeshError(f"a {self._kind} exchange was posted {why}")
         ranks, rank = dist.get_process_group_ranks(self._group), dist.get_rank(self._group)
         to, source = (ranks[(rank + step) % len(ranks)] for step in (shift, -shift))
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._here[:leaving], to, self._group),
-                dist.P2POp(dist.irecv, self._there[:arriving], source, self._group),
-            ]
-        )
-        self._arriving = arriving
-        self._ledger.add(self._kind, leaving * self._here.element_size())
+        self._leaving = [x.contiguous() for x in leaving if x.numel()]
+        operations = [dist.P2POp(dist.isend, x, to, self._group) for x in self._leaving]
+        operations += [
+            dist.P2POp(dist.irecv, x, source, self._group) for x in arriving if x.numel()
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self.busy = True
+        if self._leaving:
+            sent = sum(x.numel() * x.element_size() for x in self._leaving)
+            self._ledger.add(self._kind, sent)
 
-    def take(self) -> torch.Tensor:
-        """Wait for the hop; what arrived is here now.
+    def take(self) -> None:
+        """Wait for the exchange.
 
         Raises:
-            MeshError: no hop was posted.
+            MeshError: none was posted.
         """
         if not self.busy:
-            raise MeshError(f"no {self._kind} hop was posted")
+            raise MeshError(f"no {self._kind} exchange was posted")
         for work in self._works:
             work.wait()
-        self._works = []
-        self._here, self._there = self._there, self._here
-        return self.here(self._arriving)
+        self._works, self._leaving, self.busy = [], [], False
+
+    def close(self) -> None:
+        """Wait for what is under way, if anything: after an error, so that the next call does not
+        meet its messages."""
+        if self.busy:
+            self.take()

@@ -10,10 +10,11 @@ from ds_usp.geometry.segments import balanced
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Query heads cut as evenly as possible among Ulysses ranks, with the KV heads they use.
+    """Query heads cut among Ulysses ranks along KV groups, and the KV heads that they use.
 
-    A KV head is given to every rank that holds a query head of its group, and to no other, so
-    there may be fewer KV heads than ranks.
+    With at least as many KV heads as ranks, a rank gets whole groups, as in DeepSpeed. With fewer,
+    the ranks are cut among the KV heads and share each one's query heads. So each rank's query
+    heads fall on its KV heads evenly, and a KV head goes only to the ranks that use it.
 
     Args:
         heads: query heads on this tensor-parallel rank.
@@ -37,32 +38,30 @@ class HeadSplit:
         if self.heads < self.ulysses:
             raise ConfigError(
                 f"ulysses_degree={self.ulysses} needs at least {self.ulysses} query heads on each "
-                f"tensor-parallel rank, there are {self.heads}. Use --ulysses-degree {self.heads} "
-                "or less and let the ring take the rest."
+                f"tensor-parallel rank, there are {self.heads}"
             )
+
+    @property
+    def is_even(self) -> bool:
+        """Every rank has as many heads of each kind as any other, and no KV head twice."""
+        return self.kv_heads % self.ulysses == 0
 
     def query_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the query heads of one Ulysses rank."""
-        return balanced(self.heads, self.ulysses, rank)
+        group = self.heads // self.kv_heads
+        first, last = self.kv_range(rank)
+        if self.kv_heads >= self.ulysses:
+            return first * group, last * group
+        users = balanced(self.ulysses, self.kv_heads, first)
+        begin, end = balanced(group, users[1] - users[0], rank - users[0])
+        return first * group + begin, first * group + end
 
     def kv_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the key/value heads that one Ulysses rank uses."""
-        begin, end = self.query_range(rank)
-        group = self.heads // self.kv_heads
-        return begin // group, (end - 1) // group + 1
-
-    def kv_index(self, rank: int) -> tuple[int, ...] | None:
-        """Local KV head of each local query head, where no even grouping says it; else None.
-
-        A rank whose query heads cut through groups (6 heads of 2 KV heads on 4 ranks: head 2 uses
-        KV head 0, head 3 uses KV head 1, but 1 and 2 heads of each) must expand its KV heads.
-        """
-        begin, end = self.query_range(rank)
-        first, last = self.kv_range(rank)
-        group = self.heads // self.kv_heads
-        index = tuple(head // group - first for head in range(begin, end))
-        count, kv_count = end - begin, last - first
-        even = count % kv_count == 0 and all(
-            kv == i // (count // kv_count) for i, kv in enumerate(index)
-        )
-        return None if even else index
+        if self.kv_heads >= self.ulysses:
+            return balanced(self.kv_heads, self.ulysses, rank)
+        for head in range(self.kv_heads):
+            begin, end = balanced(self.ulysses, self.kv_heads, head)
+            if begin <= rank < end:
+                return head, head + 1
+        raise ConfigError(f"rank {rank} is outside the {self.ulysses} Ulysses ranks")

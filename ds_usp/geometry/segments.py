@@ -54,5 +54,10 @@ def cut(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...
 
 
 def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open bounds of part ``index`` when ``total`` things are cut as evenly as possible."""
-    return total * index // parts, total * (index + 1) // parts
+    """Half-open bounds of part ``index`` when ``total`` things are cut as evenly as possible.
+
+    The first parts get what does not divide, one each, as DeepSpeed cuts heads.
+    """
+    each, rest = divmod(total, parts)
+    begin = index * each + min(index, rest)
+    return begin, begin + each + (index < rest)

@@ -67,6 +67,17 @@ class Tile:
             self.rows, self.columns, low - 1
         )
 
+    def shifted(self, rows: int, columns: int) -> Tile:
+        """The same pairs, rows and columns counted from elsewhere."""
+        return Tile(
+            self.q_start + rows,
+            self.q_stop + rows,
+            self.k_start + columns,
+            self.k_stop + columns,
+            self.low + columns - rows,
+            self.high + columns - rows,
+        )
+
     def __str__(self) -> str:
         left, right = self.window
         kind = "full" if self.is_full else "causal" if self.is_causal else f"window({left},{right})"

@@ -172,6 +172,18 @@ class SingleTileKernel:
         raise NotImplementedError
 
 
+def require_capability(major: int, library: str) -> None:
+    """Check the GPU before a library is tried on it.
+
+    Raises:
+        ImportError: no GPU, or one of an earlier generation.
+    """
+    have = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if have[0] < major:
+        found = f"this one has {have[0]}.{have[1]}" if have[0] else "there is none here"
+        raise ImportError(f"{library} needs a GPU of compute capability {major}.0, {found}")
+
+
 def band(tile: Tile, device: torch.device) -> torch.Tensor:
     """The tile's mask, true where a pair attends: ``[rows, columns]`` bool."""
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel
+from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
 
 _flash_forward = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
@@ -21,6 +21,9 @@ class Flash2Kernel(SingleTileKernel):
         max_head_dim=256,
         head_dim_multiple=8,
     )
+
+    def __init__(self) -> None:
+        require_capability(8, "FlashAttention-2")
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float

@@ -62,18 +62,34 @@ class OutputSum:
         return self._sums
 
 
-def add_rows(total: torch.Tensor, part: torch.Tensor, tiles: Sequence[Tile]) -> None:
-    """Add a call's query gradients ``[B, rows, H, D]`` to the shard's, in place."""
-    _add(total, part, [(tile.q_start, tile.q_stop) for tile in tiles])
+class GradientSum:
+    """The running gradient of a shard over the calls that touch it, in fp32 (fp64 for fp64).
 
+    A single part that covers the shard is taken over as it is, so one kernel call costs no sum.
 
-def add_columns(total: torch.Tensor, part: torch.Tensor, tiles: Sequence[Tile]) -> None:
-    """Add a call's key or value gradients ``[B, columns, G, D]`` to the block's, in place."""
-    _add(total, part, [(tile.k_start, tile.k_stop) for tile in tiles])
+    Args:
+        like: the shard ``[B, tokens, heads, D]``, for shape, dtype and device.
+    """
 
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+        self._total: torch.Tensor | None = None
 
-def _add(total: torch.Tensor, part: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-    start = 0
-    for begin, end in spans:
-        total[:, begin:end] += part[:, start : start + end - begin]
-        start += end - begin
+    def add(self, part: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        """Add the parts of these token spans, which stand in ``part`` one after the other."""
+        if self._total is None and part.shape[1] == self._like.shape[1]:
+            self._total = part
+            return
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=wide)
+        self._total = self._total.to(wide)
+        start = 0
+        for begin, end in spans:
+            self._total[:, begin:end] += part[:, start : start + end - begin]
+            start += end - begin
+
+    def result(self) -> torch.Tensor:
+        """The sum in the shard's dtype; zeros where nothing was added."""
+        total = torch.zeros_like(self._like) if self._total is None else self._total
+        return total.to(self._like.dtype)

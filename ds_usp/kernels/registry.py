@@ -22,6 +22,8 @@ class KernelRow:
 
 # Best first: "auto" takes the first that can serve the request.
 KERNELS = (
+    KernelRow("flash4", "ds_usp.kernels.flash4", "Flash4Kernel"),
+    KernelRow("cudnn", "ds_usp.kernels.cudnn", "CudnnKernel"),
     KernelRow("flash2", "ds_usp.kernels.flash2", "Flash2Kernel"),
     KernelRow("sdpa", "ds_usp.kernels.sdpa", "SdpaKernel"),
     KernelRow("eager", "ds_usp.kernels.eager", "EagerKernel"),
@@ -36,16 +38,17 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
     """
+    check_name(name)
     rows = [row for row in KERNELS if name in (AUTO, row.name)]
-    if not rows:
-        known = ", ".join([AUTO, *(row.name for row in KERNELS)])
-        raise UnsupportedAttentionError(f"unknown attention kernel {name!r}; there are {known}")
     reasons = []
     for row in rows:
-        kernel, reason = _load(row)
-        reason = reason or (kernel.caps.refusal(request) if kernel else None)
-        if kernel and reason is None:
-            return kernel
+        kernel_class, reason = _import(row)
+        if kernel_class is not None:
+            reason = kernel_class.caps.refusal(request)
+        if kernel_class is not None and reason is None:
+            kernel, reason = _load(row)
+            if kernel is not None:
+                return kernel
         reasons.append(f"  {row.name}: {reason}")
     raise UnsupportedAttentionError(
         f"no attention kernel serves {request.dtype} on {request.device} with head dim "
@@ -53,10 +56,46 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     )
 
 
+def check_name(name: str) -> None:
+    """Check the name of a kernel before it is needed.
+
+    Raises:
+        UnsupportedAttentionError: no row of the table has it.
+    """
+    known = [AUTO, *(row.name for row in KERNELS)]
+    if name not in known:
+        raise UnsupportedAttentionError(
+            f"unknown attention kernel {name!r}; there are {', '.join(known)}"
+        )
+
+
+def available_kernels(device: str) -> list[KernelRow]:
+    """The rows whose library can be used here on that kind of device."""
+    loaded = [(row, _load(row)[0]) for row in KERNELS]
+    return [
+        row
+        for row, kernel in loaded
+        if kernel is not None and (not kernel.caps.devices or device in kernel.caps.devices)
+    ]
+
+
 @lru_cache(maxsize=64)
-def _load(row: KernelRow) -> tuple[AttentionKernel | None, str | None]:
-    """The kernel, or why its library cannot be used here."""
+def _import(row: KernelRow) -> tuple[type[AttentionKernel] | None, str | None]:
+    """The kernel's class, or why its file cannot be imported."""
     try:
-        return cast(AttentionKernel, getattr(import_module(row.module), row.attribute)()), None
+        found = getattr(import_module(row.module), row.attribute)
+        return cast(type[AttentionKernel], found), None
     except (ImportError, AttributeError) as error:
         return None, f"cannot be imported: {error}"
+
+
+@lru_cache(maxsize=64)
+def _load(row: KernelRow) -> tuple[AttentionKernel | None, str | None]:
+    """The kernel, or why its library cannot be used on this machine."""
+    kernel_class, reason = _import(row)
+    if kernel_class is None:
+        return None, reason
+    try:
+        return kernel_class(), None
+    except (ImportError, AttributeError) as error:
+        return None, str(error)

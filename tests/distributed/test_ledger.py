@@ -40,25 +40,13 @@ def test_bytes_equal_the_formulas(
     pool: WorkerPool, world: int, ulysses: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     heads, seq_len, ring = 8, 64, world // ulysses
-    local, block = seq_len // world, seq_len // ring
+    local, chunk = seq_len // world, seq_len // ring // 2
     my_heads = heads // ulysses
     my_kv = max(kv_heads // ulysses, 1)  # fewer KV heads than ranks: each rank still needs one
     size = dtype.itemsize
     # Each way: q, k and v (or their gradients) for the other ranks' heads, out for their tokens.
     qkv = (ulysses - 1) * B * local * (my_heads + 2 * my_kv) * D * size
     out = (ulysses - 1) * B * local * my_heads * D * size
-    kv_block = 2 * B * block * my_kv * D
-    expected_calls: dict[str, int] = {}
-    expected_bytes: dict[str, int] = {}
-    if ulysses > 1:
-        expected_calls["all_to_all"], expected_bytes["all_to_all"] = 4, 2 * (qkv + out)
-    if ring > 1:
-        # Keys and values go round forward and backward; fp32 gradients make as many hops, the
-        # last one home, because a rank's share of its own block stays where it is.
-        expected_calls["ring_kv"] = 2 * (ring - 1)
-        expected_bytes["ring_kv"] = 2 * (ring - 1) * kv_block * size
-        expected_calls["ring_dkv"] = ring - 1
-        expected_bytes["ring_dkv"] = (ring - 1) * kv_block * 4
     results = pool.run(
         count,
         world,
@@ -68,21 +56,38 @@ def test_bytes_equal_the_formulas(
         seq_len=seq_len,
         dtype=dtype,
     )
-    assert results == [(expected_calls, expected_bytes)] * world
+    for rank, result in enumerate(results):
+        calls: dict[str, int] = {}
+        sent: dict[str, int] = {}
+        if ulysses > 1:
+            calls["all_to_all"], sent["all_to_all"] = 4, 2 * (qkv + out)
+        if ring > 1:
+            # Zigzag: a rank's queries see the front chunk of every rank before it and both chunks
+            # of every rank after it. Keys and values go there forward and backward; gradients
+            # come back once, in the same dtype. A rank's own block never leaves it.
+            me = rank // ulysses
+            chunks_to_others = (ring - 1 - me) + 2 * me
+            chunks_from_others = me + 2 * (ring - 1 - me)
+            token = 2 * B * my_kv * D * size
+            calls["ring_kv"], calls["ring_dkv"] = 2 * (ring - 1), ring - 1
+            sent["ring_kv"] = 2 * chunks_to_others * chunk * token
+            sent["ring_dkv"] = chunks_from_others * chunk * token
+        assert result == (calls, sent)
 
 
-def exchange_uneven(ctx: RankContext, heads: int, kv_heads: int, seq_len: int) -> tuple[int, int]:
+def exchange_uneven(
+    ctx: RankContext,
+    seq_len: int,
+    q_heads_of_each_rank: list[int],
+    kv_heads_of_each_rank: list[int],
+    heads: int,
+    kv_heads: int,
+) -> tuple[int, int]:
     """Bytes counted, and bytes that the tensors of the other ranks' heads and tokens have."""
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
     layout = mesh.layout("contiguous", seq_len)
     lengths = [layout.length(rank) for rank in range(ctx.world)]
-    q_heads = [heads * (r + 1) // ctx.world - heads * r // ctx.world for r in range(ctx.world)]
-    firsts = [heads * r // ctx.world for r in range(ctx.world)]
-    group = heads // kv_heads
-    kv = [
-        len({head // group for head in range(first, first + count)})
-        for first, count in zip(firsts, q_heads, strict=True)
-    ]
+    q_heads, kv = q_heads_of_each_rank, kv_heads_of_each_rank
     me = ctx.rank
     others = [rank for rank in range(ctx.world) if rank != me]
     qkv_there = sum(lengths[me] * (q_heads[r] + 2 * kv[r]) for r in others)
@@ -94,11 +99,32 @@ def exchange_uneven(ctx: RankContext, heads: int, kv_heads: int, seq_len: int) -
     return counted["all_to_all"], expected
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "seq_len"), [(7, 7, 61), (6, 2, 63), (10, 5, 66)])
+# On four ranks: heads, KV heads, tokens, then what each rank computes of the two.
+UNEVEN = [
+    (7, 7, 61, [2, 2, 2, 1], [2, 2, 2, 1]),
+    (6, 2, 63, [2, 1, 2, 1], [1, 1, 1, 1]),
+    (10, 5, 66, [4, 2, 2, 2], [2, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "seq_len", "q_each", "kv_each"), UNEVEN)
 def test_uneven_heads_and_lengths_send_no_byte_too_many(
-    pool: WorkerPool, heads: int, kv_heads: int, seq_len: int
+    pool: WorkerPool,
+    heads: int,
+    kv_heads: int,
+    seq_len: int,
+    q_each: list[int],
+    kv_each: list[int],
 ) -> None:
-    results = pool.run(exchange_uneven, 4, heads=heads, kv_heads=kv_heads, seq_len=seq_len)
+    results = pool.run(
+        exchange_uneven,
+        4,
+        seq_len=seq_len,
+        q_heads_of_each_rank=q_each,
+        kv_heads_of_each_rank=kv_each,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
     assert all(counted == expected for counted, expected in results), results
 
 
@@ -114,6 +140,9 @@ def two_windows(ctx: RankContext) -> list[tuple[int, int]]:
     return hops
 
 
-def test_a_window_sends_only_the_neighbours_block(pool: WorkerPool) -> None:
-    block = 2 * 16 * 2 * D * 4
-    assert pool.run(two_windows, 4) == [[(1, block), (3, 3 * block)]] * 4
+def test_a_window_sends_the_border_and_causal_no_block_in_vain(pool: WorkerPool) -> None:
+    token = 2 * 2 * D * 4
+    for rank, (window, causal) in enumerate(pool.run(two_windows, 4)):
+        later = 3 - rank  # contiguous: only the ranks behind this one see its keys
+        assert window == ((1, 7 * token) if later else (0, 0))
+        assert causal == (later, later * 16 * token)

@@ -19,8 +19,10 @@ from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case, inputs, truth
 from oracle import relative_error
 
 import ds_usp
+from ds_usp.kernels.registry import available_kernels
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
+KERNELS = [row.name for row in available_kernels("cuda")]
 LIMITED = ("out", "dq", "dk", "dv")
 CASES = [
     *(replace(LOW, layout=layout) for layout in ALL_LAYOUTS),
@@ -30,7 +32,10 @@ CASES = [
     replace(LOW, heads=6, kv_heads=2, head_dim=80, batch=2),
     replace(LOW, dtype=torch.float16),
     replace(LOW, dtype=torch.float32, seq_len=131),
-    replace(LOW, dtype=torch.bfloat16, kernel="eager"),
+    replace(LOW, kernel="eager"),
+    *(replace(LOW, kernel=kernel) for kernel in KERNELS),
+    *(replace(LOW, kernel=kernel, mask="full", kv_heads=2, head_dim=128) for kernel in KERNELS),
+    *(replace(LOW, kernel=kernel, seq_len=517, kv_heads=1, batch=2) for kernel in KERNELS),
 ]
 
 

@@ -1,0 +1,68 @@
+"""FlashAttention-4 (the ``flash-attn-4`` package), for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_usp.geometry.tiles import Tile
+from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+
+
+class Flash4Kernel(SingleTileKernel):
+    """Grouped heads, windows and bottom-right causal masks natively."""
+
+    name = "flash4"
+    caps = KernelCaps(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        max_head_dim=128,
+        head_dim_multiple=8,
+    )
+
+    def __init__(self) -> None:
+        require_capability(9, "FlashAttention-4")
+        from flash_attn.cute import interface
+
+        self._fwd, self._bwd = interface._flash_attn_fwd, interface._flash_attn_bwd
+
+    def tile_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = tile.window
+        out, lse, *_ = self._fwd(
+            q,
+            k,
+            v,
+            softmax_scale=scale,
+            causal=tile.is_causal,
+            window_size_left=None if tile.is_causal else left,
+            window_size_right=None if tile.is_causal else right,
+            return_lse=True,
+        )
+        return out, lse
+
+    def tile_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, right = tile.window
+        dq, dk, dv = self._bwd(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse.contiguous(),
+            softmax_scale=scale,
+            causal=tile.is_causal,
+            window_size_left=None if tile.is_causal else left,
+            window_size_right=None if tile.is_causal else right,
+        )
+        return dq, dk, dv
