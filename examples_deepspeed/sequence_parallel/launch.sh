@@ -1,0 +1,281 @@
+# shellcheck shell=bash disable=SC2154  # settings get their names in a loop
+# What the ds_pretrain_gpt_*_usp_*.sh scripts have in common; they set their variables and source
+# this. It takes overrides from the environment, checks, and starts the training:
+#
+#   SEQ_LENGTH=65536 ULYSSES_DEGREE=2 bash ds_pretrain_gpt_1.3B_usp_32k.sh
+#
+# Every setting of a script has its name in capitals there. Arguments of the script go to the
+# training program as they are. DRY_RUN=1 prints what would run, and runs nothing.
+#
+# MEGATRON_DEEPSPEED_PATH set: pretrain_gpt.py of that checkout of Megatron-DeepSpeed, patched.
+# Not set: the trainer of this folder, with the same flags.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd "$here/../.." && pwd)"
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+# Settings, with what they are where neither script nor environment say it.
+defaults=(
+  seq_length= model_size= num_layers= hidden_size= num_attn_heads= num_kv_heads= global_batch_size=
+  lr= min_lr=0 init_std=0.02 rotary=false rope_theta=10000 train_tokens_in_billion= train_iters=
+  lr_warmup_tokens_in_million= lr_warmup_iters= lr_decay_tokens_in_billion= lr_decay_iters=
+  lr_decay_style=cosine mp_size=1 sp_size=1 ulysses_degree= usp_layout=zigzag usp_kernel=auto
+  pp_size=1 zero_stage=1 num_gpus= hostfile= master_port=29500 batch_size=1 precision=bf16
+  device=auto log_interval=10 eval_iters=10 eval_interval=100 save_interval=100 clip_grad=1.0
+  weight_decay=0.1 activation_checkpoint=false seed=1234 num_workers=0 data_path= "split=949,50,1"
+  tokenizer_type=GPT2BPETokenizer vocab_path= merge_path= vocab_size= output_home=usp_output
+)
+for setting in "${defaults[@]}"; do
+  name="${setting%%=*}" from_environment="${setting%%=*}"
+  from_environment="${from_environment^^}"
+  value="${!name-${setting#*=}}"
+  printf -v "$name" '%s' "${!from_environment-$value}"
+done
+host="${MEGATRON_DEEPSPEED_PATH:-}"
+
+check_numbers() {
+  local name
+  for name in seq_length num_layers hidden_size num_attn_heads global_batch_size batch_size \
+    mp_size sp_size pp_size; do
+    [[ "${!name}" =~ ^[1-9][0-9]*$ ]] ||
+      fail "${name^^}='${!name}' must be a whole number of 1 or more"
+  done
+  for name in ulysses_degree num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters; do
+    [[ "${!name}" =~ ^[0-9]*$ ]] || fail "${name^^}='${!name}' must be a whole number, or empty"
+  done
+  [[ "$zero_stage" =~ ^[0-3]$ ]] || fail "ZERO_STAGE='$zero_stage' must be 0, 1, 2 or 3"
+  [[ "$precision" == bf16 || "$precision" == fp32 ]] ||
+    fail "PRECISION='$precision' must be bf16 or fp32"
+}
+
+# A step sees seq_length x global_batch_size tokens; both programs count steps.
+count_steps() {
+  local name tokens_per_step=$((seq_length * global_batch_size))
+  if [[ -n "$train_iters" ]]; then
+    : "${lr_decay_iters:=$train_iters}" "${lr_warmup_iters:=$((train_iters / 100))}"
+  fi
+  for name in train_tokens_in_billion lr_decay_tokens_in_billion lr_warmup_tokens_in_million; do
+    [[ -n "$train_iters" || "${!name}" =~ ^[0-9]+$ ]] ||
+      fail "${name^^}='${!name}' must be a whole number; or give TRAIN_ITERS"
+  done
+  : "${train_iters:=$((train_tokens_in_billion * 1000000000 / tokens_per_step))}"
+  : "${lr_decay_iters:=$((lr_decay_tokens_in_billion * 1000000000 / tokens_per_step))}"
+  : "${lr_warmup_iters:=$((lr_warmup_tokens_in_million * 1000000 / tokens_per_step))}"
+}
+
+# Where ranks run: the hosts of a file, this machine's GPUs, or its CPUs.
+count_gpus() {
+  if [[ -n "$hostfile" ]]; then
+    [[ -z "$num_gpus" ]] || fail "HOSTFILE counts the GPUs of every node: leave NUM_GPUS out"
+    [[ -f "$hostfile" ]] || fail "HOSTFILE=$hostfile does not exist; a line is: worker-0 slots=8"
+    num_gpus="$(awk -F 'slots=' 'NF > 1 { sum += $2 } END { print sum + 0 }' "$hostfile")"
+    ((num_gpus)) || fail "HOSTFILE=$hostfile names no slots; a line is: worker-0 slots=8"
+  elif [[ -z "$num_gpus" && "$device" == cpu ]]; then
+    num_gpus="$replica"
+  elif [[ -z "$num_gpus" ]]; then
+    num_gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
+    if ((!num_gpus)); then
+      [[ "${DRY_RUN:-0}" == 1 ]] || fail "no GPU here. Set NUM_GPUS, or DEVICE=cpu"
+      num_gpus="$replica"
+    fi
+  fi
+}
+
+check_degrees() {
+  local u possible=()
+  ((num_attn_heads % mp_size == 0)) ||
+    fail "NUM_ATTN_HEADS=$num_attn_heads is not a multiple of MP_SIZE=$mp_size"
+  heads_per_rank=$((num_attn_heads / mp_size))
+  for ((u = sp_size; u >= 1; u--)); do
+    ((sp_size % u == 0 && u <= heads_per_rank)) && possible+=("$u (ring $((sp_size / u)))")
+  done
+  : "${ulysses_degree:=${possible[0]%% *}}"
+  ((ulysses_degree >= 1 && sp_size % ulysses_degree == 0 && ulysses_degree <= heads_per_rank)) ||
+    fail "ULYSSES_DEGREE=$ulysses_degree must divide SP_SIZE=$sp_size and not exceed the" \
+      "$heads_per_rank heads of a rank ($num_attn_heads heads, MP_SIZE=$mp_size)." \
+      "Possible: $(printf '%s, ' "${possible[@]}" | sed 's/, $//')"
+  ((num_gpus % replica == 0)) ||
+    fail "$num_gpus GPUs cannot hold MP_SIZE $mp_size x SP_SIZE $sp_size x PP_SIZE $pp_size =" \
+      "$replica ranks. Use a multiple of $replica GPUs, or lower one of the three"
+  dp_size=$((num_gpus / replica))
+  ((global_batch_size % (batch_size * dp_size) == 0)) ||
+    fail "GLOBAL_BATCH_SIZE=$global_batch_size is not a multiple of BATCH_SIZE $batch_size x" \
+      "$dp_size replicas. Use GLOBAL_BATCH_SIZE=$((batch_size * dp_size))"
+  ((pp_size == 1 || zero_stage < 2)) ||
+    fail "ZERO_STAGE=$zero_stage does not work with a pipeline. Use ZERO_STAGE=1 or PP_SIZE=1"
+}
+
+# A text file, or the prefix of Megatron's .bin and .idx; a dry run needs none.
+check_data() {
+  local encode='python tools/preprocess_data.py (in Megatron-DeepSpeed) with --input text.jsonl
+  --output-prefix my --vocab-file VOCAB --merge-file MERGES --tokenizer-type GPT2BPETokenizer
+  --append-eod --workers 8, then DATA_PATH=my_text_document'
+  if [[ -z "$host" ]]; then
+    [[ "$device" == cpu || -n "$data_path" || "${DRY_RUN:-0}" == 1 ]] ||
+      fail "set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded: $encode"
+  elif [[ -z "$data_path" && "${DRY_RUN:-0}" == 1 ]]; then
+    data_path=my_text_document
+  elif [[ -z "$data_path" || -f "$data_path" ]]; then
+    fail "Megatron-DeepSpeed reads encoded data, not '$data_path'. Make it: $encode"
+  fi
+  [[ "${DRY_RUN:-0}" == 1 || -z "$data_path" || -f "$data_path" || -f "$data_path.bin" ]] ||
+    fail "DATA_PATH=$data_path is no file, and there is no $data_path.bin. Make it: $encode"
+  [[ -z "$host" || "$tokenizer_type" != GPT2BPETokenizer || "${DRY_RUN:-0}" == 1 ||
+    (-f "$vocab_path" && -f "$merge_path") ]] ||
+    fail "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer," \
+      "or TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
+}
+
+check_program() {
+  if [[ -n "$host" && ! -f "$host/pretrain_gpt.py" && "${DRY_RUN:-0}" != 1 ]]; then
+    fail "MEGATRON_DEEPSPEED_PATH=$host has no pretrain_gpt.py: give the folder of a checkout," \
+      "or unset it to use the trainer of this folder"
+  fi
+  [[ "${DRY_RUN:-0}" == 1 ]] && return
+  [[ ! -x "$root/.venv/bin/deepspeed" ]] || PATH="$PATH:$root/.venv/bin"
+  command -v deepspeed >/dev/null ||
+    fail "there is no deepspeed on PATH. Run: . $root/scripts/env.sh"
+}
+
+# Flags that both programs know, in the order of the settings.
+common_flags() {
+  flags=(
+    --tensor-model-parallel-size "$mp_size"
+    --ds-sequence-parallel-size "$sp_size"
+    --ulysses-degree "$ulysses_degree"
+    --usp-layout "$usp_layout"
+    --usp-kernel "$usp_kernel"
+    --pipeline-model-parallel-size "$pp_size"
+    --zero-stage "$zero_stage"
+    --num-layers "$num_layers"
+    --hidden-size "$hidden_size"
+    --num-attention-heads "$num_attn_heads"
+    --num-key-value-heads "${num_kv_heads:-$num_attn_heads}"
+    --seq-length "$seq_length"
+    --max-position-embeddings "$seq_length"
+    --init-method-std "$init_std"
+    --attention-dropout 0
+    --hidden-dropout 0
+    --micro-batch-size "$batch_size"
+    --global-batch-size "$global_batch_size"
+    --train-iters "$train_iters"
+    --lr "$lr"
+    --min-lr "$min_lr"
+    --lr-decay-style "$lr_decay_style"
+    --lr-decay-iters "$lr_decay_iters"
+    --lr-warmup-iters "$lr_warmup_iters"
+    --weight-decay "$weight_decay"
+    --clip-grad "$clip_grad"
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --log-interval "$log_interval"
+    --eval-interval "$eval_interval"
+    --eval-iters "$eval_iters"
+    --save-interval "$save_interval"
+    --seed "$seed"
+    --split "$split"
+    --save "$checkpoint_path"
+  )
+  [[ "$rotary" != true ]] || flags+=(--use-rotary-position-embeddings)
+  [[ "$precision" != bf16 ]] || flags+=(--bf16)
+  [[ ! -f "$checkpoint_path/latest" ]] || flags+=(--load "$checkpoint_path")
+  [[ -z "$data_path" ]] || flags+=(--data-path "$data_path")
+  # A text file has a vocabulary of its own, and some tokenizers have.
+  if [[ -n "$vocab_size" && ! -f "$data_path" && -n "$data_path" ]]; then
+    flags+=(--vocab-size "$vocab_size")
+  fi
+}
+
+host_flags() {
+  flags+=(
+    --deepspeed
+    --deepspeed_config "$config"
+    --data-impl mmap
+    --num-workers "$num_workers"
+    --tokenizer-type "$tokenizer_type"
+    --rotary-position-embeddings-theta "$rope_theta"
+    --no-async-tensor-model-parallel-allreduce
+    --no-gradient-accumulation-fusion
+  )
+  [[ -z "$vocab_path" ]] || flags+=(--vocab-file "$vocab_path" --merge-file "$merge_path")
+  ((pp_size > 1)) || flags+=(--no-pipeline-parallel)
+  [[ "$device" != cpu ]] || flags+=(--distributed-backend gloo --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion)
+  [[ "$activation_checkpoint" != true ]] ||
+    flags+=(--checkpoint-activations --deepspeed-activation-checkpointing)
+}
+
+trainer_flags() {
+  flags+=(--rotary-base "$rope_theta" --device "$device" --output-dir "$output_home/$jobname")
+  [[ "$activation_checkpoint" != true ]] ||
+    printf '%s\n' "note: ACTIVATION_CHECKPOINT is for Megatron-DeepSpeed; the trainer of this" \
+      "      folder keeps all activations" >&2
+}
+
+deepspeed_config() {
+  local bf16=false
+  [[ "$precision" != bf16 ]] || bf16=true
+  sed -e "s/@GLOBAL_BATCH_SIZE@/$global_batch_size/" -e "s/@BATCH_SIZE@/$batch_size/" \
+    -e "s/@LOG_INTERVAL@/$log_interval/" -e "s/@ZERO_STAGE@/$zero_stage/" \
+    -e "s/@CLIP_GRAD@/$clip_grad/" -e "s/@BF16@/$bf16/" "$here/ds_config_gpt_TEMPLATE.json"
+}
+
+# The command with one flag and its values a line, to be read and to be pasted.
+print_command() {
+  local word line=""
+  for word in "$@"; do
+    if [[ ("$word" == --* || "$word" == *.py) && -n "$line" ]]; then
+      printf '%s \\\n' "$line"
+      line="   "
+    fi
+    line+="${line:+ }$(printf '%q' "$word")"
+  done
+  printf '%s\n' "$line"
+}
+
+check_numbers
+replica=$((mp_size * sp_size * pp_size))
+count_steps
+count_gpus
+check_degrees
+check_data
+check_program
+
+jobname="gpt_${model_size}B_s${seq_length}_gbs${global_batch_size}_mbs${batch_size}_g${num_gpus}"
+jobname+="_z${zero_stage}_sp${sp_size}_u${ulysses_degree}_mp${mp_size}_pp${pp_size}_seed${seed}"
+[[ -z "$host" ]] || jobname+="_mds" # the two programs write other checkpoints
+checkpoint_path="$output_home/checkpoint/$jobname"
+config="$output_home/config/$jobname.json"
+log="$output_home/log/$jobname.log"
+
+common_flags
+command=(deepspeed --log_level error --master_port "$master_port")
+if [[ -n "$hostfile" ]]; then command+=(--hostfile "$hostfile"); else command+=(--num_gpus "$num_gpus"); fi
+if [[ -n "$host" ]]; then
+  host_flags
+  command+=(--module megatron_patches.run "$host/pretrain_gpt.py" "${flags[@]}" "$@")
+else
+  trainer_flags
+  command+=("$here/pretrain_gpt_usp.py" "${flags[@]}" "$@")
+fi
+
+if [[ "${DRY_RUN:-0}" == 1 ]]; then
+  print_command "${command[@]}"
+  if [[ -n "$host" ]]; then
+    printf '\n# %s\n' "$config"
+    deepspeed_config
+  fi
+  exit 0
+fi
+
+mkdir -p "$output_home/log" "$output_home/config" "$checkpoint_path"
+if [[ -n "$host" ]]; then deepspeed_config >"$config"; fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON* on to other nodes
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+if [[ "$device" == cpu ]]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
+"${command[@]}" 2>&1 | tee "$log"
