@@ -38,7 +38,7 @@ NAMES = {
 PARAMETERS = {
     "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
-    "num_kv_heads ulysses_degree mesh layout mask softmax_scale kernel order",
+    "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
     "SequenceMesh.from_group": "group ulysses_degree order",
     "SequenceMesh.build": "grid",

@@ -10,7 +10,7 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
@@ -35,14 +35,25 @@ def random_support(draw: random.Random, mask: MaskSpec) -> TileSupport:
     return TileSupport(rectangular=draw.random() < 0.5, window=window)
 
 
-def computed(layout: TokenLayout, plans: list[RingSchedule]) -> torch.Tensor:
-    """How often each (query, key) pair of the whole sequence is computed, by any rank."""
+Walks = list[tuple[int, tuple[RingStep, ...]]]
+
+
+def forward(plans: list[RingSchedule]) -> Walks:
+    return [(plan.ring_rank, plan.steps) for plan in plans]
+
+
+def backward(plans: list[RingSchedule]) -> Walks:
+    return [(plan.ring_rank, plan.backward_steps) for plan in plans]
+
+
+def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
+    """How often each (query, key) pair of the whole sequence is computed, by any rank's steps."""
     counts = torch.zeros(layout.seq_len, layout.seq_len, dtype=torch.int64)
-    for plan in plans:
-        q = torch.tensor(layout.ring_positions(plan.ring_rank))
-        for step in plan.steps:
+    for ring_rank, steps in walks:
+        q = torch.tensor(layout.ring_positions(ring_rank))
+        for step in steps:
             k = torch.tensor(layout.ring_positions(step.kv_owner))
-            assert step.kv_length == len(k)
+            k = k[step.columns.start : step.columns.stop]
             for tile in (tile for call in step.calls for tile in call):
                 rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
                 # As a kernel reads the tile: a window aligned to the bottom right corner.
@@ -63,28 +74,45 @@ def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring() -> None
         layout, mask = TokenLayout(kind, seq_len, ulysses, ring, order), random_mask(draw)
         support = random_support(draw, mask)
         plans = schedules(layout, mask, support)
-        counts = computed(layout, plans)
-        allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right)
-        assert torch.equal(counts, allowed.to(counts.dtype)), (layout, mask, support)
+        allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right).long()
+        assert torch.equal(computed(layout, forward(plans)), allowed), (layout, mask, support)
+        assert torch.equal(computed(layout, backward(plans)), allowed), (layout, mask, support)
         assert sum(plan.pairs for plan in plans) == int(allowed.sum())
         check_walk(layout, plans)
 
 
 def check_walk(layout: TokenLayout, plans: list[RingSchedule]) -> None:
-    """All ranks hop together: the same offsets, own block first, buffers long enough."""
+    """All ranks visit the same offsets, own block first, and send what their receivers use."""
     offsets = [step.offset for step in plans[0].steps]
     assert offsets[0] == 0 and offsets == sorted(set(offsets)) and offsets[-1] < layout.ring
     for rank, plan in enumerate(plans):
         assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
         assert [step.offset for step in plan.steps] == offsets
         assert [step.kv_owner for step in plan.steps] == [(rank - o) % layout.ring for o in offsets]
-        assert plan.longest == max(layout.ring_length(step.kv_owner) for step in plan.steps)
-        hops = list(plan.hops())
-        assert [step for step, _ in hops] == list(plan.steps)
-        assert [after for _, after in hops] == [*plan.steps[1:], None]
+        others = plan.steps[1:]
+        for at, step in enumerate(others, 1):
+            receiver = plans[(rank + step.offset) % layout.ring].steps[at]
+            assert (receiver.kv_owner, receiver.columns) == (rank, step.sends)
+            check_columns(layout, step)
+        # Backward: the same blocks, the own one's work before and after the others'.
+        assert plan.backward_steps[1 : 1 + len(others)] == others
+        own = (plan.backward_steps[0], *plan.backward_steps[1 + len(others) :])
+        assert [step.offset for step in own] == [0] * (1 + bool(others))
+    travelling = [step.columns.length for plan in plans for step in plan.steps[1:]]
+    assert {plan.longest for plan in plans} == {max(travelling, default=0)}
     # A step in which nobody computes would be a hop for nothing.
     for step in range(1, len(offsets)):
         assert any(plan.steps[step].pairs for plan in plans), (layout, step)
+
+
+def check_columns(layout: TokenLayout, step: RingStep) -> None:
+    """What travels holds all that is used, and neither its first nor its last token in vain."""
+    assert 0 <= step.columns.start <= step.columns.stop <= layout.ring_length(step.kv_owner)
+    tiles = [tile for call in step.calls for tile in call]
+    if tiles:
+        used = min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
+        assert used == (0, step.columns.length)
+    assert bool(tiles) == bool(step.columns.length)
 
 
 def most_calls(kind: str, ulysses: int, ring: int, order: str, support: TileSupport) -> int:
@@ -175,15 +203,34 @@ def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
         assert len(schedules(TokenLayout(kind, 64, 1, 4), CAUSAL)[0].steps) == 4
 
 
+# What the first two of three ring ranks send to the next rank and to the one after it.
+TRAVEL = [
+    # A later rank needs the first half of a zigzag block, an earlier one all of it.
+    ("zigzag", CAUSAL, [[(0, 4), (0, 4)], [(0, 4), (0, 8)]]),
+    ("contiguous", CAUSAL, [[(0, 8), (0, 8)], [(0, 8), (0, 0)]]),
+    ("contiguous", MaskSpec.full(), [[(0, 8), (0, 8)], [(0, 8), (0, 8)]]),
+    # Of a block before a window only the border travels.
+    ("contiguous", MaskSpec.window(3), [[(5, 8)], [(5, 8)]]),
+]
+
+
+@pytest.mark.parametrize(("kind", "mask", "sends"), TRAVEL, ids=str)
+def test_only_what_is_used_travels(
+    kind: str, mask: MaskSpec, sends: list[list[tuple[int, int]]]
+) -> None:
+    plans = schedules(TokenLayout(kind, 24, 1, 3), mask)[:2]
+    assert [[step.sends for step in plan.steps[1:]] for plan in plans] == sends
+
+
 def test_a_schedule_prints_as_a_table() -> None:
     layout = TokenLayout("contiguous", 16, 1, 2)
     first, last = schedules(layout, CAUSAL)
     assert str(first).splitlines() == [
         "ring rank 0 of 2, 36 pairs",
-        "  +0 kv of 0: q[0:8] k[0:8] causal",
-        "  +1 kv of 1: nothing",
+        "  +0 kv of 0 [0:8]: q[0:8] k[0:8] causal",
+        "  +1 kv of 1 [0:0]: nothing, sends [0:8]",
     ]
-    assert str(last).splitlines()[-1] == "  +1 kv of 0: q[0:8] k[0:8] full"
+    assert str(last).splitlines()[-1] == "  +1 kv of 0 [0:8]: q[0:8] k[0:8] full"
     windowed = schedules(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1))[0]
     assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
 
@@ -196,7 +243,7 @@ def test_equal_questions_share_one_plan() -> None:
 def test_kernels_without_windows_serve_every_mask_that_is_open_to_the_left() -> None:
     layout = TokenLayout("context_parallel", 20, 2, 5, "ring-ulysses")
     plans = schedules(layout, MaskSpec(None, 2), TileSupport(False, False))
-    assert int(computed(layout, plans).sum()) == 20 * 21 // 2 + 19 + 18
+    assert int(computed(layout, forward(plans)).sum()) == 20 * 21 // 2 + 19 + 18
 
 
 @pytest.mark.parametrize("ring_rank", [-1, 2])
