@@ -13,6 +13,7 @@ from megatron_patches.megatron_deepspeed import (
     gradients,
     groups,
     kernels,
+    local_rank,
     loss,
     pipeline,
     rotary,
@@ -53,6 +54,13 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             guard=_checkout("7a78e77d379b6f4a"),
             reason="looks up the script's model_provider when it is called",
+        ),
+        Patch(
+            "megatron.initialize:_initialize_distributed",
+            local_rank.initialize_distributed,
+            "wrap",
+            guard=_checkout("b6139f69e8c1b6ee"),
+            reason="numbers ranks without GPUs by NUMA nodes, which DeepSpeed refuses",
         ),
         Patch(
             "megatron.data.dataset_utils:compile_helper",
