@@ -140,7 +140,7 @@ def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "zero", "model", "recompute", "layout"), full_matrix())
+@pytest.mark.parametrize(("grid", "zero", "model", "recompute", "layout"), list(full_matrix()))
 def test_the_full_matrix(
     host: HostServer, grid: str, zero: int, model: str, recompute: str, layout: str
 ) -> None:
