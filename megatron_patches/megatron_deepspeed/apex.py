@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -84,5 +85,6 @@ def modules() -> dict[str, ModuleType]:
     made = {}
     for name, names in contents.items():
         made[name] = ModuleType(name, "Stand-in of ds_usp.")
+        made[name].__spec__ = ModuleSpec(name, None)  # others look for it with find_spec
         vars(made[name]).update(names)
     return made

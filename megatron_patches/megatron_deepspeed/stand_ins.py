@@ -5,6 +5,7 @@ Each goes in only where the real one is missing. What is called all the same say
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -25,17 +26,30 @@ class StandIn:
         name: of the module that is put in.
         needs: the package whose absence makes it necessary.
         purpose: what the host uses it for, with the package to install.
+        until: the module whose import needs it; afterwards nobody else shall see it. "": it stays.
     """
 
     name: str
     needs: str
     purpose: str
+    until: str = ""
 
 
+_HELPERS = "megatron.data.helpers"
 _STAND_INS = (
-    StandIn("transformers", "transformers", "tokenizers of Hugging Face: pip install transformers"),
-    StandIn("regex", "regex", "the tokenizer GPT2BPETokenizer: pip install regex"),
-    StandIn("six", "six", "the tokenizers of BERT: pip install six"),
+    StandIn(
+        "transformers",
+        "transformers",
+        "tokenizers of Hugging Face: pip install transformers",
+        until="megatron.tokenizer",
+    ),
+    StandIn(
+        "regex",
+        "regex",
+        "the tokenizer GPT2BPETokenizer: pip install regex",
+        until="megatron.tokenizer",
+    ),
+    StandIn("six", "six", "the tokenizers of BERT: pip install six", until="megatron.tokenizer"),
     StandIn(
         "megatron.model.vision.knn_monitor",
         "torchvision",
@@ -51,18 +65,22 @@ _STAND_INS = (
 
 def install_stand_ins() -> None:
     """Put a stand-in wherever a package is missing; the checkout must be importable."""
-    for row in _STAND_INS:
-        if row.name not in sys.modules and not _exists(row.needs):
-            sys.modules[row.name] = _MissingModule(row)
-    if not _exists("megatron.data.helpers"):
-        sys.modules["megatron.data.helpers"] = _LazyModule("megatron.data.helpers", _build_helpers)
     if _on_cuda() and not _exists("apex"):
         sys.modules.update(apex.modules())
+    missing = [row for row in _STAND_INS if row.name not in sys.modules and not _exists(row.needs)]
+    for row in missing:
+        sys.modules[row.name] = _MissingModule(row)
+    for row in missing:
+        if row.until:
+            importlib.import_module(row.until)
+            del sys.modules[row.name]
+    if _HELPERS not in sys.modules and not _exists(_HELPERS):
+        sys.modules[_HELPERS] = _LazyModule(_HELPERS, _build_helpers)
 
 
 def compile_helpers(original: Callable[[], None]) -> None:
     """Instead of ``make`` in the checkout: build its index builder in torch's extension cache."""
-    helpers = sys.modules.get("megatron.data.helpers")
+    helpers = sys.modules.get(_HELPERS)
     if isinstance(helpers, _LazyModule):
         helpers.load()
 
