@@ -86,11 +86,12 @@ def check_given(
     """
     given = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
     for name, value in given.items():
-        found = None if known is None else getattr(known, name)
-        if None not in (value, found) and value != found:
+        found = value if known is None else getattr(known, name)
+        if value is not None and value != found:
+            computed = "head_dim ** -0.5" if found is None else found
             raise ConfigError(
-                f"{name}={value} was given, but the local attention computes with {found}. Leave "
-                f"{name} out, or change the local attention"
+                f"{name}={value} was given, but the local attention computes with {computed}. "
+                f"Leave {name} out, or change the local attention"
             )
 
 
