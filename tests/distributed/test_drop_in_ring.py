@@ -135,9 +135,13 @@ def test_known_local_attentions_are_computed(pool: WorkerPool, name: str, batch_
 
 
 GIVEN: dict[str, tuple[dict[str, Any], Bounds, float]] = {
-    "mask": ({"mask": MaskSpec.causal()}, CAUSAL, PLAIN),
-    "mask and scale": ({"mask": MaskSpec.window(3, 1), "softmax_scale": 0.2}, (3, 1), 0.2),
-    "kernel": ({"mask": MaskSpec.full(), "kernel": "eager"}, FULL, PLAIN),
+    "mask": ({"mask": MaskSpec.causal(), "dropout_p": 0.0}, CAUSAL, PLAIN),
+    "mask and scale": (
+        {"mask": MaskSpec.window(3, 1), "softmax_scale": 0.2, "dropout_p": 0.0},
+        (3, 1),
+        0.2,
+    ),
+    "kernel": ({"mask": MaskSpec.full(), "dropout_p": 0.0, "kernel": "eager"}, FULL, PLAIN),
 }
 
 

@@ -46,6 +46,13 @@ def said(ctx: RankContext, setting: Setting, calls: list[dict[str, Any]]) -> lis
     return texts
 
 
+def own_forward() -> torch.nn.Module:
+    """Derived from a known class, but it computes something of its own."""
+    known = type(flash_self_attention())
+    body = {"__module__": "my_model", "forward": lambda self, q, k, v: q}
+    return type("MyAttention", (known,), body)()
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], list[str]]] = {
     "unknown": (nobody_knows, {}, {}, ["Identity must be known", "mask=MaskSpec", "ring 1"]),
     "same name elsewhere": (
@@ -54,6 +61,21 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
         {},
         ["FlashSelfAttention must be known"],
     ),
+    "own forward": (own_forward, {}, {}, ["MyAttention must be known"]),
+    "another mask": (
+        flash_self_attention,
+        {},
+        {"mask": MaskSpec.full()},
+        ["mask=full was given", "computes with causal"],
+    ),
+    "another scale": (core_attention, {}, {"softmax_scale": 0.3}, ["softmax_scale=0.3", "0.25"]),
+    "another scale than none": (
+        flash_self_attention,
+        {},
+        {"softmax_scale": 0.3},
+        ["softmax_scale=0.3"],
+    ),
+    "another dropout": (flash_self_attention, {}, {"dropout_p": 0.1}, ["dropout_p=0.1", "0.0"]),
     "padding": (core_attention, {"kind": "padding"}, {}, ["'padding'", "causal or no_mask"]),
     "padding in megatron-core": (megatron_core, {"kind": "padding"}, {}, ["'padding'"]),
     "ALiBi": (flash_attn, {"alibi": (1.0, 2.0)}, {}, ["ALiBi"]),
@@ -82,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
         torch.nn.Dropout,
         {"p": 0.4},
         {"mask": MaskSpec.causal()},
-        ["dropout 0.4"],
+        ["dropout_p=0.0"],
     ),
 }
 
@@ -111,14 +133,15 @@ SAME: dict[str, dict[str, Any]] = {
     "hidden pairs": {"args": (HIDDEN,)},
     "hidden pairs by name": {"kwargs": {"attention_mask": HIDDEN[None, None]}},
     "hidden pairs of each sample": {"args": (HIDDEN.expand(2, 1, TOKENS, TOKENS),)},
-    "visible pairs": {"kwargs": {"attn_mask": ~HIDDEN}},
     "minus infinity": {"args": (ADDITIVE,)},
     "a large negative number": {"args": (ADDITIVE.clamp_min(-1e4),)},
     "the least of bf16": {"args": (ADDITIVE.clamp_min(-3e38).bfloat16(),)},
     "causal": {"kwargs": {"causal": True}},
+    "the scale": {"kwargs": {"softmax_scale": HEAD_DIM**-0.5}},
     "is_causal": {"kwargs": {"is_causal": True, "dropout_p": 0.0}},
 }
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "visible pairs": ({"kwargs": {"attn_mask": ~HIDDEN}}, "True hides a pair"),
     "a window": ({"args": (~WINDOW,)}, "extra argument 0=a tensor [32, 32]"),
     "visible window": ({"kwargs": {"attention_mask": WINDOW}}, "attention_mask=a tensor"),
     "all visible": ({"args": (torch.ones_like(HIDDEN),)}, "causal mask"),
@@ -154,11 +177,16 @@ def test_arguments_that_ask_for_something_else_are_refused(pool: WorkerPool) -> 
             assert "Leave it out" in text and "ring degree 1" in text
 
 
-WINDOWS = [(WINDOW, ""), (~WINDOW, ""), (HIDDEN, "window(3, 0)"), (ADDITIVE, "window(3, 0)")]
+WINDOWS = [
+    (WINDOW, ""),
+    (~WINDOW, "lets a pair attend"),
+    (HIDDEN, "window(3, 0)"),
+    (ADDITIVE, "window(3, 0)"),
+]
 
 
 def test_masks_are_held_against_a_window_too(pool: WorkerPool) -> None:
-    setting = Setting(nobody_knows, {}, {"mask": MaskSpec.window(3)})
+    setting = Setting(nobody_knows, {}, {"mask": MaskSpec.window(3), "dropout_p": 0.0})
     calls = [{"args": (mask,)} for mask, _ in WINDOWS]
     for texts in pool.run(said, WORLD, setting=setting, calls=calls):
         for text, (_, fragment) in zip(texts, WINDOWS, strict=True):
