@@ -65,6 +65,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         """See :func:`ring_backward`."""
+        ctx.call.mesh.agreement.settle()
         return None, *ring_backward(ctx.call, dout.contiguous(), *ctx.saved_tensors)
 
 

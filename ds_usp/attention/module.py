@@ -15,7 +15,7 @@ from ds_usp.attention.local_attention import check_given, known_attention, ring_
 from ds_usp.attention.request import HeadTraffic, agreed, check_layout, check_tensors
 from ds_usp.attention.rotary import apply_rotary, check_rotary
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO, check_name
@@ -287,7 +287,7 @@ def _checked_layout(layout: str | TokenLayout, mesh: SequenceMesh) -> str | Toke
     if isinstance(layout, TokenLayout):
         fits = mesh.layout(layout.kind, layout.seq_len)
         if layout != fits:
-            raise ConfigError(f"layout {layout} is not for this mesh; for it: {fits}")
+            raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:
-        raise ConfigError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+        raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
     return layout

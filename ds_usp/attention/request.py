@@ -30,9 +30,9 @@ def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Chec
     try:
         text, result = check()
     except Exception as error:
-        mesh.agree("", error)
+        mesh.agreement.before_call("", error)
         raise
-    mesh.agree(text)
+    mesh.agreement.before_call(text)
     return result
 
 

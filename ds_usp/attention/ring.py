@@ -63,7 +63,7 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients ``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``.
 
-    A step's share of ``dk`` and ``dv`` travels in their dtype, as the kernel returns it.
+    A step's share of ``dk`` and ``dv`` travels in the dtype in which the kernel returns it.
     """
     dq, dk, dv = GradientSum(q), GradientSum(k), GradientSum(v)
     walk = _walk(call, call.schedule.backward_steps, k, v)
@@ -78,7 +78,7 @@ def ring_backward(
                 for total, part in zip(sums, parts, strict=True):
                     total.add(part, [(tile.k_start, tile.k_stop) for tile in tiles])
             if step.offset:
-                returns.send(step, [total.result() for total in sums])
+                returns.send(step, sums)
         returns.settle()
     return dq.result(), dk.result(), dv.result()
 
@@ -119,15 +119,18 @@ class _Returns:
         dv: GradientSum,
     ) -> None:
         self._channel = RingChannel(call.mesh.dkv_group, call.mesh.ledger, "ring_dkv")
-        self._buffer = _Buffer((k, v), call.schedule.longest)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        self._dtype = wide if call.kernel.caps.wide_gradients else k.dtype
+        self._buffer = _Buffer((k, v), call.schedule.longest, self._dtype)
         self._sums = dk, dv
         self._coming: tuple[tuple[torch.Tensor, torch.Tensor], Span] | None = None
 
-    def send(self, step: RingStep, gradients: Sequence[torch.Tensor]) -> None:
+    def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
         """Send a step's gradients to the block's owner and expect one's own from its user."""
         self.settle()
         coming = self._buffer.views(step.sends.length)
-        self._channel.post(gradients, coming, -step.offset)
+        leaving = [total.result(self._dtype) for total in gradients]
+        self._channel.post(leaving, coming, -step.offset)
         self._coming = coming, step.sends
 
     def close(self) -> None:
@@ -149,9 +152,14 @@ class _Returns:
 class _Buffer:
     """Room for keys and values (or their gradients) of up to ``tokens`` tokens."""
 
-    def __init__(self, like: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
+    def __init__(
+        self,
+        like: tuple[torch.Tensor, torch.Tensor],
+        tokens: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._like = like
-        self._flat = [x.new_empty(x[:, :1].numel() * tokens) for x in like]
+        self._flat = [x.new_empty(x[:, :1].numel() * tokens, dtype=dtype) for x in like]
 
     def views(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Contiguous ``[B, tokens, G, D]`` for each of the two."""

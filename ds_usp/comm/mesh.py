@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
-
-_TEXT_BYTES = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +32,7 @@ class SequenceMesh:
         sp_group, ulysses_group: process groups; None where one process needs none.
         kv_group, dkv_group: two communicators over the same ring ranks, so that gradients and
             keys/values do not queue behind each other.
-        control_group: where ranks compare each call before it moves anything, on the host.
+        agreement: where ranks compare what they are about to do.
         ledger: what this rank has sent through the mesh.
     """
 
@@ -49,7 +46,7 @@ class SequenceMesh:
     ulysses_group: dist.ProcessGroup | None = None
     kv_group: dist.ProcessGroup | None = None
     dkv_group: dist.ProcessGroup | None = None
-    control_group: dist.ProcessGroup | None = None
+    agreement: Agreement = field(default_factory=Agreement)
     ledger: CommLedger = field(default_factory=CommLedger)
 
     @classmethod
@@ -93,7 +90,8 @@ class SequenceMesh:
         size = dist.get_world_size(whole)
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is made: making it with ranks that see another grid would not end.
-        agree(whole, f"ulysses_degree {ulysses}, {order}", _refusal(size, ulysses, order))
+        refusal = _refusal(dist.get_process_group_ranks(whole), ulysses, order)
+        agree(whole, f"ulysses_degree {ulysses}, {order}", refusal)
         _even_out_group_counts(whole)
         return cls._over(whole, ulysses, size // ulysses, order)
 
@@ -119,7 +117,7 @@ class SequenceMesh:
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
         _even_out_group_counts(cast(dist.ProcessGroup, dist.group.WORLD))
-        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
         return cls.from_group(group, grid.size("ulysses"), order)
 
     @classmethod
@@ -144,7 +142,9 @@ class SequenceMesh:
             ulysses_group=ulysses_group,
             kv_group=_subgroup(group, peers["ring"]),
             dkv_group=_subgroup(group, peers["ring"]),
-            control_group=_control_group(group, ranks),
+            agreement=Agreement(
+                _control_group(group, ranks), waits=dist.get_backend(group) == "gloo"
+            ),
         )
 
     @property
@@ -162,11 +162,12 @@ class SequenceMesh:
         return TokenLayout(kind, seq_len, self.ulysses_degree, self.ring_degree, self.order)
 
     def agree(self, text: str, error: Exception | None = None) -> None:
-        """Check that every rank of the mesh says the same; collective over it, on the host.
+        """Check now that every rank of the mesh says the same; collective over it.
 
-        See :func:`agree`.
+        See :func:`ds_usp.comm.agreement.agree`.
         """
-        agree(self.control_group, text, error)
+        self.agreement.settle()
+        agree(self.agreement.group, text, error)
 
     def __str__(self) -> str:
         return (
@@ -175,8 +176,14 @@ class SequenceMesh:
         )
 
 
-def _refusal(size: int, ulysses: object, order: str) -> ConfigError | None:
-    """Why no grid of this ``ulysses`` degree lies over ``size`` ranks; None if one does."""
+def _refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | None:
+    """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
+    size = len(ranks)
+    if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
+        return ConfigError(
+            f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
+            "with ascending ranks"
+        )
     if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
         return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
     if size % ulysses:
@@ -190,56 +197,6 @@ def _refusal(size: int, ulysses: object, order: str) -> ConfigError | None:
     return None
 
 
-def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
-    """Check that every rank of a group says the same; collective over it.
-
-    Args:
-        group: the ranks; None is this process alone.
-        text: what this rank is about to do.
-        error: what this rank already knows to be wrong; all ranks then fail with it.
-
-    Raises:
-        MeshError: the ranks differ; the message shows each rank's text. On every rank.
-        Exception: ``error`` itself, on the rank that passed it.
-    """
-    said = f"error: {error}" if error else text
-    if group is not None:
-        digests = _all_gather(hashlib.sha256(said.encode()).digest(), group)
-        if len(set(digests)) > 1:
-            texts = _all_gather(_clipped(said).ljust(_TEXT_BYTES, b"\0"), group)
-            if error is None:
-                said_by = (each.rstrip(b"\0").decode(errors="replace") for each in texts)
-                table = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(said_by))
-                raise MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
-    if error is not None:
-        raise error
-
-
-def _clipped(text: str) -> bytes:
-    data = text.encode()
-    if len(data) <= _TEXT_BYTES:
-        return data
-    digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
-    return data[: _TEXT_BYTES - len(digest)] + digest
-
-
-def _all_gather(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(group))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [bytes(row.tolist()) for row in torch.stack(everyone).cpu()]
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors the group's backend sends; the CPU if it can."""
-    if "gloo" in dist.get_backend(group):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        raise MeshError(f"backend {dist.get_backend(group)} needs an accelerator, there is none")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 def _subgroup(
     parent: dist.ProcessGroup, ranks: list[int], backend: str | None = None
 ) -> dist.ProcessGroup | None:
@@ -249,10 +206,9 @@ def _subgroup(
     # Only members call: the ranks of other sequence-parallel groups need not take part.
     return dist.new_group(
         ranks,
-        timeout=parent._get_backend(_device(parent)).options._timeout,
+        timeout=parent._get_backend(transport_device(parent)).options._timeout,
         backend=backend or dist.get_backend(parent),
         use_local_synchronization=True,
-        sort_ranks=False,  # ranks keep their places in the parent's order
     )
 
 
@@ -270,7 +226,9 @@ def _even_out_group_counts(group: dist.ProcessGroup) -> None:
     has, so ranks with other numbers would wait for each other under other names.
     """
     count = len(c10d._world.pg_names)
-    counts = [int.from_bytes(each, "big") for each in _all_gather(count.to_bytes(8, "big"), group)]
+    counts = [
+        int.from_bytes(each, "big") for each in all_gather_bytes(count.to_bytes(8, "big"), group)
+    ]
     for _ in range(max(counts) - count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 

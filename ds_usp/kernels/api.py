@@ -35,6 +35,7 @@ class KernelCaps:
         max_head_dim: largest head dim; None means any.
         head_dim_multiple: the head dim must be a multiple of this.
         tiles: bands it computes in one call.
+        wide_gradients: it returns gradients in fp32; they then travel so.
     """
 
     devices: frozenset[str]
@@ -42,6 +43,7 @@ class KernelCaps:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     tiles: TileSupport = ANY_BAND
+    wide_gradients: bool = False
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""

@@ -18,6 +18,7 @@ class EagerKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset(),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+        wide_gradients=True,
     )
 
     def tile_forward(

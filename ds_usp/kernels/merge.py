@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -40,10 +41,8 @@ class OutputSum:
         start = 0
         for tile in tiles:
             rows, stop = slice(tile.q_start, tile.q_stop), start + tile.rows
-            old_lse, new_lse = lse[:, :, rows], part_lse[:, :, start:stop]
-            weight = torch.sigmoid(new_lse - old_lse).transpose(1, 2).unsqueeze(-1)
-            out[:, rows].lerp_(part[:, start:stop].to(out.dtype), weight)
-            old_lse.copy_(torch.logaddexp(old_lse, new_lse))
+            merge = _fused_merge() if out.is_cuda else _merge_rows
+            merge(out[:, rows], lse[:, :, rows], part[:, start:stop], part_lse[:, :, start:stop])
             start = stop
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +59,28 @@ class OutputSum:
         out, lse = self._sums
         self._sums = out.to(dtype), lse
         return self._sums
+
+
+Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _merge_rows(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Merge ``[B, S, H, D]`` and ``[B, H, S]`` in place, operation by operation."""
+    weight = torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), weight)
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+@lru_cache(maxsize=1)
+def _fused_merge() -> Merge:
+    """The Triton kernel, or the plain merge where Triton is not installed."""
+    try:
+        from ds_usp.kernels.merge_triton import merge_rows
+    except ImportError:
+        return _merge_rows
+    return merge_rows
 
 
 class GradientSum:
@@ -89,7 +110,7 @@ class GradientSum:
             self._total[:, begin:end] += part[:, start : start + end - begin]
             start += end - begin
 
-    def result(self) -> torch.Tensor:
-        """The sum in the shard's dtype; zeros where nothing was added."""
+    def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The sum in a dtype, the shard's if none is given; zeros where nothing was added."""
         total = torch.zeros_like(self._like) if self._total is None else self._total
-        return total.to(self._like.dtype)
+        return total.to(dtype or self._like.dtype)

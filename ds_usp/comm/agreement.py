@@ -1,0 +1,129 @@
+"""Ranks compare what they are about to do, so that those that differ raise instead of hanging."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from ds_usp.errors import MeshError
+
+_TEXT_BYTES = 2048
+
+
+class Agreement:
+    """One comparison a call, on the host, so that no stream waits for it.
+
+    Where tensors travel through gloo, and for every description that is new, the ranks wait for
+    the comparison before anything moves. On GPUs a description that they have agreed on before
+    is compared while the call runs, and looked at when the next call or the backward pass
+    begins: a GPU that waits for another rank does not stop the host from finding out why.
+
+    Args:
+        group: the ranks, over a host backend; None is one process alone.
+        waits: compare before every call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, waits: bool = True) -> None:
+        self.group = group
+        self._waits = waits
+        self._known: set[str] = set()
+        self._pending: tuple[dist.Work, list[torch.Tensor], str] | None = None
+
+    def before_call(self, text: str, error: Exception | None = None) -> None:
+        """Compare this call with the other ranks'.
+
+        Raises:
+            MeshError: the ranks differ in this call or in the last one; on every rank.
+            Exception: ``error`` itself, on the rank that passed it.
+        """
+        self.settle()
+        if self.group is None or self._waits or error is not None or text not in self._known:
+            agree(self.group, text, error)
+            self._known.add(text)
+            return
+        mine = _tensor(_digest(text), self.group)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+        self._pending = work, everyone, text
+
+    def settle(self) -> None:
+        """Look at the comparison that is under way, if any.
+
+        Raises:
+            MeshError: the ranks differed in the last call.
+        """
+        if self._pending is None:
+            return
+        (work, everyone, text), self._pending = self._pending, None
+        work.wait()
+        if len({bytes(each.tolist()) for each in everyone}) > 1:
+            _show_difference(self.group, text)
+
+
+def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
+    """Check that every rank of a group says the same; collective over it.
+
+    Args:
+        group: the ranks; None is this process alone.
+        text: what this rank is about to do.
+        error: what this rank already knows to be wrong; all ranks then fail with it.
+
+    Raises:
+        MeshError: the ranks differ; the message shows each rank's text. On every rank.
+        Exception: ``error`` itself, on the rank that passed it.
+    """
+    said = f"error: {error}" if error else text
+    if group is not None and len(set(all_gather_bytes(_digest(said), group))) > 1:
+        try:
+            _show_difference(group, said)
+        except MeshError:
+            if error is None:
+                raise
+    if error is not None:
+        raise error
+
+
+def _show_difference(group: dist.ProcessGroup | None, text: str) -> None:
+    """Raise with what each rank said; collective, where digests differed."""
+    if group is None:
+        return
+    texts = all_gather_bytes(_clipped(text).ljust(_TEXT_BYTES, b"\0"), group)
+    said = (each.rstrip(b"\0").decode(errors="replace") for each in texts)
+    table = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(said))
+    raise MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
+
+
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The same number of bytes from every rank."""
+    mine = _tensor(data, group)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(row.tolist()) for row in torch.stack(everyone).cpu()]
+
+
+def _tensor(data: bytes, group: dist.ProcessGroup) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport_device(group))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _clipped(text: str) -> bytes:
+    data = text.encode()
+    if len(data) <= _TEXT_BYTES:
+        return data
+    digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
+    return data[: _TEXT_BYTES - len(digest)] + digest
+
+
+def transport_device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors the group's backend sends; the CPU if it can."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        raise MeshError(f"backend {dist.get_backend(group)} needs an accelerator, there is none")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -1,0 +1,249 @@
+"""One attention, many implementations: each makes a step on this rank's share of the tokens.
+
+A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
+``[1, s_local, h_kv, d]``, bf16, causal. A peer that is not installed says so with ImportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ds_usp
+
+Step = Callable[[], None]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The whole sequence, before it is cut."""
+
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From ``seq_len:heads:kv_heads:head_dim``."""
+        return cls(*map(int, text.split(":")))
+
+    @property
+    def tflop(self) -> float:
+        """Forward and backward, causal half only: 2 + 5 matrix products."""
+        return 3.5 * 2 * self.seq_len**2 * self.heads * self.head_dim / 1e12
+
+    def __str__(self) -> str:
+        return f"{self.seq_len // 1024}K {self.heads}/{self.kv_heads} d{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, the kernel under it, and how to make its step."""
+
+    name: str
+    kernel: str
+    attend: Callable[[Shape], tuple[Attend, Shape, int]]
+
+    @property
+    def label(self) -> str:
+        """What stands in the table."""
+        return f"{self.name}, {self.kernel}"
+
+    def make(self, shape: Shape, forward_only: bool) -> Step:
+        """A step on fresh random tensors."""
+        attend, share, tokens = self.attend(shape)
+        heads = (share.heads, share.kv_heads, share.kv_heads, share.heads)
+        q, k, v, dout = (
+            torch.randn(1, tokens, h, share.head_dim, device="cuda", dtype=torch.bfloat16)
+            for h in heads
+        )
+        for x in (q, k, v):
+            x.requires_grad_(not forward_only)
+
+        def step() -> None:
+            out = attend(q, k, v)
+            if not forward_only:
+                torch.autograd.grad(out, (q, k, v), dout)
+
+        return step
+
+
+def all_contenders(kernels: Sequence[str], peers: Sequence[str]) -> list[Contender]:
+    """The single-GPU kernels, ours at every split, then the peers that were asked for."""
+    world = dist.get_world_size()
+    degrees = [u for u in range(world, 0, -1) if world % u == 0]
+    meshes = [ds_usp.SequenceMesh.from_group(None, u) for u in degrees]
+    found = [one_gpu(kernel) for kernel in kernels]
+    found += [ours(mesh, kernel) for kernel in kernels for mesh in meshes]
+    for peer in peers:
+        found += PEERS[peer](kernels)
+    return found
+
+
+def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: str) -> Attend:
+    """usp_attention as a function of q, k and v."""
+    mask = ds_usp.MaskSpec.causal()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
+
+    return attend
+
+
+def ours(mesh: ds_usp.SequenceMesh, kernel: str) -> Contender:
+    """This package over one mesh."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        layout = mesh.layout("zigzag", shape.seq_len)
+        return usp_attend(mesh, layout, kernel), shape, layout.length(mesh.rank)
+
+    return Contender(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend)
+
+
+def one_gpu(kernel: str) -> Contender:
+    """The kernel alone on the whole sequence and a GPU's share of the heads: the limit."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        world = dist.get_world_size()
+        mesh = ds_usp.SequenceMesh.single()
+        share = Shape(
+            shape.seq_len, shape.heads // world, max(shape.kv_heads // world, 1), shape.head_dim
+        )
+        return (
+            usp_attend(mesh, mesh.layout("contiguous", shape.seq_len), kernel),
+            share,
+            shape.seq_len,
+        )
+
+    return Contender("one GPU", kernel, attend)
+
+
+def _sdpa(kernel: str) -> Attend:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[kernel]):
+            out = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
+    """DeepSpeed's DistributedAttention around the same kernel."""
+    for kernel in kernels:
+
+        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+            import deepspeed.comm
+            from deepspeed.sequence.layer import DistributedAttention
+
+            if not deepspeed.comm.is_initialized():
+                deepspeed.comm.init_distributed("nccl", verbose=False)
+            single = ds_usp.SequenceMesh.single()
+            layout = single.layout("contiguous", shape.seq_len)
+            local = _sdpa(kernel) if kernel in BACKENDS else usp_attend(single, layout, kernel)
+            attention = DistributedAttention(local, dist.group.WORLD, 2, 1)
+            tokens = shape.seq_len // dist.get_world_size()
+            return lambda q, k, v: attention(q, k, v, 0), shape, tokens
+
+        yield Contender("DeepSpeed ulysses", kernel, attend)
+
+
+def _rotated(local: Attend, mesh: object, method: str) -> Attend:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        set_rotate_method(method)
+        with context_parallel(mesh):
+            return local(q, k, v)
+
+    return attend
+
+
+def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
+    """torch's context parallel, keys and values gathered or rotated by all-to-all."""
+    for kernel in (k for k in kernels if k in BACKENDS):
+        for method in ("allgather", "alltoall"):
+
+            def attend(
+                shape: Shape, kernel: str = kernel, method: str = method
+            ) -> tuple[Attend, Shape, int]:
+                from torch.distributed.device_mesh import init_device_mesh
+
+                world = dist.get_world_size()
+                mesh = init_device_mesh("cuda", (world,))
+                return _rotated(_sdpa(kernel), mesh, method), shape, shape.seq_len // world
+
+            yield Contender(f"torch {method}", kernel, attend)
+
+
+def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
+    """yunchang's LongContextAttention on FlashAttention-2, zigzag."""
+    world = dist.get_world_size()
+    for ulysses in (u for u in range(world, 0, -1) if world % u == 0):
+
+        def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
+            from yunchang import LongContextAttention, set_seq_parallel_pg
+            from yunchang.kernels import AttnType
+
+            set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
+            attention = LongContextAttention(
+                ring_impl_type="zigzag", attn_type=AttnType.TORCH_FLASH
+            )
+            return (
+                lambda q, k, v: attention(q, k, v, causal=True),
+                shape,
+                shape.seq_len // world,
+            )
+
+        yield Contender(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
+
+
+def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
+    """TransformerEngine's DotProductAttention under context parallelism, on cuDNN."""
+    world = dist.get_world_size()
+    everyone = list(range(world))
+    kinds = ["p2p", "a2a"] + (["a2a+p2p"] if world == 4 else [])
+    for kind in kinds:
+
+        def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, int]:
+            from transformer_engine.pytorch import DotProductAttention
+
+            attention = DotProductAttention(
+                shape.heads,
+                shape.head_dim,
+                num_gqa_groups=shape.kv_heads,
+                attention_dropout=0.0,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+            )
+            group: object = dist.group.WORLD
+            if kind == "a2a+p2p":
+                pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+                rank = dist.get_rank()
+                group = [pairs[rank // 2], pairs[2 + rank % 2]]
+            attention.set_context_parallel_group(group, everyone, torch.cuda.Stream(), kind)
+
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return attention(q, k, v).unflatten(2, (shape.heads, -1))
+
+            return run, shape, shape.seq_len // world
+
+        yield Contender(f"TransformerEngine {kind}", "cudnn", attend)
+
+
+PEERS = {
+    "deepspeed": deepspeed_ulysses,
+    "torch": torch_context_parallel,
+    "yunchang": yunchang,
+    "te": transformer_engine,
+}
