@@ -23,13 +23,15 @@ class Settings(MeshSettings):
     Args:
         layout: ``contiguous`` is how batches are cut for DeepSpeed, so nothing else changes;
             another one balances causal work, but then the model's batches have to be cut by it.
-        mask, softmax_scale: what the local attention computes, where a ring cannot read it off.
+        mask, softmax_scale, dropout_p: what the local attention computes, where a ring cannot
+            read it.
         also_in: modules that have imported the class by name already, as ``package.module:Name``.
     """
 
     layout: str | ds_usp.TokenLayout = "contiguous"
     mask: ds_usp.MaskSpec | None = None
     softmax_scale: float | None = None
+    dropout_p: float | None = None
     also_in: tuple[str, ...] = ()
 
 
@@ -46,10 +48,11 @@ def patches(given: Mapping[str, Any]) -> PatchSet:
             Patch(
                 "deepspeed.sequence.layer:DistributedAttention",
                 bound_attention(
-                    settings.ulysses_degree,
+                    ulysses_degree=settings.ulysses_degree,
                     layout=settings.layout,
                     mask=settings.mask,
                     softmax_scale=settings.softmax_scale,
+                    dropout_p=settings.dropout_p,
                     kernel=settings.kernel,
                 ),
                 also_in=settings.also_in,

@@ -9,19 +9,14 @@ import torch
 import torch.distributed as dist
 
 import ds_usp
-from megatron_patches.meshes import Meshes
 
 
-def bound_attention(ulysses_degree: int | None, **settings: Any) -> type[ds_usp.USPAttention]:
+def bound_attention(**settings: Any) -> type[ds_usp.USPAttention]:
     """A class to stand in the place of ``deepspeed.sequence.layer.DistributedAttention``.
 
-    All its instances over one group share one mesh.
-
     Args:
-        ulysses_degree: of every mesh.
-        settings: further keywords of ``USPAttention``.
+        settings: the keywords of ``USPAttention`` that DeepSpeed's class does not have.
     """
-    meshes = Meshes()
 
     class DistributedAttention(ds_usp.USPAttention):
         """Attention over a sequence that is spread over ranks; see ``ds_usp.USPAttention``."""
@@ -42,7 +37,6 @@ def bound_attention(ulysses_degree: int | None, **settings: Any) -> type[ds_usp.
                 gather_idx,
                 sp_stream,
                 num_kv_heads,
-                mesh=meshes.over(sequence_process_group, ulysses_degree),
                 **settings,
             )
 

@@ -16,7 +16,7 @@ from ds_usp import ConfigError, LayoutError, MaskSpec, PatchError, UnsupportedAt
 WORLD, B, S = 4, 2, 32
 LIMIT = 1e-5
 MODULE = "deepspeed_model:DistributedAttention"  # which has imported the class by name
-PATCHED = {"also_in": (MODULE,), "mask": MaskSpec.causal()}
+PATCHED = {"also_in": (MODULE,), "mask": MaskSpec.causal(), "dropout_p": 0.0}
 
 Results = list[torch.Tensor]
 
