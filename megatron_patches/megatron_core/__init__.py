@@ -7,12 +7,8 @@ from typing import Any
 
 from megatron_patches.megatron_core import rows
 from megatron_patches.megatron_core.context_parallel import ContextParallel, Settings
-from megatron_patches.megatron_core.core_attention import USPCoreAttention, usp_layer_spec
-from megatron_patches.megatron_core.groups import initialize_groups
 from megatron_patches.patch import PatchSet
 from megatron_patches.settings import read_settings
-
-__all__ = ["USPCoreAttention", "initialize_groups", "patches", "usp_layer_spec"]
 
 _HOST = "megatron_core"
 

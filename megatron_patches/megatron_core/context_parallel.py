@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.meshes import Meshes
 from megatron_patches.settings import MeshSettings
 
 USP = "usp"  # the cp_comm_type of a layer that is ours
+_ORDER = "ulysses-ring"  # that of hierarchical_context_parallel_sizes: the inner level is Ulysses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,12 @@ class Settings(MeshSettings):
             gives them, otherwise all ranks of a context-parallel group.
         layout: ``context_parallel`` is the order of megatron-core's own batch slicing and rotary
             embedding; with another one the program has to cut both.
+        everywhere: ours also where ``context_parallel_size`` is 1. megatron-core's own attention
+            holds all scores of a sequence at once.
     """
 
     layout: str | ds_usp.TokenLayout = "context_parallel"
+    everywhere: bool = False
 
 
 class ContextParallel:
@@ -39,7 +42,6 @@ class ContextParallel:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._meshes = Meshes()
 
     def initialize_model_parallel(
         self, original: Callable[..., None], *args: Any, **kwargs: Any
@@ -84,8 +86,8 @@ class ContextParallel:
             MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
         """
         given = inspect.signature(original).bind(core, *args, **kwargs).arguments
-        config = given["config"]
-        if config.context_parallel_size == 1 or not _is_ours(given):
+        alone = given["config"].context_parallel_size == 1 and not self._settings.everywhere
+        if alone or not _is_ours(given):
             original(core, *args, **kwargs)
             return
         from megatron_patches.megatron_core.core_attention import USPCoreAttention
@@ -112,7 +114,7 @@ class ContextParallel:
         degree = self._settings.ulysses_degree
         if degree is None and levels:
             degree = dist.get_world_size(levels[0])
-        return self._meshes.over(group, degree)
+        return ds_usp.SequenceMesh.shared(group, degree, _ORDER)
 
     def _check_degrees(self, size: int, levels: Sequence[int] | None) -> None:
         degree = self._settings.ulysses_degree

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -108,24 +105,6 @@ class USPCoreAttention(torch.nn.Module):
             kernel=self.kernel,
         )
         return out.transpose(0, 1).flatten(2)
-
-
-def usp_layer_spec(
-    mesh: ds_usp.SequenceMesh,
-    layout: ds_usp.TokenLayout,
-    *,
-    normalization: str,
-    kernel: str = "auto",
-) -> ModuleSpec:
-    """megatron-core's local GPT layer with our core attention.
-
-    Args:
-        normalization: ``RMSNorm`` or ``LayerNorm``.
-    """
-    spec = get_gpt_layer_local_spec(normalization=normalization)
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = partial(USPCoreAttention, mesh=mesh, layout=layout, kernel=kernel)
-    return spec
 
 
 def _mask(

@@ -32,7 +32,7 @@ def check_dense_mask(
             f"of this rank in {layout}. USP attention computes one rule over global positions for "
             "every sequence. Pass attention_mask=None, and leave reset_attention_mask off"
         )
-    mesh.agree_on_call("a dense mask that says what the rule says", error)
+    mesh.agree("a dense mask that says what the rule says", error)
 
 
 def _says(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:

@@ -9,9 +9,9 @@ from ds_usp.training import ParallelGroups
 
 
 def initialize_groups(
-    *, tensor: int, ulysses: int, ring: int, pipeline: int
+    *, tensor: int, sequence: int, pipeline: int
 ) -> tuple[ds_usp.SequenceMesh, ParallelGroups]:
-    """Create every process group of this world through megatron-core's parallel state.
+    """Create every process group of this world through megatron-core's patched parallel state.
 
     Rank order, innermost first: tensor, Ulysses, ring, data, pipeline. megatron-core's
     context-parallel group is the sequence-parallel group, Ulysses ranks next to each other.
@@ -19,7 +19,7 @@ def initialize_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
-        context_parallel_size=ulysses * ring,
+        context_parallel_size=sequence,
         create_gloo_process_groups=False,
         order="tp-cp-ep-dp-pp",
     )
@@ -32,4 +32,4 @@ def initialize_groups(
         model=parallel_state.get_model_parallel_group(),
         stages=pipeline,
     )
-    return ds_usp.SequenceMesh.from_group(sp, ulysses_degree=ulysses), groups
+    return parallel_state.get_sequence_mesh(), groups

@@ -98,17 +98,18 @@ def test_a_stock_program_gives_one_ranks_loss_and_gradients(
                 assert difference < LIMIT, f"{name}: {weight} differs by {difference:.1e}"
 
 
-def attention_classes(ctx: RankContext) -> list[str]:
+def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
     """What stands in the slot at context parallel 1 and above, in turn."""
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    megatron_patches.apply("megatron_core", ulysses_degree=1)
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    megatron_patches.apply("megatron_core", ulysses_degree=1, everywhere=everywhere)
     names = []
     for size in (1, 2):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=size)
         config = TransformerConfig(
             num_layers=1,
             hidden_size=8,
@@ -121,9 +122,11 @@ def attention_classes(ctx: RankContext) -> list[str]:
     return names
 
 
-def test_only_layers_with_context_parallelism_are_ours() -> None:
-    expected = ["DotProductAttention", "USPCoreAttention"]
-    assert fork_world(attention_classes, 2) == [expected] * 2
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_layers_without_context_parallelism_are_ours_on_request(everywhere: bool) -> None:
+    alone = "USPCoreAttention" if everywhere else "DotProductAttention"
+    found = fork_world(attention_classes, 2, everywhere=everywhere)
+    assert found == [[alone, "USPCoreAttention"]] * 2
 
 
 def groups_on_rank(ctx: RankContext) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankContext, fork_world
 
-from ds_usp import MeshError, UnsupportedAttentionError
+from ds_usp import MeshError, SequenceMesh, UnsupportedAttentionError
 
 S, B, H, G, D = 24, 2, 4, 2, 8
 SERVED = {
@@ -39,13 +39,15 @@ REFUSED = {
 
 def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) -> list[torch.Tensor]:
     """Output and gradients of one core attention, from the same numbers each time."""
+    from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_patches.megatron_core import USPCoreAttention, initialize_groups
+    from megatron_patches.megatron_core.core_attention import USPCoreAttention
 
-    mesh, _ = initialize_groups(tensor=1, ulysses=1, ring=1, pipeline=1)
+    parallel_state.initialize_model_parallel()
+    mesh = SequenceMesh.single()
     config = TransformerConfig(
         num_layers=2,
         hidden_size=H * D,

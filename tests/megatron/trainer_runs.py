@@ -12,6 +12,8 @@ from unittest import mock
 
 from harness import RankContext, fork_world
 
+import megatron_patches
+
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 if str(TRAINER) not in sys.path:
     sys.path.insert(0, str(TRAINER))
@@ -63,6 +65,7 @@ def start(flags: str, output_dir: Path | str) -> Any:
 
     prepare_deepspeed()
     parallel_state.destroy_model_parallel()
+    megatron_patches.restore()
     return Run(arguments(flags, output_dir))
 
 

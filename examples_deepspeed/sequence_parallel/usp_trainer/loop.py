@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_usp import SequenceMesh
+import megatron_patches
+from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, owned_parameters
-from megatron_patches.megatron_core import initialize_groups
+from megatron_patches.megatron_core.groups import initialize_groups
 from usp_trainer import checkpoint, report
 from usp_trainer.arguments import check
 from usp_trainer.checkpoint import Progress
@@ -32,13 +33,21 @@ class Run:
 
     def __init__(self, args: Namespace) -> None:
         self.args = args = check(args, dist.get_world_size())
+        layout = TokenLayout(
+            args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
+        )
+        megatron_patches.apply(
+            "megatron_core",
+            ulysses_degree=args.ulysses_degree,
+            layout=layout,
+            kernel=args.usp_kernel,
+            everywhere=True,
+        )
         self.mesh, self.groups = initialize_groups(
             tensor=args.tensor_model_parallel_size,
-            ulysses=args.ulysses_degree,
-            ring=args.ring_degree,
+            sequence=args.ds_sequence_parallel_size,
             pipeline=args.pipeline_model_parallel_size,
         )
-        layout = self.mesh.layout(args.usp_layout, seq_len=args.seq_length)
         self.data = TokenData(args, layout, self.mesh.rank, dist.get_rank(self.groups.dp))
         args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)
         device = torch.device(args.device)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
-from megatron_patches.megatron_core import usp_layer_spec
 
 
 class Embedding(nn.Module):
@@ -191,7 +191,7 @@ def layer_specs(
     rotary = None
     if args.use_rotary_position_embeddings:
         rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
-    spec = usp_layer_spec(mesh, layout, normalization=config.normalization, kernel=args.usp_kernel)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
