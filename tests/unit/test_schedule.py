@@ -67,7 +67,7 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
 
 def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring() -> None:
     draw = random.Random(4)
-    for index in range(2000):
+    for index in range(1500):
         ulysses, ring = draw.randint(1, 4), draw.randint(1, 5)
         seq_len = 2 * ulysses * ring + draw.randint(0, 30)
         kind, order = ALL_LAYOUTS[index % 4], draw.choice(ALL_ORDERS)
