@@ -68,15 +68,23 @@ count_steps() {
   : "${lr_warmup_iters:=$((lr_warmup_tokens_in_million * 1000000 / tokens_per_step))}"
 }
 
-# Where ranks run: the hosts of a file, this machine's GPUs, or its CPUs.
+# Where ranks run: the hosts of a file, this machine's CPUs, or its GPUs, all or those that
+# CUDA_VISIBLE_DEVICES names. The launcher reads that variable only if it is told nothing else.
 count_gpus() {
   if [[ -n "$hostfile" ]]; then
     [[ -z "$num_gpus" ]] || fail "HOSTFILE counts the GPUs of every node: leave NUM_GPUS out"
     [[ -f "$hostfile" ]] || fail "HOSTFILE=$hostfile does not exist; a line is: worker-0 slots=8"
     num_gpus="$(awk -F 'slots=' 'NF > 1 { sum += $2 } END { print sum + 0 }' "$hostfile")"
     ((num_gpus)) || fail "HOSTFILE=$hostfile names no slots; a line is: worker-0 slots=8"
-  elif [[ -z "$num_gpus" && "$device" == cpu ]]; then
-    num_gpus="$replica"
+    where=(--hostfile "$hostfile")
+    return
+  elif [[ "$device" == cpu ]]; then
+    : "${num_gpus:=$replica}"
+  elif [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
+    [[ -z "$num_gpus" ]] || fail "CUDA_VISIBLE_DEVICES names the GPUs: leave NUM_GPUS out"
+    num_gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)"
+    where=()
+    return
   elif [[ -z "$num_gpus" ]]; then
     num_gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
     if ((!num_gpus)); then
@@ -84,6 +92,7 @@ count_gpus() {
       num_gpus="$replica"
     fi
   fi
+  where=(--num_gpus "$num_gpus")
 }
 
 check_degrees() {
@@ -254,8 +263,7 @@ config="$output_home/config/$jobname.json"
 log="$output_home/log/$jobname.log"
 
 common_flags
-command=(deepspeed --log_level error --master_port "$master_port")
-if [[ -n "$hostfile" ]]; then command+=(--hostfile "$hostfile"); else command+=(--num_gpus "$num_gpus"); fi
+command=(deepspeed --log_level error --master_port "$master_port" "${where[@]}")
 if [[ -n "$host" ]]; then
   host_flags
   command+=(--module megatron_patches.run "$host/pretrain_gpt.py" "${flags[@]}" "$@")

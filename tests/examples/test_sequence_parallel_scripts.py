@@ -205,6 +205,12 @@ def test_the_gpus_of_this_machine_are_counted(tmp_path: Path) -> None:
     assert "--num_gpus 8" in dry_run("1.3B", PATH=path)
 
 
+def test_visible_gpus_are_counted_and_left_to_the_launcher() -> None:
+    printed = dry_run("1.3B", CUDA_VISIBLE_DEVICES="4,5,6,7")
+    assert "--num_gpus" not in printed
+    assert "_g4_" in printed
+
+
 def test_several_nodes_come_from_a_host_file(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("worker-0 slots=8\nworker-1 slots=8\n")
@@ -230,6 +236,10 @@ REFUSED = {
     "precision": ({"PRECISION": "fp16"}, "PRECISION='fp16' must be bf16 or fp32"),
     "host file": ({"HOSTFILE": "/none"}, "HOSTFILE=/none does not exist"),
     "host file and GPUs": ({"HOSTFILE": "/none", "NUM_GPUS": "4"}, "leave NUM_GPUS out"),
+    "two numbers of GPUs": (
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "NUM_GPUS": "8"},
+        "CUDA_VISIBLE_DEVICES names the GPUs: leave NUM_GPUS out",
+    ),
     "no GPU": ({"DRY_RUN": "0", "DATA_PATH": __file__}, "no GPU here. Set NUM_GPUS"),
     "no data": ({"DRY_RUN": "0", "NUM_GPUS": "4"}, "set DATA_PATH to a UTF-8 text file"),
     "lost data": (
