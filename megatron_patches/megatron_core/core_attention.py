@@ -106,6 +106,9 @@ class USPCoreAttention(torch.nn.Module):
         )
         return out.transpose(0, 1).flatten(2)
 
+    def extra_repr(self) -> str:
+        return f"{self.mesh}, {self.layout}, {self.mask}, kernel {self.kernel}"
+
 
 def _mask(
     attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
