@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import megatron_patches
-from ds_usp.errors import ConfigError, USPError
+from ds_usp.errors import ConfigError, PatchError, USPError
 from megatron_patches.patch import UNCHECKED_FLAG
 
 HOST = "megatron_deepspeed"
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
         ConfigError: no script, or one that is in no checkout.
-        PatchError: a checkout, or a DeepSpeed, that the patches do not know.
+        PatchError: a checkout, or a DeepSpeed, that the patches do not know or cannot reach.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     unchecked = UNCHECKED_FLAG in arguments
@@ -32,7 +32,12 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(f"no script to run. {__doc__}")
     arguments.remove(script)
     megatron_patches.prepare(HOST, Path(script))
-    megatron_patches.apply(HOST, unchecked=unchecked)
+    stale = megatron_patches.apply(HOST, unchecked=unchecked).stale()
+    if stale:
+        raise PatchError(
+            f"{', '.join(stale)} still hold what was replaced: a module imported it by name "
+            "before the patches went in. Add it to also_in of its row"
+        )
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

@@ -24,6 +24,7 @@ class Refusal:
     fix: str
 
 
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 _REFUSALS = (
     Refusal(
         lambda args, _: not args.deepspeed,
@@ -87,6 +88,29 @@ _REFUSALS = (
         "--partition-activations with tensor parallelism fails in the host itself, sequence "
         "parallel or not",
         "Leave it out: activations are cut along the sequence",
+    ),
+    Refusal(
+        lambda args, config: (
+            args.fp16
+            and args.pipeline_model_parallel_size > 1
+            and not config.get("zero_optimization", {}).get("stage")
+        ),
+        "fp16 with ZeRO-0 under a pipeline clips in an optimizer of its own, which is not proven",
+        "Use ZeRO-1, or bf16",
+    ),
+    Refusal(
+        lambda _, config: (
+            config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
+            or config.get("zero_optimization", {}).get("zero_quantized_gradients")
+            or config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0
+        ),
+        "ZeRO++ and MiCS reduce gradients by groups that know no sequence axis",
+        "Leave out zero_hpz_partition_size, zero_quantized_gradients and mics_shard_size",
+    ),
+    Refusal(
+        lambda _, config: config.get("optimizer", {}).get("type", "").lower() in _ONE_BIT,
+        "a 1-bit optimizer averages gradients itself, over the data-parallel ranks alone",
+        "Use --optimizer adam",
     ),
     Refusal(
         lambda _, config: "sequence_parallel_size" in config,

@@ -33,11 +33,11 @@ def pretrain(
     **kwargs: Any,
 ) -> Any:
     """Look the script's model provider up when it is called, and not before it is patched."""
-    script = sys.modules[model_provider.__module__]
+    script = sys.modules.get(getattr(model_provider, "__module__", SCRIPT))
+    name = getattr(model_provider, "__name__", "")
 
     def provide(*args: Any, **kwargs: Any) -> Any:
-        current = getattr(script, model_provider.__name__, model_provider)
-        return current(*args, **kwargs)
+        return getattr(script, name, model_provider)(*args, **kwargs)
 
     return original(
         train_valid_test_dataset_provider,

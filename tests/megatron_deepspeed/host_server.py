@@ -34,6 +34,8 @@ def serve(checkout: Path, folder: Path) -> None:
     import pretrain_gpt  # noqa: F401 - for what it imports
     from megatron.data import helpers
 
+    del sys.modules["pretrain_gpt"]  # it holds functions that the patches are going to replace
+
     helpers.build_sample_idx  # noqa: B018 - compile the index builder before anyone forks
     write_data(folder / "text")
     answer("ready")

@@ -127,6 +127,46 @@ def test_adam_and_clipping_over_stages(host: HostServer) -> None:
     assert relative_difference(norms, expected_norms) < LIMIT
 
 
+ZERO = {
+    "z3-buckets": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 1000,
+        "stage3_param_persistence_threshold": 10,
+    },
+    "z3-all-reduce": {"stage": 3, "reduce_scatter": False},
+    "z3-offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "z2-buckets": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1000},
+    "z2-all-reduce": {"stage": 2, "reduce_scatter": False},
+    "z2-offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "z1-all-reduce": {"stage": 1, "reduce_scatter": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ZERO)
+def test_zeros_other_ways_of_reducing(host: HostServer, options: str) -> None:
+    zero = ZERO[options]
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    text = flags(sp=2, u=1, zero=zero["stage"], config=config, more="--micro-batch-size 1")
+    ranks = host.run(4, text)
+    losses, norms = one_rank(host, "gpt", "", STEPS)
+    assert relative_difference(numbers(ranks), losses) < LIMIT
+    assert relative_difference(ranks[0]["norms"], norms) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["prescale_gradients", "gradient_predivide_factor"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_scaling_before_the_sum(host: HostServer, zero: int, how: str) -> None:
+    config = {how: True if how.startswith("pre") else 2.0}
+    text = flags(sp=2, u=1, zero=zero, config=config, more="--micro-batch-size 1")
+    assert (
+        relative_difference(numbers(host.run(4, text)), one_rank(host, "gpt", "", STEPS)[0]) < LIMIT
+    )
+
+
 def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
     """(grid, ZeRO stage, model, recompute, layout)."""
     for grid, (_, degrees) in GRIDS.items():

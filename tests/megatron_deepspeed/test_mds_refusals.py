@@ -53,6 +53,8 @@ def test_deepspeeds_configuration_is_read_too(host: HostServer) -> None:
     for config, message in (
         ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size says it"),
         ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "ZeRO++ and MiCS"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "1-bit optimizer"),
     ):
         for seen in host.attempt(2, flags(config=config, **SP2)):
             assert message in str(seen["refused"])
