@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ds_usp.attention.request import (
     HeadTraffic,
@@ -20,7 +19,7 @@ from ds_usp.attention.request import (
 from ds_usp.attention.ring import RingCall, ring_backward, ring_forward
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import ring_schedule
@@ -40,11 +39,9 @@ class SeqAllToAll(torch.autograd.Function):
         return exchange.to_heads(tensors) if to_heads else exchange.to_sequence(tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        reverse = ctx.exchange.to_sequence if ctx.to_heads else ctx.exchange.to_heads
-        return None, None, *reverse(grads)
+        return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
 
 
 class RingAttention(torch.autograd.Function):
@@ -62,9 +59,13 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         """See :func:`ring_backward`."""
+        if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
+            raise UnsupportedAttentionError(
+                "the gradient of attention was asked to be differentiable itself "
+                "(create_graph=True), which no kernel here computes"
+            )
         ctx.call.mesh.agreement.settle()
         return None, *ring_backward(ctx.call, dout.contiguous(), *ctx.saved_tensors)
 

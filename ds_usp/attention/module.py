@@ -88,11 +88,6 @@ class USPAttention(torch.nn.Module):
         order: str = DEFAULT_SP_ORDER,
     ) -> None:
         super().__init__()
-        if scatter_idx != 2 or gather_idx not in (0, 1):
-            raise ConfigError(
-                f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
-                "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
-            )
         if mesh is None:
             mesh = SequenceMesh.shared(sequence_process_group, ulysses_degree, order)
         elif ulysses_degree is not None or sequence_process_group is not None:
@@ -100,20 +95,27 @@ class USPAttention(torch.nn.Module):
                 "a mesh was given, which has its group and degrees; leave sequence_process_group "
                 "and ulysses_degree out"
             )
-        check_name(kernel)
-        known = known_attention(local_attention)
-        check_given(known, mask, softmax_scale, dropout_p)
+
+        def check() -> tuple[str, HostArguments | None]:
+            _check_dims(scatter_idx, gather_idx)
+            _check_layout_kind(layout, mesh)
+            check_name(kernel)
+            known = known_attention(local_attention)
+            check_given(known, mask, softmax_scale, dropout_p)
+            text = f"USPAttention with layout {layout}, kernel {kernel}"
+            if mesh.ring_degree == 1:
+                return text, None
+            given = ring_attention(local_attention, known, mask, softmax_scale, dropout_p)
+            return f"{text}, {given}", HostArguments(given)
+
+        self._host = agreed(mesh, check)
         self.local_attn = local_attention
         self.mesh = mesh
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self.kernel = kernel
-        self._layout = _checked_layout(layout, mesh)
-        self._host: HostArguments | None = None
-        if mesh.ring_degree > 1:
-            given = ring_attention(local_attention, known, mask, softmax_scale, dropout_p)
-            self._host = HostArguments(given)
+        self._layout = layout
 
     @torch.compiler.disable
     def forward(
@@ -282,12 +284,19 @@ class USPAttention(torch.nn.Module):
                 x.register_hook(hand_over)
 
 
-def _checked_layout(layout: str | TokenLayout, mesh: SequenceMesh) -> str | TokenLayout:
-    """The layout, refused at construction where it cannot be right for the mesh."""
+def _check_dims(scatter_idx: int, gather_idx: int) -> None:
+    if scatter_idx != 2 or gather_idx not in (0, 1):
+        raise ConfigError(
+            f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
+            "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
+        )
+
+
+def _check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
+    """Refuse at construction what cannot be right for the mesh."""
     if isinstance(layout, TokenLayout):
         fits = mesh.layout(layout.kind, layout.seq_len)
         if layout != fits:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:
         raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
-    return layout

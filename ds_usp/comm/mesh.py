@@ -106,7 +106,7 @@ class SequenceMesh:
     def build(cls, grid: RankGrid) -> SequenceMesh:
         """The mesh of this process in a grid that has axes ``ulysses`` and ``ring``.
 
-        Collective over each sequence-parallel group of the grid.
+        Collective over the world.
 
         Raises:
             ConfigError: the grid is not as large as the world.
@@ -116,7 +116,9 @@ class SequenceMesh:
             raise ConfigError(f"the grid has {grid.world_size} ranks, the world has {have}")
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
-        _even_out_group_counts(cast(dist.ProcessGroup, dist.group.WORLD))
+        world = cast(dist.ProcessGroup, dist.group.WORLD)
+        agree(world, f"grid {grid}")
+        _even_out_group_counts(world)
         group = dist.new_group(list(ranks), use_local_synchronization=True)
         return cls.from_group(group, grid.size("ulysses"), order)
 

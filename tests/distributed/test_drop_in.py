@@ -13,7 +13,7 @@ import torch
 from harness import RankContext, WorkerPool
 from local_attentions import Local, rotary
 
-from ds_usp import TokenLayout, USPAttention
+from ds_usp import MaskSpec, TokenLayout, USPAttention
 
 WORLD = 4
 
@@ -190,3 +190,61 @@ def uneven_tokens(ctx: RankContext, seq_len: int) -> float:
 
 def test_a_layout_says_the_length_of_a_sequence_that_does_not_divide(pool: WorkerPool) -> None:
     assert max(pool.run(uneven_tokens, WORLD, seq_len=37)) < 1e-6
+
+
+def second_derivative(ctx: RankContext, ulysses: int) -> str:
+    """What create_graph=True gives: a differentiable gradient, or a refusal."""
+    attention = USPAttention(
+        torch.nn.Identity() if ulysses < WORLD else _Product(),
+        ctx.group,
+        gather_idx=1,
+        ulysses_degree=ulysses,
+        mask=MaskSpec.causal(),
+        dropout_p=0.0,
+    )
+    q, k, v = (share(Setting(), ctx.rank, 8, i).requires_grad_() for i in range(3))
+    try:
+        (grad,) = torch.autograd.grad(attention(q, k, v, 0).sum(), q, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), k)
+    except ValueError as error:
+        return str(error)
+    return f"{float(second.abs().max()) > 0}"
+
+
+class _Product(torch.nn.Module):
+    """Any differentiable function of q, k and v."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q * k * v
+
+
+def test_a_second_derivative_is_right_or_refused(pool: WorkerPool) -> None:
+    assert pool.run(second_derivative, WORLD, ulysses=WORLD) == ["True"] * WORLD
+    for said in pool.run(second_derivative, WORLD, ulysses=2):
+        assert "create_graph=True" in said
+
+
+def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
+    """What constructing with one rank's wrong arguments says on this rank."""
+    wrong = arguments if ctx.rank == 0 else {}
+    try:
+        USPAttention(Local(0), ctx.group, **wrong)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"scatter_idx": 1}, "scatter_idx=1"),
+        ({"layout": "zig"}, "unknown token layout 'zig'"),
+        ({"kernel": "flash9"}, "unknown attention kernel 'flash9'"),
+        ({"layout": TokenLayout("zigzag", 32, 2, 2)}, "is not for this mesh"),
+    ],
+)
+def test_one_rank_that_is_constructed_wrongly_stops_all(
+    pool: WorkerPool, arguments: dict[str, Any], said: str
+) -> None:
+    for text in pool.run(construct, WORLD, arguments=arguments):
+        assert said in text
