@@ -41,6 +41,7 @@ class SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
+        ctx.exchange.mesh.agreement.settle()
         return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
 
 
@@ -56,10 +57,11 @@ class RingAttention(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # none is ever there for the log-sum-exp
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         """See :func:`ring_backward`."""
         if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
             raise UnsupportedAttentionError(
@@ -67,7 +69,9 @@ class RingAttention(torch.autograd.Function):
                 "(create_graph=True), which no kernel here computes"
             )
         ctx.call.mesh.agreement.settle()
-        return None, *ring_backward(ctx.call, dout.contiguous(), *ctx.saved_tensors)
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        return None, *ring_backward(ctx.call, dout, q, k, v, out, lse)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class USPCall:
 
     traffic: HeadTraffic
     ring: RingCall
+    with_lse: bool
 
 
 def plan_call(
@@ -89,6 +94,7 @@ def plan_call(
     softmax_scale: float | None,
     dropout_p: float,
     kernel: str,
+    with_lse: bool = False,
 ) -> tuple[str, USPCall]:
     """Check this rank's part of a call; see :func:`usp_attention`.
 
@@ -108,17 +114,18 @@ def plan_call(
     chosen = select_kernel(KernelRequest(q.device.type, q.dtype, q.shape[3], mask), kernel)
     schedule = ring_schedule(layout, mask, mesh.ring_rank, chosen.caps.tiles)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
-    return ", ".join(texts), USPCall(traffic, RingCall(mesh, schedule, chosen, scale))
+    texts.append("with lse" if with_lse else "without lse")
+    return ", ".join(texts), USPCall(traffic, RingCall(mesh, schedule, chosen, scale), with_lse)
 
 
 def run_call(
-    call: USPCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_lse: bool = False
+    call: USPCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Out ``[b, s_local, h, d]`` of a call that all ranks agreed on, and lse if asked for."""
     q, k, v = exchange(call.traffic.qkv, True, q, k, v)
     out, lse = RingAttention.apply(call.ring, q, k, v)
     (out,) = exchange(call.traffic.out, False, out)
-    if not with_lse:
+    if not call.with_lse:
         return out, None
     (lse,) = exchange(call.traffic.out, False, lse.transpose(1, 2).unsqueeze(-1))
     return out, lse.squeeze(-1).transpose(1, 2)
@@ -200,7 +207,11 @@ def usp_attention(
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
-        MeshError: the ranks disagree about the call. Every rank raises in all of these cases.
+        MeshError: the ranks disagree about the call.
+
+    Every rank raises in all of these cases, before anything moves. On GPUs a rank that departs
+    from a call on which all agreed before is reported when the next call or the backward pass
+    begins (see ``Agreement``).
 
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
@@ -217,7 +228,9 @@ def usp_attention(
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
             kernel=kernel,
+            with_lse=return_lse,
         ),
+        q,
     )
-    out, lse = run_call(call, q, k, v, with_lse=return_lse)
+    out, lse = run_call(call, q, k, v)
     return (out, lse) if return_lse else out

@@ -102,11 +102,10 @@ class USPAttention(torch.nn.Module):
             check_name(kernel)
             known = known_attention(local_attention)
             check_given(known, mask, softmax_scale, dropout_p)
-            text = f"USPAttention with layout {layout}, kernel {kernel}"
             if mesh.ring_degree == 1:
-                return text, None
+                return "a USPAttention", None
             given = ring_attention(local_attention, known, mask, softmax_scale, dropout_p)
-            return f"{text}, {given}", HostArguments(given)
+            return "a USPAttention", HostArguments(given)
 
         self._host = agreed(mesh, check)
         self.local_attn = local_attention
@@ -147,6 +146,7 @@ class USPAttention(torch.nn.Module):
         plan = agreed(
             self.mesh,
             lambda: self._plan(query, key, value, batch_dim_idx, rotary_pos_emb, args, kwargs),
+            query,
         )
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
         if isinstance(plan.call, HeadTraffic):

@@ -18,8 +18,14 @@ from ds_usp.geometry.layout import TokenLayout
 Checked = TypeVar("Checked")
 
 
-def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Checked:
+def agreed(
+    mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]], like: object = None
+) -> Checked:
     """Run a check on every rank and go on only if all passed and described the same call.
+
+    Args:
+        like: a tensor of the call. Where it lies on a GPU and the call is a known one, the
+            ranks do not wait for the comparison (see ``Agreement``).
 
     An error on one rank is raised there and reported on the others, so nobody waits for a rank
     that has left.
@@ -30,9 +36,10 @@ def agreed(mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]]) -> Chec
     try:
         text, result = check()
     except Exception as error:
-        mesh.agreement.before_call("", error)
+        mesh.agreement.before_call("", error=error)
         raise
-    mesh.agreement.before_call(text)
+    on_host = not isinstance(like, torch.Tensor) or like.device.type == "cpu"
+    mesh.agreement.before_call(text, wait=on_host)
     return result
 
 

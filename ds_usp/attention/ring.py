@@ -2,9 +2,11 @@
 
 Both walk a printed plan of integers and know no layout, mask or library by name. While a rank
 computes with one block of keys and values, the next one comes straight from its owner; gradients
-go straight home and are summed there in fp32. Two block buffers and one gradient buffer serve any
-number of steps. Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from
-the final log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
+go straight home and are summed there in fp32. Two block buffers, the gradients that leave and one
+buffer for those that come serve any number of steps.
+
+Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from the final
+log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
 
 Letters of the shapes: B batch, S query tokens, T tokens of this rank's keys and values, H query
 heads, G key/value heads, D head dim.
@@ -146,7 +148,7 @@ class _Returns:
         self._coming = None
         if span.length:
             for total, part in zip(self._sums, parts, strict=True):
-                total.add(part, [span])
+                total.add(part, [span], borrowed=True)
 
 
 class _Buffer:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -12,54 +15,76 @@ from ds_usp.errors import MeshError
 _TEXT_BYTES = 2048
 
 
+Pending = tuple[dist.Work, list[torch.Tensor], str]
+
+
 class Agreement:
     """One comparison a call, on the host, so that no stream waits for it.
 
-    Where tensors travel through gloo, and for every description that is new, the ranks wait for
+    Where tensors travel on the host, and for every description that is new, the ranks wait for
     the comparison before anything moves. On GPUs a description that they have agreed on before
     is compared while the call runs, and looked at when the next call or the backward pass
-    begins: a GPU that waits for another rank does not stop the host from finding out why.
+    begins: a GPU that waits for another rank does not stop the host from finding out why. A mesh
+    on which that has happened is of no use any more, and says so at every call.
 
     Args:
         group: the ranks, over a host backend; None is one process alone.
-        waits: compare before every call.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, waits: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self._waits = waits
         self._known: set[str] = set()
-        self._pending: tuple[dist.Work, list[torch.Tensor], str] | None = None
+        self._pending: list[Pending] = []  # at most one
+        self._broken: MeshError | None = None
+        weakref.finalize(self, _wait_out, self._pending)
 
-    def before_call(self, text: str, error: Exception | None = None) -> None:
+    def before_call(self, text: str, *, error: Exception | None = None, wait: bool = True) -> None:
         """Compare this call with the other ranks'.
 
+        Args:
+            text: what this rank is about to do.
+            error: what it already knows to be wrong.
+            wait: wait for the comparison even if the text is known.
+
         Raises:
-            MeshError: the ranks differ in this call or in the last one; on every rank.
+            MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
             Exception: ``error`` itself, on the rank that passed it.
         """
         self.settle()
-        if self.group is None or self._waits or error is not None or text not in self._known:
+        if self.group is None or wait or error is not None or text not in self._known:
             agree(self.group, text, error)
             self._known.add(text)
             return
         mine = _tensor(_digest(text), self.group)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-        self._pending = work, everyone, text
+        self._pending.append((work, everyone, text))
 
     def settle(self) -> None:
         """Look at the comparison that is under way, if any.
 
         Raises:
-            MeshError: the ranks differed in the last call.
+            MeshError: the ranks differed in the last call, or in an earlier one.
         """
-        if self._pending is None:
+        if self._broken is not None:
+            raise self._broken
+        if not self._pending:
             return
-        (work, everyone, text), self._pending = self._pending, None
+        work, everyone, text = self._pending.pop()
         work.wait()
         if len({bytes(each.tolist()) for each in everyone}) > 1:
-            _show_difference(self.group, text)
+            try:
+                _show_difference(self.group, text)
+            except MeshError as error:
+                self._broken = error
+                raise
+
+
+def _wait_out(pending: list[Pending]) -> None:
+    """At the end of the process: torch aborts one that leaves a collective behind."""
+    for work, *_ in pending:
+        with contextlib.suppress(RuntimeError):
+            work.wait(datetime.timedelta(seconds=5))
 
 
 def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
@@ -120,10 +145,8 @@ def _clipped(text: str) -> bytes:
 
 
 def transport_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors the group's backend sends; the CPU if it can."""
-    if "gloo" in dist.get_backend(group):
+    """A device whose tensors the group can send; the CPU if that is one."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        raise MeshError(f"backend {dist.get_backend(group)} needs an accelerator, there is none")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(kinds.pop(), torch.accelerator.current_device_index())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -144,9 +145,7 @@ class SequenceMesh:
             ulysses_group=ulysses_group,
             kv_group=_subgroup(group, peers["ring"]),
             dkv_group=_subgroup(group, peers["ring"]),
-            agreement=Agreement(
-                _control_group(group, ranks), waits=dist.get_backend(group) == "gloo"
-            ),
+            agreement=Agreement(_control_group(group, ranks)),
         )
 
     @property
@@ -205,18 +204,22 @@ def _subgroup(
     """A communicator of its own over some ranks of a group, with its backend and timeout."""
     if len(ranks) == 1:
         return None
+    own = dist.get_backend(parent)
     # Only members call: the ranks of other sequence-parallel groups need not take part.
-    return dist.new_group(
+    group = dist.new_group(
         ranks,
         timeout=parent._get_backend(transport_device(parent)).options._timeout,
-        backend=backend or dist.get_backend(parent),
+        backend=backend or (None if own == "undefined" else own),
         use_local_synchronization=True,
     )
+    # Point-to-point messages need a communicator that all its ranks have met in.
+    dist.all_reduce(torch.zeros(1, device=transport_device(group)), group=group)
+    return group
 
 
 def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
     """Where ranks compare what they are about to do: on the host, so that no stream waits."""
-    if dist.get_backend(group) == "gloo":
+    if transport_device(group).type == "cpu":
         return group
     return _subgroup(group, ranks, backend="gloo")
 

@@ -68,9 +68,11 @@ class RingChannel:
         """
         if not self.busy:
             raise MeshError(f"no {self._kind} exchange was posted")
-        for work in self._works:
+        works, leaving = self._works, self._leaving
+        self._works, self._leaving, self.busy = [], [], False  # also where a wait fails
+        for work in works:
             work.wait()
-        self._works, self._leaving, self.busy = [], [], False
+        del leaving  # what is being sent lives until it is
 
     def close(self) -> None:
         """Wait for what is under way, if anything: after an error, so that the next call does not

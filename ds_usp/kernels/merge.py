@@ -96,9 +96,16 @@ class GradientSum:
         self._like = like
         self._total: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Add the parts of these token spans, which stand in ``part`` one after the other."""
-        if self._total is None and part.shape[1] == self._like.shape[1]:
+    def add(
+        self, part: torch.Tensor, spans: Sequence[tuple[int, int]], *, borrowed: bool = False
+    ) -> None:
+        """Add the parts of these token spans, which stand in ``part`` one after the other.
+
+        Args:
+            borrowed: the memory of ``part`` will be used again, so it cannot be taken over.
+        """
+        whole = self._total is None and part.shape[1] == self._like.shape[1]
+        if whole and not borrowed:
             self._total = part
             return
         wide = torch.promote_types(self._like.dtype, torch.float32)

@@ -19,7 +19,8 @@ def _merge(  # type: ignore[no-untyped-def]
     part_lse_batch, part_lse_head,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block = tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     old_at = lse + batch * lse_batch + head * lse_head + row

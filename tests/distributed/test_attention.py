@@ -80,6 +80,20 @@ def test_degrees_need_not_be_powers_of_two(
     check(pool, cases, ulysses, ring)
 
 
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize("ring", [3, 4, 7])
+def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str) -> None:
+    # Not causal: the first token's dq would be 0, which leaves nothing to be relative to.
+    shortest = 2 * ring if layout == "context_parallel" else ring
+    cases = [
+        Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel)
+        for seq_len, mask, kernel in product(
+            range(shortest, shortest + 4), ("full", "window ahead"), ("auto", "eager")
+        )
+    ]
+    check(pool, cases, 1, ring)
+
+
 def mean_errors(
     pool: WorkerPool, case: Case, ulysses: int, ring: int, seeds: int
 ) -> dict[str, float]:

@@ -9,6 +9,7 @@ from harness import RankContext, WorkerPool
 from oracle import causal, dense_attention, relative_error
 
 import ds_usp
+from ds_usp.comm.agreement import Agreement
 
 
 def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
@@ -78,6 +79,67 @@ def test_ranks_that_differ_all_hear_what_each_said(pool: WorkerPool) -> None:
         assert isinstance(error, ds_usp.MeshError)
         assert "rank 0: 64 tokens" in str(error)
         assert "rank 1: 65 tokens" in str(error)
+
+
+def ask_for_lse(ctx: RankContext) -> str:
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, 2)
+    layout = mesh.layout("zigzag", 32)
+    x = torch.randn(1, 8, 4, 16)
+    mask = ds_usp.MaskSpec.causal()
+    try:
+        ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, return_lse=ctx.rank == 0)
+    except ds_usp.MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
+    for said in pool.run(ask_for_lse, 4):
+        assert "with lse" in said and "without lse" in said
+
+
+def late_difference(ctx: RankContext) -> list[str]:
+    """What a comparison that nobody waited for says at the next calls, as on GPUs."""
+    agreement = Agreement(ctx.group)
+    for text in ("a", "b", "a"):
+        agreement.before_call(text, wait=False)
+    agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
+    said = []
+    for _ in range(2):
+        try:
+            agreement.before_call("a", wait=False)
+        except ds_usp.MeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_known_call_that_differs_is_told_at_the_next_one(pool: WorkerPool) -> None:
+    for said in pool.run(late_difference, 3):
+        assert len(said) == 2 and said[0] == said[1]
+        assert "rank 0: a" in said[0] and "rank 1: b" in said[0]
+
+
+def unsorted(ctx: RankContext) -> str:
+    group = dist.new_group([1, 0, 2], sort_ranks=False)
+    try:
+        ds_usp.SequenceMesh.from_group(group, 1)
+    except ds_usp.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_out_of_order_is_refused(pool: WorkerPool) -> None:
+    assert all("[1, 0, 2]" in said for said in pool.run(unsorted, 3))
+
+
+def after_other_groups(ctx: RankContext) -> float:
+    """A mesh over ranks of which one belongs to more groups than the others."""
+    dist.new_group([0])
+    return max(side_by_side(ctx))
+
+
+def test_ranks_may_belong_to_any_number_of_groups(pool: WorkerPool) -> None:
+    assert max(pool.run(after_other_groups, 4)) <= 1e-5
 
 
 def test_one_process_needs_no_process_group() -> None:
