@@ -7,8 +7,7 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
-
-DEFAULT_KERNEL = "auto"
+from ds_usp.geometry.ranks import divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class USPConfig:
     ulysses_degree: int | None = None
     layout: str = "zigzag"
     order: str = DEFAULT_SP_ORDER
-    kernel: str = DEFAULT_KERNEL
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("sp_degree", "ulysses_degree"):
@@ -40,7 +39,7 @@ class USPConfig:
             if not whole and (degree is not None or name == "sp_degree"):
                 raise ConfigError(f"{name}={degree!r} must be a whole number of 1 or more")
         if self.sp_degree % self.ulysses:
-            fits = [str(u) for u in range(1, self.sp_degree + 1) if self.sp_degree % u == 0]
+            fits = map(str, divisors(self.sp_degree))
             raise ConfigError(
                 f"--ulysses-degree {self.ulysses} does not divide --ds-sequence-parallel-size "
                 f"{self.sp_degree}. Use one of {', '.join(fits)}."

@@ -14,6 +14,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.ranks import divisors
 
 Checked = TypeVar("Checked")
 
@@ -180,5 +181,5 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
 
 def _degrees_that_fit(heads: int, mesh: SequenceMesh) -> str:
     sp = mesh.sp_degree
-    fits = [u for u in range(min(heads, sp), 0, -1) if sp % u == 0]
+    fits = [u for u in reversed(divisors(sp)) if u <= heads]
     return f"For sp={sp} use --ulysses-degree " + ", ".join(f"{u} (ring {sp // u})" for u in fits)

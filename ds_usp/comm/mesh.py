@@ -14,7 +14,7 @@ from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
-from ds_usp.geometry.ranks import RankGrid
+from ds_usp.geometry.ranks import RankGrid, divisors
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ def _refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | Non
     if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
         return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
     if size % ulysses:
-        fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
+        fits = ", ".join(map(str, divisors(size)))
         return ConfigError(
             f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
             f"sequence-parallel group. Use one of {fits}."

@@ -41,11 +41,6 @@ class HeadSplit:
                 f"tensor-parallel rank, there are {self.heads}"
             )
 
-    @property
-    def is_even(self) -> bool:
-        """Every rank has as many heads of each kind as any other, and no KV head twice."""
-        return self.kv_heads % self.ulysses == 0
-
     def query_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the query heads of one Ulysses rank."""
         group = self.heads // self.kv_heads

@@ -48,16 +48,6 @@ def test_ranks_differ_by_one_head_or_one_group_at_most() -> None:
             # A KV head has as many users as another or one more, who share its group.
             users = split.ulysses // split.kv_heads
             assert max(counts) <= -(-group // users) and min(counts) >= group // (users + 1), split
-        sizes = {
-            (split.query_range(r)[1] - split.query_range(r)[0], *_size(split, r)) for r in ranks
-        }
-        twice = sum(_size(split, rank)[0] for rank in ranks) > split.kv_heads
-        assert split.is_even == (len(sizes) == 1 and not twice), split
-
-
-def _size(split: HeadSplit, rank: int) -> tuple[int]:
-    begin, end = split.kv_range(rank)
-    return (end - begin,)
 
 
 @pytest.mark.parametrize(
