@@ -137,11 +137,11 @@ def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
 
     models = original(*args, **kwargs)
     for name, parameter in models[0].named_parameters():
-        _set(_plain_name(name, get_args().num_layers), parameter)
+        _set(plain_name(name, get_args().num_layers), parameter)
     return models
 
 
-def _plain_name(name: str, num_layers: int) -> str:
+def plain_name(name: str, num_layers: int) -> str:
     """The name without how the model is built: as a pipeline or not."""
     name = name.removeprefix("module.")
     for prefix in ("language_model.embedding.", "language_model.encoder.", "language_model."):
@@ -168,11 +168,11 @@ def _set(name: str, parameter: torch.nn.Parameter) -> None:
     )
     with context, torch.no_grad():
         if parameter.numel():
-            parameter.copy_(_weight(name, parameter))
+            parameter.copy_(keyed_weight(name, parameter, STD))
 
 
-def _weight(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This tensor-parallel rank's part of the whole weight."""
+def keyed_weight(name: str, parameter: torch.nn.Parameter, std: float) -> torch.Tensor:
+    """This tensor-parallel rank's part of a whole weight that its name alone decides."""
     from megatron import get_args
     from megatron.core import parallel_state
 
@@ -190,7 +190,7 @@ def _weight(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     shape = list(parameter.shape)
     shape[dim] *= parts
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-    whole = STD * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    whole = std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     sections = [shape[dim]]
     if "query_key_value" in name:
         kv = args.kv_channels * args.num_key_value_heads
