@@ -19,12 +19,13 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 
 # Which parts of ds_usp a part may import. `__init__` gathers the public names from all of them.
-_BASE = {"errors", "_version"}
+_BASE = {"errors", "notices", "_version"}
 _FLOOR_1 = _BASE | {"geometry"}
 _FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config"}
 FLOORS = {
     "_version": set(),
     "errors": set(),
+    "notices": set(),
     "geometry": _BASE | {"geometry"},
     "config": _FLOOR_1,
     "planner": _FLOOR_1 | {"planner"},
@@ -33,7 +34,7 @@ FLOORS = {
     "attention": _FLOOR_2 | {"attention"},
     "training": _FLOOR_2 | {"training"},
 }
-STDLIB_ONLY = {"_version", "errors", "geometry", "config"}
+STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
 PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.training"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}

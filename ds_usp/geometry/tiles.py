@@ -91,10 +91,12 @@ class TileSupport:
     Args:
         rectangular: causal tiles with more columns than rows, aligned to the bottom right.
         window: any other band.
+        tall: bands with more rows than columns, of those that it computes.
     """
 
     rectangular: bool = True
     window: bool = True
+    tall: bool = True
 
 
 ANY_BAND = TileSupport()
@@ -195,27 +197,26 @@ def _join(a: Tile, b: Tile) -> Tile | None:
 
 
 def _lowered(tile: Tile, support: TileSupport) -> list[Tile]:
-    """The tile as full and square causal ones where the kernel knows no more than these."""
+    """The tile as such ones as the kernel knows: full and square causal ones are always there."""
     left, right = tile.window
     if right is None and left is None:
         return [tile]
-    if left is not None:
-        if not support.window:
-            raise UnsupportedAttentionError(
-                f"a window of {left} tokens to the left needs a kernel with window support"
-            )
-        return [tile]
-    if right != 0:
-        if support.window and support.rectangular:
+    if left is not None and not support.window:
+        raise UnsupportedAttentionError(
+            f"a window of {left} tokens to the left needs a kernel with window support"
+        )
+    if left is None and right == 0:
+        if tile.rows == tile.columns or support.rectangular:
             return [tile]
-        # The rows below the diagonal's end see every column.
-        corner = tile.k_stop - tile.high
-        parts = _parts(replace(tile, q_stop=corner), replace(tile, q_start=corner))
-        return [small for part in parts for small in _lowered(part, support)]
-    if tile.rows == tile.columns or support.rectangular:
+        edge = tile.k_stop - tile.rows
+        return _parts(replace(tile, k_stop=edge), replace(tile, k_start=edge))
+    known = support.window and (support.rectangular or left is not None)
+    if known and (support.tall or tile.rows <= tile.columns):
         return [tile]
-    edge = tile.k_stop - tile.rows
-    return _parts(replace(tile, k_stop=edge), replace(tile, k_start=edge))
+    # Below the right bound's end rows see the last column, above the left one's start the first.
+    row = tile.k_start - tile.low + 1 if right is None else tile.k_stop - tile.high
+    parts = _parts(replace(tile, q_stop=row), replace(tile, q_start=row))
+    return [small for part in parts for small in _lowered(part, support)]
 
 
 def _parts(*tiles: Tile) -> list[Tile]:

@@ -174,16 +174,26 @@ class SingleTileKernel:
         raise NotImplementedError
 
 
-def require_capability(major: int, library: str) -> None:
+class UnsuitableDeviceError(ImportError):
+    """The GPU here is none of those that a library computes on: nothing to install would help."""
+
+
+def require_capability(major: int, library: str, *, only: bool = False) -> None:
     """Check the GPU before a library is tried on it.
 
+    Args:
+        only: later generations will not do either.
+
     Raises:
-        ImportError: no GPU, or one of an earlier generation.
+        UnsuitableDeviceError: no GPU, or one of another generation.
     """
     have = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if have[0] < major:
+    if have[0] < major or (only and have[0] > major):
+        wanted = f"{major}.x" if only else f"{major}.0"
         found = f"this one has {have[0]}.{have[1]}" if have[0] else "there is none here"
-        raise ImportError(f"{library} needs a GPU of compute capability {major}.0, {found}")
+        raise UnsuitableDeviceError(
+            f"{library} needs a GPU of compute capability {wanted}, {found}"
+        )
 
 
 def band(tile: Tile, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.eager import EagerKernel
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -27,10 +28,14 @@ class CudnnKernel(SingleTileKernel):
         require_capability(9, "cuDNN's attention")
         if not torch.backends.cudnn.is_available():
             raise ImportError("this torch has no cuDNN")
+        self._one_pair = EagerKernel()  # which cuDNN refuses
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if tile.rows == tile.columns == 1:
+            out, lse = self._one_pair.tile_forward(q, k, v, tile, scale)
+            return out.to(q.dtype), lse
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, tile.is_causal, scale=scale)
         return out.transpose(1, 2), lse.squeeze(-1)
@@ -46,6 +51,10 @@ class CudnnKernel(SingleTileKernel):
         tile: Tile,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if tile.rows == tile.columns == 1:
+            grads = self._one_pair.tile_backward(dout, q, k, v, out, lse, tile, scale)
+            dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+            return dq, dk, dv
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         # Without dropout the random state is passed through unread.
         unread = torch.empty((), dtype=torch.int64, device=q.device)

@@ -1,18 +1,30 @@
-"""FlashAttention-2 as it is built into torch for CUDA."""
+"""FlashAttention-2: the ``flash-attn`` package, or the same kernels as torch has them."""
 
 from __future__ import annotations
 
 import torch
+from packaging.version import Version
 
-from ds_usp.geometry.tiles import Tile
+from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.named_call import NamedCall
 
-_flash_forward = torch.ops.aten._flash_attention_forward
-_flash_backward = torch.ops.aten._flash_attention_backward
+_OLDEST = Version("2.6")
+_SHARED = (
+    "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
+    "softcap", "alibi_slopes",
+)  # fmt: skip
+
+_torch_forward = torch.ops.aten._flash_attention_forward
+_torch_backward = torch.ops.aten._flash_attention_backward
 
 
 class Flash2Kernel(SingleTileKernel):
-    """Grouped heads, windows and bottom-right causal masks natively (FlashAttention >= 2.1)."""
+    """Grouped heads, windows and bottom-right causal masks natively.
+
+    A window's bound of as many tokens as there are keys or more is none to the library, which is
+    right as long as there are no more queries than keys.
+    """
 
     name = "flash2"
     caps = KernelCaps(
@@ -20,16 +32,131 @@ class Flash2Kernel(SingleTileKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
+        tiles=TileSupport(tall=False),
     )
 
     def __init__(self) -> None:
         require_capability(8, "FlashAttention-2")
+        self._library: _Package | _Torch
+        try:
+            self._library = _Package()
+        except (ImportError, AttributeError):
+            self._library = _Torch()
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._library.forward(q, k, v, tile, scale)
+
+    def tile_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._library.backward(dout, q, k, v, out, lse.contiguous(), tile, scale)
+
+
+class _Package:
+    """The ``flash-attn`` package.
+
+    Raises:
+        ImportError: it is not installed (``flash-attn-4`` alone leaves a folder of its name), or
+            it is not a version that is known here.
+    """
+
+    def __init__(self) -> None:
+        import flash_attn
+        from flash_attn import flash_attn_interface as library
+
+        if Version(flash_attn.__version__) < _OLDEST:
+            raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_OLDEST}")
+        self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "return_softmax")
+        self._bwd = NamedCall(
+            library._flash_attn_backward,
+            *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
+        )  # fmt: skip
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SingleTileKernel.tile_forward`."""
         left, right = tile.window
-        out, lse, *_ = _flash_forward(
+        results = self._fwd(
+            q=q,
+            k=k,
+            v=v,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=tile.is_causal,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        # 2.6 returns its padded inputs too, between the output and these last three.
+        lse, _, _ = results[-3:]
+        return results[0], lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :meth:`SingleTileKernel.tile_backward`."""
+        left, right = tile.window
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self._bwd(
+            dout=dout,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=tile.is_causal,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
+        )
+        return dq, dk, dv
+
+
+class _Torch:
+    """FlashAttention-2 as it is built into torch for CUDA.
+
+    Raises:
+        ImportError: it is not built in.
+    """
+
+    def __init__(self) -> None:
+        if not torch.backends.cuda.is_flash_attention_available():
+            raise ImportError("neither flash-attn is here nor FlashAttention in this torch")
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SingleTileKernel.tile_forward`."""
+        left, right = tile.window
+        out, lse, *_ = _torch_forward(
             q,
             k,
             v,
@@ -46,7 +173,7 @@ class Flash2Kernel(SingleTileKernel):
         )
         return out, lse
 
-    def tile_backward(
+    def backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -57,16 +184,17 @@ class Flash2Kernel(SingleTileKernel):
         tile: Tile,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :meth:`SingleTileKernel.tile_backward`."""
         left, right = tile.window
         # Without dropout the random state is passed through unread.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
-        return _flash_backward(
+        return _torch_backward(
             dout,
             q,
             k,
             v,
             out,
-            lse.contiguous(),
+            lse,
             None,
             None,
             tile.rows,

@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.kernels.api import AttentionKernel, KernelRequest
+from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
+
+Reason = str | Exception
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class KernelRow:
 # Best first: "auto" takes the first that can serve the request.
 KERNELS = (
     KernelRow("flash4", "ds_usp.kernels.flash4", "Flash4Kernel"),
+    KernelRow("flash3", "ds_usp.kernels.flash3", "Flash3Kernel"),
     KernelRow("cudnn", "ds_usp.kernels.cudnn", "CudnnKernel"),
     KernelRow("flash2", "ds_usp.kernels.flash2", "Flash2Kernel"),
+    KernelRow("efficient", "ds_usp.kernels.efficient", "EfficientKernel"),
     KernelRow("sdpa", "ds_usp.kernels.sdpa", "SdpaKernel"),
     KernelRow("eager", "ds_usp.kernels.eager", "EagerKernel"),
 )
@@ -39,20 +43,40 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
     """
     check_name(name)
-    rows = [row for row in KERNELS if name in (AUTO, row.name)]
     reasons = []
-    for row in rows:
-        kernel_class, reason = _import(row)
-        if kernel_class is not None:
-            reason = kernel_class.caps.refusal(request)
-        if kernel_class is not None and reason is None:
-            kernel, reason = _load(row)
+    for row in KERNELS:
+        if name in (AUTO, row.name):
+            kernel, reason = _serving(row, request)
             if kernel is not None:
                 return kernel
-        reasons.append(f"  {row.name}: {reason}")
+            reasons.append(f"  {row.name}: {reason}")
     raise UnsupportedAttentionError(
         f"no attention kernel serves {request.dtype} on {request.device} with head dim "
         f"{request.head_dim} and a {request.mask} mask:\n" + "\n".join(reasons)
+    )
+
+
+@lru_cache(maxsize=1024)
+def missing_libraries(request: KernelRequest) -> str | None:
+    """What to tell whoever asks for "auto" and gets less than the device could do, in one line.
+
+    None where no library would serve the request better; its device decides then, or its dtype.
+
+    Raises:
+        UnsupportedAttentionError: no kernel can serve the request.
+    """
+    chosen = select_kernel(request)
+    better = KERNELS[: [row.name for row in KERNELS].index(chosen.name)]
+    reasons = [(row.name, _serving(row, request)[1]) for row in better]
+    missing = [
+        f"{name} ({str(reason).splitlines()[0]})"
+        for name, reason in reasons
+        if isinstance(reason, Exception) and not isinstance(reason, UnsuitableDeviceError)
+    ]
+    if not missing:
+        return None
+    return f"attention runs on the kernel {chosen.name}; faster ones cannot be used: " + ", ".join(
+        missing
     )
 
 
@@ -79,18 +103,34 @@ def available_kernels(device: str) -> list[KernelRow]:
     ]
 
 
+def _serving(
+    row: KernelRow, request: KernelRequest
+) -> tuple[AttentionKernel | None, Reason | None]:
+    """The kernel if it can serve the request, or why not: an exception if it cannot be used here.
+
+    Its class is asked first, whose answer holds on every machine.
+    """
+    kernel_class, reason = _import(row)
+    if kernel_class is None or (refusal := kernel_class.caps.refusal(request)) is not None:
+        return None, reason or refusal
+    kernel, reason = _load(row)
+    if kernel is None or (refusal := kernel.caps.refusal(request)) is not None:
+        return None, reason or refusal
+    return kernel, None
+
+
 @lru_cache(maxsize=64)
-def _import(row: KernelRow) -> tuple[type[AttentionKernel] | None, str | None]:
+def _import(row: KernelRow) -> tuple[type[AttentionKernel] | None, Exception | None]:
     """The kernel's class, or why its file cannot be imported."""
     try:
         found = getattr(import_module(row.module), row.attribute)
         return cast(type[AttentionKernel], found), None
     except (ImportError, AttributeError) as error:
-        return None, f"cannot be imported: {error}"
+        return None, ImportError(f"cannot be imported: {error}")
 
 
 @lru_cache(maxsize=64)
-def _load(row: KernelRow) -> tuple[AttentionKernel | None, str | None]:
+def _load(row: KernelRow) -> tuple[AttentionKernel | None, Exception | None]:
     """The kernel, or why its library cannot be used on this machine."""
     kernel_class, reason = _import(row)
     if kernel_class is None:
@@ -98,4 +138,4 @@ def _load(row: KernelRow) -> tuple[AttentionKernel | None, str | None]:
     try:
         return kernel_class(), None
     except (ImportError, AttributeError) as error:
-        return None, str(error)
+        return None, error

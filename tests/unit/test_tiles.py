@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,7 @@ from ds_usp import LayoutError, MaskSpec, UnsupportedAttentionError
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
 
-SUPPORTS = [
-    TileSupport(rectangular, window) for rectangular in (True, False) for window in (True, False)
-]
+SUPPORTS = [TileSupport(*flags) for flags in product((True, False), repeat=3)]
 Bounds = tuple[int | None, int | None]
 
 
@@ -50,6 +49,8 @@ def check_tile(tile: Tile, support: TileSupport) -> torch.Tensor:
         assert tile.is_full or tile.is_causal
     if not support.rectangular and left is None and not tile.is_full:
         assert tile.rows == tile.columns and right == 0
+    if not support.tall:
+        assert tile.is_full or tile.rows <= tile.columns
     return pairs
 
 
@@ -157,6 +158,19 @@ def test_what_a_kernel_cannot_do_in_one_call_is_cut() -> None:
     assert [str(tile) for tile in plain] == ["q[0:4] k[0:4] full", "q[0:4] k[4:8] causal"]
     ahead = plan_tiles(one(8), one(8), MaskSpec(None, 2), TileSupport(False, False))
     assert all(tile.is_full or (tile.is_causal and tile.rows == tile.columns) for tile in ahead)
+
+
+def test_a_tall_band_is_cut_in_three_at_most() -> None:
+    # 12 queries that meet 4 keys one after the other and leave them again.
+    def plan(support: TileSupport) -> list[str]:
+        return [str(tile) for tile in plan_tiles(one(12), one(4), MaskSpec(8, 0), support)]
+
+    assert plan(TileSupport()) == ["q[0:12] k[0:4] window(0,8)"]
+    assert plan(TileSupport(tall=False)) == [
+        "q[0:4] k[0:4] causal",
+        "q[4:9] k[0:4] full",
+        "q[9:12] k[1:4] window(0,None)",
+    ]
 
 
 def test_a_window_needs_a_kernel_with_windows() -> None:

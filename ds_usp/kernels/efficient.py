@@ -1,0 +1,118 @@
+"""Memory-efficient attention (xformers' kernels on CUTLASS), as it is built into torch for CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from ds_usp.geometry.tiles import Tile, TileSupport
+from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+
+_forward = torch.ops.aten._efficient_attention_forward
+_backward = torch.ops.aten._efficient_attention_backward
+
+_NO_MASK, _CAUSAL_BOTTOM_RIGHT = 0, 2
+_LSE_ROWS = 32
+_VECTOR_BYTES = 16
+
+
+class EfficientKernel(SingleTileKernel):
+    """The one for every GPU, and for fp32 without holding all scores at once.
+
+    fp32 is not TF32, whatever torch's switches say: from Ampere on the kernels add up three TF32
+    products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32). It has no grouped heads.
+    """
+
+    name = "efficient"
+    caps = KernelCaps(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        head_dim_multiple=8,
+        tiles=TileSupport(window=False),
+    )
+
+    def __init__(self) -> None:
+        require_capability(5, "memory-efficient attention")
+        if torch.cuda.get_device_capability() < (8, 0):
+            self.caps = replace(self.caps, dtypes=self.caps.dtypes - {torch.bfloat16})
+
+    def tile_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = _forward(
+            _aligned(q),
+            _for_each_head(k, q.shape[2]),
+            _for_each_head(v, q.shape[2]),
+            None,
+            None,
+            None,
+            None,
+            None,
+            0.0,
+            _mask_type(tile),
+            True,
+            scale=scale,
+        )
+        return out, lse[:, :, : tile.rows]
+
+    def tile_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # As forward pads it: rows that are not there weigh exp(score - inf) = 0.
+        padded = F.pad(lse, (0, -tile.rows % _LSE_ROWS), value=float("inf")).contiguous()
+        # Without dropout the random state is passed through unread.
+        unread = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = _backward(
+            _aligned(dout.contiguous()),
+            _aligned(q),
+            _for_each_head(k, q.shape[2]),
+            _for_each_head(v, q.shape[2]),
+            None,
+            _aligned(out.contiguous()),  # its row stride is taken for granted
+            None,
+            None,
+            tile.rows,
+            tile.columns,
+            padded,
+            0.0,
+            unread,
+            unread,
+            _mask_type(tile),
+            False,
+            scale=scale,
+        )
+        return dq, _group_sum(dk, k.shape[2]), _group_sum(dv, k.shape[2])
+
+
+def _mask_type(tile: Tile) -> int:
+    return _CAUSAL_BOTTOM_RIGHT if tile.is_causal else _NO_MASK
+
+
+def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, T, G, D]`` -> ``[B, T, H, D]``, a key/value head for each query head."""
+    groups = x.shape[2]
+    return _aligned(x if groups == heads else x.repeat_interleave(heads // groups, dim=2))
+
+
+def _group_sum(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    """``[B, T, H, D]`` -> ``[B, T, G, D]``, summed in fp32."""
+    if grad.shape[2] == groups:
+        return grad
+    return grad.unflatten(2, (groups, -1)).sum(3, dtype=torch.float32).to(grad.dtype)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if its vectors do not begin where the kernels load them."""
+    elements = _VECTOR_BYTES // x.element_size()
+    fits = x.data_ptr() % _VECTOR_BYTES == 0 and not any(n % elements for n in x.stride()[:3])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

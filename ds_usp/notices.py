@@ -1,0 +1,22 @@
+"""What the package says to the user unasked: one line, once a process, on one rank."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+
+def notice(text: str, *, rank: int) -> None:
+    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 has it to say.
+
+    Args:
+        text: the line.
+        rank: of the caller among those that have the same to say.
+    """
+    if rank == 0:
+        _say(text)
+
+
+@cache
+def _say(text: str) -> None:
+    logging.getLogger("ds_usp").warning("%s", text)

@@ -1,0 +1,73 @@
+"""Every kernel of this GPU on single tiles of every shape, against the reference kernel in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import relative_error
+
+from ds_usp import MaskSpec
+from ds_usp.geometry.segments import Segment
+from ds_usp.geometry.tiles import plan_tiles
+from ds_usp.kernels.eager import EagerKernel
+from ds_usp.kernels.merge import GradientSum, OutputSum
+from ds_usp.kernels.registry import _load, available_kernels
+
+SCALE = 0.2
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+KERNELS = [_load(row)[0] for row in available_kernels("cuda")]
+# Queries, keys, the position of the first query (keys begin at 0), the mask.
+SHAPES = {
+    "causal": (200, 200, 0, MaskSpec.causal()),
+    "causal, wide": (70, 200, 130, MaskSpec.causal()),
+    "causal, tall": (300, 40, 0, MaskSpec.causal()),
+    "full": (130, 67, 500, MaskSpec.causal()),
+    "one pair": (1, 1, 0, MaskSpec.causal()),
+    "window": (200, 200, 0, MaskSpec.window(33)),
+    "window, both sides": (200, 200, 0, MaskSpec.window(33, 9)),
+    "window, tall": (230, 40, 0, MaskSpec.window(200)),
+    "window, wide": (40, 300, 130, MaskSpec.window(70, 50)),
+    "window that leaves": (90, 40, 40, MaskSpec.window(90)),
+    "ahead": (128, 128, 0, MaskSpec(None, 17)),
+    "ahead, tall": (300, 40, 0, MaskSpec(None, 17)),
+}
+
+
+def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
+    """Out, lse and gradients of the queries with these keys alone."""
+    q, k, v, dout = tensors
+    rows, columns, start, mask = shape
+    segments = [Segment(start, rows)], [Segment(0, columns)]
+    tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
+    total = OutputSum(q)
+    for tile in tiles:
+        total.add(*kernel.forward(q, k, v, (tile,), scale=SCALE), (tile,))
+    out, lse = total.result()
+    sums = tuple(GradientSum(each) for each in (q, k, v))
+    for tile in tiles:
+        parts = kernel.backward(dout, q, k, v, out, lse, (tile,), scale=SCALE)
+        columns_of = (tile.k_start, tile.k_stop)
+        for each, part, span in zip(
+            sums, parts, ((tile.q_start, tile.q_stop), columns_of, columns_of), strict=True
+        ):
+            each.add(part, [span])
+    return out, lse, *(each.result() for each in sums)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type: ignore[no-untyped-def]
+    rows, columns, _, mask = SHAPES[shape]
+    if dtype not in kernel.caps.dtypes or (mask.left is not None and not kernel.caps.tiles.window):
+        pytest.skip("the kernel does not claim it")
+    for head_dim in (64, kernel.caps.max_head_dim or 256):
+        counts = ((rows, heads[0]), (columns, heads[1]), (columns, heads[1]), (rows, heads[0]))
+        tensors = [torch.randn(2, *n, head_dim, device="cuda").to(dtype) for n in counts]
+        got = attend(kernel, tensors, SHAPES[shape])
+        want = attend(EagerKernel(), [each.double() for each in tensors], SHAPES[shape])
+        for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            if true.abs().max() > 1e-9:  # nothing flows back to q and k through a single pair
+                error = relative_error(mine.cpu(), true.cpu())
+                assert error <= (1e-5 if name == "lse" else TOLERANCE[dtype]), f"{name}: {error}"
