@@ -3,6 +3,7 @@
 from ds_usp._version import __version__
 from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.module import USPAttention
+from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import USPConfig
@@ -32,6 +33,7 @@ __all__ = [
     "RankGrid",
     "SequenceMesh",
     "TokenLayout",
+    "Tuning",
     "USPAttention",
     "USPConfig",
     "USPError",

@@ -1,13 +1,18 @@
-"""Settings as one frozen value, and the only reader of argument namespaces."""
+"""Settings as one frozen value, and the only reader of argument namespaces and environment."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.geometry.ranks import divisors
+
+_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +77,23 @@ class USPConfig:
         }
         given = {field: getattr(args, name, None) for field, name in names.items()}
         return cls(**{field: value for field, value in given.items() if value is not None})
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """Symmetric memory that is shared in here is not bound to NVLink multicast, which is not used:
+    some hosts refuse it, and a program that dies with it can leave their GPUs unusable."""
+    before = os.environ.get(_MULTICAST)
+    os.environ[_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTICAST]
+        else:
+            os.environ[_MULTICAST] = before
+
+
+def peer_copies_disabled() -> bool:
+    """True where the user told NCCL that GPUs must not reach each other's memory."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"

@@ -14,6 +14,7 @@ import torch
 from harness import RankContext
 
 import ds_usp
+from ds_usp.attention.tuning import AUTO_TUNING
 
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
@@ -58,6 +59,7 @@ class Case:
     kernel: str = "auto"
     softmax_scale: float | None = None
     seed: int = 0
+    tuning: ds_usp.Tuning = AUTO_TUNING
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
@@ -69,6 +71,7 @@ class Case:
         return (
             f"{self.layout}-{self.mask}-S{self.seq_len}-H{self.heads}/{self.kv_heads}"
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
+            f"-{self.tuning.chunks}-{self.tuning.gather}"
         ).replace(" ", "_")
 
 
@@ -117,6 +120,7 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
         mask=case.mask_spec,
         softmax_scale=case.softmax_scale,
         kernel=case.kernel,
+        tuning=case.tuning,
         return_lse=True,
     )
     grads = torch.autograd.grad(out, (q, k, v), mine["dout"])

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+import weakref
+from typing import Any, Literal, cast, overload
 
 import torch
+import torch.distributed as dist
 
+from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, staging
 from ds_usp.attention.request import (
-    HeadTraffic,
     agreed,
     check_layout,
     check_self_attention,
     check_tensors,
     checked_scale,
+    head_split,
+    head_traffic,
     refuse_dropout,
 )
-from ds_usp.attention.ring import RingCall, ring_backward, ring_forward
+from ds_usp.attention.ring import RingCall
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
@@ -24,7 +28,12 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import ring_schedule
 from ds_usp.kernels.api import KernelRequest
-from ds_usp.kernels.registry import AUTO, select_kernel
+from ds_usp.kernels.merge import fallback
+from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.notices import notice
+
+# Lengths may differ from call to call.
+_MOST_PLANS = 1024
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -36,7 +45,11 @@ class SeqAllToAll(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`HeadExchange` for the shapes."""
         ctx.exchange, ctx.to_heads = exchange, to_heads
-        return exchange.to_heads(tensors) if to_heads else exchange.to_sequence(tensors)
+        if to_heads:
+            return tuple(x.contiguous() for x in exchange.to_heads(tensors))
+        places = exchange.places(tensors)
+        exchange.to_sequence(tensors, places)
+        return places
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -45,42 +58,54 @@ class SeqAllToAll(torch.autograd.Function):
         return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
 
 
-class RingAttention(torch.autograd.Function):
-    """Attention of one ring rank's queries with the whole ring's keys and values."""
+class UnifiedAttention(torch.autograd.Function):
+    """Attention of this rank's tokens with the whole sequence."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`ring_forward` for the shapes."""
-        out, lse = ring_forward(call, q, k, v)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        ctx: Any,
+        mesh: SequenceMesh,
+        call: USPCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :func:`ds_usp.attention.pipeline.attend` for the shapes."""
+        out, lse, kept = attend(call, q, k, v, keep=any(ctx.needs_input_grad))
+        ctx.mesh, ctx.call = mesh, call
+        ctx.shapes = q.shape, k.shape, v.shape
+        if call.stays:  # a part's tensors are views of these
+            ctx.save_for_backward(q, k, v, out, *(part.lse for part in kept))
+        else:
+            ctx.save_for_backward(*(x for part in kept for x in part))
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # none is ever there for the log-sum-exp
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        """See :func:`ring_backward`."""
+        """See :func:`ds_usp.attention.pipeline.attend_backward`."""
         if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
             raise UnsupportedAttentionError(
                 "the gradient of attention was asked to be differentiable itself "
                 "(create_graph=True), which no kernel here computes"
             )
-        ctx.call.mesh.agreement.settle()
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        return None, *ring_backward(ctx.call, dout, q, k, v, out, lse)
-
-
-@dataclass(frozen=True)
-class USPCall:
-    """Everything that one attention over a mesh needs besides its tensors."""
-
-    traffic: HeadTraffic
-    ring: RingCall
-    with_lse: bool
+        call: USPCall = ctx.call
+        ctx.mesh.agreement.settle()
+        saved = ctx.saved_tensors
+        if call.stays:
+            whole, lses = saved[:4], saved[4:]
+            views = (
+                (*part.qkv.to_heads(whole[:3]), *part.out.to_heads(whole[3:]))
+                for part in call.parts
+            )
+            kept = [Kept._make((*each, lse)) for each, lse in zip(views, lses, strict=True)]
+        else:
+            kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
+        if dout is None:  # the other ranks wait for this one's part
+            dout = saved[0].new_zeros(ctx.shapes[0])
+        return None, None, *attend_backward(call, dout.contiguous(), ctx.shapes, kept)
 
 
 def plan_call(
@@ -95,40 +120,58 @@ def plan_call(
     dropout_p: float,
     kernel: str,
     with_lse: bool = False,
+    tuning: Tuning = AUTO_TUNING,
 ) -> tuple[str, USPCall]:
-    """Check this rank's part of a call; see :func:`usp_attention`.
+    """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
+    not checked again.
 
     Returns:
         A description, which must be the same on every rank, and the plan.
     """
+    sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
+    options = layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = sizes, torch.is_grad_enabled(), capturing, type(softmax_scale), options
+    try:
+        found: tuple[str, USPCall] | None = mesh.plans.get(key)
+    except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
+        found = None
+    if found is not None:
+        return found
     if not isinstance(mask, MaskSpec):
         raise ConfigError(
             f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
         )
+    check_tuning(tuning)
     texts = [check_tensors(q, k, v)]
     check_self_attention(q, k, v)
     texts.append(check_layout(q, "queries", mesh, layout))
     refuse_dropout(dropout_p, mesh)
-    traffic = HeadTraffic.plan(q, k, mesh, layout, layout)
+    split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
-    chosen = select_kernel(KernelRequest(q.device.type, q.dtype, q.shape[3], mask), kernel)
-    schedule = ring_schedule(layout, mask, mesh.ring_rank, chosen.caps.tiles)
+    request = KernelRequest(q.device.type, q.dtype, q.shape[3], mask)
+    chosen = select_kernel(request, kernel)
+    missing = [fallback(q.device), missing_libraries(request) if kernel == AUTO else None]
+    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
+        missing.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
+    for text in filter(None, missing):
+        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
+    cut = tuning.resolve(split, layout, q, mesh)
+    schedule = ring_schedule(
+        layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather, alone=cut.chunks == 1
+    )
+    # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
+    held = cast(SequenceMesh, weakref.proxy(mesh))
+    parts = head_traffic(split, held, layout, layout, cut.chunks, cut.copies)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    texts.append(str(cut))
     texts.append("with lse" if with_lse else "without lse")
-    return ", ".join(texts), USPCall(traffic, RingCall(mesh, schedule, chosen, scale), with_lse)
-
-
-def run_call(
-    call: USPCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Out ``[b, s_local, h, d]`` of a call that all ranks agreed on, and lse if asked for."""
-    q, k, v = exchange(call.traffic.qkv, True, q, k, v)
-    out, lse = RingAttention.apply(call.ring, q, k, v)
-    (out,) = exchange(call.traffic.out, False, out)
-    if not call.with_lse:
-        return out, None
-    (lse,) = exchange(call.traffic.out, False, lse.transpose(1, 2).unsqueeze(-1))
-    return out, lse.squeeze(-1).transpose(1, 2)
+    ring = RingCall(held, schedule, chosen, scale, cut.copies)
+    call = USPCall(parts, ring, with_lse, staging(parts, ring, q))
+    if len(mesh.plans) >= _MOST_PLANS:
+        mesh.plans.clear()
+    mesh.plans[key] = planned = ", ".join(texts), call
+    return planned
 
 
 def exchange(
@@ -154,6 +197,7 @@ def usp_attention(
     dropout_p: float = ...,
     kernel: str = ...,
     return_lse: Literal[False] = ...,
+    tuning: Tuning = ...,
 ) -> torch.Tensor: ...
 
 
@@ -170,6 +214,7 @@ def usp_attention(
     dropout_p: float = ...,
     kernel: str = ...,
     return_lse: Literal[True],
+    tuning: Tuning = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -186,6 +231,7 @@ def usp_attention(
     dropout_p: float = 0.0,
     kernel: str = AUTO,
     return_lse: bool = False,
+    tuning: Tuning = AUTO_TUNING,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
@@ -204,6 +250,7 @@ def usp_attention(
         dropout_p: must be 0 here: no kernel draws the same mask in every split.
         kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
         return_lse: also return the log-sum-exp.
+        tuning: how the work is cut, where the default is not the fastest.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
@@ -229,8 +276,9 @@ def usp_attention(
             dropout_p=dropout_p,
             kernel=kernel,
             with_lse=return_lse,
+            tuning=tuning,
         ),
         q,
     )
-    out, lse = run_call(call, q, k, v)
+    out, lse = UnifiedAttention.apply(mesh, call, q, k, v)
     return (out, lse) if return_lse else out

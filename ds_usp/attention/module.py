@@ -9,11 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import USPCall, exchange, plan_call, run_call
+from ds_usp.attention.functional import UnifiedAttention, exchange, plan_call
 from ds_usp.attention.host_arguments import HostArguments
 from ds_usp.attention.local_attention import check_given, known_attention, ring_attention
-from ds_usp.attention.request import HeadTraffic, agreed, check_layout, check_tensors
+from ds_usp.attention.pipeline import USPCall
+from ds_usp.attention.request import (
+    HeadTraffic,
+    agreed,
+    check_layout,
+    check_tensors,
+    head_split,
+    head_traffic,
+)
 from ds_usp.attention.rotary import apply_rotary, check_rotary
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
@@ -61,6 +70,7 @@ class USPAttention(torch.nn.Module):
             read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
         kernel: name of the ring's kernel.
         order: which axis of the mesh has its ranks next to each other.
+        tuning: how the ring's work is cut, where the default is not the fastest.
 
     Raises:
         ConfigError, LayoutError, MeshError, UnsupportedAttentionError: what cannot be served, at
@@ -86,6 +96,7 @@ class USPAttention(torch.nn.Module):
         dropout_p: float | None = None,
         kernel: str = AUTO,
         order: str = DEFAULT_SP_ORDER,
+        tuning: Tuning = AUTO_TUNING,
     ) -> None:
         super().__init__()
         if mesh is None:
@@ -100,6 +111,7 @@ class USPAttention(torch.nn.Module):
             _check_dims(scatter_idx, gather_idx)
             _check_layout_kind(layout, mesh)
             check_name(kernel)
+            check_tuning(tuning)
             known = known_attention(local_attention)
             check_given(known, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
@@ -114,6 +126,7 @@ class USPAttention(torch.nn.Module):
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self.kernel = kernel
+        self.tuning = tuning
         self._layout = layout
 
     @torch.compiler.disable
@@ -191,7 +204,8 @@ class USPAttention(torch.nn.Module):
             kv_layout = self._layout_of(k)
             texts.append(check_layout(q, "queries", self.mesh, layout))
             texts.append(check_layout(k, "keys", self.mesh, kv_layout))
-            call = HeadTraffic.plan(q, k, self.mesh, layout, kv_layout)
+            split = head_split(q.shape[2], k.shape[2], self.mesh)
+            (call,) = head_traffic(split, self.mesh, layout, kv_layout)
         else:
             texts.append(self._host.check(layout.seq_len, q.shape[3], args, kwargs))
             text, call = self._plan_ring(q, k, v, layout, self._host)
@@ -218,6 +232,7 @@ class USPAttention(torch.nn.Module):
             softmax_scale=attention.softmax_scale,
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
+            tuning=self.tuning,
         )
 
     def _rotary_of(self, rotary: Rotary, layout: TokenLayout) -> Rotary:
@@ -264,7 +279,7 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        out, _ = run_call(call, q, k, v)
+        out, _ = UnifiedAttention.apply(self.mesh, call, q, k, v)
         flat = self._host is not None and self._host.attention.flat_output
         return out.flatten(2) if flat else out
 

@@ -46,36 +46,43 @@ def agreed(
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """How q, k, v and the output of one call travel among the Ulysses ranks."""
+    """How q, k, v and the output of some heads travel among the Ulysses ranks."""
 
     qkv: HeadExchange
     out: HeadExchange
 
-    @classmethod
-    def plan(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        mesh: SequenceMesh,
-        layout: TokenLayout,
-        kv_layout: TokenLayout,
-    ) -> HeadTraffic:
-        """The exchanges for q ``[b, s, h, d]`` and k ``[b, t, h_kv, d]``.
 
-        Raises:
-            ConfigError: heads that the Ulysses ranks cannot share.
-        """
-        try:
-            heads = HeadSplit(q.shape[2], k.shape[2], mesh.ulysses_degree)
-        except ConfigError as error:
-            raise ConfigError(f"{error}. {_degrees_that_fit(q.shape[2], mesh)}") from None
-        ranks = range(mesh.ulysses_degree)
-        queries = tuple(heads.query_range(rank) for rank in ranks)
-        keys = tuple(heads.kv_range(rank) for rank in ranks)
-        return cls(
-            HeadExchange(mesh, (layout, kv_layout, kv_layout), (queries, keys, keys)),
-            HeadExchange(mesh, (layout,), (queries,)),
+def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
+    """How the Ulysses ranks of a mesh share heads.
+
+    Raises:
+        ConfigError: heads that they cannot share.
+    """
+    try:
+        return HeadSplit(heads, kv_heads, mesh.ulysses_degree)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_degrees_that_fit(heads, mesh)}") from None
+
+
+def head_traffic(
+    split: HeadSplit,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    kv_layout: TokenLayout,
+    chunks: int = 1,
+    copies: bool = False,
+) -> tuple[HeadTraffic, ...]:
+    """The exchanges for q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, part by part."""
+    parts = (split.chunk(chunks, index) for index in range(chunks))
+    return tuple(
+        HeadTraffic(
+            HeadExchange(
+                mesh, (layout, kv_layout, kv_layout), (part.queries, part.keys, part.keys), copies
+            ),
+            HeadExchange(mesh, (layout,), (part.queries,), copies),
         )
+        for part in parts
+    )
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:

@@ -8,45 +8,113 @@ buffer for those that come serve any number of steps.
 Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from the final
 log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
 
-Letters of the shapes: B batch, S query tokens, T tokens of this rank's keys and values, H query
-heads, G key/value heads, D head dim.
+Letters of the shapes: B batch, S query tokens, T tokens of this rank's keys and values, N tokens of
+a block, H query heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import RingChannel
-from ds_usp.geometry.schedule import RingSchedule, RingStep, Span
+from ds_usp.comm.ring import dense_copy
+from ds_usp.geometry.schedule import Piece, RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything that a ring attention needs besides its tensors."""
+    """Everything that a ring attention needs besides its tensors.
+
+    Args:
+        copies: exchanges go by copy engines.
+    """
 
     mesh: SequenceMesh
     schedule: RingSchedule
     kernel: AttentionKernel
     scale: float
+    copies: bool = False
+
+
+class BlockWalk:
+    """The keys and values of each step, in order.
+
+    The first block that travels is asked for at once, each further one when the caller has taken
+    the one before it: it comes while the caller computes.
+
+    Shapes:
+        k, v ``[B, T, G, D]``, this rank's own.
+    """
+
+    def __init__(
+        self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self._steps, self._own = steps, (k, v)
+        self._channel = call.mesh.channel("ring_kv", call.copies)
+        travelling = [step for step in steps if not step.own]
+        self._waiting = enumerate(travelling)
+        sizes = (max((step.columns for step in travelling[i::2]), default=0) for i in range(2))
+        self._buffers = [k.new_empty(_packed_shape(k, size)) for size in sizes]
+        self._packed = self._packed_own() if travelling else k[:0]
+        self._coming = k[:0]
+        self._post()
+
+    def close(self) -> None:
+        """After an error: nothing may stay under way, or the next call would take it."""
+        self._channel.close()
+
+    def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor, torch.Tensor]]:
+        for step in self._steps:
+            if step.own:
+                yield step, *self._own
+                continue
+            self._channel.take()
+            block = self._coming
+            self._post()
+            yield step, *_unpacked(block)
+
+    def _packed_own(self) -> torch.Tensor:
+        """This rank's keys and values, for all that take of them."""
+        k, v = self._own
+        packed = self._channel.room(_packed_shape(k, k.shape[1]), k, k.dtype)
+        for place, x in zip(_unpacked(packed), (k, v), strict=True):
+            dense_copy(place, x)
+        return packed
+
+    def _post(self) -> None:
+        """Let the next block come, if there is one, into the buffer that is not in use."""
+        index, step = next(self._waiting, (0, None))
+        if step is None:
+            return
+        self._coming = self._buffers[index % 2][: step.columns]
+        token = self._packed[:1].numel()
+        self._channel.post(
+            [(piece.rank, self._packed[piece.start : piece.stop]) for piece in step.gives],
+            [
+                (piece.rank, place, piece.start * token, 0)
+                for piece, place in _split(self._coming, step.takes)
+            ],
+        )
 
 
 def ring_forward(
-    call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: RingCall, q: torch.Tensor, walk: BlockWalk
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this ring rank's queries with the keys and values of the whole ring.
 
     Shapes:
-        q ``[B, S, H, D]``, k and v ``[B, T, G, D]`` -> out ``[B, S, H, D]``, lse ``[B, H, S]``.
+        q ``[B, S, H, D]`` -> out ``[B, S, H, D]``, lse ``[B, H, S]``.
     """
     total = OutputSum(q)
-    with closing(_walk(call, call.schedule.steps, k, v)) as walk:
+    with closing(walk):
         for step, k_block, v_block in walk:
             for tiles in step.calls:
                 part, lse = call.kernel.forward(q, k_block, v_block, tiles, scale=call.scale)
@@ -62,115 +130,130 @@ def ring_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients ``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``.
+    walk: BlockWalk,
+) -> RingGradients:
+    """The gradients of a ring attention, the last of them still on their way home.
 
     A step's share of ``dk`` and ``dv`` travels in the dtype in which the kernel returns it.
     """
-    dq, dk, dv = GradientSum(q), GradientSum(k), GradientSum(v)
-    walk = _walk(call, call.schedule.backward_steps, k, v)
-    with closing(walk), closing(_Returns(call, k, v, dk, dv)) as returns:
-        for step, k_block, v_block in walk:
-            sums = (GradientSum(k_block), GradientSum(v_block)) if step.offset else (dk, dv)
-            for tiles in step.calls:
-                dq_part, *parts = call.kernel.backward(
-                    dout, q, k_block, v_block, out, lse, tiles, scale=call.scale
-                )
-                dq.add(dq_part, [(tile.q_start, tile.q_stop) for tile in tiles])
-                for total, part in zip(sums, parts, strict=True):
-                    total.add(part, [(tile.k_start, tile.k_stop) for tile in tiles])
-            if step.offset:
-                returns.send(step, sums)
-        returns.settle()
-    return dq.result(), dk.result(), dv.result()
+    with closing(walk):
+        grads = RingGradients(call, q, k, v)
+        try:
+            for step, k_block, v_block in walk:
+                sums = grads.of_step(step, k_block, v_block)
+                for tiles in step.calls:
+                    parts = call.kernel.backward(
+                        dout, q, k_block, v_block, out, lse, tiles, scale=call.scale
+                    )
+                    rows = [(tile.q_start, tile.q_stop) for tile in tiles]
+                    columns = [(tile.k_start, tile.k_stop) for tile in tiles]
+                    spans = rows, columns, columns
+                    for total, part, each in zip(sums, parts, spans, strict=True):
+                        total.add(part, each)
+                if not step.own:
+                    grads.send(step, sums[1:])
+            grads.gather()
+        except BaseException:
+            grads.close()
+            raise
+    return grads
 
 
-def _walk(
-    call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
-) -> Generator[tuple[RingStep, torch.Tensor, torch.Tensor], None, None]:
-    """The steps in order, each with the keys and values that it uses.
+class RingGradients:
+    """``dq``, ``dk`` and ``dv`` of one rank: what it computed, what it sends, what comes to it.
 
-    The next block is on its way while the caller computes with this one. The first step uses the
-    rank's own.
+    Shapes:
+        q ``[B, S, H, D]``, k and v ``[B, T, G, D]``.
     """
-    channel = RingChannel(call.mesh.kv_group, call.mesh.ledger, "ring_kv")
-    buffers = [_Buffer((k, v), call.schedule.longest) for _ in range(2)]
-    here = k, v
-    with closing(channel):
-        for index, step in enumerate(steps):
-            following = steps[index + 1] if index + 1 < len(steps) else None
-            if following is not None and following.offset:
-                coming = buffers[index % 2].views(following.columns.length)
-                channel.post(_tokens((k, v), following.sends), coming, following.offset)
-            yield step, *here
-            here = k, v
-            if channel.busy:
-                channel.take()
-                here = coming
 
-
-class _Returns:
-    """Gradients on their way home: those that this rank sends, and those that come to it."""
-
-    def __init__(
-        self,
-        call: RingCall,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dk: GradientSum,
-        dv: GradientSum,
-    ) -> None:
-        self._channel = RingChannel(call.mesh.dkv_group, call.mesh.ledger, "ring_dkv")
+    def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._k = k
+        self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
+        self._channel = call.mesh.channel("ring_dkv", call.copies)
         wide = torch.promote_types(k.dtype, torch.float32)
         self._dtype = wide if call.kernel.caps.wide_gradients else k.dtype
-        self._buffer = _Buffer((k, v), call.schedule.longest, self._dtype)
-        self._sums = dk, dv
-        self._coming: tuple[tuple[torch.Tensor, torch.Tensor], Span] | None = None
+        # One buffer for what comes; what comes in so few steps is kept, and summed in one go.
+        self._keeps = sum(not step.own for step in call.schedule.backward_steps) <= 2
+        self._buffer = self._room(k, 0 if self._keeps else call.schedule.most_given)
+        self._leaving = k[:0]
+        self._coming: list[tuple[Piece, torch.Tensor]] = []
+
+    def of_step(
+        self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
+    ) -> tuple[GradientSum, GradientSum, GradientSum]:
+        """Where a step's gradients are summed."""
+        if step.own:
+            return self._sums
+        return self._sums[0], GradientSum(k_block), GradientSum(v_block)
 
     def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
-        """Send a step's gradients to the block's owner and expect one's own from its user."""
-        self.settle()
-        coming = self._buffer.views(step.sends.length)
-        leaving = [total.result(self._dtype) for total in gradients]
-        self._channel.post(leaving, coming, -step.offset)
-        self._coming = coming, step.sends
+        """Send a step's gradients to the owners of its keys and expect one's own from their
+        users."""
+        self._settle()
+        dk, dv = gradients
+        if self._keeps:
+            self._buffer = self._room(self._k, step.given)
+        shape = (step.columns, *self._buffer.shape[1:])
+        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
+        for total, place in zip((dk, dv), _unpacked(self._leaving), strict=True):
+            total.write(place)
+        token = self._buffer.shape[1:].numel()
+        self._coming = _split(self._buffer[: step.given], step.gives)
+        self._channel.post(
+            [(piece.rank, part) for piece, part in _split(self._leaving, step.takes)],
+            [
+                (piece.rank, part, at * token, 0)
+                for (piece, part), at in zip(self._coming, step.given_at, strict=True)
+            ],
+        )
+
+    def _room(self, k: torch.Tensor, tokens: int) -> torch.Tensor:
+        return k.new_empty(_packed_shape(k, tokens), dtype=self._dtype)
+
+    def gather(self) -> None:
+        """Take what is still to come now, if its buffer or the sums so far cannot wait."""
+        if not self._keeps:
+            self._settle()
+
+    def result(self) -> Grads:
+        """``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``."""
+        self._settle()
+        dq, dk, dv = (total.result() for total in self._sums)
+        return dq, dk, dv
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
         self._channel.close()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Add what has come."""
-        if self._coming is None:
+        if not self._channel.busy:
             return
         self._channel.take()
-        parts, span = self._coming
-        self._coming = None
-        if span.length:
-            for total, part in zip(self._sums, parts, strict=True):
-                total.add(part, [span], borrowed=True)
+        coming, self._coming = self._coming, []
+        for piece, part in coming:
+            for total, each in zip(self._sums[1:], _unpacked(part), strict=True):
+                span = [(piece.start, piece.stop)]
+                total.add(each, span, borrowed=not self._keeps, held=self._keeps)
 
 
-class _Buffer:
-    """Room for keys and values (or their gradients) of up to ``tokens`` tokens."""
-
-    def __init__(
-        self,
-        like: tuple[torch.Tensor, torch.Tensor],
-        tokens: int,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._like = like
-        self._flat = [x.new_empty(x[:, :1].numel() * tokens, dtype=dtype) for x in like]
-
-    def views(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Contiguous ``[B, tokens, G, D]`` for each of the two."""
-        k, v = (
-            flat[: x[:, :1].numel() * tokens].view(x.shape[0], tokens, *x.shape[2:])
-            for flat, x in zip(self._flat, self._like, strict=True)
-        )
-        return k, v
+# Keys and values travel as one tensor [N, B, 2 G, D], tokens first, so that any run of tokens is
+# one dense message.
 
 
-def _tokens(tensors: Sequence[torch.Tensor], span: Span) -> list[torch.Tensor]:
-    return [x[:, span.start : span.stop] for x in tensors]
+def _packed_shape(like: torch.Tensor, tokens: int) -> tuple[int, int, int, int]:
+    """Of keys and values (or their gradients) like ``[B, ., G, D]``."""
+    batch, _, heads, dim = like.shape
+    return tokens, batch, 2 * heads, dim
+
+
+def _unpacked(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[B, N, G, D]``, views."""
+    k, v = packed.transpose(0, 1).chunk(2, dim=2)
+    return k, v
+
+
+def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+    """Each piece with its part of a tensor in which they lie one after the other."""
+    parts = packed.split([piece.length for piece in pieces]) if pieces else ()
+    return list(zip(pieces, parts, strict=True))

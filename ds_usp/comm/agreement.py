@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,16 +30,29 @@ class Agreement:
 
     Args:
         group: the ranks, over a host backend; None is one process alone.
+
+    Attributes:
+        passes: forward and backward passes by copy engines that ended well. Engines count their
+            exchanges: a rank that broke one off must not go on with the others.
+        when_broken: called when the ranks differ.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self._known: set[str] = set()
         self._pending: list[Pending] = []  # at most one
+        self.when_broken: Callable[[], object] = lambda: None
+        self.passes = 0
         self._broken: MeshError | None = None
         weakref.finalize(self, _wait_out, self._pending)
 
-    def before_call(self, text: str, *, error: Exception | None = None, wait: bool = True) -> None:
+    def before_call(
+        self,
+        text: str,
+        *,
+        error: Exception | None = None,
+        wait: bool = True,
+    ) -> None:
         """Compare this call with the other ranks'.
 
         Args:
@@ -51,14 +65,19 @@ class Agreement:
             Exception: ``error`` itself, on the rank that passed it.
         """
         self.settle()
+        said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
         if self.group is None or wait or error is not None or text not in self._known:
-            agree(self.group, text, error)
+            agree(self.group, said, error)
             self._known.add(text)
             return
-        mine = _tensor(_digest(text), self.group)
+        mine = _tensor(_digest(said), self.group)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-        self._pending.append((work, everyone, text))
+        self._pending.append((work, everyone, said))
+
+    def forget(self) -> None:
+        """Wait for the comparison of every description again, as if it were new."""
+        self._known.clear()
 
     def settle(self) -> None:
         """Look at the comparison that is under way, if any.
@@ -77,6 +96,7 @@ class Agreement:
                 _show_difference(self.group, text)
             except MeshError as error:
                 self._broken = error
+                self.when_broken()
                 raise
 
 

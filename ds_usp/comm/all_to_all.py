@@ -8,6 +8,7 @@ differ from tensor to tensor (q, k, v).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.ring import Channel, dense_copy
 from ds_usp.geometry.layout import Run, TokenLayout
 
 HeadRanges = tuple[tuple[int, int], ...]
@@ -32,59 +34,95 @@ class HeadExchange:
         ranges: for each tensor, the half-open head range that each Ulysses rank uses. Ranges may
             overlap: such a head travels to each of its users, and on the way back their parts
             are summed (in fp32).
+        copies: where each rank has as much, copy engines carry it.
     """
 
     mesh: SequenceMesh
     layouts: tuple[TokenLayout, ...]
     ranges: tuple[HeadRanges, ...]
+    copies: bool = False
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``."""
+        """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``.
+
+        What comes back may be views, dense in their features, of one tensor.
+        """
         ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
+        if len(ranks) == 1:
+            return tuple(_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True))
+        if self._even and len({x.shape[3] for x in tensors}) == 1:
+            return self._to_heads_even(tensors)
         outs = []
         for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
             begin, end = ranges[mine]
             tokens = layout.ring_length(self.mesh.ring_rank)
             outs.append(x.new_empty(x.shape[0], tokens, end - begin, x.shape[3]))
-        if self._even:
-            self._exchange_even(_by_heads(tensors, ranks), _by_tokens(outs, ranks))
-        else:
-            sent = [self._of_sequence(tensors, rank) for rank in ranks]
-            self._exchange(sent, [self._of_heads(outs, rank) for rank in ranks])
+        sent = [self._of_sequence(tensors, rank) for rank in ranks]
+        self._exchange(sent, [self._of_heads(outs, rank) for rank in ranks])
         return tuple(outs)
 
-    def to_sequence(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All heads for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``."""
+    def to_sequence(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """All of these heads for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``.
+
+        Args:
+            places: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges
+                overlap all are, so they must be all of the tensor's.
+        """
         ranks = range(self.mesh.ulysses_degree)
-        outs = []
-        for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
-            shape = (x.shape[0], layout.length(self.mesh.rank), ranges[-1][1], x.shape[3])
-            wide = torch.promote_types(x.dtype, torch.float32)
-            outs.append(x.new_zeros(shape, dtype=wide) if _overlap(ranges) else x.new_empty(shape))
-        if self._even:
-            self._exchange_even(_by_tokens(tensors, ranks), _by_heads(outs, ranks))
-        else:
-            sent = [self._of_heads(tensors, rank) for rank in ranks]
-            add = [
-                _overlap(ranges)
-                for layout, ranges in zip(self.layouts, self.ranges, strict=True)
-                for _ in _places(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
-            ]
-            self._exchange(sent, [self._of_sequence(outs, rank) for rank in ranks], add)
-        return tuple(out.to(x.dtype) for out, x in zip(outs, tensors, strict=True))
+        if len(ranks) == 1:
+            for place, x, each in zip(places, tensors, self.ranges, strict=True):
+                dense_copy(_heads(place, each[0]), x)
+            return
+        if self._even and len({x.shape[3] for x in tensors}) == 1:
+            self._to_sequence_even(tensors, places)
+            return
+        wide = [
+            self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)
+        ]
+        sent = [self._of_heads(tensors, rank) for rank in ranks]
+        add = [
+            _overlap(ranges)
+            for layout, ranges in zip(self.layouts, self.ranges, strict=True)
+            for _ in _places(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+        ]
+        self._exchange(sent, [self._of_sequence(wide, rank) for rank in ranks], add)
+        for place, total in zip(places, wide, strict=True):
+            if total is not place:
+                place.copy_(total)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Room for what :meth:`to_sequence` brings, where the exchange is of all heads."""
+        return tuple(
+            x.new_empty(x.shape[0], layout.length(self.mesh.rank), ranges[-1][1], x.shape[3])
+            for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
+        )
+
+    def widths(self) -> tuple[int, ...]:
+        """Heads of each tensor that this rank computes."""
+        return tuple(
+            end - begin for begin, end in (each[self.mesh.ulysses_rank] for each in self.ranges)
+        )
+
+    @staticmethod
+    def _accumulator(place: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
+        """Where parts of a head are summed, in fp32; where there are none, the place itself."""
+        if not _overlap(ranges):
+            return place
+        return torch.zeros_like(place, dtype=torch.promote_types(place.dtype, torch.float32))
 
     @cached_property
     def _even(self) -> bool:
-        """Every rank holds one run as long as any other's and uses as many heads."""
+        """Every rank holds one run as long as any other's and uses as many heads, evenly apart."""
         ulysses = self.mesh.ulysses_degree
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
-        return all(
-            [run.ulysses_rank for run in each] == list(range(ulysses))
-            and len({run.length for run in each}) == 1
-            for each in runs
-        ) and all(
-            not _overlap(ranges) and len({end - begin for begin, end in ranges}) == 1
-            for ranges in self.ranges
+        return (
+            all(
+                [run.ulysses_rank for run in each] == list(range(ulysses))
+                and len({run.length for run in each}) == 1
+                for each in runs
+            )
+            and len({each[0].length for each in runs}) == 1
+            and all(_evenly_apart(ranges) for ranges in self.ranges)
         )
 
     def _of_sequence(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -104,18 +142,112 @@ class HeadExchange:
             for at, run in _places(layout, self.mesh.ring_rank, rank)
         ]
 
-    def _exchange_even(
-        self, leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
+    def _to_heads_even(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """As many tokens and heads on each rank: what comes needs no copy.
+
+        Tokens are the first dim of what travels, so the ranks' pieces lie one after the other as
+        the ring rank's tokens do.
+        """
+        widths = self.widths()
+        batch, tokens, _, dim = tensors[0].shape
+        shape = (self.mesh.ulysses_degree, tokens, batch, sum(widths), dim)
+        parts = [_by_heads(x, each) for x, each in zip(tensors, self.ranges, strict=True)]
+        got = tensors[0].new_empty(shape)
+        if self.copies:
+            channel, sent = self._packed_for_others(parts, shape)
+            mine, piece = self.mesh.ulysses_rank, sent[0].numel()
+            channel.post(
+                [(rank, sent[rank]) for rank in self._others],
+                [(rank, got[rank], mine * piece, 0) for rank in self._others],
+            )
+            with closing(channel):  # which waits for what has been posted
+                for place, part in zip(got[mine].split(widths, 2), parts, strict=True):
+                    dense_copy(place, part[mine])
+        else:
+            sent = torch.empty_like(got)
+            for place, part in zip(sent.split(widths, 3), parts, strict=True):
+                dense_copy(place, part)
+            self._send(sent, got, [sent[0].numel()] * len(sent))
+        whole = got.view(-1, batch, sum(widths), dim)
+        return tuple(x.transpose(0, 1) for x in whole.split(widths, 2))
+
+    def _to_sequence_even(
+        self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
     ) -> None:
-        """Pieces of one size for each rank, along dim 0: one copy in and one out a tensor."""
-        sizes = [x[0].numel() for x in leaving]
-        out_buffer = leaving[0].new_empty(len(leaving[0]), sum(sizes))
-        in_buffer = torch.empty_like(out_buffer)
-        for part, x in zip(out_buffer.split(sizes, 1), leaving, strict=True):
-            part.unflatten(1, x.shape[1:]).copy_(x)
-        self._send(out_buffer, in_buffer, [sum(sizes)] * len(out_buffer))
-        for part, place in zip(in_buffer.split(sizes, 1), arriving, strict=True):
-            place.copy_(part.unflatten(1, place.shape[1:]))
+        """The way back. By messages, what leaves needs no copy if it is one dense tensor of one
+        sample; copy engines bring what comes to its place."""
+        ranks, widths = self.mesh.ulysses_degree, self.widths()
+        batch, tokens, _, dim = places[0].shape
+        shape = (ranks, tokens, batch, sum(widths), dim)
+        parts = [x.transpose(0, 1).unflatten(0, (ranks, tokens)) for x in tensors]
+        goals = [_by_heads(x, each) for x, each in zip(places, self.ranges, strict=True)]
+        if self.copies:
+            self._copy_home(parts, goals, shape)
+            return
+        if len(tensors) == batch == 1 and tensors[0].is_contiguous():
+            sent = tensors[0].view(shape)
+        else:
+            sent = tensors[0].new_empty(shape)
+            for place, part in zip(sent.split(widths, 3), parts, strict=True):
+                dense_copy(place, part)
+        got = torch.empty_like(sent)
+        self._send(sent, got, [sent[0].numel()] * ranks)
+        for goal, part in zip(goals, got.split(widths, 3), strict=True):
+            dense_copy(goal, part)
+
+    def _copy_home(
+        self,
+        parts: Sequence[torch.Tensor],
+        goals: Sequence[torch.Tensor],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Each rank's tokens ``[ranks, s, B, h, D]`` to their places there, by copy engines."""
+        channel, sent = self._packed_for_others(parts, shape)
+        mine, piece, token = self.mesh.ulysses_rank, sent[0].numel(), sent[0, 0].numel()
+        starts = accumulate((goal.shape[3:].numel() for goal in goals), initial=0)
+        placed = list(zip(goals, starts, strict=False))
+        channel.post(
+            [(rank, sent[rank]) for rank in self._others],
+            [
+                (rank, goal[rank], mine * piece + start, token)
+                for rank in self._others
+                for goal, start in placed
+            ],
+        )
+        with closing(channel):  # which waits for what has been posted
+            for goal, part in zip(goals, parts, strict=True):
+                dense_copy(goal[mine], part[mine])
+
+    def _packed_for_others(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...]
+    ) -> tuple[Channel, torch.Tensor]:
+        """A channel, and what the other ranks get of ``[ranks, s, B, h, D]``, packed in its room;
+        this rank's own place stays empty."""
+        channel = self.mesh.channel("all_to_all", self.copies)
+        sent = channel.room(shape, parts[0], parts[0].dtype)
+        mine = self.mesh.ulysses_rank
+        for place, part in zip(sent.split(self.widths(), 3), parts, strict=True):
+            for ranks in (slice(0, mine), slice(mine + 1, None)):
+                if len(part[ranks]):
+                    dense_copy(place[ranks], part[ranks])
+        return channel, sent
+
+    @property
+    def _others(self) -> list[int]:
+        """The other Ulysses ranks, the next one first."""
+        ranks, mine = self.mesh.ulysses_degree, self.mesh.ulysses_rank
+        return [(mine + step) % ranks for step in range(1, ranks)]
+
+    def staging_bytes(self, batch: int, dim: int, size: int) -> int:
+        """What a rank packs at most for one exchange that copy engines carry.
+
+        Args:
+            batch, dim, size: of the tensors: samples, head dim, bytes of an element.
+        """
+        if not self.copies or self.mesh.ulysses_degree == 1 or not self._even:
+            return 0
+        tokens = self.layouts[0].length(self.mesh.rank)
+        return self.mesh.ulysses_degree * tokens * batch * sum(self.widths()) * dim * size
 
     def _exchange(self, leaving: Pieces, arriving: Pieces, add: Sequence[bool] = ()) -> None:
         """Any pieces, the same number for each rank; ``add`` says which ones are summed."""
@@ -153,14 +285,19 @@ class HeadExchange:
         self.mesh.ledger.add("all_to_all", to_others * out_buffer.element_size())
 
 
-def _by_heads(tensors: Sequence[torch.Tensor], ranks: range) -> list[torch.Tensor]:
-    """``[B, s, H, D] -> [ranks, B, s, h, D]``, views."""
-    return [x.unflatten(2, (len(ranks), -1)).movedim(2, 0) for x in tensors]
+def _heads(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+    """Some heads of ``[B, s, H, D]``, a view; the tensor itself if they are all."""
+    return x if span == (0, x.shape[2]) else x[:, :, span[0] : span[1]]
 
 
-def _by_tokens(tensors: Sequence[torch.Tensor], ranks: range) -> list[torch.Tensor]:
-    """``[B, S, h, D] -> [ranks, B, s, h, D]``, views."""
-    return [x.unflatten(1, (len(ranks), -1)).movedim(1, 0) for x in tensors]
+def _by_heads(x: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
+    """Each rank's heads of ``[B, s, H, D]``, which lie evenly: ``[ranks, s, B, h, D]``, a view."""
+    first, width = ranges[0][0], ranges[0][1] - ranges[0][0]
+    apart = ranges[1][0] - first
+    batch, tokens, _, dim = x.shape
+    stride = (apart * x.stride(2), x.stride(1), x.stride(0), x.stride(2), x.stride(3))
+    offset = x.storage_offset() + first * x.stride(2)
+    return x.as_strided((len(ranges), tokens, batch, width, dim), stride, offset)
 
 
 @lru_cache(maxsize=4096)
@@ -170,6 +307,12 @@ def _places(layout: TokenLayout, ring_rank: int, ulysses_rank: int) -> tuple[tup
     places = accumulate((run.length for run in runs), initial=0)
     pairs = zip(places, runs, strict=False)
     return tuple((at, run) for at, run in pairs if run.ulysses_rank == ulysses_rank)
+
+
+def _evenly_apart(ranges: HeadRanges) -> bool:
+    """As many heads for each rank, none shared, at equal distances."""
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ranges)}
+    return not _overlap(ranges) and len(steps) == 1 and len(set(next(iter(steps)))) == 1
 
 
 def _overlap(ranges: HeadRanges) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import cast
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
+from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, why_not
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.ring import Channel, RingChannel
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
@@ -35,6 +41,9 @@ class SequenceMesh:
             keys/values do not queue behind each other.
         agreement: where ranks compare what they are about to do.
         ledger: what this rank has sent through the mesh.
+        no_copies: why copy engines cannot carry its exchanges; None if they can.
+        engines: the copy engines in use, by the kind of traffic.
+        plans: calls over this mesh that were checked before, by what was asked for.
     """
 
     ulysses_degree: int
@@ -49,6 +58,9 @@ class SequenceMesh:
     dkv_group: dist.ProcessGroup | None = None
     agreement: Agreement = field(default_factory=Agreement)
     ledger: CommLedger = field(default_factory=CommLedger)
+    no_copies: str | None = "one process has nobody to exchange with"
+    engines: dict[str, CopyEngine] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def single(cls) -> SequenceMesh:
@@ -134,7 +146,7 @@ class SequenceMesh:
         }
         whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
         ulysses_group = group if whole_is_ulysses else _subgroup(group, peers["ulysses"])
-        return cls(
+        mesh = cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
             rank=rank,
@@ -146,7 +158,11 @@ class SequenceMesh:
             kv_group=_subgroup(group, peers["ring"]),
             dkv_group=_subgroup(group, peers["ring"]),
             agreement=Agreement(_control_group(group, ranks)),
+            no_copies=_no_copies(group),
         )
+        # A rank that waits in a stream for one that will never come is freed with the error.
+        mesh.agreement.when_broken = partial(_let_go, mesh.engines)
+        return mesh
 
     @property
     def sp_degree(self) -> int:
@@ -157,6 +173,65 @@ class SequenceMesh:
     def ring_group(self) -> dist.ProcessGroup | None:
         """The ranks of this process's ring."""
         return self.kv_group
+
+    def channel(self, kind: str, copies: bool = False) -> Channel:
+        """The way for one kind of traffic: ``all_to_all``, ``ring_kv`` or ``ring_dkv``.
+
+        Args:
+            copies: by copy engines, for which :meth:`reserve` has made room.
+        """
+        group = self._group_of(kind)
+        if not copies or group is None:
+            return RingChannel(group, self.ledger, kind)
+        if kind not in self.engines:
+            raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
+        return CopyChannel(self.engines[kind], self.ledger, kind)
+
+    def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Let copy engines carry exchanges of up to so many bytes a rank, by kind. Collective when
+        it has to make room; the ranks of a mesh ask for the same.
+
+        Args:
+            device: this rank's GPU.
+
+        Raises:
+            MeshError: the memory cannot be shared.
+        """
+        for kind, size in sizes.items():
+            group = self._group_of(kind)
+            if size == 0 or group is None:
+                continue
+            try:
+                if kind not in self.engines:
+                    self.engines[kind] = CopyEngine(group, device)
+                self.engines[kind].reserve(size)
+            except RuntimeError as error:
+                raise MeshError(
+                    f"the GPUs of this host do not share {size / 2**20:.0f} MiB for {kind}: "
+                    f"{error}. Use Tuning(copies=False)"
+                ) from error
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of this rank's GPU that copy engines keep."""
+        return sum(engine.reserved_bytes for engine in self.engines.values())
+
+    def release(self) -> None:
+        """Give back the memory that copy engines keep, until the next call needs some. Collective;
+        waits for all that is under way."""
+        self.agree("release")
+        if self.engines:
+            torch.cuda.synchronize()
+            self.agree("released")
+            self.engines.clear()
+            self.agreement.forget()
+
+    def _group_of(self, kind: str) -> dist.ProcessGroup | None:
+        return {
+            "all_to_all": self.ulysses_group,
+            "ring_kv": self.kv_group,
+            "ring_dkv": self.dkv_group,
+        }[kind]
 
     def layout(self, kind: str, seq_len: int) -> TokenLayout:
         """The token layout of that kind that fits this mesh."""
@@ -222,6 +297,31 @@ def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGr
     if transport_device(group).type == "cpu":
         return group
     return _subgroup(group, ranks, backend="gloo")
+
+
+def _let_go(engines: Mapping[str, CopyEngine]) -> None:
+    for engine in engines.values():
+        engine.let_go()
+
+
+def _no_copies(group: dist.ProcessGroup) -> str | None:
+    """Why the ranks of a group cannot copy from each other's GPUs; collective over it."""
+    gpu = torch.device("cuda")
+    if gpu not in group._device_types or group._get_backend(gpu).name() != "nccl":
+        return "the ranks do not exchange on GPUs"
+    mine = why_not(group)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text() if boot.exists() else platform.node()
+    index = torch.cuda.current_device().to_bytes(4, "big")
+    digest = hashlib.sha256(f"{host} {mine is None}".encode()).digest()
+    said = all_gather_bytes(digest + index, group)
+    if mine is not None:
+        return mine
+    if len({each[: len(digest)] for each in said}) > 1:
+        return "the ranks are on several hosts, or differ in what they can"
+    if len({each[len(digest) :] for each in said}) < len(said):
+        return "each process sees its own GPU only, or several share one"
+    return None
 
 
 def _even_out_group_counts(group: dist.ProcessGroup) -> None:

@@ -9,6 +9,14 @@ from ds_usp.geometry.segments import balanced
 
 
 @dataclass(frozen=True)
+class HeadChunk:
+    """Half-open ranges of heads, one for each Ulysses rank."""
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class HeadSplit:
     """Query heads cut among Ulysses ranks along KV groups, and the KV heads that they use.
 
@@ -41,6 +49,33 @@ class HeadSplit:
                 f"tensor-parallel rank, there are {self.heads}"
             )
 
+    @property
+    def most_chunks(self) -> int:
+        """Parts in which every rank can take its heads one after the other, along KV groups."""
+        ranges = (self.kv_range(rank) for rank in range(self.ulysses))
+        return min(end - begin for begin, end in ranges)
+
+    def chunk(self, count: int, index: int) -> HeadChunk:
+        """The heads of every rank in part ``index`` of ``count``.
+
+        The first and the last part are half as large: nothing hides the first one's arrival and
+        the last one's way home.
+
+        Raises:
+            ConfigError: more parts than :attr:`most_chunks`.
+        """
+        if not 0 <= index < count <= self.most_chunks:
+            raise ConfigError(f"there is no part {index} of {count}, at most {self.most_chunks}")
+        if count == 1:
+            ranks = range(self.ulysses)
+            return HeadChunk(tuple(map(self.query_range, ranks)), tuple(map(self.kv_range, ranks)))
+        group, spans = self.heads // self.kv_heads, []
+        for rank in range(self.ulysses):
+            begin, end = self.kv_range(rank)
+            edges = _edges(end - begin, count)
+            spans.append((begin + edges[index], begin + edges[index + 1]))
+        return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans))
+
     def query_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the query heads of one Ulysses rank."""
         group = self.heads // self.kv_heads
@@ -60,3 +95,13 @@ class HeadSplit:
             if begin <= rank < end:
                 return head, head + 1
         raise ConfigError(f"rank {rank} is outside the {self.ulysses} Ulysses ranks")
+
+
+def _edges(heads: int, count: int) -> list[int]:
+    """Bounds of ``count`` parts of at least one head, the first and last half as large."""
+    weights = [1, *[2] * (count - 2), 1] if count > 2 else [1] * count
+    edges = [0]
+    for index in range(1, count):
+        ideal = round(heads * sum(weights[:index]) / sum(weights))
+        edges.append(min(max(ideal, edges[-1] + 1), heads - (count - index)))
+    return [*edges, heads]

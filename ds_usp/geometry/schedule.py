@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,9 +13,10 @@ from ds_usp.geometry.segments import cut
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, plan_tiles
 
 
-class Span(NamedTuple):
-    """Tokens ``start : stop`` of a block of keys and values."""
+class Piece(NamedTuple):
+    """Tokens ``start : stop`` of a ring rank's own, and that rank or another one that uses them."""
 
+    rank: int
     start: int
     stop: int
 
@@ -23,28 +25,40 @@ class Span(NamedTuple):
         """Number of tokens."""
         return self.stop - self.start
 
+    def __str__(self) -> str:
+        return f"{self.rank}[{self.start}:{self.stop}]"
+
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """Attention of this rank's queries with one rank's keys and values.
+    """Attention of this rank's queries with the keys and values of one rank, or of several.
 
-    Blocks travel straight from their owner to their user, ``offset`` ranks on, and only the tokens
-    that the user's queries see. Gradients of these tokens travel the same way back.
+    Tokens travel straight from their owner to their user, and only those that the user's queries
+    see. Their gradients travel the same way back.
 
     Args:
-        offset: distance to the owner. 0 is the rank's own block, which does not travel.
-        kv_owner: ring rank whose keys and values are used.
-        columns: its tokens that come here.
-        sends: this rank's own tokens that go to the rank ``offset`` places on.
+        own: the keys are this rank's own, all of them, where they stand; nothing travels.
+        takes: whose tokens the keys are, in the order in which they lie.
+        gives: this rank's tokens that others take in this step.
+        given_at: for each of them, the first of its tokens among all that the other one takes.
         calls: one entry a kernel call: the tiles, with disjoint query rows, that it computes.
-            Their columns count from ``columns.start``.
     """
 
-    offset: int
-    kv_owner: int
-    columns: Span
-    sends: Span
+    own: bool
+    takes: tuple[Piece, ...]
+    gives: tuple[Piece, ...]
+    given_at: tuple[int, ...]
     calls: tuple[tuple[Tile, ...], ...]
+
+    @property
+    def columns(self) -> int:
+        """Key tokens."""
+        return sum(piece.length for piece in self.takes)
+
+    @property
+    def given(self) -> int:
+        """Tokens that leave, as often as they do."""
+        return sum(piece.length for piece in self.gives)
 
     @property
     def pairs(self) -> int:
@@ -53,33 +67,43 @@ class RingStep:
 
     def __str__(self) -> str:
         work = "; ".join(str(tile) for call in self.calls for tile in call) or "nothing"
-        block = f"+{self.offset} kv of {self.kv_owner} [{self.columns.start}:{self.columns.stop}]"
-        sent = f", sends [{self.sends.start}:{self.sends.stop}]" if self.sends.length else ""
-        return f"{block}: {work}{sent}"
+        keys = "own" if self.own else f"of {' '.join(map(str, self.takes)) or 'nobody'}"
+        gives = f", gives {' '.join(map(str, self.gives))}" if self.gives else ""
+        return f"{keys}: {work}{gives}"
 
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one ring rank. Every rank of the ring has the same offsets.
+    """All steps of one ring rank. Every rank of the ring has as many.
 
     Args:
-        steps: forward; the own block first, while the next one comes.
-        backward_steps: backward; the own block's work is cut in two, so that its first part hides
-            the first block's arrival and its last part the way home of the last gradients.
-        longest: tokens of the longest block that travels between any two ranks: what a buffer
-            must hold.
+        steps: forward.
+        backward_steps: backward.
+        most_owned: most tokens that any rank of the ring owns.
+        most_taken_anywhere: most tokens that any rank of the ring takes in one step.
     """
 
     ring_rank: int
     ring_degree: int
     steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
-    longest: int
+    most_owned: int
+    most_taken_anywhere: int
 
     @property
     def pairs(self) -> int:
         """(query, key) pairs that this rank computes."""
         return sum(step.pairs for step in self.steps)
+
+    @property
+    def most_taken(self) -> int:
+        """Tokens of the largest block that comes here in one step: what a buffer must hold."""
+        return max((step.columns for step in self.steps if not step.own), default=0)
+
+    @property
+    def most_given(self) -> int:
+        """Tokens whose gradients come back from one step: what a buffer must hold."""
+        return max(step.given for step in self.steps)
 
     def __str__(self) -> str:
         head = f"ring rank {self.ring_rank} of {self.ring_degree}, {self.pairs} pairs"
@@ -88,58 +112,112 @@ class RingSchedule:
 
 @lru_cache(maxsize=4096)
 def ring_schedule(
-    layout: TokenLayout, mask: MaskSpec, ring_rank: int, support: TileSupport = ANY_BAND
+    layout: TokenLayout,
+    mask: MaskSpec,
+    ring_rank: int,
+    support: TileSupport = ANY_BAND,
+    gather: bool = False,
+    alone: bool = True,
 ) -> RingSchedule:
-    """Plan one rank's steps; offsets at which no rank has work are not visited.
+    """Plan one rank's steps.
 
-    A window shortens the ring and sends only the tokens at the border; of a block that a causal
-    mask half hides only the visible half travels.
+    Block by block: the own one first, while the next one comes; offsets at which no rank has work
+    are not visited. A window shortens the ring and sends only the tokens at the border; of a block
+    that a causal mask half hides only the visible half travels.
+
+    Args:
+        gather: the blocks of all other ranks in one step: fewer, larger kernel calls and fewer
+            sums over steps, for memory that grows with the ring.
+        alone: no other part of the heads is computed while this one's blocks travel. The own
+            block's backward is then cut in two, so that its first part hides the first block's
+            arrival and its last part the way home of the last gradients; and of gathered blocks
+            one comes first, which hides the others' arrival.
     """
-    own, *others = (
-        _step(layout, mask, ring_rank, offset, support) for offset in _useful_offsets(layout, mask)
-    )
-    backward: list[RingStep] = [own]
-    if others:
+    own = _own_step(layout, mask, ring_rank, support)
+    useful = [offset for offset in _useful_offsets(layout, mask) if offset]
+    visits = [[offset] for offset in useful]
+    if gather:
+        visits = [useful[:1], useful[1:]] if alone else [useful]
+    visits = [visit for visit in visits if visit]
+    others = tuple(_step(layout, mask, ring_rank, visit, support) for visit in visits)
+    backward = (own, *others)
+    if others and alone:
         length = layout.ring_length(ring_rank)
-        halves = (
-            _step(layout, mask, ring_rank, 0, support, Span(start, stop))
-            for start, stop in ((0, length // 2), (length // 2, length))
+        first, last = (
+            _own_step(layout, mask, ring_rank, support, rows)
+            for rows in ((0, length // 2), (length // 2, length))
         )
-        first, last = halves
-        backward = [first, *others, last]
-    longest = _longest(layout, mask)
-    return RingSchedule(ring_rank, layout.ring, (own, *others), tuple(backward), longest)
+        backward = (first, *others, last)
+    taken = (
+        sum(piece.length for piece in _taken(layout, mask, rank, visit))
+        for visit in visits
+        for rank in range(layout.ring)
+    )
+    owned = max(layout.ring_length(rank) for rank in range(layout.ring))
+    steps = (own, *others)
+    return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
+
+
+def _own_step(
+    layout: TokenLayout,
+    mask: MaskSpec,
+    ring_rank: int,
+    support: TileSupport,
+    rows: tuple[int, int] | None = None,
+) -> RingStep:
+    """This rank's own block, for all query rows or for some."""
+    mine = layout.ring_segments(ring_rank)
+    length = layout.ring_length(ring_rank)
+    start, stop = rows or (0, length)
+    tiles = plan_tiles(cut(mine, start, stop), mine, mask, support)
+    calls = tuple((tile.shifted(start, 0),) for tile in tiles)
+    return RingStep(True, (Piece(ring_rank, 0, length),), (), (), calls)
 
 
 def _step(
     layout: TokenLayout,
     mask: MaskSpec,
     ring_rank: int,
-    offset: int,
+    offsets: Sequence[int],
     support: TileSupport,
-    rows: Span | None = None,
 ) -> RingStep:
-    """One step, of all query rows or of some."""
-    owner = (ring_rank - offset) % layout.ring
-    if offset == 0:
-        columns, sends = Span(0, layout.ring_length(ring_rank)), Span(0, 0)
-    else:
-        columns = _seen(layout, mask, ring_rank, owner)
-        sends = _seen(layout, mask, (ring_rank + offset) % layout.ring, ring_rank)
-    rows = rows or Span(0, layout.ring_length(ring_rank))
-    queries = cut(layout.ring_segments(ring_rank), rows.start, rows.stop)
-    tiles = plan_tiles(queries, layout.ring_segments(owner), mask, support)
-    placed = (tile.shifted(rows.start, -columns.start) for tile in tiles)
-    return RingStep(offset, owner, columns, sends, tuple((tile,) for tile in placed))
+    """The blocks of the ranks some offsets before this one, in the order of the ranks."""
+    takes = _taken(layout, mask, ring_rank, offsets)
+    users = sorted((ring_rank + offset) % layout.ring for offset in offsets)
+    gives, given_at = [], []
+    for user in users:
+        at = 0
+        for owner, start, stop in _taken(layout, mask, user, offsets):
+            if owner == ring_rank:
+                gives.append(Piece(user, start, stop))
+                given_at.append(at)
+            at += stop - start
+    keys = tuple(
+        segment
+        for owner, start, stop in takes
+        for segment in cut(layout.ring_segments(owner), start, stop)
+    )
+    tiles = plan_tiles(layout.ring_segments(ring_rank), keys, mask, support)
+    calls = tuple((tile,) for tile in tiles)
+    return RingStep(False, takes, tuple(gives), tuple(given_at), calls)
+
+
+def _taken(
+    layout: TokenLayout, mask: MaskSpec, ring_rank: int, offsets: Sequence[int]
+) -> tuple[Piece, ...]:
+    """What a rank takes from those some offsets before it, in the order of the ranks."""
+    owners = sorted((ring_rank - offset) % layout.ring for offset in offsets)
+    pieces = (Piece(owner, *_seen(layout, mask, ring_rank, owner)) for owner in owners)
+    return tuple(piece for piece in pieces if piece.length)
 
 
 @lru_cache(maxsize=4096)
-def _seen(layout: TokenLayout, mask: MaskSpec, ring_rank: int, owner: int) -> Span:
+def _seen(layout: TokenLayout, mask: MaskSpec, ring_rank: int, owner: int) -> tuple[int, int]:
     """The shortest run of the owner's tokens that holds all that the rank's queries see."""
     tiles = plan_tiles(layout.ring_segments(ring_rank), layout.ring_segments(owner), mask)
     if not tiles:
-        return Span(0, 0)
-    return Span(min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles))
+        return 0, 0
+    return min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -148,13 +226,5 @@ def _useful_offsets(layout: TokenLayout, mask: MaskSpec) -> tuple[int, ...]:
     return tuple(
         offset
         for offset in ranks
-        if offset == 0
-        or any(_seen(layout, mask, r, (r - offset) % layout.ring).length for r in ranks)
+        if offset == 0 or any(_seen(layout, mask, r, (r - offset) % layout.ring)[1] for r in ranks)
     )
-
-
-@lru_cache(maxsize=4096)
-def _longest(layout: TokenLayout, mask: MaskSpec) -> int:
-    ranks = range(layout.ring)
-    spans = (_seen(layout, mask, a, b) for a in ranks for b in ranks if a != b)
-    return max((span.length for span in spans), default=0)

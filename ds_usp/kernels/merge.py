@@ -1,13 +1,38 @@
-"""Sums over blocks: attention outputs by their log-sum-exp, gradients plainly. In fp32 or fp64."""
+"""Sums over blocks: attention outputs by their log-sum-exp, gradients plainly. In fp32 or fp64.
+
+Parts are kept as the kernel returned them until a third one covers some row, and summed in one pass
+that reads them and writes the result. More are summed into an accumulator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib import import_module
+from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from ds_usp.geometry.tiles import Tile
+
+_NO_LSE = torch.empty(0, 0, 0)
+
+
+class _Part(NamedTuple):
+    """Rows ``start : stop`` of a shard: values ``[B, rows, H, D]`` and, of an output, the
+    log-sum-exp ``[B, H, rows]``."""
+
+    start: int
+    stop: int
+    value: torch.Tensor
+    lse: torch.Tensor = _NO_LSE
+
+    def cut(self, start: int, stop: int) -> _Part:
+        """The rows ``start : stop`` of them, counted in the shard."""
+        rows = slice(start - self.start, stop - self.start)
+        return _Part(start, stop, self.value[:, rows], self.lse[:, :, rows])
 
 
 class OutputSum:
@@ -22,65 +47,64 @@ class OutputSum:
 
     def __init__(self, q: torch.Tensor) -> None:
         self._q = q
+        self._parts: list[_Part] = []
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, part: torch.Tensor, part_lse: torch.Tensor, tiles: Sequence[Tile]) -> None:
-        """Merge a call's rows in place.
-
-        ``out`` moves from its value towards ``part`` by the weight
-        ``sigmoid(part_lse - lse)``, which is ``exp(part_lse - log(exp(lse) + exp(part_lse)))``
-        without overflow (online softmax, arXiv 1805.02867).
+        """Take a call's rows.
 
         Shapes:
             part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, rows of the tiles in order.
         """
-        if self._sums is None and part.shape[1] == self._q.shape[1]:
-            self._sums = part, part_lse
-            return
-        out, lse = self._accumulators()
         start = 0
         for tile in tiles:
-            rows, stop = slice(tile.q_start, tile.q_stop), start + tile.rows
-            merge = _fused_merge() if out.is_cuda else _merge_rows
-            merge(out[:, rows], lse[:, :, rows], part[:, start:stop], part_lse[:, :, start:stop])
-            start = stop
+            rows = slice(start, start + tile.rows)
+            start = rows.stop
+            self._parts.append(
+                _Part(tile.q_start, tile.q_stop, part[:, rows], part_lse[:, :, rows])
+            )
+        if self._sums is not None or _deepest(self._parts) > 2:
+            self._fold()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``."""
-        out, lse = self._sums or self._accumulators()
-        return out.to(self._q.dtype), lse
+        if self._sums is not None:
+            out, lse = self._sums
+            return out.to(self._q.dtype), lse
+        if len(self._parts) == 1 and self._parts[0].value.shape[1] == self._q.shape[1]:
+            return self._parts[0].value.to(self._q.dtype), self._parts[0].lse
+        out, lse = _dense_like(self._q, self._q.dtype), self._new_lse()
+        self._settle(out, lse)
+        return out, lse
 
-    def _accumulators(self) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(self._q.dtype, torch.float32)
+    def _new_lse(self) -> torch.Tensor:
+        batch, tokens, heads, _ = self._q.shape
+        wide = torch.promote_types(self._q.dtype, torch.float32)
+        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+
+    def _settle(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write the sum of the parts, at most two a row."""
+        for start, stop, parts in _covered(self._parts, self._q.shape[1]):
+            place, place_lse = out[:, start:stop], lse[:, :, start:stop]
+            if not parts:
+                place.zero_()
+            elif len(parts) == 1:
+                place.copy_(parts[0].value)
+                place_lse.copy_(parts[0].lse)
+            else:
+                old, new = parts
+                _merge(place, place_lse, old.value, old.lse, new.value, new.lse)
+
+    def _fold(self) -> None:
+        """Sum the parts into the accumulators."""
         if self._sums is None:
-            batch, tokens, heads, _ = self._q.shape
-            lse = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=dtype)
-            self._sums = torch.zeros_like(self._q, dtype=dtype), lse
+            wide = torch.promote_types(self._q.dtype, torch.float32)
+            self._sums = _dense_like(self._q, wide).zero_(), self._new_lse()
         out, lse = self._sums
-        self._sums = out.to(dtype), lse
-        return self._sums
-
-
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-def _merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """Merge ``[B, S, H, D]`` and ``[B, H, S]`` in place, operation by operation."""
-    weight = torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1)
-    out.lerp_(part.to(out.dtype), weight)
-    lse.copy_(torch.logaddexp(lse, part_lse))
-
-
-@lru_cache(maxsize=1)
-def _fused_merge() -> Merge:
-    """The Triton kernel, or the plain merge where Triton is not installed."""
-    try:
-        from ds_usp.kernels.merge_triton import merge_rows
-    except ImportError:
-        return _merge_rows
-    return merge_rows
+        for start, stop, value, part_lse in self._parts:
+            rows = out[:, start:stop], lse[:, :, start:stop]
+            _merge(*rows, *rows, value, part_lse)
+        self._parts = []
 
 
 class GradientSum:
@@ -94,30 +118,143 @@ class GradientSum:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
+        self._parts: list[_Part] = []
         self._total: torch.Tensor | None = None
 
     def add(
-        self, part: torch.Tensor, spans: Sequence[tuple[int, int]], *, borrowed: bool = False
+        self,
+        part: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        *,
+        borrowed: bool = False,
+        held: bool = False,
     ) -> None:
         """Add the parts of these token spans, which stand in ``part`` one after the other.
 
         Args:
-            borrowed: the memory of ``part`` will be used again, so it cannot be taken over.
+            borrowed: the memory of ``part`` will be used again, so it is summed at once.
+            held: the memory is there until the sum is read, so it may as well wait.
         """
-        whole = self._total is None and part.shape[1] == self._like.shape[1]
-        if whole and not borrowed:
-            self._total = part
-            return
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=wide)
-        self._total = self._total.to(wide)
         start = 0
         for begin, end in spans:
-            self._total[:, begin:end] += part[:, start : start + end - begin]
+            self._parts.append(_Part(begin, end, part[:, start : start + end - begin]))
             start += end - begin
+        if borrowed or (not held and (self._total is not None or _deepest(self._parts) > 2)):
+            self._fold()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum in a dtype, the shard's if none is given; zeros where nothing was added."""
-        total = torch.zeros_like(self._like) if self._total is None else self._total
-        return total.to(dtype or self._like.dtype)
+        dtype = dtype or self._like.dtype
+        if self._total is None and len(self._parts) == 1:
+            (only,) = self._parts
+            if only.value.shape == self._like.shape:
+                return only.value.to(dtype)
+        if self._total is not None and not self._parts:
+            return self._total.to(dtype)
+        total = _dense_like(self._like, dtype)
+        self.write(total)
+        return total
+
+    def write(self, place: torch.Tensor) -> None:
+        """Write the sum into a tensor of the shard's shape."""
+        tokens = self._like.shape[1]
+        whole = [] if self._total is None else [_Part(0, tokens, self._total)]
+        for start, stop, parts in _covered([*whole, *self._parts], tokens):
+            _sum(place[:, start:stop], [part.value for part in parts])
+
+    def _fold(self) -> None:
+        """Sum the parts into the accumulator."""
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        if self._total is None:
+            total = _dense_like(self._like, wide)
+            self.write(total)
+            self._total = total
+        else:
+            for start, stop, value, _ in self._parts:
+                self._total[:, start:stop] += value
+        self._parts = []
+
+
+def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, if they can read these tensors: on a GPU, the last dim dense."""
+    if not tensors[0].is_cuda or any(x.stride(-1) != 1 for x in tensors):
+        return None
+    return _fused()
+
+
+def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, list[_Part]]]:
+    """Runs of rows between which the set of parts that cover them changes, with the parts."""
+    edges = sorted({0, tokens, *(edge for part in parts for edge in part[:2])})
+    for start, stop in pairwise(edges):
+        inside = [part for part in parts if part.start <= start and stop <= part.stop]
+        yield start, stop, [part.cut(start, stop) for part in inside]
+
+
+def _deepest(parts: Sequence[_Part]) -> int:
+    """Most parts that cover one row."""
+    return max((sum(a.start <= b.start < a.stop for a in parts) for b in parts), default=0)
+
+
+def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once."""
+    if not parts:
+        place.zero_()
+    elif (fused := _fused_for(place, *parts)) is not None:
+        fused.sum_fused(place, parts)
+    else:
+        wide = torch.promote_types(place.dtype, torch.float32)
+        total = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total += part
+        if total is not place:
+            place.copy_(total)
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, *parts: torch.Tensor) -> None:
+    fused = _fused_for(out, lse, *parts)
+    (merge_rows if fused is None else fused.merge_fused)(out, lse, *parts)
+
+
+def merge_rows(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    old: torch.Tensor,
+    old_lse: torch.Tensor,
+    new: torch.Tensor,
+    new_lse: torch.Tensor,
+) -> None:
+    """Write the attention over two sets of keys from that over each, operation by operation.
+
+    The output moves from the old one towards the new one by the weight
+    ``sigmoid(new_lse - old_lse)``, which is ``exp(new_lse - log(exp(old_lse) + exp(new_lse)))``
+    without overflow (online softmax, arXiv 1805.02867). ``out`` and ``lse`` may be ``old`` and
+    ``old_lse``.
+
+    Shapes:
+        out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
+    """
+    wide = lse.dtype
+    weight = torch.sigmoid(new_lse - old_lse).transpose(1, 2).unsqueeze(-1)
+    out.copy_(torch.lerp(old.to(wide), new.to(wide), weight))
+    lse.copy_(torch.logaddexp(old_lse, new_lse))
+
+
+def fallback(device: torch.device) -> str | None:
+    """What to tell the user if sums take more passes here than they could; None if not."""
+    if device.type != "cuda" or _fused() is not None:
+        return None
+    return "Triton is not installed: blocks of attention are summed by torch, in more passes"
+
+
+@lru_cache(maxsize=1)
+def _fused() -> ModuleType | None:
+    """The Triton kernels; None where Triton is not installed."""
+    try:
+        return import_module("ds_usp.kernels.merge_triton")
+    except ImportError:
+        return None

@@ -1,63 +1,128 @@
-"""The merge of a block's attention into the running one as a single pass on the GPU."""
+"""Sums over blocks of attention, each as a single pass on the GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 _ROWS = 32
+_MOST_PARTS = 8
 
 
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, part, part_lse,
+    out, lse, old, old_lse, new, new_lse,
     rows, dim,
-    out_batch, out_row, out_head,
-    lse_batch, lse_head,
-    part_batch, part_row, part_head,
-    part_lse_batch, part_lse_head,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    old_batch, old_row, old_head, old_lse_batch, old_lse_head,
+    new_batch, new_row, new_head, new_lse_batch, new_lse_head,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    old_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.load(old_at, mask=inside, other=0.0)
-    new_at = part_lse + batch * part_lse_batch + head * part_lse_head + row
-    new = tl.load(new_at, mask=inside, other=0.0)
-    high = tl.maximum(old, new)
-    total = high + tl.log(tl.exp(old - high) + tl.exp(new - high))
-    keep, take = tl.exp(old - total), tl.exp(new - total)
-    tl.store(old_at, total, mask=inside)
+    a = tl.load(
+        old_lse + batch * old_lse_batch + head * old_lse_head + row, mask=inside, other=0.0
+    ).to(WIDE)
+    b = tl.load(
+        new_lse + batch * new_lse_batch + head * new_lse_head + row, mask=inside, other=0.0
+    ).to(WIDE)
+    # The result may be written over what was read, which every warp has its own copy of: no warp
+    # may write before all have read.
+    tl.debug_barrier()
+    high = tl.maximum(a, b)
+    high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing on either side
+    total = high + tl.log(tl.exp(a - high) + tl.exp(b - high))
+    base = tl.where(total == float("-inf"), 0.0, total)
+    keep, take = tl.exp(a - base), tl.exp(b - base)
+    tl.store(lse + batch * lse_batch + head * lse_head + row, total, mask=inside)
     column = tl.arange(0, DIM)
     both = inside[:, None] & (column < dim)[None, :]
     row = row.to(tl.int64)[:, None]
+    old_at = old + batch * old_batch + head * old_head + row * old_row + column[None, :]
+    new_at = new + batch * new_batch + head * new_head + row * new_row + column[None, :]
+    value = tl.load(old_at, mask=both, other=0.0).to(WIDE) * keep[:, None]
+    value += tl.load(new_at, mask=both, other=0.0).to(WIDE) * take[:, None]
     out_at = out + batch * out_batch + head * out_head + row * out_row + column[None, :]
-    part_at = part + batch * part_batch + head * part_head + row * part_row + column[None, :]
-    value = tl.load(out_at, mask=both, other=0.0) * keep[:, None]
-    value += tl.load(part_at, mask=both, other=0.0).to(WIDE) * take[:, None]
-    tl.store(out_at, value, mask=both)
+    tl.store(out_at, value.to(out.dtype.element_ty), mask=both)
 
 
-def merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+def merge_fused(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    old: torch.Tensor,
+    old_lse: torch.Tensor,
+    new: torch.Tensor,
+    new_lse: torch.Tensor,
 ) -> None:
-    """Merge in place: one read of each, one write of ``out`` and ``lse``.
+    """:func:`ds_usp.kernels.merge.merge_rows`: one read of each part, one write of the result.
 
-    Shapes:
-        out, part ``[B, S, H, D]``, lse, part_lse ``[B, H, S]``; features and, of lse, rows dense.
+    Features and, of the log-sum-exps, rows are dense.
     """
     batch, rows, heads, dim = out.shape
-    wide = tl.float64 if out.dtype == torch.float64 else tl.float32
+    wide = tl.float64 if lse.dtype == torch.float64 else tl.float32
     with torch.cuda.device(out.device):
         _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-            out, lse, part, part_lse,
+            out, lse, old, old_lse, new, new_lse,
             rows, dim,
-            *out.stride()[:3],
-            *lse.stride()[:2],
-            *part.stride()[:3],
-            *part_lse.stride()[:2],
+            *out.stride()[:3], *lse.stride()[:2],
+            *old.stride()[:3], *old_lse.stride()[:2],
+            *new.stride()[:3], *new_lse.stride()[:2],
             ROWS=_ROWS, DIM=triton.next_power_of_2(dim), WIDE=wide,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]
+    out, p0, p1, p2, p3, p4, p5, p6, p7,
+    rows, dim,
+    out_batch, out_row, out_head,
+    b0, r0, h0, b1, r1, h1, b2, r2, h2, b3, r3, h3, b4, r4, h4, b5, r5, h5, b6, r6, h6, b7, r7, h7,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    inside = (row < rows) & (column < dim)
+    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(WIDE)
+    if COUNT > 1:
+        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(WIDE)
+    if COUNT > 2:
+        total += tl.load(p2 + batch * b2 + head * h2 + row * r2 + column, mask=inside).to(WIDE)
+    if COUNT > 3:
+        total += tl.load(p3 + batch * b3 + head * h3 + row * r3 + column, mask=inside).to(WIDE)
+    if COUNT > 4:
+        total += tl.load(p4 + batch * b4 + head * h4 + row * r4 + column, mask=inside).to(WIDE)
+    if COUNT > 5:
+        total += tl.load(p5 + batch * b5 + head * h5 + row * r5 + column, mask=inside).to(WIDE)
+    if COUNT > 6:
+        total += tl.load(p6 + batch * b6 + head * h6 + row * r6 + column, mask=inside).to(WIDE)
+    if COUNT > 7:
+        total += tl.load(p7 + batch * b7 + head * h7 + row * r7 + column, mask=inside).to(WIDE)
+    out_at = out + batch * out_batch + head * out_head + row * out_row + column
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write the sum of tensors ``[B, rows, H, D]`` with dense features, in fp32 or fp64.
+
+    One read of each part, one write of the result; of more than eight, eight at a time.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    while len(parts) > _MOST_PARTS:
+        total = torch.empty_like(out, dtype=wide)
+        sum_fused(total, parts[:_MOST_PARTS])
+        parts = [total, *parts[_MOST_PARTS:]]
+    batch, rows, heads, dim = out.shape
+    filled = [*parts, *[parts[0]] * (_MOST_PARTS - len(parts))]
+    strides = [stride for part in filled for stride in part.stride()[:3]]
+    with torch.cuda.device(out.device):
+        _sum[(triton.cdiv(rows, _ROWS), heads, batch)](
+            out, *filled, rows, dim, *out.stride()[:3], *strides,
+            COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
+            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         )  # fmt: skip

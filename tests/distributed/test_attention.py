@@ -10,6 +10,9 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, run_cases
 from harness import WorkerPool
 
+import ds_usp
+from ds_usp.geometry.heads import HeadSplit
+
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -40,7 +43,23 @@ def cases_on(ulysses: int) -> list[Case]:
         replace(base, dtype=torch.float64, mask="window both sides", **heads_of("6 heads of 2")),
         replace(base, dtype=torch.float64, mask="full", kernel="eager"),
     ]
-    return product_cases + single_cases
+    return (
+        product_cases
+        + [tuned(case, ulysses, at) for at, case in enumerate(product_cases)]
+        + single_cases
+    )
+
+
+def tuned(case: Case, ulysses: int, at: int) -> Case:
+    """The case in several parts and with all blocks at once, or one of the two."""
+    most = HeadSplit(case.heads, case.kv_heads, ulysses).most_chunks
+    tunings = (
+        ds_usp.Tuning(chunks=1, gather=True),
+        ds_usp.Tuning(chunks=most, gather=True),
+        ds_usp.Tuning(chunks=most, gather=False),
+        ds_usp.Tuning(chunks=max(most - 1, 1), gather=True),
+    )
+    return replace(case, tuning=tunings[at % len(tunings)])
 
 
 def check(
@@ -62,8 +81,12 @@ def test_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int, layout: st
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
 def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> None:
     cases = [
-        Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2)
-        for layout, mask in product(ALL_LAYOUTS, ("causal", "window both sides"))
+        Case(layout=layout, mask=mask, seq_len=67, heads=6, kv_heads=2, tuning=tuning)
+        for layout, mask, tuning in product(
+            ALL_LAYOUTS,
+            ("causal", "window both sides"),
+            (ds_usp.Tuning(), ds_usp.Tuning(gather=True)),
+        )
     ]
     check(pool, cases, ulysses, ring, order="ring-ulysses")
 
@@ -86,9 +109,12 @@ def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str)
     # Not causal: the first token's dq would be 0, which leaves nothing to be relative to.
     shortest = 2 * ring if layout == "context_parallel" else ring
     cases = [
-        Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel)
-        for seq_len, mask, kernel in product(
-            range(shortest, shortest + 4), ("full", "window ahead"), ("auto", "eager")
+        Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tuning)
+        for seq_len, mask, kernel, tuning in product(
+            range(shortest, shortest + 4),
+            ("full", "window ahead"),
+            ("auto", "eager"),
+            (ds_usp.Tuning(), ds_usp.Tuning(chunks=3, gather=True)),
         )
     ]
     check(pool, cases, 1, ring)

@@ -12,7 +12,8 @@ from cases import Case, mesh_of, run_case
 from harness import RankContext, WorkerPool
 
 import ds_usp
-from ds_usp import MaskSpec, SequenceMesh, TokenLayout, USPAttention
+from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
+from ds_usp.attention.tuning import AUTO_TUNING
 
 WORLD = 4
 TIMEOUT_S = 20.0  # what takes longer hangs
@@ -38,6 +39,7 @@ class Call:
     mask: Any = CAUSAL
     scale: Any = None
     kernel: Any = "auto"
+    tuning: Any = AUTO_TUNING
     dropout: float = 0.0
     batch_dim: Any = 0
     rotary: int = 0  # tokens of cos and sin, 0: none
@@ -62,6 +64,7 @@ class Call:
                 softmax_scale=self.scale,
                 dropout_p=self.dropout,
                 kernel=self.kernel,
+                tuning=self.tuning,
             )
             return
         local = torch.nn.Identity()
@@ -76,6 +79,7 @@ class Call:
             softmax_scale=self.scale,
             dropout_p=self.dropout,
             kernel=self.kernel,
+            tuning=self.tuning,
         )
         rotary = (torch.ones(self.rotary, 1, 1, 16),) * 2 if self.rotary else None
         attention(*self.tensors(), self.batch_dim, rotary, *self.extra)
@@ -194,6 +198,12 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
         "UnsupportedAttentionError",
         ["flash2: runs on cuda, not cpu", "head dim 16"],
     ),
+    "more parts than heads": (
+        WAYS[:2],
+        {"tuning": Tuning(chunks=3)},
+        "ConfigError",
+        ["chunks=3", "only 2 key/value heads", "4 among 2 Ulysses ranks", "Use at most 2"],
+    ),
     "no scale": (WAYS[:2], {"scale": 0.0}, "ConfigError", ["softmax_scale=0.0", "above 0"]),
     "negative scale": (WAYS[:2], {"scale": -1.0}, "ConfigError", ["softmax_scale=-1.0"]),
     "endless scale": (WAYS[:2], {"scale": float("inf")}, "ConfigError", ["softmax_scale=inf"]),
@@ -245,6 +255,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {
     "mask": (WAYS[:2], {"mask": MaskSpec.window(3)}, ["causal", "window(3, 0)"]),
     "scale": (WAYS[:2], {"scale": 0.3}, ["scale 0.25", "scale 0.3"]),
     "kernel": (WAYS[:2], {"kernel": "eager"}, ["kernel sdpa", "kernel eager"]),
+    "parts": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ["1 part", "2 parts"]),
+    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ["block by block", "gathered"]),
 }
 # What one rank passes wrongly: it raises what is wrong, the others hear of it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
@@ -256,6 +268,7 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
             "mixed dtypes",
             "dropout",
             "no scale",
+            "more parts than heads",
             "batch_dim_idx",
             "num_kv_heads",
         )

@@ -7,12 +7,20 @@ import torch
 from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp import Tuning
 
 B, D = 2, 16
+PLAIN = Tuning(chunks=1, gather=False)
 
 
 def count(
-    ctx: RankContext, ulysses: int, heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype
+    ctx: RankContext,
+    ulysses: int,
+    heads: int,
+    kv_heads: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    tuning: Tuning,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls and bytes of one forward and backward pass on this rank."""
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
@@ -22,22 +30,48 @@ def count(
         torch.randn(B, tokens, h, D, dtype=dtype, requires_grad=True)
         for h in (heads, kv_heads, kv_heads)
     )
-    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal())
+    out = ds_usp.usp_attention(
+        q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), tuning=tuning
+    )
     out.sum().backward()
     return dict(mesh.ledger.calls), dict(mesh.ledger.bytes)
 
 
 CASES = [
-    (4, ulysses, kv_heads, dtype)
-    for ulysses in (1, 2, 4)
-    for kv_heads in (8, 2, 1)
-    for dtype in (torch.float32, torch.bfloat16)
-] + [(8, 2, 4, torch.bfloat16), (8, 4, 2, torch.float32)]
+    *(
+        (4, ulysses, kv_heads, dtype, PLAIN)
+        for ulysses in (1, 2, 4)
+        for kv_heads in (8, 2, 1)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    (8, 2, 4, torch.bfloat16, PLAIN),
+    (8, 4, 2, torch.float32, PLAIN),
+    *(
+        (4, ulysses, kv_heads, dtype, Tuning(chunks, gather))
+        for ulysses, kv_heads, dtype in (
+            (1, 8, torch.float32),
+            (1, 2, torch.bfloat16),
+            (2, 8, torch.bfloat16),
+            (2, 2, torch.float32),
+            (4, 8, torch.float32),
+        )
+        for chunks in (1, 2, 4)
+        for gather in (False, True)
+        if (chunks > 1 or gather) and chunks <= kv_heads // ulysses
+    ),
+    (8, 2, 4, torch.bfloat16, Tuning(2, True)),
+    (8, 1, 4, torch.float32, Tuning(3, True)),
+]
 
 
-@pytest.mark.parametrize(("world", "ulysses", "kv_heads", "dtype"), CASES)
+@pytest.mark.parametrize(("world", "ulysses", "kv_heads", "dtype", "tuning"), CASES, ids=str)
 def test_bytes_equal_the_formulas(
-    pool: WorkerPool, world: int, ulysses: int, kv_heads: int, dtype: torch.dtype
+    pool: WorkerPool,
+    world: int,
+    ulysses: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    tuning: Tuning,
 ) -> None:
     heads, seq_len, ring = 8, 64, world // ulysses
     local, chunk = seq_len // world, seq_len // ring // 2
@@ -55,12 +89,16 @@ def test_bytes_equal_the_formulas(
         kv_heads=kv_heads,
         seq_len=seq_len,
         dtype=dtype,
+        tuning=tuning,
     )
+    # Parts of the heads and blocks that come together change how often a rank sends, not what.
+    at_most = (2 if tuning.chunks == 1 else 1) if tuning.gather else ring
+    steps = min(ring - 1, at_most)
     for rank, result in enumerate(results):
         calls: dict[str, int] = {}
         sent: dict[str, int] = {}
         if ulysses > 1:
-            calls["all_to_all"], sent["all_to_all"] = 4, 2 * (qkv + out)
+            calls["all_to_all"], sent["all_to_all"] = 4 * tuning.chunks, 2 * (qkv + out)
         if ring > 1:
             # Zigzag: a rank's queries see the front chunk of every rank before it and both chunks
             # of every rank after it. Keys and values go there forward and backward; gradients
@@ -69,7 +107,8 @@ def test_bytes_equal_the_formulas(
             chunks_to_others = (ring - 1 - me) + 2 * me
             chunks_from_others = me + 2 * (ring - 1 - me)
             token = 2 * B * my_kv * D * size
-            calls["ring_kv"], calls["ring_dkv"] = 2 * (ring - 1), ring - 1
+            calls["ring_kv"] = 2 * steps * tuning.chunks
+            calls["ring_dkv"] = steps * tuning.chunks
             sent["ring_kv"] = 2 * chunks_to_others * chunk * token
             sent["ring_dkv"] = chunks_from_others * chunk * token
         assert result == (calls, sent)
@@ -82,6 +121,7 @@ def exchange_uneven(
     kv_heads_of_each_rank: list[int],
     heads: int,
     kv_heads: int,
+    chunks: int,
 ) -> tuple[int, int]:
     """Bytes counted, and bytes that the tensors of the other ranks' heads and tokens have."""
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
@@ -95,19 +135,23 @@ def exchange_uneven(
     dqkv_back = sum(lengths[r] * (q_heads[me] + 2 * kv[me]) for r in others)
     dout_back = sum(lengths[me] * q_heads[r] for r in others)
     expected = 4 * B * D * (qkv_there + out_there + dqkv_back + dout_back)
-    _, counted = count(ctx, ctx.world, heads, kv_heads, seq_len, torch.float32)
+    tuning = Tuning(chunks)
+    _, counted = count(ctx, ctx.world, heads, kv_heads, seq_len, torch.float32, tuning)
     return counted["all_to_all"], expected
 
 
-# On four ranks: heads, KV heads, tokens, then what each rank computes of the two.
+# On four ranks: heads, KV heads, tokens, what each rank computes of the two, in how many parts.
 UNEVEN = [
-    (7, 7, 61, [2, 2, 2, 1], [2, 2, 2, 1]),
-    (6, 2, 63, [2, 1, 2, 1], [1, 1, 1, 1]),
-    (10, 5, 66, [4, 2, 2, 2], [2, 1, 1, 1]),
+    (7, 7, 61, [2, 2, 2, 1], [2, 2, 2, 1], 1),
+    (6, 2, 63, [2, 1, 2, 1], [1, 1, 1, 1], 1),
+    (10, 5, 66, [4, 2, 2, 2], [2, 1, 1, 1], 1),
+    (14, 14, 61, [4, 4, 3, 3], [4, 4, 3, 3], 2),
+    (14, 14, 61, [4, 4, 3, 3], [4, 4, 3, 3], 3),
+    (20, 10, 66, [6, 6, 4, 4], [3, 3, 2, 2], 2),
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "seq_len", "q_each", "kv_each"), UNEVEN)
+@pytest.mark.parametrize(("heads", "kv_heads", "seq_len", "q_each", "kv_each", "chunks"), UNEVEN)
 def test_uneven_heads_and_lengths_send_no_byte_too_many(
     pool: WorkerPool,
     heads: int,
@@ -115,6 +159,7 @@ def test_uneven_heads_and_lengths_send_no_byte_too_many(
     seq_len: int,
     q_each: list[int],
     kv_each: list[int],
+    chunks: int,
 ) -> None:
     results = pool.run(
         exchange_uneven,
@@ -124,25 +169,30 @@ def test_uneven_heads_and_lengths_send_no_byte_too_many(
         kv_heads_of_each_rank=kv_each,
         heads=heads,
         kv_heads=kv_heads,
+        chunks=chunks,
     )
     assert all(counted == expected for counted, expected in results), results
 
 
-def two_windows(ctx: RankContext) -> list[tuple[int, int]]:
-    """Ring hops forward of a short window and of the causal mask."""
-    hops = []
+def two_windows(ctx: RankContext, gather: bool) -> list[tuple[int, int]]:
+    """Ring messages and bytes forward of a short window and of the causal mask."""
+    sent = []
     for mask in (ds_usp.MaskSpec.window(7, 0), ds_usp.MaskSpec.causal()):
         mesh = ds_usp.SequenceMesh.from_group(ctx.group, 1)
         layout = mesh.layout("contiguous", 64)
         x = torch.randn(1, layout.length(mesh.rank), 2, D)
-        ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask)
-        hops.append((mesh.ledger.calls["ring_kv"], mesh.ledger.bytes["ring_kv"]))
-    return hops
+        tuning = Tuning(gather=gather)
+        ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask, tuning=tuning)
+        sent.append((mesh.ledger.calls["ring_kv"], mesh.ledger.bytes["ring_kv"]))
+    return sent
 
 
-def test_a_window_sends_the_border_and_causal_no_block_in_vain(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_window_sends_the_border_and_causal_no_block_in_vain(
+    pool: WorkerPool, gather: bool
+) -> None:
     token = 2 * 2 * D * 4
-    for rank, (window, causal) in enumerate(pool.run(two_windows, 4)):
+    for rank, (window, causal) in enumerate(pool.run(two_windows, 4, gather=gather)):
         later = 3 - rank  # contiguous: only the ranks behind this one see its keys
         assert window == ((1, 7 * token) if later else (0, 0))
-        assert causal == (later, later * 16 * token)
+        assert causal == (min(later, 2) if gather else later, later * 16 * token)

@@ -36,9 +36,13 @@ def peak_bytes(ctx: RankContext, ring: int, ulysses: int, local: int) -> int:
 
 
 @pytest.mark.parametrize("local", [256, 1024])
-def test_peak_at_ring_8_is_that_at_ring_2(pool: WorkerPool, local: int) -> None:
-    two = max(pool.run(peak_bytes, 2, ring=2, ulysses=1, local=local))
-    eight = max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local))
+def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
+    two, four, eight = (
+        max(pool.run(peak_bytes, ring, ring=ring, ulysses=1, local=local)) for ring in (2, 4, 8)
+    )
     tensors = local * 4 * 32 * 4
     assert two > 4 * tensors  # the measurement sees at least q's gradients and the output
-    assert abs(eight - two) <= 0.05 * two, f"ring 2: {two} B, ring 8: {eight} B"
+    assert abs(eight - four) <= 0.05 * four, f"ring 4: {four} B, ring 8: {eight} B"
+    # A ring of two needs less: one block comes, so there is one buffer, and two parts are summed
+    # without an accumulator.
+    assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"

@@ -43,7 +43,7 @@ def test_every_part_is_looked_at() -> None:
 
 
 def test_ds_usp_has_exactly_two_autograd_functions() -> None:
-    assert sorted(autograd_functions(project())) == ["RingAttention", "SeqAllToAll"]
+    assert sorted(autograd_functions(project())) == ["SeqAllToAll", "UnifiedAttention"]
 
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES

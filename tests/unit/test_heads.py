@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from ds_usp import ConfigError
@@ -68,6 +70,71 @@ def test_known_splits(
     ranks = range(split.ulysses)
     assert [split.query_range(rank) for rank in ranks] == queries
     assert [split.kv_range(rank) for rank in ranks] == keys
+
+
+def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
+    for split in SPLITS:
+        group = split.heads // split.kv_heads
+        for count in range(1, split.most_chunks + 1):
+            parts = [split.chunk(count, index) for index in range(count)]
+            for rank in range(split.ulysses):
+                queries = [heads_of(part.queries[rank]) for part in parts]
+                keys = [heads_of(part.keys[rank]) for part in parts]
+                assert list(chain(*queries)) == heads_of(split.query_range(rank)), (split, count)
+                assert list(chain(*keys)) == heads_of(split.kv_range(rank)), (split, count)
+                for mine, theirs in zip(queries, keys, strict=True):
+                    assert mine, (split, count)
+                    # As for the whole: equal runs of query heads share a KV head, the right one.
+                    assert [head // group for head in mine] == [
+                        kv for kv in theirs for _ in range(len(mine) // len(theirs))
+                    ], (split, count)
+
+
+def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads() -> None:
+    for split in SPLITS:
+        counts = [len(heads_of(split.kv_range(rank))) for rank in range(split.ulysses)]
+        assert split.most_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
+    assert HeadSplit(8, 1, 1).most_chunks == 1  # MQA: its one KV head is not cut
+    assert HeadSplit(8, 2, 4).most_chunks == 1
+
+
+# KV heads of a rank, and what each part of them has.
+PARTS = [
+    (8, [8]),
+    (8, [4, 4]),
+    (8, [2, 4, 2]),
+    (8, [1, 3, 3, 1]),
+    (8, [1, 2, 2, 2, 1]),
+    (8, [1] * 8),
+    (12, [2, 4, 4, 2]),
+    (32, [5, 11, 11, 5]),
+    (28, [2, 4, 4, 4, 4, 4, 4, 2]),
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "sizes"), PARTS, ids=str)
+def test_the_first_and_the_last_part_are_half_as_large(kv_heads: int, sizes: list[int]) -> None:
+    for group in (1, 4):
+        split = HeadSplit(2 * kv_heads * group, 2 * kv_heads, 2)
+        parts = [split.chunk(len(sizes), index) for index in range(len(sizes))]
+        for rank in (0, 1):
+            assert [len(heads_of(part.keys[rank])) for part in parts] == sizes
+            assert [len(heads_of(part.queries[rank])) for part in parts] == [
+                group * size for size in sizes
+            ]
+
+
+def test_parts_are_as_even_as_whole_heads_allow() -> None:
+    for kv_heads in range(1, 65):
+        split = HeadSplit(kv_heads, kv_heads, 1)
+        for count in range(3, kv_heads + 1):
+            sizes = [len(heads_of(split.chunk(count, at).keys[0])) for at in range(count)]
+            half = kv_heads / (2 * count - 2)
+            ideal = [half, *[2 * half] * (count - 2), half]
+            assert max(sizes[0], sizes[-1]) <= min(sizes[1:-1]), (kv_heads, sizes)
+            # Where a half is less than one head, every part still has one.
+            slack = 1 if half >= 1 else 2 - half
+            assert all(abs(a - b) <= slack for a, b in zip(sizes, ideal, strict=True)), sizes
 
 
 @pytest.mark.parametrize(

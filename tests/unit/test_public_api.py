@@ -26,6 +26,7 @@ NAMES = {
     "RankGrid",
     "SequenceMesh",
     "TokenLayout",
+    "Tuning",
     "USPAttention",
     "USPConfig",
     "USPError",
@@ -36,9 +37,9 @@ NAMES = {
 
 # Parameters that callers write; a new one may only be added at the end, by keyword.
 PARAMETERS = {
-    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse",
+    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
-    "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order",
+    "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
     "SequenceMesh.from_group": "group ulysses_degree order",
     "SequenceMesh.build": "grid",
@@ -49,6 +50,7 @@ PARAMETERS = {
     "TokenLayout.shard": "self x dim rank",
     "TokenLayout.gather": "self shards dim",
     "TokenLayout.positions": "self rank",
+    "Tuning": "chunks gather copies",
     "MaskSpec": "left right",
     "MaskSpec.window": "left right",
     "RankGrid": "sizes order",

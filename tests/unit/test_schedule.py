@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import doctest
 import random
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
+import ds_usp
 from ds_usp import LayoutError, MaskSpec, TokenLayout
 from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def schedules(
-    layout: TokenLayout, mask: MaskSpec, support: TileSupport = ANY_BAND
+    layout: TokenLayout,
+    mask: MaskSpec,
+    support: TileSupport = ANY_BAND,
+    gather: bool = False,
+    alone: bool | None = None,
 ) -> list[RingSchedule]:
-    """Every ring rank's plan."""
-    return [ring_schedule(layout, mask, rank, support) for rank in range(layout.ring)]
+    """Every ring rank's plan; gathered as between other parts, if nothing else is said."""
+    alone = not gather if alone is None else alone
+    return [
+        ring_schedule(layout, mask, rank, support, gather, alone) for rank in range(layout.ring)
+    ]
 
 
 def random_mask(draw: random.Random) -> MaskSpec:
@@ -32,7 +43,7 @@ def random_mask(draw: random.Random) -> MaskSpec:
 
 def random_support(draw: random.Random, mask: MaskSpec) -> TileSupport:
     window = mask.left is not None or draw.random() < 0.5
-    return TileSupport(rectangular=draw.random() < 0.5, window=window)
+    return TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
 
 
 Walks = list[tuple[int, tuple[RingStep, ...]]]
@@ -52,8 +63,14 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
     for ring_rank, steps in walks:
         q = torch.tensor(layout.ring_positions(ring_rank))
         for step in steps:
-            k = torch.tensor(layout.ring_positions(step.kv_owner))
-            k = k[step.columns.start : step.columns.stop]
+            # The keys as they lie in the buffer: the pieces one after the other.
+            positions = [
+                position
+                for owner, start, stop in step.takes
+                for position in layout.ring_positions(owner)[start:stop]
+            ]
+            assert step.columns == len(positions)
+            k = torch.tensor(positions)
             for tile in (tile for call in step.calls for tile in call):
                 rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
                 # As a kernel reads the tile: a window aligned to the bottom right corner.
@@ -65,54 +82,107 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
     return counts
 
 
-def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring() -> None:
-    draw = random.Random(4)
-    for index in range(1500):
+@pytest.mark.parametrize("seed", range(4))
+def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring(seed: int) -> None:
+    draw = random.Random(seed)
+    for index in range(375):
         ulysses, ring = draw.randint(1, 4), draw.randint(1, 5)
         seq_len = 2 * ulysses * ring + draw.randint(0, 30)
         kind, order = ALL_LAYOUTS[index % 4], draw.choice(ALL_ORDERS)
         layout, mask = TokenLayout(kind, seq_len, ulysses, ring, order), random_mask(draw)
         support = random_support(draw, mask)
-        plans = schedules(layout, mask, support)
-        allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right).long()
-        assert torch.equal(computed(layout, forward(plans)), allowed), (layout, mask, support)
-        assert torch.equal(computed(layout, backward(plans)), allowed), (layout, mask, support)
+        gather, alone = draw.random() < 0.5, draw.random() < 0.5
+        plans = schedules(layout, mask, support, gather, alone)
+        allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right)
+        for walks in (forward(plans), backward(plans)):
+            assert torch.equal(computed(layout, walks), allowed.long()), (layout, mask, support)
         assert sum(plan.pairs for plan in plans) == int(allowed.sum())
-        check_walk(layout, plans)
+        check_own_blocks(layout, plans, alone)
+        check_visits(plans, 1 + alone if gather else None)
+        check_travel(layout, plans, allowed)
 
 
-def check_walk(layout: TokenLayout, plans: list[RingSchedule]) -> None:
-    """All ranks visit the same offsets, own block first, and send what their receivers use."""
-    offsets = [step.offset for step in plans[0].steps]
-    assert offsets[0] == 0 and offsets == sorted(set(offsets)) and offsets[-1] < layout.ring
+def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], alone: bool) -> None:
+    """The own block comes first, where it stands; backward and alone, its rows in two halves around
+    the others."""
     for rank, plan in enumerate(plans):
         assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
-        assert [step.offset for step in plan.steps] == offsets
-        assert [step.kv_owner for step in plan.steps] == [(rank - o) % layout.ring for o in offsets]
-        others = plan.steps[1:]
-        for at, step in enumerate(others, 1):
-            receiver = plans[(rank + step.offset) % layout.ring].steps[at]
-            assert (receiver.kv_owner, receiver.columns) == (rank, step.sends)
-            check_columns(layout, step)
-        # Backward: the same blocks, the own one's work before and after the others'.
-        assert plan.backward_steps[1 : 1 + len(others)] == others
-        own = (plan.backward_steps[0], *plan.backward_steps[1 + len(others) :])
-        assert [step.offset for step in own] == [0] * (1 + bool(others))
-    travelling = [step.columns.length for plan in plans for step in plan.steps[1:]]
-    assert {plan.longest for plan in plans} == {max(travelling, default=0)}
-    # A step in which nobody computes would be a hop for nothing.
-    for step in range(1, len(offsets)):
-        assert any(plan.steps[step].pairs for plan in plans), (layout, step)
+        first, *others = plan.steps
+        length = layout.ring_length(rank)
+        assert first.own and not any(step.own for step in others)
+        early, *middle = plan.backward_steps
+        late = [middle.pop()] if others and alone else []
+        assert middle == others
+        for step in (first, early, *late):
+            assert step.own and step.takes == ((rank, 0, length),) and step.gives == ()
+        half = length // 2 if late else length
+        assert all(tile.q_stop <= half for call in early.calls for tile in call)
+        assert all(tile.q_start >= half for step in late for call in step.calls for tile in call)
 
 
-def check_columns(layout: TokenLayout, step: RingStep) -> None:
-    """What travels holds all that is used, and neither its first nor its last token in vain."""
-    assert 0 <= step.columns.start <= step.columns.stop <= layout.ring_length(step.kv_owner)
-    tiles = [tile for call in step.calls for tile in call]
-    if tiles:
-        used = min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
-        assert used == (0, step.columns.length)
-    assert bool(tiles) == bool(step.columns.length)
+def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
+    """All ranks walk together and no step is in vain; gathered, there is a step or two."""
+    assert len({len(plan.steps) for plan in plans}) == 1
+    for at in range(1, len(plans[0].steps)):
+        assert any(plan.steps[at].pairs for plan in plans), at
+    if gathered:
+        assert len(plans[0].steps) <= 1 + gathered
+        for plan in plans:
+            for pieces in (p for step in plan.steps for p in (step.takes, step.gives)):
+                owners = [piece.rank for piece in pieces]
+                assert owners == sorted(owners)
+    else:
+        visited = offsets(plans)
+        assert visited[0] == 0 and visited == sorted(set(visited)), visited
+
+
+def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.Tensor) -> None:
+    """Of every block that a rank sees anything of, the shortest run that holds all of it comes,
+    once; and what comes is what its owner sends, parcel by parcel."""
+    ring = layout.ring
+    taken, given = [0] * ring, [0] * ring
+    for user, plan in enumerate(plans):
+        came = [piece for step in plan.steps[1:] for piece in step.takes]
+        wanted = []
+        for owner in (rank for rank in range(ring) if rank != user):
+            q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
+            seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
+            if seen:
+                wanted.append((owner, seen[0], seen[-1] + 1))
+        assert sorted(came) == wanted
+    for at in range(1, len(plans[0].steps)):
+        for owner, plan in enumerate(plans):
+            sent = plan.steps[at].gives
+            # A user's pieces lie one after the other: those of the owners before come first.
+            assert list(plan.steps[at].given_at) == [
+                sum(p.stop - p.start for p in plans[piece.rank].steps[at].takes if p.rank < owner)
+                for piece in sent
+            ]
+            given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
+            for user in range(ring):
+                takes = plans[user].steps[at].takes
+                assert [piece[1:] for piece in sent if piece.rank == user] == [
+                    piece[1:] for piece in takes if piece.rank == owner
+                ]
+                taken[user] = max(taken[user], sum(stop - start for _, start, stop in takes))
+    assert [plan.most_taken for plan in plans] == taken
+    assert [plan.most_given for plan in plans] == given
+    longest = max(map(layout.ring_length, range(ring)))
+    assert {plan.most_owned for plan in plans} == {longest}
+    assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
+
+
+def offsets(plans: list[RingSchedule]) -> list[int]:
+    """How many ranks before its user each step's block stands, block by block."""
+    ring, found = len(plans), []
+    for steps in zip(*(plan.steps for plan in plans), strict=True):
+        apart = {(r - piece.rank) % ring for r, step in enumerate(steps) for piece in step.takes}
+        apart |= {(piece.rank - r) % ring for r, step in enumerate(steps) for piece in step.gives}
+        (offset,) = apart
+        assert all(step.own == (offset == 0) for step in steps)
+        assert all(len(step.takes) <= 1 and len(step.gives) <= 1 for step in steps)
+        found.append(offset)
+    return found
 
 
 def most_calls(kind: str, ulysses: int, ring: int, order: str, support: TileSupport) -> int:
@@ -137,6 +207,28 @@ def test_causal_takes_one_kernel_call_a_step(kind: str, order: str, support: Til
             scattered = kind == "context_parallel" and order == "ring-ulysses" and ring > 1
             expected = 2 * ulysses - 1 if scattered else 1
             assert most_calls(kind, ulysses, ring, order, support) == expected
+
+
+# Kernel calls of every rank of a ring of 5 with all other blocks at once, causal, where the
+# sequence divides. A zigzag rank sees the front halves of all with all its queries, and the back
+# halves of the ranks behind it with its back half. Stripes do not join: a call a block.
+GATHERED = {
+    "contiguous": [0, 1, 1, 1, 1],
+    "zigzag": [1, 2, 2, 2, 1],
+    "context_parallel": [1, 2, 2, 2, 1],
+    "striped": [4, 4, 4, 4, 4],
+}
+
+
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+@pytest.mark.parametrize("support", [TileSupport(False, False), ANY_BAND], ids=["plain", "any"])
+def test_all_blocks_at_once_take_few_kernel_calls(kind: str, support: TileSupport) -> None:
+    for ulysses in (1, 2, 3):
+        plans = schedules(TokenLayout(kind, 60 * ulysses, ulysses, 5), CAUSAL, support, gather=True)
+        assert [len(plan.steps[0].calls) for plan in plans] == [1] * 5
+        assert [[len(step.calls) for step in plan.steps[1:]] for plan in plans] == [
+            [calls] for calls in GATHERED[kind]
+        ]
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
@@ -189,37 +281,55 @@ SHORT_RINGS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "local", "left", "offsets"), SHORT_RINGS)
-def test_a_window_shortens_the_ring(kind: str, local: int, left: int, offsets: list[int]) -> None:
-    layout = TokenLayout(kind, 8 * local, 1, 8)
-    for plan in schedules(layout, MaskSpec.window(left)):
-        assert [step.offset for step in plan.steps] == offsets
+@pytest.mark.parametrize(("kind", "local", "left", "visited"), SHORT_RINGS)
+def test_a_window_shortens_the_ring(kind: str, local: int, left: int, visited: list[int]) -> None:
+    layout, mask = TokenLayout(kind, 8 * local, 1, 8), MaskSpec.window(left)
+    assert offsets(schedules(layout, mask)) == visited
+    gathered = schedules(layout, mask, gather=True)
+    assert {len(plan.steps) for plan in gathered} == {min(len(visited), 2)}
+
+
+def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
+    for plan in schedules(
+        TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True, alone=True
+    ):
+        before = (plan.ring_rank - 1) % 5
+        assert [[piece.rank for piece in step.takes] for step in plan.steps[1:]] == [
+            [before],
+            [rank for rank in range(5) if rank not in (before, plan.ring_rank)],
+        ]
 
 
 def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
     for kind in ALL_LAYOUTS:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)
         assert len(plan.steps) == 1 and plan.pairs == 16 * 17 // 2
-        assert len(schedules(TokenLayout(kind, 64, 1, 4), CAUSAL)[0].steps) == 4
+        for gather, steps in ((False, 4), (True, 2)):
+            plans = schedules(TokenLayout(kind, 64, 1, 4), CAUSAL, gather=gather)
+            assert {len(plan.steps) for plan in plans} == {steps}
 
 
-# What the first two of three ring ranks send to the next rank and to the one after it.
+# What the first two of three ring ranks give, step by step: (rank that takes it, start, stop).
 TRAVEL = [
     # A later rank needs the first half of a zigzag block, an earlier one all of it.
-    ("zigzag", CAUSAL, [[(0, 4), (0, 4)], [(0, 4), (0, 8)]]),
-    ("contiguous", CAUSAL, [[(0, 8), (0, 8)], [(0, 8), (0, 0)]]),
-    ("contiguous", MaskSpec.full(), [[(0, 8), (0, 8)], [(0, 8), (0, 8)]]),
+    ("zigzag", CAUSAL, [[[(1, 0, 4)], [(2, 0, 4)]], [[(2, 0, 4)], [(0, 0, 8)]]]),
+    ("contiguous", CAUSAL, [[[(1, 0, 8)], [(2, 0, 8)]], [[(2, 0, 8)], []]]),
+    ("contiguous", MaskSpec.full(), [[[(1, 0, 8)], [(2, 0, 8)]], [[(2, 0, 8)], [(0, 0, 8)]]]),
     # Of a block before a window only the border travels.
-    ("contiguous", MaskSpec.window(3), [[(5, 8)], [(5, 8)]]),
+    ("contiguous", MaskSpec.window(3), [[[(1, 5, 8)]], [[(2, 5, 8)]]]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "mask", "sends"), TRAVEL, ids=str)
+@pytest.mark.parametrize(("kind", "mask", "gives"), TRAVEL, ids=str)
 def test_only_what_is_used_travels(
-    kind: str, mask: MaskSpec, sends: list[list[tuple[int, int]]]
+    kind: str, mask: MaskSpec, gives: list[list[list[tuple[int, int, int]]]]
 ) -> None:
-    plans = schedules(TokenLayout(kind, 24, 1, 3), mask)[:2]
-    assert [[step.sends for step in plan.steps[1:]] for plan in plans] == sends
+    layout = TokenLayout(kind, 24, 1, 3)
+    plans = schedules(layout, mask)[:2]
+    assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == gives
+    together = [[sorted(piece for pieces in steps for piece in pieces)] for steps in gives]
+    plans = schedules(layout, mask, gather=True)[:2]
+    assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == together
 
 
 def test_a_schedule_prints_as_a_table() -> None:
@@ -227,12 +337,25 @@ def test_a_schedule_prints_as_a_table() -> None:
     first, last = schedules(layout, CAUSAL)
     assert str(first).splitlines() == [
         "ring rank 0 of 2, 36 pairs",
-        "  +0 kv of 0 [0:8]: q[0:8] k[0:8] causal",
-        "  +1 kv of 1 [0:0]: nothing, sends [0:8]",
+        "  own: q[0:8] k[0:8] causal",
+        "  of nobody: nothing, gives 1[0:8]",
     ]
-    assert str(last).splitlines()[-1] == "  +1 kv of 0 [0:8]: q[0:8] k[0:8] full"
+    assert str(last).splitlines()[-1] == "  of 0[0:8]: q[0:8] k[0:8] full"
     windowed = schedules(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1))[0]
     assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
+    assert str(schedules(TokenLayout("zigzag", 24, 1, 3), CAUSAL, gather=True)[1]).splitlines() == [
+        "ring rank 1 of 3, 100 pairs",
+        "  own: q[0:8] k[0:8] causal",
+        "  of 0[0:4] 2[0:8]: q[0:8] k[0:4] full; q[4:8] k[4:12] full, gives 0[0:8] 2[0:4]",
+    ]
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    text = README.read_text(encoding="utf-8").replace("```", "")
+    examples = doctest.DocTestParser().get_doctest(text, {"ds_usp": ds_usp}, "README", None, 0)
+    assert any("ring_schedule(" in example.source for example in examples.examples)
+    said: list[str] = []
+    assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)
 
 
 def test_equal_questions_share_one_plan() -> None:

@@ -1,0 +1,120 @@
+"""How one call is cut into parts that overlap: numbers that change its speed, not its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.config import peer_copies_disabled
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+
+# A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
+# hide nothing more.
+_PART_FLOP, _MOST_PARTS = 7e11, 8
+# Keys and values that may be gathered at once whatever the number of parts.
+_GATHER_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a call is cut.
+
+    Args:
+        chunks: parts of the heads. While one is computed, the next one's exchange and the way home
+            of the one before it run underneath, and buffers hold one part only. ``"auto"``: by the
+            work of a part on GPUs, one on CPUs.
+        gather: True fetches the keys and values of the whole ring at once, part by part: large
+            kernel calls and no sums over blocks. False fetches block by block, in memory that does
+            not grow with the ring. ``"auto"``: at once where that takes no more memory, or little.
+        copies: exchanges go by the GPUs' copy engines, which reach each other's memory, and leave
+            the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
+            ``NCCL_P2P_DISABLE=1`` and in a CUDA graph.
+    """
+
+    chunks: int | Literal["auto"] = "auto"
+    gather: bool | Literal["auto"] = "auto"
+    copies: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
+        if self.chunks != "auto" and (not number or self.chunks < 1):
+            raise ConfigError(f"chunks={self.chunks!r} must be 'auto' or a number of 1 or more")
+        for name in ("gather", "copies"):
+            value = getattr(self, name)
+            if value != "auto" and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be 'auto', True or False")
+
+    def resolve(
+        self, split: HeadSplit, layout: TokenLayout, q: torch.Tensor, mesh: SequenceMesh
+    ) -> Cut:
+        """How a call is cut, the same on every rank.
+
+        Args:
+            q: ``[b, s, h, d]``.
+
+        Raises:
+            ConfigError: more parts than heads allow, or copies where there can be none.
+        """
+        most = split.most_chunks
+        if self.chunks != "auto" and self.chunks > most:
+            raise ConfigError(
+                f"chunks={self.chunks}, but a rank has only {most} key/value heads to cut "
+                f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {most}"
+            )
+        batch, _, heads, dim = q.shape
+        alone = q.device.type == "cpu" or layout.degree == 1
+        chunks = 1
+        if self.chunks != "auto":
+            chunks = self.chunks
+        elif not alone:
+            flop = 2 * batch * heads * dim * layout.seq_len**2 / layout.degree
+            chunks = max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+        gather = self.gather
+        if gather == "auto":
+            token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
+            small = layout.seq_len * token // chunks <= _GATHER_BYTES
+            gather = not alone and (chunks >= layout.ring or small)
+        return Cut(chunks, gather and layout.ring > 1, self._copies(q, mesh))
+
+    def _copies(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
+        why_not = mesh.no_copies
+        if why_not is None and peer_copies_disabled():
+            why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
+        if why_not is None and not q.is_cuda:
+            why_not = f"the tensors are on {q.device.type}"
+        if why_not is None and torch.cuda.is_current_stream_capturing():
+            why_not = "a CUDA graph is being captured"
+        if self.copies is True and why_not is not None:
+            raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
+        return self.copies is not False and why_not is None
+
+
+class Cut(NamedTuple):
+    """A :class:`Tuning` for one call, nothing left open."""
+
+    chunks: int
+    gather: bool
+    copies: bool
+
+    def __str__(self) -> str:
+        how = "gathered" if self.gather else "block by block"
+        parts = "1 part" if self.chunks == 1 else f"{self.chunks} parts"
+        return f"{parts}, {how}, by {'copy engines' if self.copies else 'messages'}"
+
+
+AUTO_TUNING = Tuning()
+
+
+def check_tuning(tuning: object) -> None:
+    """Check that it is one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(tuning, Tuning):
+        raise ConfigError(f"tuning={tuning!r} must be a Tuning, as Tuning(chunks=2)")

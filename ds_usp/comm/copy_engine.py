@@ -1,0 +1,359 @@
+"""Exchange inside a host by the GPUs' copy engines: at the speed of the links, on no SM.
+
+Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
+says when it is done. Both are words in the other's memory that a stream writes and waits for
+(cuStreamWriteValue32, cuStreamWaitValue32), so no kernel spins while a rank is late. NVLink
+multicast is never used.
+
+The memory is torch's (torch.distributed._symmetric_memory).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.ring import Arrivals, Parcels
+from ds_usp.errors import MeshError
+
+_SLOTS = 2  # one is filled while the other one is still being pulled from
+_ALIGN = 512
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+@dataclass
+class _Slot:
+    """A part of this rank's symmetric memory: where, and the last exchange that each rank pulled
+    from it."""
+
+    start: int
+    users: dict[int, int] = field(default_factory=dict)
+
+
+class CopyEngine:
+    """Symmetric memory over one group, with the words by which its ranks tell each other.
+
+    All ranks of the group make the same exchanges in the same order.
+
+    Args:
+        group: the ranks; all GPUs of one host that reach each other's memory.
+        device: this rank's GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.rank, self._world = group.rank(), group.size()
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        # words[0, r]: the last exchange for which rank r has packed; words[1, r]: the last one
+        # that it has pulled.
+        words = _symmetric((2, self._world), torch.int32, device, group)
+        words.zero_()
+        torch.cuda.synchronize(device)
+        self._words = _Shared(words, group)
+        dist.barrier(group)
+        self._memory: _Shared | None = None
+        self._slots: list[_Slot] = []
+        self._next = 0
+        self._exchange = 0
+
+    def let_go(self) -> None:
+        """End every wait of this rank's streams: after an error, when nobody will write any more.
+        What they then read is worth nothing."""
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._words.own.fill_(self._exchange + 2**30)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return 0 if self._memory is None else self._memory.own.numel()
+
+    def reserve(self, size: int) -> None:
+        """Make room for exchanges of up to ``size`` bytes a rank. Collective, rarely: it waits for
+        all that is under way."""
+        size = -(-size // _ALIGN) * _ALIGN
+        if size * _SLOTS <= self.reserved_bytes:
+            return
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group)
+        self._memory = None
+        own = _symmetric((size * _SLOTS,), torch.uint8, self._device, self._group)
+        self._memory = _Shared(own, self._group)
+        self._slots = [_Slot(index * size) for index in range(_SLOTS)]
+        dist.barrier(self._group)
+
+    def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, _Slot]:
+        """Room in symmetric memory, dense; the current stream waits until all have pulled what was
+        there before."""
+        if self._memory is None:
+            raise MeshError("the copy engine was asked for room before any was reserved")
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % _SLOTS
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        for rank, exchange in slot.users.items():
+            _wait(stream, self._words.address(self.rank, self._world + rank), exchange)
+        slot.users.clear()
+        size = torch.Size(shape).numel() * dtype.itemsize
+        most = self._memory.own.numel() // _SLOTS
+        if size > most:
+            raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
+        flat = self._memory.own[slot.start : slot.start + size]
+        return flat.view(dtype).view(*shape), slot
+
+    def start(
+        self,
+        slot: _Slot,
+        users: Sequence[int],
+        arriving: Sequence[tuple[int, int, int, torch.Tensor, int]],
+    ) -> torch.cuda.Event:
+        """Tell the users that their parts are packed, and pull one's own.
+
+        Args:
+            slot: where this rank has packed.
+            users: ranks that pull from it.
+            arriving: (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row
+                to row there or 0 if all lies together), those of one rank together.
+
+        Returns:
+            When everything has come.
+        """
+        self._exchange += 1
+        # Exchanges are announced in their order: a word says that all before it are packed too.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        raw = self._stream.cuda_stream
+        for user in users:
+            _write(raw, self._words.address(user, self.rank), self._exchange)
+            slot.users[user] = self._exchange
+        with torch.cuda.stream(self._stream):
+            for source, parcels in groupby(arriving, key=itemgetter(0)):
+                _wait(raw, self._words.address(self.rank, source), self._exchange)
+                for _, index, offset, place, pitch in parcels:
+                    self._pull(raw, source, self._slots[index].start + offset, place, pitch)
+                _write(raw, self._words.address(source, self._world + self.rank), self._exchange)
+            return self._stream.record_event()
+
+    def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
+        if self._memory is None:
+            raise MeshError("the copy engine was asked for data before any room was reserved")
+        size = place.element_size()
+        if not pitch:
+            theirs = self._memory.of(source)[start : start + place.numel() * size]
+            place.copy_(theirs.view(place.dtype).view(place.shape))
+            return
+        rows, batch = place.shape[:2]
+        width = place.shape[2:].numel() * size
+        for sample in range(batch):
+            _copy_rows(
+                stream,
+                place.data_ptr() + sample * place.stride(1) * size,
+                place.stride(0) * size,
+                self._memory.address(source, start) + sample * (pitch // batch),
+                pitch,
+                width,
+                rows,
+            )
+
+    def index(self, slot: _Slot) -> int:
+        """Which slot it is; the same on every rank in the same exchange."""
+        return self._slots.index(slot)
+
+
+class CopyChannel:
+    """What :class:`ds_usp.comm.ring.RingChannel` does, by copy engines.
+
+    Args:
+        engine: of the group.
+        ledger: where bytes are counted.
+        kind: under which name.
+    """
+
+    def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
+        self._engine, self._ledger, self._kind = engine, ledger, kind
+        self._slot: _Slot | None = None
+        self._done: torch.cuda.Event | None = None
+        self._places: list[torch.Tensor] = []
+        self.busy = False
+
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`ds_usp.comm.ring.RingChannel.room`."""
+        packed, self._slot = self._engine.pack(shape, dtype)
+        return packed
+
+    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+        """See :meth:`ds_usp.comm.ring.RingChannel.post`."""
+        if torch.cuda.is_current_stream_capturing():
+            raise MeshError(
+                f"a {self._kind} exchange by copy engines cannot be captured in a CUDA graph, "
+                "where its number would not change: capture forward and backward together, or "
+                "use Tuning(copies=False)"
+            )
+        if self.busy or self._slot is None:
+            why = "before the last one was taken" if self.busy else "without room"
+            raise MeshError(f"a {self._kind} exchange was posted {why}")
+        index, mine = self._engine.index(self._slot), self._engine.rank
+        pulls = [
+            (source, index, at * x.element_size(), x, pitch * x.element_size())
+            for source, x, at, pitch in arriving
+        ]
+        # Not all from the same rank at a time; those of one rank together.
+        pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
+        self._places = [x for _, x, _, _ in arriving]
+        self._done = self._engine.start(self._slot, [to for to, _ in leaving], pulls)
+        self.busy = True
+        if leaving:
+            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for _, x in leaving))
+
+    def take(self) -> None:
+        """See :meth:`ds_usp.comm.ring.RingChannel.take`."""
+        if not self.busy or self._done is None:
+            raise MeshError(f"no {self._kind} exchange was posted")
+        torch.cuda.current_stream().wait_event(self._done)
+        self._done, self._places, self.busy = None, [], False
+
+    def close(self) -> None:
+        """See :meth:`ds_usp.comm.ring.RingChannel.close`."""
+        if self.busy:
+            self.take()
+
+
+class _Shared:
+    """A tensor of symmetric memory and those of the other ranks."""
+
+    def __init__(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.own = own
+        self._handle: Any = symmetric_memory.rendezvous(own, group)
+        shape = list(own.shape)
+        self._all = [
+            self._handle.get_buffer(rank, shape, own.dtype) for rank in range(group.size())
+        ]
+        self._addresses = [x.data_ptr() for x in self._all]
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The tensor of a rank of the group."""
+        return self._all[rank]
+
+    def address(self, rank: int, index: int) -> int:
+        """Where in this process's addresses an element of a rank's tensor is."""
+        return self._addresses[rank] + index * self.own.element_size()
+
+
+def why_not(group: dist.ProcessGroup) -> str | None:
+    """Why this rank's GPU cannot copy from those of a group on its host; None if it can."""
+    if torch.cuda.device_count() < 1 or torch.version.cuda is None:
+        return "no NVIDIA GPU"
+    if torch.cuda.device_count() < group.size():
+        return f"this process sees {torch.cuda.device_count()} GPUs, the group has {group.size()}"
+    try:
+        import_module("torch.distributed._symmetric_memory")
+        _driver()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"symmetric memory cannot be used: {error}"
+    here = torch.cuda.current_device()
+    others = (peer for peer in range(torch.cuda.device_count()) if peer != here)
+    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in others):
+        return "the GPUs of this host do not reach each other's memory"
+    return None
+
+
+def _symmetric(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Memory that can be shared; collective, so that all ranks have some or none.
+
+    Raises:
+        MeshError: a rank has no room.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    found, reason = None, ""
+    for last in (False, True):
+        try:
+            found = symmetric_memory.empty(shape, dtype=dtype, device=device)
+            break
+        except RuntimeError as error:  # out of memory, of which torch's own allocator may keep some
+            reason = str(error).splitlines()[0]
+            if not last:
+                torch.cuda.empty_cache()
+    failed = torch.tensor(float(found is None), device=device)
+    dist.all_reduce(failed, group=group)
+    if found is None or failed.item():
+        raise MeshError(f"a rank has no room for symmetric memory of {shape} {dtype} {reason}")
+    return found
+
+
+class _Rows(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_kind", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_kind", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+    )
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        function = getattr(driver, name)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        function.restype = ctypes.c_int
+    driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
+    driver.cuMemcpy2DAsync_v2.restype = ctypes.c_int
+    return driver
+
+
+def _copy_rows(
+    stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+) -> None:
+    """Copy rows of ``width`` bytes that lie a pitch apart."""
+    device = 2  # CU_MEMORYTYPE_DEVICE
+    job = _Rows(
+        src_kind=device, src=src, src_pitch=src_pitch,
+        dst_kind=device, dst=dst, dst_pitch=dst_pitch,
+        width=width, rows=rows,
+    )  # fmt: skip
+    _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
+
+
+def _write(stream: int, address: int, value: int) -> None:
+    """Let a stream write a word, after all its writes so far can be seen."""
+    _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
+
+
+def _wait(stream: int, address: int, value: int) -> None:
+    """Let a stream wait until a word has reached a value."""
+    _call("cuStreamWaitValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = getattr(_driver(), name)(*arguments)
+    if error == _NO_CONTEXT:  # the runtime binds one to a thread at its first call, as autograd's
+        torch.cuda.current_stream().query()
+        error = getattr(_driver(), name)(*arguments)
+    if error:
+        raise MeshError(f"the CUDA driver refused {name}: error {error}")

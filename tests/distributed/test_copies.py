@@ -1,0 +1,147 @@
+"""Exchanges for copy engines, on CPUs: packed as for them, and read by hand at the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, attend, errors_of
+from harness import RankContext, WorkerPool
+
+from ds_usp import MeshError, SequenceMesh, Tuning
+from ds_usp.attention.tuning import Cut
+from ds_usp.comm.ring import Arrivals, Parcels, RingChannel
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+Sizes = dict[str, int]
+
+
+class PullingChannel(RingChannel):
+    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
+
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.mine = super().room(shape, like, dtype)
+        self.mine.fill_(float("nan"))
+        return self.mine
+
+    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+        rooms: list[Any] = [None] * dist.get_world_size(self._group)
+        users = [rank for rank, _ in leaving]
+        dist.all_gather_object(rooms, (self.mine, users), self._group)
+        for source, place, at, pitch in arriving:
+            room, told = rooms[source]
+            assert dist.get_rank(self._group) in told, "pulled from a rank that said nothing"
+            flat = room.flatten()
+            if not pitch:
+                place.copy_(flat[at : at + place.numel()].view(place.shape))
+                continue
+            rows, batch = place.shape[:2]
+            width = place.shape[2:].numel()
+            for row, sample in product(range(rows), range(batch)):
+                start = at + row * pitch + sample * (pitch // batch)
+                place[row, sample] = flat[start : start + width].view(place.shape[2:])
+        self.busy = True
+
+
+def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Sizes]:
+    """The worst error, the bytes that were reserved and the most that were packed at once."""
+    mesh = SequenceMesh.from_group(None, ulysses)
+    reserved: Sizes = {}
+    used: Sizes = {}
+
+    def resolve(self: Tuning, *args: Any) -> Cut:
+        return decide(self, *args)._replace(copies=True)
+
+    def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
+        reserved.update(sizes)
+
+    def channel(self: SequenceMesh, kind: str, copies: bool = False) -> RingChannel:
+        return (PullingChannel if copies else RingChannel)(self._group_of(kind), self.ledger, kind)
+
+    def room(
+        self: PullingChannel, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> Any:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        used[self._kind] = max(used.get(self._kind, 0), size)
+        return make(self, shape, like, dtype)
+
+    decide: Callable[..., Cut] = Tuning.resolve
+    make: Callable[..., torch.Tensor] = PullingChannel.room
+    with (
+        mock.patch.object(Tuning, "resolve", resolve),
+        mock.patch.object(SequenceMesh, "reserve", reserve),
+        mock.patch.object(SequenceMesh, "channel", channel),
+        mock.patch.object(PullingChannel, "room", room),
+    ):
+        errors = errors_of(mesh, case, attend(mesh, case))
+    return max(errors.values()), reserved, used
+
+
+CASES = [
+    Case(tuning=Tuning(chunks, gather), layout=layout, mask=mask)
+    for chunks, gather in ((1, False), (2, True))
+    for layout, mask in (("zigzag", "causal"), ("contiguous", "window"), ("striped", "full"))
+] + [
+    Case(kernel="eager"),
+    Case(kernel="eager", dtype=torch.float64),
+    Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
+    Case(seq_len=67, tuning=Tuning(2, True)),
+    Case(heads=6, kv_heads=2, seq_len=67),
+    Case(kv_heads=1, kernel="eager", dtype=torch.bfloat16, head_dim=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_what_is_packed_fits_into_what_every_rank_reserved(
+    pool: WorkerPool, ulysses: int, case: Case
+) -> None:
+    if ulysses == 4 and case.heads == 6:
+        case = Case(heads=8, kv_heads=2, seq_len=67)
+    results = pool.run(packed, 4, case=case, ulysses=ulysses)
+    for error, reserved, used in results:
+        assert error < TOLERANCE[case.dtype]
+        assert used or case.seq_len % 8, "nothing was packed"  # uneven exchanges go by messages
+        for kind, size in used.items():
+            assert size <= reserved.get(kind, 0), (kind, used, reserved)
+    # The ranks of a ring make room together: for as much.
+    for first in range(ulysses):
+        for kind in ("ring_kv", "ring_dkv"):
+            assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
+
+
+def break_off(ctx: RankContext) -> tuple[str, int]:
+    """One rank's pass by copy engines ends early; what the next call says, on every rank."""
+    mesh = SequenceMesh.from_group(None, 2)
+    let_go = mock.Mock()
+    mesh.agreement.when_broken = let_go
+    mesh.agreement.before_call("a call")
+    if ctx.rank != 1:
+        mesh.agreement.passes += 1
+    try:
+        mesh.agreement.before_call("a call")
+    except MeshError as error:
+        return str(error), let_go.call_count
+    return "", 0
+
+
+def test_a_rank_that_broke_a_pass_off_does_not_go_on_with_the_others(pool: WorkerPool) -> None:
+    for text, _ in pool.run(break_off, 4):
+        assert "rank 1: a call\n" in text
+        assert "rank 0: a call (after 1 passes by copy engines)" in text
+
+
+def no_room(ctx: RankContext) -> None:
+    mesh = SequenceMesh.from_group(None, 2)
+    mesh.channel("ring_kv", copies=True)
+
+
+def test_copies_without_room_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(no_room, 4):
+        assert isinstance(error, MeshError)
+        assert "ring_kv" in str(error)

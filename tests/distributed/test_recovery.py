@@ -1,0 +1,77 @@
+"""An error in the middle of a call leaves nothing under way: the next call on the mesh is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import Case, attend, mesh_of, run_case
+from harness import RankContext, WorkerPool
+
+from ds_usp import Tuning
+from ds_usp.kernels.sdpa import SdpaKernel
+
+WORLD = 4
+TIMEOUT_S = 20.0  # what takes longer hangs
+WORDS = "the kernel gave up"
+
+
+def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: int) -> int:
+    """Attention, forward and backward, on a kernel whose ``stop``-th call raises; the calls."""
+    intact, calls = getattr(SdpaKernel, method), 0
+
+    def failing(self: SdpaKernel, *args: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal calls
+        if calls == stop:
+            raise RuntimeError(WORDS)
+        calls += 1
+        result: tuple[torch.Tensor, ...] = intact(self, *args)
+        return result
+
+    with mock.patch.object(SdpaKernel, method, failing):
+        attend(mesh_of(ulysses), case)
+    return calls
+
+
+def interrupted(
+    ctx: RankContext, ulysses: int, tuning: Tuning, method: str, part: int, at: int
+) -> tuple[str, float]:
+    """What a call said that broke off in a part of the heads, and the error of the next one."""
+    case = Case(batch=1, kernel="sdpa", tuning=tuning)
+    each, rest = divmod(kernel_calls(ctx, case, ulysses, method, stop=-1), int(tuning.chunks))
+    said = "nothing" if rest == 0 else "parts of different lengths"
+    try:
+        kernel_calls(ctx, case, ulysses, method, stop=part * each + at % each)
+    except RuntimeError as error:
+        said = str(error)
+    # Other numbers in tensors of the same shape: a message of the first call would spoil them.
+    return said, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+
+
+# Ulysses degree, parts of the heads, the part in which it happens: between others where it can be.
+PARTS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["block by block", "gathered"])
+@pytest.mark.parametrize("method", ["tile_forward", "tile_backward"])
+@pytest.mark.parametrize(("ulysses", "chunks", "part"), PARTS)
+def test_a_kernel_that_raises_leaves_nothing_under_way(
+    pool: WorkerPool, ulysses: int, chunks: int, part: int, method: str, gather: bool
+) -> None:
+    # In the own block while the next one comes, in the first one that came, and at the end.
+    for at in (0, 1, -1):
+        results = pool.run(
+            interrupted,
+            WORLD,
+            timeout=TIMEOUT_S,
+            ulysses=ulysses,
+            tuning=Tuning(chunks, gather),
+            method=method,
+            part=part,
+            at=at,
+        )
+        assert [said for said, _ in results] == [WORDS] * WORLD, results
+        assert max(error for _, error in results) < 1e-5, (at, results)

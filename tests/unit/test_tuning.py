@@ -1,0 +1,203 @@
+"""Tuning: bad values are refused, and the default depends on what every rank knows alike."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import ALL_LAYOUTS
+
+from ds_usp import ConfigError, SequenceMesh, TokenLayout, Tuning
+from ds_usp.attention.tuning import AUTO_TUNING, Cut
+from ds_usp.geometry.heads import HeadSplit
+
+K = 1024
+
+
+def tensor(tokens: int, heads: int, device: str, dim: int = 128, batch: int = 1) -> Any:
+    """What is looked at of q ``[batch, tokens, heads, dim]`` in bf16, on any device."""
+    return SimpleNamespace(
+        shape=(batch, tokens, heads, dim),
+        device=torch.device(device),
+        is_cuda=device == "cuda",
+        element_size=lambda: 2,
+    )
+
+
+def mesh_of(ulysses: int, ring: int, no_copies: str | None = "not here") -> SequenceMesh:
+    return SequenceMesh(ulysses, ring, rank=0, no_copies=no_copies)
+
+
+def resolved(
+    tuning: Tuning = AUTO_TUNING,
+    *,
+    seq_len: int = 32 * K,
+    kv_heads: int = 32,
+    ulysses: int = 1,
+    ring: int = 4,
+    device: str = "cuda",
+) -> tuple[int, bool]:
+    """Parts and whether to gather, for 32 query heads of 128."""
+    layout = TokenLayout("zigzag", seq_len, ulysses, ring)
+    q = tensor(layout.length(0), 32, device)
+    split = HeadSplit(32, kv_heads, ulysses)
+    return tuning.resolve(split, layout, q, mesh_of(ulysses, ring))[:2]
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, 2.0, True, None, "all", "2"])
+def test_parts_that_are_no_number_are_refused(chunks: Any) -> None:
+    with pytest.raises(ConfigError, match=f"chunks={chunks!r} must be 'auto' or a number of 1"):
+        Tuning(chunks=chunks)
+
+
+@pytest.mark.parametrize("value", [None, "yes", 0, 1, 2, "True"])
+@pytest.mark.parametrize("name", ["gather", "copies"])
+def test_the_others_are_yes_no_or_auto(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto', True or False"):
+        Tuning(**{name: value})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_parts_than_heads_are_refused_with_the_numbers(device: str) -> None:
+    def ask(chunks: int) -> tuple[int, bool]:
+        return resolved(Tuning(chunks=chunks), kv_heads=8, ulysses=2, ring=2, device=device)
+
+    assert ask(4)[0] == 4
+    with pytest.raises(ConfigError) as caught:
+        ask(5)
+    for fragment in ("chunks=5", "only 4 key/value heads", "8 among 2 Ulysses", "Use at most 4"):
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
+@pytest.mark.parametrize("ring", [1, 4])
+def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> None:
+    assert resolved(ring=ring, seq_len=seq_len, device="cpu") == (1, False)
+    real = torch.empty(1, seq_len // ring, 32, 1)
+    layout = TokenLayout("zigzag", seq_len, 1, ring)
+    cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring))
+    assert cut == (1, False, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_asked_for_is_done(device: str) -> None:
+    for chunks in (1, 2, 3, 32):
+        for gather in (True, False):
+            assert resolved(Tuning(chunks, gather), device=device) == (chunks, gather)
+    # There is nothing to gather from without a ring.
+    assert resolved(Tuning(2, True), ulysses=4, ring=1, device=device) == (2, False)
+
+
+def test_one_process_has_one_part() -> None:
+    assert resolved(ring=1, seq_len=128 * K) == (1, False)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 2), (4, 1)])
+def test_long_sequences_have_more_parts(ulysses: int, ring: int) -> None:
+    lengths = [2 * K, 8 * K, 16 * K, 32 * K, 128 * K, 1024 * K]
+    parts = [resolved(seq_len=n, ulysses=ulysses, ring=ring)[0] for n in lengths]
+    assert parts == sorted(parts), parts
+    assert parts[0] == 1 < parts[3] and max(parts) == 8
+    # A head too many would be one that no rank has.
+    for kv_heads in (1, 2, 4, 8):
+        most = max(kv_heads // ulysses, 1)
+        assert resolved(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)[0] == most
+
+
+def test_a_part_is_worth_launching() -> None:
+    # 32 heads of 128, causal or not the same: 2 * heads * dim * S * S / ranks a rank.
+    for seq_len in (2 * K, 8 * K, 16 * K, 24 * K, 32 * K):
+        chunks, _ = resolved(seq_len=seq_len)
+        flop = 2 * 32 * 128 * seq_len**2 / 4
+        assert chunks == 1 or flop / chunks > 1.6e11, (seq_len, chunks)
+
+
+def test_blocks_come_at_once_where_that_takes_no_more_memory() -> None:
+    # Enough parts: the whole ring's keys of one are no more than this rank's of all.
+    assert resolved(Tuning(chunks=4), seq_len=1024 * K)[1]
+    assert not resolved(Tuning(chunks=3), seq_len=1024 * K)[1]
+    assert not resolved(Tuning(chunks=1), seq_len=1024 * K)[1]
+    # Little to hold: 2 * 32 heads * 128 * 2 bytes are 16 KiB a token, up to 128 MiB.
+    assert resolved(Tuning(chunks=1), seq_len=8 * K)[1]
+    assert not resolved(Tuning(chunks=1), seq_len=8 * K + 8)[1]
+    assert resolved(Tuning(chunks=1), seq_len=32 * K, kv_heads=8)[1]
+    assert not resolved(Tuning(chunks=1), seq_len=8 * K, device="cpu")[1]
+    assert not resolved(ulysses=4, ring=1)[1]
+
+
+@pytest.mark.parametrize("kind", ALL_LAYOUTS)
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 4), (4, 2)])
+def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> None:
+    split, mesh = HeadSplit(32, 32, ulysses), mesh_of(ulysses, ring)
+
+    def of_each_rank(seq_len: int) -> set[tuple[int, bool, bool]]:
+        layout = TokenLayout(kind, seq_len, ulysses, ring)
+        lengths = {layout.length(rank) for rank in range(layout.degree)}
+        shares = [tensor(tokens, 32, "cuda") for tokens in lengths]
+        return {Tuning().resolve(split, layout, q, mesh) for q in shares}
+
+    # Around the lengths at which one more part begins, where shares that differ by a token or two
+    # would lead ranks to different numbers.
+    found = set()
+    for parts in range(2, 9):
+        length = bisect_left(range(1024 * K), parts, K, key=lambda n: min(of_each_rank(n))[0])
+        for seq_len in range(length - 9, length + 10):
+            assert len(of_each_rank(seq_len)) == 1, seq_len
+            found |= of_each_rank(seq_len)
+    assert {chunks for chunks, *_ in found} == set(range(1, 9))
+
+
+def copies(tuning: Tuning, no_copies: str | None = None, device: str = "cuda") -> bool:
+    layout = TokenLayout("zigzag", 32 * K, 2, 2)
+    q = tensor(8 * K, 32, device)
+    return tuning.resolve(HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies)).copies
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a CUDA graph is being captured: its one element. No GPU is asked."""
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    return state
+
+
+def test_copy_engines_carry_what_they_can(capturing: list[bool]) -> None:
+    assert copies(Tuning()) and copies(Tuning(copies=True))
+    assert not copies(Tuning(copies=False))
+    assert not copies(Tuning(), "the ranks are on several hosts")
+    assert not copies(Tuning(), "the ranks do not exchange on GPUs", "cpu")
+    with pytest.raises(ConfigError, match="copies=True, but the ranks are on several hosts"):
+        copies(Tuning(copies=True), "the ranks are on several hosts")
+    assert SequenceMesh.single().no_copies is not None
+
+
+def test_nobody_copies_where_nccl_must_not(
+    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, allowed in (("0", True), ("", True), ("1", False)):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+        assert copies(Tuning()) == allowed, value
+    with pytest.raises(ConfigError, match="copies=True, but NCCL_P2P_DISABLE=1"):
+        copies(Tuning(copies=True))
+
+
+def test_nobody_copies_into_a_graph(capturing: list[bool]) -> None:
+    capturing[0] = True
+    assert not copies(Tuning())
+    with pytest.raises(ConfigError, match="copies=True, but a CUDA graph"):
+        copies(Tuning(copies=True))
+
+
+def test_ranks_that_cut_otherwise_say_so() -> None:
+    texts = {str(Cut(*each)) for each in product((1, 2), (False, True), (False, True))}
+    assert len(texts) == 8
+
+
+def test_equal_tunings_are_one_value() -> None:
+    assert Tuning(2, True) == Tuning(chunks=2, gather=True) and len({Tuning(), Tuning()}) == 1
+    assert Tuning() == Tuning("auto", "auto", "auto") == AUTO_TUNING
