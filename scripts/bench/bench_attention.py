@@ -1,158 +1,135 @@
 """Attention on several GPUs: every ulysses x ring split, beside the single-GPU kernel and peers.
 
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --out results.csv
+    torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --errors --out errors.csv
 
 Contenders of one shape run interleaved, round after round, so that a drifting clock meets all of
-them; a number is the median over rounds of the slowest rank. FLOPs count the causal half,
+them; a number is the median over rounds of the slowest rank. In a round each runs a few steps in a
+row, as the layers of a model do, and their mean counts. FLOPs count the causal half,
 forward + backward 3.5 x the forward.
+
+With --errors nothing is timed: the error of every split against fp64, in units of the error that
+the same kernel makes on one GPU. Above 1.5, or where it is no number, the script fails. Tiny, on
+CPUs: --device cpu --shapes 512:4:4:16.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import os
-import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-import torch.distributed as dist
+import truth
+from contenders import KERNELS, PEERS, Shape, all_contenders, all_meshes
+from session import Session, Table, flags
 
-sys.path.insert(0, str(Path(__file__).parent))
-from contenders import Contender, Shape, Step, all_contenders
+import ds_usp
 
-
-def measured(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each step, the slowest rank of each round counting."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            dist.barrier()
-            torch.cuda.synchronize()
-            events[0].record()
-            step()
-            events[1].record()
-            torch.cuda.synchronize()
-            slowest = torch.tensor(events[0].elapsed_time(events[1]) / 1e3, device="cuda")
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            seconds[name].append(slowest.item())
-    return {name: statistics.median(each) for name, each in seconds.items()}
-
-
-def extra_bytes(step: Step) -> int:
-    """Peak allocation of one step above what stands before it, on the worst rank."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.tensor(torch.cuda.max_memory_allocated() - before, device="cuda")
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
-
-
-def prepared(contender: Contender, shape: Shape, forward_only: bool) -> tuple[Step, int] | str:
-    """The warmed-up step with its extra memory, or why there is none; the same on all ranks."""
-    reason = ""
-    try:
-        step = contender.make(shape, forward_only)
-        for _ in range(2):
-            step()
-        torch.cuda.synchronize()
-    except (ImportError, RuntimeError, ValueError, AssertionError, TypeError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    reasons: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    if any(reasons):
-        return next(filter(None, reasons))
-    return step, extra_bytes(step)
+COLUMNS = ("shape", "contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
+LONGEST_CHECKED = 8192
+LARGEST_RATIO = 1.5
 
 
 def main() -> None:
-    """Measure what the flags ask for; rank 0 prints and writes."""
+    """Measure or check what the flags ask for; rank 0 prints and writes."""
     args = parse()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    session = Session.start(args.device)
+    shapes = [Shape.parse(text) for text in args.shapes]
+    passed = check(session, args, shapes) if args.errors else race(session, args, shapes)
+    session.close()
+    sys.exit(not passed)
+
+
+def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
+    """Time all contenders on each shape."""
+    table = Table(session, args.out, COLUMNS, "bf16, causal, batch 1")
     contenders = all_contenders(args.kernels, args.peers)
-    rows = []
-    for text in args.shapes:
-        shape = Shape.parse(text)
-        ready, begin = {}, time.monotonic()
+    for shape in shapes:
+        begin = time.monotonic()
+        steps, extra = {}, {}
         for contender in contenders:
-            result = prepared(contender, shape, args.forward)
-            if isinstance(result, str):
-                if rank == 0:
-                    print(f"{shape}  {contender.label}: left out, {result}", flush=True)
-                continue
-            ready[contender.label] = result
-        medians = measured({name: step for name, (step, _) in ready.items()}, args.rounds)
-        flop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
+            step = contender.prepared(session, shape, args.forward)
+            if step is not None:
+                steps[contender.label] = step
+                extra[contender.label] = contender.extra_gib(session, step)
+        medians = session.medians(steps, args.rounds, args.in_a_row)
+        tflop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
         for name, seconds in medians.items():
-            rate = flop / world / seconds
-            gib = ready[name][1] / 2**30
-            limit = medians.get(f"one GPU, {name.split(', ')[1]}")
-            share = limit / seconds if limit else float("nan")
-            rows.append(
-                [
-                    str(shape),
-                    name,
-                    f"{seconds * 1e3:.3f}",
-                    f"{rate:.1f}",
-                    f"{share:.3f}",
-                    f"{gib:.2f}",
-                ]
+            rate = tflop / session.world / seconds
+            share = medians.get(f"one GPU, {name.split(', ')[1]}", float("nan")) / seconds
+            figures = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.3f}", f"{extra[name]:.2f}")
+            table.add([str(shape), name, *figures])
+            session.say(
+                f"{shape}  {name:30} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
+                f"{share:7.1%} of the kernel {extra[name]:6.2f} GiB"
             )
-            if rank == 0:
-                print(
-                    f"{shape}  {name:28} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
-                    f"{share:7.1%} of the kernel {gib:6.2f} GiB",
-                    flush=True,
-                )
-        if rank == 0:
-            print(f"{shape}  took {time.monotonic() - begin:.0f} s", flush=True)
-        del ready
-    if rank == 0 and args.out:
-        write(args.out, rows, world)
-    dist.destroy_process_group()
+        session.say(f"{shape}  took {time.monotonic() - begin:.0f} s")
+    return True
 
 
-def write(path: Path, rows: list[list[str]], world: int) -> None:
-    """The table, with what is needed to read it."""
-    with path.open("w", newline="") as file:
-        file.write(f"# torchrun --nproc-per-node {world} {' '.join(sys.argv)}\n")
-        file.write(
-            f"# {datetime.date.today()}, {world} x {torch.cuda.get_device_name()}, torch "
-            f"{torch.__version__}, cuDNN {torch.backends.cudnn.version()}, NCCL "
-            f"{'.'.join(map(str, torch.cuda.nccl.version()))}; bf16, causal, batch 1\n"
-        )
-        table = csv.writer(file)
-        table.writerow(
-            ["shape", "contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib"]
-        )
-        table.writerows(rows)
+def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
+    """Whether every split errs about as much as its kernel does on one GPU, and there was one."""
+    kernel_names = [f"kernel_{name}" for name in truth.NAMES]
+    columns = ["shape", "contender", "worst_ratio", *truth.NAMES, *kernel_names]
+    table = Table(session, args.out, columns, "bf16, causal, batch 1; relative errors against fp64")
+    meshes = all_meshes()
+    short = [replace(shape, seq_len=min(shape.seq_len, LONGEST_CHECKED)) for shape in shapes]
+    ratios = []
+    for shape in dict.fromkeys(short):
+        inputs = truth.fresh_inputs(session, shape)
+        true = truth.causal_truth(*inputs)
+        for kernel in args.kernels:
+            alone = tried(session, ds_usp.SequenceMesh.single(), kernel, inputs, true)
+            if isinstance(alone, str):
+                session.say(f"{shape}  one GPU, {kernel}: left out, {alone}")
+                continue
+            for mesh in meshes:
+                name = f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}, {kernel}"
+                ours = tried(session, mesh, kernel, inputs, true)
+                if isinstance(ours, str):
+                    session.say(f"{shape}  {name}: fails, {ours}")
+                    ours = [float("nan")] * len(truth.NAMES)
+                ratios.append(truth.worst_ratio(ours, alone))
+                table.add([str(shape), name, *(f"{x:.4g}" for x in (ratios[-1], *ours, *alone))])
+                session.say(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
+    passed = bool(ratios) and all(ratio <= LARGEST_RATIO for ratio in ratios)
+    session.say(f"{len(ratios)} checked: {'passed' if passed else 'FAILED'}")
+    return passed
+
+
+def tried(
+    session: Session,
+    mesh: ds_usp.SequenceMesh,
+    kernel: str,
+    inputs: truth.Tensors,
+    true: truth.Tensors,
+) -> list[float] | str:
+    """The errors of one attention, or why it cannot run."""
+    return session.attempt(lambda: truth.errors(session, mesh, kernel, inputs, true))
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = flags(__doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=["32768:32:32:128", "131072:32:32:128"],
         help="seq_len:heads:kv_heads:head_dim",
     )
-    parser.add_argument("--kernels", nargs="+", default=["flash4", "cudnn", "flash2"])
-    parser.add_argument("--peers", nargs="*", default=["deepspeed", "torch", "yunchang", "te"])
+    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
     parser.add_argument("--forward", action="store_true", help="forward only")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    parser.add_argument("--errors", action="store_true", help="check instead of measure")
+    args = parser.parse_args()
+    args.kernels = args.kernels or KERNELS[args.device]
+    if args.peers is None:
+        args.peers = list(PEERS) if args.device == "cuda" else []
+    return args
 
 
 if __name__ == "__main__":

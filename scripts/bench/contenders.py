@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from session import Session, Step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
 
-Step = Callable[[], None]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,37 @@ class Shape:
         """Forward and backward, causal half only: 2 + 5 matrix products."""
         return 3.5 * 2 * self.seq_len**2 * self.heads * self.head_dim / 1e12
 
+    def random(self, device: torch.device, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Fresh q, k, v and dout of so many tokens."""
+        return tuple(
+            torch.randn(1, tokens, heads, self.head_dim, device=device, dtype=torch.bfloat16)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        )
+
     def __str__(self) -> str:
-        return f"{self.seq_len // 1024}K {self.heads}/{self.kv_heads} d{self.head_dim}"
+        whole, rest = divmod(self.seq_len, 1024)
+        tokens = str(self.seq_len) if rest else f"{whole}K"
+        return f"{tokens} {self.heads}/{self.kv_heads} d{self.head_dim}"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, the kernel under it, and how to make its step."""
+    """A name, the kernel under it, how to make its step, and the mesh if it is one of ours."""
 
     name: str
     kernel: str
     attend: Callable[[Shape], tuple[Attend, Shape, int]]
+    mesh: ds_usp.SequenceMesh | None = None
 
     @property
     def label(self) -> str:
         """What stands in the table."""
         return f"{self.name}, {self.kernel}"
 
-    def make(self, shape: Shape, forward_only: bool) -> Step:
+    def make(self, shape: Shape, device: torch.device, forward_only: bool) -> Step:
         """A step on fresh random tensors."""
         attend, share, tokens = self.attend(shape)
-        heads = (share.heads, share.kv_heads, share.kv_heads, share.heads)
-        q, k, v, dout = (
-            torch.randn(1, tokens, h, share.head_dim, device="cuda", dtype=torch.bfloat16)
-            for h in heads
-        )
+        q, k, v, dout = share.random(device, tokens)
         for x in (q, k, v):
             x.requires_grad_(not forward_only)
 
@@ -75,17 +82,48 @@ class Contender:
 
         return step
 
+    def prepared(self, session: Session, shape: Shape, forward_only: bool) -> Step | None:
+        """The warmed-up step on every rank, or a line that says why there is none."""
+
+        def make() -> Step:
+            step = self.make(shape, session.device, forward_only)
+            for _ in range(3):
+                step()
+            return step
+
+        if self.mesh is not None:
+            self.mesh.release()
+        made = session.attempt(make)
+        if not isinstance(made, str):
+            return made
+        session.say(f"{shape}  {self.label}: left out, {made}")
+        return None
+
+    def extra_gib(self, session: Session, step: Step) -> float:
+        """Peak memory of a step above what stands before it, and what its mesh keeps for it."""
+        kept = 0 if self.mesh is None else self.mesh.reserved_bytes
+        return (session.extra_bytes(step) + kept) / 2**30
+
 
 def all_contenders(kernels: Sequence[str], peers: Sequence[str]) -> list[Contender]:
     """The single-GPU kernels, ours at every split, then the peers that were asked for."""
-    world = dist.get_world_size()
-    degrees = [u for u in range(world, 0, -1) if world % u == 0]
-    meshes = [ds_usp.SequenceMesh.from_group(None, u) for u in degrees]
+    meshes = all_meshes()
     found = [one_gpu(kernel) for kernel in kernels]
     found += [ours(mesh, kernel) for kernel in kernels for mesh in meshes]
     for peer in peers:
         found += PEERS[peer](kernels)
     return found
+
+
+def ulysses_degrees() -> list[int]:
+    """Every one that the ranks allow, the largest first."""
+    world = dist.get_world_size()
+    return [u for u in range(world, 0, -1) if world % u == 0]
+
+
+def all_meshes() -> list[ds_usp.SequenceMesh]:
+    """Every split of the ranks."""
+    return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
 
 
 def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: str) -> Attend:
@@ -105,7 +143,7 @@ def ours(mesh: ds_usp.SequenceMesh, kernel: str) -> Contender:
         layout = mesh.layout("zigzag", shape.seq_len)
         return usp_attend(mesh, layout, kernel), shape, layout.length(mesh.rank)
 
-    return Contender(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend)
+    return Contender(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
 
 def one_gpu(kernel: str) -> Contender:
@@ -146,7 +184,7 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
             from deepspeed.sequence.layer import DistributedAttention
 
             if not deepspeed.comm.is_initialized():
-                deepspeed.comm.init_distributed("nccl", verbose=False)
+                deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
             single = ds_usp.SequenceMesh.single()
             layout = single.layout("contiguous", shape.seq_len)
             local = _sdpa(kernel) if kernel in BACKENDS else usp_attend(single, layout, kernel)
@@ -189,7 +227,7 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
 def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
     """yunchang's LongContextAttention on FlashAttention-2, zigzag."""
     world = dist.get_world_size()
-    for ulysses in (u for u in range(world, 0, -1) if world % u == 0):
+    for ulysses in ulysses_degrees():
 
         def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
             from yunchang import LongContextAttention, set_seq_parallel_pg
@@ -241,9 +279,24 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
         yield Contender(f"TransformerEngine {kind}", "cudnn", attend)
 
 
+def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Contender]:
+    """ring-flash-attn's zigzag ring, on the package flash-attn."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        from ring_flash_attn import zigzag_ring_flash_attn_func
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
+
+        return run, shape, shape.seq_len // dist.get_world_size()
+
+    yield Contender("ring-flash-attn zigzag", "flash2", attend)
+
+
 PEERS = {
     "deepspeed": deepspeed_ulysses,
     "torch": torch_context_parallel,
     "yunchang": yunchang,
     "te": transformer_engine,
+    "ring_flash_attn": ring_flash_attn,
 }

@@ -1,0 +1,182 @@
+"""What the links between GPUs carry: collectives, ring steps and copies, by message size.
+
+    torchrun --nproc-per-node 4 scripts/bench/bench_links.py --out links.csv
+
+*alone* is the time of one operation that nothing precedes, its launch included: the latency. *in a
+row* is the time of one among many, and the rate is the bytes that leave a rank in that time. Both
+are the median over rounds of the slowest rank. A message is what one rank has to say: the whole of
+what it scatters or sends, its share of what is gathered or reduced. Tiny, on CPUs: --device cpu
+--sizes 0.0625.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from session import Session, Step, Table, flags
+
+COLUMNS = ("operation", "mib", "sent_mib", "alone_us", "in_a_row_us", "gb_per_s")
+TYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One way to move bytes: ``make(session, count)`` is a step on messages of ``count`` elements.
+
+    ``messages(world)`` is how many of them leave a rank.
+    """
+
+    name: str
+    make: Callable[[Session, int], Step]
+    messages: Callable[[int], float]
+
+
+def empty(session: Session, count: int) -> torch.Tensor:
+    """A message on the device; zeros, for a reduction must not meet what memory held before."""
+    return torch.zeros(count, dtype=TYPE, device=session.device)
+
+
+def all_to_all(session: Session, count: int) -> Step:
+    """Each rank's message is scattered to all."""
+    source, target = empty(session, count), empty(session, count)
+    return lambda: dist.all_to_all_single(target, source)
+
+
+def all_gather(session: Session, count: int) -> Step:
+    """Each rank's message goes to all."""
+    source, target = empty(session, count), empty(session, session.world * count)
+    return lambda: dist.all_gather_into_tensor(target, source)
+
+
+def reduce_scatter(session: Session, count: int) -> Step:
+    """Each rank receives a message that is a sum over all."""
+    source, target = empty(session, session.world * count), empty(session, count)
+    return lambda: dist.reduce_scatter_tensor(target, source)
+
+
+def ring(session: Session, count: int) -> Step:
+    """Each rank sends to the next and receives from the one before, as RingChannel does."""
+    source, target = empty(session, count), empty(session, count)
+    after, before = ((session.rank + step) % session.world for step in (1, -1))
+
+    def step() -> None:
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]
+        )
+        for work in works:
+            work.wait()
+
+    return step
+
+
+def device_copy(session: Session, count: int) -> Step:
+    """Within the memory of a device."""
+    source, target = empty(session, count), empty(session, count)
+    return lambda: target.copy_(source)
+
+
+def pinned(count: int) -> torch.Tensor:
+    """A message in the host's memory, where the device can fetch it."""
+    return torch.zeros(count, dtype=TYPE, pin_memory=True)
+
+
+def host_to_device(session: Session, count: int) -> Step:
+    """On all ranks at once."""
+    source, target = pinned(count), empty(session, count)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def device_to_host(session: Session, count: int) -> Step:
+    """On all ranks at once."""
+    source, target = empty(session, count), pinned(count)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def push(session: Session, count: int) -> Step:
+    """Into the next rank's symmetric memory: contiguous, so the copy engine does it, no kernel."""
+    import torch.distributed._symmetric_memory as symm
+
+    if not session.on_gpu:
+        raise RuntimeError("symmetric memory is between GPUs")
+    source = empty(session, count)
+    mine = symm.empty(count, dtype=TYPE, device=session.device)
+    handle = symm.rendezvous(mine, dist.group.WORLD)
+    theirs = handle.get_buffer((session.rank + 1) % session.world, (count,), TYPE)
+
+    def step(_kept: tuple[object, ...] = (mine, handle)) -> None:  # theirs owns no memory
+        theirs.copy_(source)
+
+    return step
+
+
+OPERATIONS = (
+    Operation("all-to-all", all_to_all, lambda world: (world - 1) / world),
+    Operation("all-gather", all_gather, lambda world: world - 1),
+    Operation("reduce-scatter", reduce_scatter, lambda world: world - 1),
+    Operation("ring send/receive", ring, lambda world: 1),
+    Operation("device copy", device_copy, lambda world: 1),
+    Operation("host to device", host_to_device, lambda world: 1),
+    Operation("device to host", device_to_host, lambda world: 1),
+    Operation("copy to next rank", push, lambda world: 1),
+)
+
+
+def measured(
+    session: Session, operation: Operation, mib: float, args: argparse.Namespace
+) -> list[str] | str:
+    """A row of the table, or why there is none."""
+    element = TYPE.itemsize * session.world  # a message that all ranks can share evenly
+    count = max(1, round(mib * 2**20) // element) * session.world
+
+    def make() -> Step:
+        step = operation.make(session, count)
+        for _ in range(2):
+            step()
+        return step
+
+    step = session.attempt(make)
+    if isinstance(step, str):
+        return step
+    alone = session.medians({"": step}, args.rounds)[""]
+    in_a_row = session.medians({"": step}, args.rounds, args.repeats)[""]
+    sent = count * TYPE.itemsize * operation.messages(session.world)
+    figures = (mib, sent / 2**20, alone * 1e6, in_a_row * 1e6, sent / in_a_row / 1e9)
+    return [operation.name, *(f"{x:.5g}" for x in figures)]
+
+
+def main() -> None:
+    """Measure every operation at every size; rank 0 prints and writes."""
+    args = parse()
+    session = Session.start(args.device)
+    if session.world < 2:
+        raise SystemExit("a link has two ends: run at least two ranks")
+    table = Table(session, args.out, COLUMNS, "bf16, MiB = 2^20 bytes, GB = 10^9 bytes")
+    session.say("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*COLUMNS))
+    for operation in OPERATIONS:
+        for mib in args.sizes:
+            row = measured(session, operation, mib, args)
+            if isinstance(row, str):
+                session.say(f"{operation.name:20} left out, {row}")
+                break
+            table.add(row)
+            session.say("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*row))
+    session.close()
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = flags(__doc__)
+    parser.add_argument(
+        "--sizes", nargs="+", type=float, default=[1, 4, 16, 64, 256], help="MiB of a message"
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=10, help="operations in a row")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
