@@ -1,0 +1,105 @@
+"""How long attention takes on a mesh of ulysses x ring: kernels, exchanges, what hides what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_usp.planner.formulas import attention_flop_per_token
+from ds_usp.planner.hardware import Cluster, at
+from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
+from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.traffic import layer_traffic
+
+# As attention/tuning.py cuts a call.
+_PART_FLOP, _MOST_PARTS, _GATHER_BYTES = 7e11, 8, 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an implementation runs one attention call.
+
+    Args:
+        relay: blocks go around the ring from neighbour to neighbour, whole.
+        parts: heads come part by part, so that exchanges hide under the kernels.
+        merge_bytes: of memory traffic for each element of the output in a sum over blocks.
+    """
+
+    name: str
+    relay: bool
+    parts: bool
+    merge_bytes: float
+
+
+# One fused pass: out and the block's share read, out written, in fp32.
+OURS = Engine("ds_usp", False, True, 12.0)
+# What yunchang 0.6 does: a dozen passes of elementwise torch in fp32 over three quarters of the
+# rows in the mean (its later chunks see only half of the blocks).
+YUNCHANG = Engine("yunchang", True, False, 0.75 * 46.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTime:
+    """Seconds of one direction on one rank.
+
+    Args:
+        kernel: what the kernels take alone.
+        merge: sums over blocks.
+        exposed: exchanges that nothing hides, and what hidden ones take from the kernels.
+        ulysses, ring: the exchanges alone, hidden or not.
+    """
+
+    kernel: float
+    merge: float
+    exposed: float
+    ulysses: float
+    ring: float
+
+    @property
+    def total(self) -> float:
+        """What the call takes."""
+        return self.kernel + self.merge + self.exposed
+
+
+def attention_s(
+    cluster: Cluster, work: Workload, split: Split, *, backward: bool, engine: Engine = OURS
+) -> AttentionTime:
+    """Attention of one layer and one micro batch, in one direction, causal zigzag."""
+    traffic = layer_traffic(work, split, engine.relay)
+    tokens = split.micro_batch * work.seq_len / split.sp
+    flop = tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / split.tp
+    share = at(cluster.attention_efficiency, work.seq_len / split.ring)
+    kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * share)
+    parts = _parts(work, split) if engine.parts else 1
+    steps = split.ring - 1
+    if engine.parts and steps and _gathers(work, split, parts):
+        steps = 1
+    group = groups(split)
+    ulysses = exchange_s(cluster, group["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
+    sent = traffic.ring_backward if backward else traffic.ring_forward
+    ring = exchange_s(
+        cluster, group["ring"], sent, RELAY if engine.relay else DIRECT, steps * parts
+    )
+    merge = tokens * work.model.q_width / split.tp * steps * engine.merge_bytes
+    merge_s = merge / cluster.hbm_bytes_per_s
+    edge = 1.0 if parts == 1 else 1 / (2 * (parts - 1))
+    beneath = ulysses * (1 - edge) + ring
+    # Of the kernels' time a relay can use all but the last step's, block after block.
+    cover = kernel * (steps / (steps + 1) if engine.relay else 1.0)
+    exposed = ulysses * edge + max(0.0, beneath - cover)
+    exposed += cluster.contention * min(beneath, cover)
+    return AttentionTime(kernel, merge_s, exposed, ulysses, ring)
+
+
+def _parts(work: Workload, split: Split) -> int:
+    model = work.model
+    most = max(1, int(model.kv_heads / split.tp / split.ulysses))
+    if split.sp == 1:
+        return 1
+    flop = 2 * split.micro_batch * model.q_width / split.tp * work.seq_len**2 / split.sp
+    return max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+
+
+def _gathers(work: Workload, split: Split, parts: int) -> bool:
+    kv = max(work.model.kv_heads / split.tp / split.ulysses, 1.0) * work.model.head_dim
+    block = work.seq_len * 2 * split.micro_batch * kv * split.param_bytes
+    return parts >= split.ring or block / parts <= _GATHER_BYTES

@@ -1,0 +1,71 @@
+"""What training frameworks can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import ORDERS
+from ds_usp.planner.split import RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a training framework can do.
+
+    Args:
+        zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
+        schedule: of its pipeline, without virtual stages.
+        interleaves: it has virtual stages.
+        tp_sequence: Megatron's sequence parallelism goes with the others.
+        orders: of ulysses and ring that it can have.
+        grad_bytes: in which it sums gradients.
+    """
+
+    name: str
+    zero: tuple[int, ...]
+    zero_in_pipeline: tuple[int, ...]
+    recompute: tuple[str, ...]
+    schedule: str
+    interleaves: bool
+    offloads: bool
+    tp_sequence: bool = True
+    orders: tuple[str, ...] = ORDERS
+    grad_bytes: int = 4
+
+
+ENGINES = (
+    Engine("any", (0, 1, 2, 3), (0, 1), RECOMPUTE, "1f1b", interleaves=True, offloads=True),
+    Engine(
+        "megatron-deepspeed",
+        zero=(0, 1, 2, 3),
+        zero_in_pipeline=(0, 1),
+        recompute=("none", "full"),
+        schedule="deepspeed",
+        interleaves=False,
+        offloads=False,
+        tp_sequence=False,
+        orders=ORDERS[:1],
+    ),
+    Engine(
+        "megatron-core",
+        zero=(0, 1),
+        zero_in_pipeline=(0, 1),
+        recompute=("none", "attention-only", "full"),
+        schedule="1f1b",
+        interleaves=True,
+        offloads=False,
+    ),
+)
+
+
+def engine(name: str) -> Engine:
+    """A framework by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for known in ENGINES:
+        if known.name == name:
+            return known
+    raise ConfigError(f"no engine {name!r}; there are {', '.join(e.name for e in ENGINES)}")

@@ -1,0 +1,176 @@
+"""FLOPs, parameters and saved activations of a model, each formula with its source.
+
+Letters: h hidden, f MLP width, q and k widths of the queries and of the keys, s sequence, V
+vocabulary, L layers. A multiplication and an addition are 2 FLOP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.split import Split, Workload
+
+
+def seen_tokens(seq_len: int, documents: Sequence[int] = ()) -> float:
+    """Keys that a causal query sees on average: half of its document.
+
+    Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
+    """
+    if not documents:
+        return seq_len / 2
+    return sum(length**2 for length in documents) / sum(documents) / 2
+
+
+def attention_flop_per_token(
+    model: ModelShape, seq_len: int, documents: Sequence[int] = ()
+) -> float:
+    """Forward FLOP of one layer's scores and their product with the values, causal half.
+
+    Two products of q features for each key seen: ``4 q s/2``; backward costs twice as much, and
+    flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
+    """
+    return 4 * model.q_width * seen_tokens(seq_len, documents)
+
+
+def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
+    """FLOP that the model needs for one token, forward and backward: what MFU counts.
+
+    ``6 (L P + h V) + 6 L q s``, P the elements of a layer's matrices (PaLM's appendix B with the
+    causal half; so count Kuaishou's tables, ATC 24). Recomputation is not in it.
+    """
+    matrices = model.layers * model.matrix_elements + model.hidden * model.vocab
+    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
+    return 6 * matrices + 3 * attention
+
+
+def hardware_flop_per_token(
+    model: ModelShape, seq_len: int, recompute: str = "none", documents: Sequence[int] = ()
+) -> float:
+    """FLOP that are computed for one token: flash backward, and what is computed again.
+
+    ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
+    ``gemm-last`` norms and activation functions only, which are not counted here.
+    """
+    attention = model.layers * attention_flop_per_token(model, seq_len, documents)
+    total = model_flop_per_token(model, seq_len, documents) + attention / 2
+    if recompute == "full":
+        total += 2 * model.layers * model.matrix_elements + attention
+    elif recompute == "attention-only":
+        total += attention
+    elif recompute not in ("none", "gemm-last"):
+        raise ConfigError(f"recompute={recompute!r} is unknown")
+    return total
+
+
+def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
+    """Model FLOPs utilization: model FLOP/s of one GPU over its peak."""
+    return flop_per_s / peak_flop_per_s
+
+
+def mfu_of_tokens(
+    model: ModelShape, seq_len: int, tokens_per_s_per_gpu: float, peak_flop_per_s: float
+) -> float:
+    """MFU of a throughput."""
+    return mfu(tokens_per_s_per_gpu * model_flop_per_token(model, seq_len), peak_flop_per_s)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+def embedding_elements(work: Workload, split: Split) -> int:
+    """Elements of the word embedding, and of learned positions, on one tensor-parallel rank."""
+    model = work.model
+    words = model.padded_vocab(split.tp) * model.hidden // split.tp
+    return words + (work.seq_len * model.hidden if model.learned_positions else 0)
+
+
+def head_elements(work: Workload, split: Split) -> int:
+    """Elements of the output head and of the last norm on one tensor-parallel rank."""
+    model = work.model
+    words = model.padded_vocab(split.tp) * model.hidden // split.tp
+    shared = model.tied and split.pp == 1
+    return model.hidden + (0 if shared else words)
+
+
+def layer_elements(model: ModelShape, tp: int) -> int:
+    """Elements of one layer on one tensor-parallel rank: matrices cut, vectors whole."""
+    return model.matrix_elements // tp + model.vector_elements
+
+
+def stage_elements(work: Workload, split: Split, stage: int) -> int:
+    """Elements of the parameters of one rank of a pipeline stage, before ZeRO cuts them.
+
+    The first stage has the embedding, the last one the head; tied ones are held twice under pp.
+    """
+    model = work.model
+    total = split.layers_per_stage(model) * layer_elements(model, split.tp)
+    if stage == 0:
+        total += embedding_elements(work, split)
+    if stage == split.pp - 1:
+        total += head_elements(work, split)
+    return total
+
+
+# ------------------------------------------------------------------ activations
+
+
+def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
+    """What one layer keeps for backward, in elements per token: cut by tp, and not cut by it.
+
+    ``none``: norm 1 in and out 2h, queries q, keys and values 2k, attention's output q, norm 2 in
+    and out 2h, MLP 4f (fc1 2f, sigmoid branch f, product f; 3f where the activation is fused; 2f
+    without a gate). ``gemm-last`` keeps neither norm outputs nor what follows fc1. With Ulysses
+    the attention's output is kept twice, before and after the exchange, unless the core is
+    computed again; a KV head with several users is kept by each. ``full`` keeps the layer's input.
+
+    Without Megatron's sequence parallelism tp does not cut what the norms keep.
+    """
+    h, f, q, k = model.hidden, model.ffn, model.q_width, model.kv_width
+    if split.recompute == "full":
+        return (h, 0.0) if split.tp_sequence else (0.0, h)
+    users = max(1.0, split.ulysses * split.tp / model.kv_heads)
+    attention = 2 * q + 2 * k * (1 if split.recompute == "attention-only" else users)
+    if split.ulysses > 1 and split.recompute != "attention-only":
+        attention += q
+    norms, mlp = 4 * h, 4 * f if model.gated else 2 * f
+    if model.gated and split.fused_activation:
+        mlp = 3 * f
+    if split.recompute == "gemm-last":
+        norms, mlp = 2 * h, 2 * f if model.gated else f
+    if split.tp_sequence:
+        return norms + attention + mlp, 0.0
+    return attention + mlp, norms
+
+
+def statistics_bytes(model: ModelShape, split: Split) -> float:
+    """Bytes per token of one layer that tp x sp ranks keep together in fp32: log-sum-exp, norms."""
+    norms = 8.0 * (2 if model.biases else 1)
+    lse = 0.0 if split.recompute == "attention-only" else 4.0 * model.heads
+    return (
+        0.0 if split.recompute == "full" else lse + norms * (1 if split.tp_sequence else split.tp)
+    )
+
+
+def layer_bytes(work: Workload, split: Split) -> float:
+    """Bytes that one layer keeps of one micro batch on one rank (activations of 2 bytes)."""
+    model = work.model
+    tokens = split.micro_batch * work.seq_len / split.sp
+    cut, whole = saved_elements(model, split)
+    elements = cut / split.tp + whole
+    return tokens * (elements * split.param_bytes + statistics_bytes(model, split) / split.tp)
+
+
+def chunks_in_flight(work: Workload, split: Split, stage: int) -> int:
+    """Virtual stages whose activations a rank of a stage holds at the worst moment.
+
+    1F1B: ``min(p - rank, m)``; interleaved: ``min(m v, 2 (p - rank - 1) + (v - 1) p + 1)``
+    (Megatron's warm-up and one more); DeepSpeed: ``max(2, min(p - rank, m))`` (its pipe buffers).
+    """
+    p, m, v = split.pp, split.micro_batches(work.global_batch), split.virtual_stages(work.model)
+    if p == 1:
+        return 1
+    if v > 1:
+        return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
+    return max(2, min(p - stage, m)) if split.schedule == "deepspeed" else min(p - stage, m)

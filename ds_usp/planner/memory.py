@@ -1,0 +1,186 @@
+"""Bytes that one GPU needs at most (``max_memory_allocated``), part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from ds_usp.planner.formulas import (
+    chunks_in_flight,
+    layer_bytes,
+    layer_elements,
+    stage_elements,
+)
+from ds_usp.planner.split import Split, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank of one pipeline stage.
+
+    Args:
+        weights, gradients, optimizer: after ZeRO's cut.
+        activations: kept for backward, with offload taken off.
+        logits: of the last stage, and their gradient's fp32.
+        exchange: buffers of one attention call.
+        transient: what lives while one layer is computed: a recomputed layer, gathered weights.
+        workspace: what no formula sees.
+        stage: which pipeline stage it is.
+        offloaded: bytes on the host, not part of the total.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    exchange: float
+    transient: float
+    workspace: float
+    stage: int
+    offloaded: float
+
+    @property
+    def formula(self) -> float:
+        """All that has a formula: the total without the workspace, the one fitted number."""
+        return self.total - self.workspace
+
+    @property
+    def total(self) -> float:
+        """Everything on the GPU."""
+        states = self.weights + self.gradients + self.optimizer
+        passing = self.logits + self.exchange + self.transient
+        return states + self.activations + passing + self.workspace
+
+    def parts(self) -> dict[str, float]:
+        """Name of each part -> its bytes, in the order in which they are told."""
+        apart = ("stage", "offloaded")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every stage has in common, in bytes."""
+
+    per_layer: float
+    logits: float
+    exchange: float
+    transient: float
+
+
+def _parts(work: Workload, split: Split) -> _Parts:
+    transient, one = 0.0, layer_elements(work.model, split.tp)
+    if split.recompute == "full":
+        transient += layer_bytes(work, replace(split, recompute="none"))
+    if split.zero == 3 and split.zero_ranks > 1:
+        transient += 2 * one * split.param_bytes + one * split.grad_bytes
+    logits, exchange = logits_bytes(work, split), exchange_bytes(work, split)
+    return _Parts(layer_bytes(work, split), logits, exchange, transient)
+
+
+def memory(work: Workload, split: Split, workspace_bytes: float = 0.0) -> Memory:
+    """The worst pipeline stage's memory."""
+    parts = _parts(work, split)
+    stages = (_stage(work, split, stage, parts, workspace_bytes) for stage in _stages(split))
+    return max(stages, key=lambda found: found.total)
+
+
+def _stages(split: Split) -> tuple[int, ...]:
+    """Those that can be the worst: most in flight, embedding, head."""
+    return tuple(sorted({0, min(1, split.pp - 1), split.pp - 1}))
+
+
+def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: float = 0.0) -> Memory:
+    """Memory of one pipeline stage.
+
+    States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
+    shares them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a share ``a`` leaves
+    ``n (1 - a) + min(4, n) a`` of n chunks: the current one, the leaving and the two coming ones
+    stay (it reproduces Megatron-Kwai's figure 7); of layers three stay.
+    """
+    return _stage(work, split, stage, _parts(work, split), workspace_bytes)
+
+
+def _stage(
+    work: Workload, split: Split, stage: int, parts: _Parts, workspace_bytes: float
+) -> Memory:
+    elements = stage_elements(work, split, stage)
+    weights, gradients, optimizer = states_bytes(elements, split)
+    units, kept, unit_bytes = _units(work, split, stage, parts)
+    resident = units * (1 - split.offload_ratio) + kept * split.offload_ratio
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=resident * unit_bytes,
+        logits=parts.logits if stage == split.pp - 1 else 0.0,
+        exchange=parts.exchange,
+        transient=parts.transient,
+        workspace=workspace_bytes,
+        stage=stage,
+        offloaded=(units - resident) * unit_bytes,
+    )
+
+
+def _units(work: Workload, split: Split, stage: int, parts: _Parts) -> tuple[int, int, float]:
+    """Units of offload in flight, those that always stay, and the bytes of one."""
+    layers, chunks = split.chunk_layers(work.model), chunks_in_flight(work, split, stage)
+    if split.offload_unit == "chunk":
+        return chunks, min(4, chunks), layers * parts.per_layer
+    return chunks * layers, min(3, chunks * layers), parts.per_layer
+
+
+def states_bytes(elements: float, split: Split) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer states of so many elements on one rank, after ZeRO."""
+    ranks = split.zero_ranks
+    return (
+        elements * split.param_bytes / (ranks if split.zero == 3 else 1),
+        elements * split.grad_bytes / (ranks if split.zero >= 2 else 1),
+        elements * 12 / (ranks if split.zero >= 1 else 1),
+    )
+
+
+def logits_bytes(work: Workload, split: Split) -> float:
+    """The logits in bf16 and the loss's copy in fp32, cut by tp (vocabulary) and sp (tokens)."""
+    if split.fused_loss:
+        return 0.0
+    tokens = split.micro_batch * work.seq_len / split.sp
+    return tokens * work.model.padded_vocab(split.tp) / split.tp * (split.param_bytes + 4)
+
+
+def exchange_bytes(work: Workload, split: Split) -> float:
+    """Buffers of one attention call, in one part, block by block.
+
+    Ulysses: what is packed and what has come, of q, k, v. Ring: keys and values packed to be sent,
+    two blocks that come, gradients that leave and that come (ARCHITECTURE.md).
+    """
+    model, e = work.model, split.param_bytes
+    sequence = split.micro_batch * work.seq_len
+    q, kv = model.q_width / split.tp, kv_share(work, split)
+    total = 0.0
+    if split.ulysses > 1:
+        total += 2 * sequence / split.ring * (q / split.ulysses + 2 * kv) * e
+    if split.ring > 1:
+        total += 5 * 2 * sequence / split.ring * kv * e
+    return total
+
+
+def kv_share(work: Workload, split: Split) -> float:
+    """Features of the keys with which one rank computes; a KV head has a rank at least."""
+    model = work.model
+    heads = max(model.kv_heads / split.tp / split.ulysses, 1.0)
+    return heads * model.head_dim
+
+
+def offload_needed(work: Workload, split: Split, budget_bytes: float, workspace: float) -> float:
+    """The smallest offload ratio with which all fits, in closed form; more than 1: none does.
+
+    Activations are linear in the ratio, so the worst of the stages decides.
+    """
+    worst, parts, plain = 0.0, _parts(work, split), replace(split, offload_ratio=0.0)
+    for stage in _stages(split):
+        over = _stage(work, plain, stage, parts, workspace).total - budget_bytes
+        if over > 0:
+            units, kept, unit_bytes = _units(work, split, stage, parts)
+            gain = (units - kept) * unit_bytes
+            worst = max(worst, over / gain if gain > 0 else 2.0)
+    return worst

@@ -1,0 +1,363 @@
+"""Every way to cut a run over a cluster: refused with the reason, or ranked by predicted MFU."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.ranks import divisors
+from ds_usp.planner.engines import ENGINES, Engine
+from ds_usp.planner.formulas import layer_bytes, stage_elements
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.memory import Memory, memory, offload_needed, states_bytes
+from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
+from ds_usp.planner.timing import (
+    StepTime,
+    head_time,
+    layer_time,
+    step_mfu,
+    step_time,
+)
+
+GIB = 2.0**30
+AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
+_T = TypeVar("_T")
+_TOLD = AXES[:-1]  # for which the best plan of each value is kept
+_TOO_LITTLE = "too little memory"
+_SLOWER = "slower than those that are listed"
+_MOST_KEPT, _MOST_TOO_LARGE = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One cut, with what it takes.
+
+    Args:
+        lacks_bytes: how much more than the budget it needs; 0: it fits.
+    """
+
+    split: Split
+    memory: Memory
+    time: StepTime
+    mfu: float
+    lacks_bytes: float = 0.0
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Args:
+        plans: those that fit, the best first.
+        considered: how many cuts were looked at.
+        refused: reason -> how many cuts it refused.
+        too_large: the fastest that do not fit.
+        nearest: the one that lacks least.
+        best_with: (axis, value) -> the best plan that has it.
+    """
+
+    cluster: Cluster
+    work: Workload
+    gpus: int
+    budget_bytes: float
+    plans: list[Plan] = field(default_factory=list)
+    considered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    too_large: list[Plan] = field(default_factory=list)
+    nearest: Plan | None = None
+    best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
+
+
+def search(
+    cluster: Cluster,
+    work: Workload,
+    gpus: int,
+    how: Engine = ENGINES[0],
+    budget_bytes: float | None = None,
+    fixed: Mapping[str, object] | None = None,
+    base: Split | None = None,
+) -> Found:
+    """Look at every cut.
+
+    Args:
+        budget_bytes: of one GPU; None: 96 % of its memory.
+        fixed: axes of :data:`AXES` that are given.
+        base: whose ``fused_loss`` and ``fused_activation`` all cuts have.
+
+    Raises:
+        ConfigError: GPUs that do not fill nodes, or a cut for which there is no candidate at all.
+    """
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus} must be 1 or more")
+    if gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node:
+        raise ConfigError(
+            f"{gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; give --gpus-per-node or a "
+            "multiple"
+        )
+    cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
+    budget = 0.96 * cluster.memory_bytes if budget_bytes is None else budget_bytes
+    if budget <= 0:
+        raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
+    found = Found(cluster, work, gpus, budget)
+    collector, given = _Collector(found, how), fixed or {}
+    families = list(_families(found, how, given, base or Split()))
+    for family in families:
+        collector.family(family, given)
+    if not found.plans:
+        collector.look_for_the_nearest(families, given)
+    if not found.considered and not found.refused:
+        raise ConfigError(f"no cut of {gpus} GPUs has {fixed}")
+    collector.finish()
+    return found
+
+
+def _families(
+    found: Found, how: Engine, fixed: Mapping[str, object], base: Split
+) -> Iterator[Split]:
+    """Degrees, and what decides a layer's time."""
+    work, gpus = found.work, found.gpus
+    model = work.model
+    plain = replace(base, grad_bytes=how.grad_bytes, tp_sequence=how.tp_sequence)
+    for tp in _given(fixed, "tp", divisors(gpus)):
+        if tp > found.cluster.gpus_per_node:
+            found.refused["tp beyond a node"] += 1
+            continue
+        for ulysses in _given(fixed, "ulysses", divisors(gpus // tp)):
+            for ring in _given(fixed, "ring", divisors(gpus // (tp * ulysses))):
+                split = replace(plain, tp=tp, ulysses=ulysses, ring=ring)
+                why = _refusal(work, split)
+                if why:
+                    found.refused[why] += 1
+                    continue
+                for pp in _given(fixed, "pp", divisors(gpus // (tp * ulysses * ring))):
+                    dp = gpus // (tp * ulysses * ring * pp)
+                    if fixed.get("dp") not in (None, dp):
+                        continue
+                    if model.layers % pp:
+                        found.refused["layers do not divide into stages"] += 1
+                    elif work.global_batch % dp:
+                        found.refused["the global batch does not divide among dp"] += 1
+                    else:
+                        yield replace(split, pp=pp, dp=dp, overlap_gradients=pp == 1)
+
+
+def _refusal(work: Workload, split: Split) -> str | None:
+    """The same as ``impossible`` says of tp, ulysses and ring, as a short heading."""
+    model = work.model
+    if model.heads % split.tp or model.kv_heads % split.tp:
+        return "tp does not divide the heads"
+    if model.ffn % split.tp:
+        return "tp does not divide the MLP"
+    if model.heads // split.tp < split.ulysses:
+        return "ulysses beyond the heads of a tensor-parallel rank"
+    if model.heads // split.tp % split.ulysses:
+        return "ulysses leaves ranks with unequal heads"
+    return "too few tokens for a rank" if impossible(work, split) else None
+
+
+def _given(fixed: Mapping[str, object], axis: str, values: Iterable[_T]) -> list[_T]:
+    """The values of an axis, or the one that is given."""
+    return [value for value in values if fixed.get(axis) in (None, value)]
+
+
+class _Collector:
+    """Evaluates families of cuts and keeps what is worth telling."""
+
+    def __init__(self, found: Found, how: Engine) -> None:
+        self._found, self._how = found, how
+        self._worst_kept = 0.0
+        self._layers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+        self.thorough = False
+
+    def family(self, base: Split, fixed: Mapping[str, object]) -> None:
+        """All settings of one set of degrees."""
+        found, how = self._found, self._how
+        known = how.zero_in_pipeline if base.pp > 1 else how.zero
+        stages = _given(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
+        both = min(base.ulysses, base.ring) > 1
+        orders = _given(fixed, "order", how.orders if both else how.orders[:1])
+        recompute = _given(fixed, "recompute", how.recompute)
+        batches = _given(fixed, "micro_batch", divisors(found.work.global_batch // base.dp))
+        if not stages:
+            return
+        base = replace(base, schedule=how.schedule if base.pp > 1 else "1f1b", zero=max(stages))
+        states = sum(states_bytes(stage_elements(found.work, base, 0), base))
+        for micro_batch in batches:
+            chunks = self._chunks(base, micro_batch)
+            for again in recompute:
+                count = len(orders) * len(stages) * len(chunks)
+                if self._hopeless(base, micro_batch, again, states):
+                    found.considered += count
+                    found.refused[_TOO_LITTLE] += count
+                    continue
+                split = replace(base, micro_batch=micro_batch, recompute=again)
+                for order in orders:
+                    self._settings(replace(split, order=order), stages, chunks)
+
+    def _settings(self, split: Split, stages: Sequence[int], chunks: Sequence[int]) -> None:
+        """What does not change a layer's time."""
+        found = self._found
+        layer_s, head_s = self._times(split)
+        for chunk in chunks:
+            bound = self._best_possible(split, chunk, layer_s, head_s)
+            known = self._known_better(split, bound)
+            for zero in stages:
+                found.considered += 1
+                if known and self._all_stages_better((zero,), bound):
+                    found.refused[_SLOWER] += 1
+                    continue
+                one = replace(split, zero=zero, layers_per_virtual_stage=chunk)
+                self._one(one, layer_s, head_s, bound)
+
+    def _times(self, split: Split) -> tuple[float, float]:
+        """Of a layer and of the head; the same for any dp, pp and ZeRO."""
+        degrees = split.tp, split.ulysses, split.ring, split.order
+        key = *degrees, split.micro_batch, split.recompute
+        if key not in self._layers:
+            cluster, work = self._found.cluster, self._found.work
+            layer_s = layer_time(cluster, work, split).total
+            self._layers[key] = layer_s, head_time(cluster, work, split)
+        return self._layers[key]
+
+    def _hopeless(self, base: Split, micro_batch: int, again: str, states_bytes: float) -> bool:
+        """Whether not even the fewest layers in flight leave room for the smallest states."""
+        if self.thorough:
+            return False
+        found = self._found
+        key = base.tp, base.ulysses, base.ring, micro_batch, again
+        if key not in self._bytes:
+            split = replace(base, micro_batch=micro_batch, recompute=again)
+            self._bytes[key] = layer_bytes(found.work, split)
+        layers = base.layers_per_stage(found.work.model)
+        least = (min(3, layers) if self._how.offloads else layers) * self._bytes[key]
+        return states_bytes + least + found.cluster.workspace_bytes > found.budget_bytes
+
+    def _chunks(self, base: Split, micro_batch: int) -> list[int]:
+        """Layers of a virtual stage; 0: a whole stage."""
+        work = self._found.work
+        micro_batches = work.global_batch // (base.dp * micro_batch)
+        per_stage = base.layers_per_stage(work.model)
+        if not self._how.interleaves or base.pp == 1 or per_stage == 1:
+            return [0]
+        if micro_batches % base.pp:
+            self._found.refused["interleaving needs micro batches in multiples of pp"] += 1
+            return [0]
+        return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
+
+    def _one(self, split: Split, layer_s: float, head_s: float, bound: float) -> None:
+        found = self._found
+        cluster, work, budget = found.cluster, found.work, found.budget_bytes
+        needs = memory(work, split, cluster.workspace_bytes)
+        lacks = needs.total - budget
+        dull = len(found.too_large) == _MOST_TOO_LARGE and bound <= found.too_large[-1].mfu
+        if lacks > 0 and self._how.offloads:
+            offloaded = self._offloaded(split, dull and not self.thorough)
+            if offloaded is not None:
+                split, needs = offloaded
+                lacks = needs.total - budget if split.offload_ratio == 1 else 0.0
+        if lacks > 0:
+            found.refused[_TOO_LITTLE] += 1
+            if dull and not self.thorough:
+                return
+        time = step_time(cluster, work, split, layer_s, head_s=head_s)
+        share = step_mfu(cluster, work, split, time.total)
+        plan = Plan(split, needs, time, share, max(lacks, 0.0))
+        if lacks > 0:
+            self._too_large(plan)
+            return
+        if share > self._worst_kept:
+            found.plans.append(plan)
+            if len(found.plans) > 2 * _MOST_KEPT:
+                self._trim()
+        for axis in _TOLD:
+            key = axis, getattr(split, axis)
+            best = found.best_with.get(key)
+            if best is None or share > best.mfu:
+                found.best_with[key] = plan
+
+    def _best_possible(self, split: Split, chunk: int, layer_s: float, head_s: float) -> float:
+        """MFU if nothing but the layers, the head and the bubble took time."""
+        work = self._found.work
+        chunk_layers = chunk or split.layers_per_stage(work.model)
+        slots = split.micro_batches(work.global_batch)
+        busy = slots * (split.layers_per_stage(work.model) * layer_s + head_s)
+        total = busy + (split.pp - 1) * chunk_layers * layer_s
+        return step_mfu(self._found.cluster, work, split, total)
+
+    def _known_better(self, split: Split, mfu: float) -> bool:
+        """Whether the list is full of better plans and each value, ZeRO aside, has a better one."""
+        best = self._found.best_with
+        if mfu > self._worst_kept:
+            return False
+        for axis in _TOLD:
+            plan = best.get((axis, getattr(split, axis)))
+            if axis != "zero" and (plan is None or plan.mfu < mfu):
+                return False
+        return True
+
+    def _all_stages_better(self, stages: Iterable[int], mfu: float) -> bool:
+        """The same for stages of ZeRO."""
+        plans = (self._found.best_with.get(("zero", stage)) for stage in stages)
+        return all(plan is not None and plan.mfu >= mfu for plan in plans)
+
+    def _offloaded(self, split: Split, dull: bool) -> tuple[Split, Memory] | None:
+        """With as much offload as it takes; None if the hosts do not hold that.
+
+        Args:
+            dull: what does not fit even so is not worth knowing: None then.
+        """
+        found = self._found
+        work, workspace = found.work, found.cluster.workspace_bytes
+        asked = replace(split, offload_unit="chunk" if split.pp > 2 else "layer")
+        ratio = offload_needed(work, asked, found.budget_bytes, workspace)
+        if ratio > 1 and dull:
+            return None
+        asked = replace(asked, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000))
+        then = memory(work, asked, workspace)
+        on_host = then.offloaded * min(found.cluster.gpus_per_node, found.gpus)
+        if ratio <= 1 and on_host > 0.8 * found.cluster.host_memory_bytes:
+            found.refused["offload beyond the host's memory"] += 1
+            return None
+        return asked, then
+
+    def _too_large(self, plan: Plan) -> None:
+        found = self._found
+        if found.nearest is None or plan.lacks_bytes < found.nearest.lacks_bytes:
+            found.nearest = plan
+        found.too_large = sorted([*found.too_large, plan], key=lambda p: -p.mfu)
+        del found.too_large[_MOST_TOO_LARGE:]
+
+    def look_for_the_nearest(self, families: Iterable[Split], fixed: Mapping[str, object]) -> None:
+        """Where nothing fits: what saves most on each set of degrees."""
+        self.thorough = True
+        saving = {
+            "micro_batch": 1,
+            "recompute": "full" if "full" in self._how.recompute else self._how.recompute[-1],
+        }
+        counted = self._found.considered, self._found.refused.copy()
+        for family in families:
+            self.family(family, {**saving, **fixed})
+        self._found.considered, self._found.refused = counted
+
+    def _trim(self) -> None:
+        plans = self._found.plans
+        plans.sort(key=_rank)
+        del plans[_MOST_KEPT:]
+        self._worst_kept = plans[-1].mfu
+
+    def finish(self) -> None:
+        """Sort what was kept."""
+        self._found.plans.sort(key=_rank)
+        del self._found.plans[_MOST_KEPT:]
+
+
+def _rank(plan: Plan) -> tuple[float, ...]:
+    """By MFU; among equals (0.01 % of the peak) the simpler one, with more room."""
+    split = plan.split
+    simple = (RECOMPUTE.index(split.recompute), split.zero, split.tp, split.pp)
+    return (-round(plan.mfu, 4), split.offload_ratio, *simple, plan.memory.total)

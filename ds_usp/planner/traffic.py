@@ -1,0 +1,200 @@
+"""Bytes that a rank sends, for every axis; attention's are those of its ledger, to the byte.
+
+Letters: x tokens of a micro batch, h hidden, q and k widths of queries and keys, t tp, u ulysses,
+r ring, e bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.planner.formulas import stage_elements
+from ds_usp.planner.split import Split, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBytes:
+    """What one rank sends in one layer for one micro batch, by the ledger's kinds."""
+
+    all_to_all_forward: int
+    all_to_all_backward: int
+    ring_kv_forward: int
+    ring_kv_backward: int
+    ring_dkv_backward: int
+
+    @property
+    def forward(self) -> int:
+        """All of forward."""
+        return self.all_to_all_forward + self.ring_kv_forward
+
+    @property
+    def backward(self) -> int:
+        """All of backward."""
+        return self.all_to_all_backward + self.ring_kv_backward + self.ring_dkv_backward
+
+    def ledger(self) -> dict[str, int]:
+        """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
+        sums = {
+            "all_to_all": self.all_to_all_forward + self.all_to_all_backward,
+            "ring_kv": self.ring_kv_forward + self.ring_kv_backward,
+            "ring_dkv": self.ring_dkv_backward,
+        }
+        return {kind: sent for kind, sent in sums.items() if sent}
+
+
+def attention_bytes(
+    work: Workload,
+    split: Split,
+    rank: int,
+    layout: str = "zigzag",
+    mask: MaskSpec | None = None,
+    gradient_bytes: int = 0,
+) -> AttentionBytes:
+    """What one rank of the sequence-parallel group sends.
+
+    Ulysses: q, k and v go to the ranks of their heads (a KV head to each of its users), the output
+    comes back; gradients do the reverse. Ring: keys and values straight to the ranks whose queries
+    see them, in both directions; their gradients straight home, once.
+
+    Args:
+        rank: in the sequence-parallel group.
+        mask: causal if None.
+        gradient_bytes: of an element of the ring's gradients; 0: as the keys. Kernels that
+            return fp32 gradients send 4.
+    """
+    tokens = TokenLayout(layout, work.seq_len, split.ulysses, split.ring, split.order)
+    model = work.model
+    heads = HeadSplit(model.heads // split.tp, model.kv_heads // split.tp, split.ulysses)
+    me, ring_rank = tokens.coords(rank)
+    element = split.micro_batch * model.head_dim * split.param_bytes
+    to_heads, to_sequence, queries_there, queries_back = _exchange(tokens, heads, me, ring_rank)
+    given, taken = _ring_tokens(tokens, mask or MaskSpec.causal(), ring_rank)
+    kv_begin, kv_end = heads.kv_range(me)
+    token = 2 * (kv_end - kv_begin) * split.micro_batch * model.head_dim
+    return AttentionBytes(
+        all_to_all_forward=(to_heads + queries_back) * element,
+        all_to_all_backward=(to_sequence + queries_there) * element,
+        ring_kv_forward=given * token * split.param_bytes,
+        ring_kv_backward=given * token * split.param_bytes,
+        ring_dkv_backward=taken * token * (gradient_bytes or split.param_bytes),
+    )
+
+
+def _exchange(
+    tokens: TokenLayout, heads: HeadSplit, me: int, ring_rank: int
+) -> tuple[int, int, int, int]:
+    """Head vectors to the other Ulysses ranks: q, k, v there; all of them back; q; out."""
+    there = back = queries_there = queries_back = 0
+    mine = tokens.length(tokens.sp_rank(me, ring_rank))
+    my_queries, my_kv = _width(heads.query_range(me)), _width(heads.kv_range(me))
+    for other in range(tokens.ulysses):
+        if other == me:
+            continue
+        theirs = tokens.length(tokens.sp_rank(other, ring_rank))
+        queries, kv = _width(heads.query_range(other)), _width(heads.kv_range(other))
+        there += mine * (queries + 2 * kv)
+        queries_there += mine * queries
+        back += theirs * (my_queries + 2 * my_kv)
+        queries_back += theirs * my_queries
+    return there, back, queries_there, queries_back
+
+
+def _width(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+@lru_cache(maxsize=4096)
+def _ring_tokens(tokens: TokenLayout, mask: MaskSpec, ring_rank: int) -> tuple[int, int]:
+    """Tokens that leave for other ring ranks, and tokens of others that come."""
+    ring = tokens.ring
+    if ring == 1:
+        return 0, 0
+    if tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0:
+        # Ranks after this one see its front chunk, ranks before it both.
+        chunk = tokens.seq_len // (2 * ring)
+        later, earlier = ring - 1 - ring_rank, ring_rank
+        return (later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk
+    steps = [step for step in ring_schedule(tokens, mask, ring_rank).steps if not step.own]
+    return sum(step.given for step in steps), sum(step.columns for step in steps)
+
+
+# ------------------------------------------------------------------ in the mean over ranks
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes that a rank sends in the mean, one layer, one micro batch, one direction each."""
+
+    tp_forward: float
+    tp_backward: float
+    ulysses: float
+    ring_forward: float
+    ring_backward: float
+
+
+def layer_traffic(work: Workload, split: Split, relayed: bool = False) -> LayerBytes:
+    """The sums in closed form, for lengths and heads that divide.
+
+    * tp: 2 all-reduces a direction ``4 (t-1)/t x h``; with Megatron's sequence parallelism 2
+      all-gathers and 2 reduce-scatters forward, ``4 (t-1)/t x h``, and 6 backward.
+    * ulysses: ``(u-1)/u x/(u r) (2 q + 2 k')/t``, k' with copies for a KV head's users.
+    * ring, causal zigzag: blocks go straight to those who see them, 3/4 of all:
+      ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
+      Relayed around the ring they are whole.
+    """
+    model, e, t = work.model, split.param_bytes, split.tp
+    x = split.micro_batch * work.seq_len
+    u, r = split.ulysses, split.ring
+    tp = 4 * (t - 1) / t * x / split.sp * model.hidden * e
+    kv_heads = max(model.kv_heads / t / u, 1.0) * u  # of all Ulysses ranks together
+    q, kv = model.q_width / t, kv_heads * model.head_dim
+    ulysses = (u - 1) / u * x / split.sp * (2 * q + 2 * kv) * e
+    ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
+    return LayerBytes(tp, tp * (1.5 if split.tp_sequence else 1.0), ulysses, ring, 2 * ring)
+
+
+def stage_boundary_bytes(work: Workload, split: Split) -> float:
+    """What a pipeline boundary sends for one micro batch, each direction: ``x h / (t sp)``."""
+    tokens = split.micro_batch * work.seq_len / split.sp
+    cut = split.tp if split.tp_sequence else 1
+    return tokens * work.model.hidden * split.param_bytes / cut
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What the group of dp x sp sends in one step, per rank of the fullest stage."""
+
+    gradients: float
+    parameters: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.gradients + self.parameters
+
+
+def step_traffic(work: Workload, split: Split) -> StepBytes:
+    """Gradients and parameters over dp x sp of z ranks, per step.
+
+    ZeRO-0: all-reduce, ``2 w_g P (z-1)/z``. ZeRO-1: reduce-scatter of gradients and all-gather of
+    parameters. ZeRO-2: DeepSpeed reduces at every micro batch (m times). ZeRO-3: two all-gathers
+    and a reduce-scatter, m times.
+    """
+    z, m = split.zero_ranks, split.micro_batches(work.global_batch)
+    if z == 1:
+        return StepBytes(0.0, 0.0)
+    elements = max(stage_elements(work, split, stage) for stage in {0, split.pp - 1})
+    once = elements * (z - 1) / z
+    gradients, parameters = once * split.grad_bytes, once * split.param_bytes
+    if split.zero == 0:
+        return StepBytes(2 * gradients, 0.0)
+    if split.zero == 1:
+        return StepBytes(gradients, parameters)
+    if split.zero == 2:
+        return StepBytes(gradients * m, parameters)
+    return StepBytes(gradients * m, 2 * parameters * m)

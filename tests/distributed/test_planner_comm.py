@@ -1,0 +1,102 @@
+"""What the planner says attention sends is what a rank's ledger counts, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+
+import ds_usp
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.traffic import AttentionBytes, attention_bytes
+
+B, D, HEADS = 2, 16, 8
+LEDGER = dict[str, int]
+
+
+def counted(
+    ctx: RankContext,
+    ulysses: int,
+    tp: int,
+    shape: ModelShape,
+    seq_len: int,
+    layout: str,
+    order: str,
+) -> tuple[LEDGER, LEDGER]:
+    """The ledger after forward, and after backward, of one tensor-parallel rank's heads."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses, order)
+    tokens = mesh.layout(layout, seq_len)
+    q, k, v = (
+        torch.randn(
+            B, tokens.length(mesh.rank), heads // tp, D, dtype=torch.bfloat16, requires_grad=True
+        )
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    mask = ds_usp.MaskSpec.causal()
+    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=tokens, mask=mask)
+    forward = dict(mesh.ledger.bytes)
+    out.sum().backward()
+    return forward, dict(mesh.ledger.bytes)
+
+
+def told(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
+    forward = {"all_to_all": sent.all_to_all_forward, "ring_kv": sent.ring_kv_forward}
+    return {kind: size for kind, size in forward.items() if size}, sent.ledger()
+
+
+def model(heads: int, kv_heads: int) -> ModelShape:
+    return ModelShape("test", 1, heads * D, 4 * heads * D, heads, kv_heads, 128)
+
+
+# Every ulysses x ring of a world, every tp that divides the heads of both kinds.
+EVEN = [
+    (world, ulysses, tp, kv_heads)
+    for world in (1, 2, 3, 4, 6, 8)
+    for tp in (1, 2, 4)
+    for kv_heads in (8, 4, 2)
+    for ulysses in range(1, world + 1)
+    if world % ulysses == 0 and kv_heads % tp == 0 and HEADS // tp >= ulysses
+]
+
+
+@pytest.mark.parametrize(("world", "ulysses", "tp", "kv_heads"), EVEN)
+def test_comm_is_the_ledger(
+    pool: WorkerPool, world: int, ulysses: int, tp: int, kv_heads: int
+) -> None:
+    compare(pool, world, ulysses, tp, model(HEADS, kv_heads), 96, "zigzag", "ulysses-ring")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])
+@pytest.mark.parametrize("order", ["ulysses-ring", "ring-ulysses"])
+@pytest.mark.parametrize("seq_len", [64, 61])
+def test_comm_of_every_layout(pool: WorkerPool, layout: str, order: str, seq_len: int) -> None:
+    compare(pool, 4, 2, 1, model(6, 3), seq_len, layout, order)
+    compare(pool, 4, 1, 1, model(4, 2), seq_len, layout, order)
+    compare(pool, 4, 4, 1, model(10, 5), seq_len, layout, order)
+
+
+def compare(
+    pool: WorkerPool,
+    world: int,
+    ulysses: int,
+    tp: int,
+    shape: ModelShape,
+    seq_len: int,
+    layout: str,
+    order: str,
+) -> None:
+    split = Split(tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order)
+    work = Workload(shape, seq_len)
+    results = pool.run(
+        counted,
+        world,
+        ulysses=ulysses,
+        tp=tp,
+        shape=shape,
+        seq_len=seq_len,
+        layout=layout,
+        order=order,
+    )
+    for rank, result in enumerate(results):
+        assert result == told(attention_bytes(work, split, rank, layout)), rank

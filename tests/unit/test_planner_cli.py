@@ -1,0 +1,179 @@
+"""The command line: the contract's three commands, what they emit, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_usp.planner.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples_deepspeed" / "sequence_parallel"
+PLAN = "plan --model llama3-8b --seq-len 131072 --gpus 16 --gpus-per-node 8 --cluster a800"
+MEMORY = (
+    "memory --model models.json:65B --seq-len 8192 --micro-batch 1 --gpus 256 --tp 2 --ulysses 1 "
+    "--ring 2 --pp 8 --layers-per-virtual-stage 2 --zero 1 --recompute gemm-last "
+    "--offload-ratio 0.4 --grad-dtype fp32"
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    assert main(line.split()) == status
+    return capsys.readouterr().out
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, MEMORY + " --json"))
+    assert found["total_bytes"] == pytest.approx(52089073152, rel=0.012)  # what was measured
+    parts = [found[f"{name}_bytes"] for name in ("weights", "gradients", "optimizer")]
+    parts += [found[f"{name}_bytes"] for name in ("activations", "logits", "exchange")]
+    parts += [found["transient_bytes"], found["workspace_bytes"]]
+    assert sum(parts) == pytest.approx(found["total_bytes"], abs=8)
+    bare = json.loads(run(capsys, MEMORY + " --json --workspace-gib 0"))
+    assert bare["total_bytes"] == bare["formula_bytes"] == found["formula_bytes"]
+    assert "total" in run(capsys, MEMORY)
+    last = json.loads(run(capsys, MEMORY + " --json --stage 7"))
+    assert last["pipeline_stage"] == 7 and last["logits_bytes"] > 0
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, PLAN + " --global-batch 1 --top 5 --json"))
+    assert len(found["plans"]) == 5
+    best = found["plans"][0]
+    degrees = [best[axis] for axis in ("tp", "ulysses", "ring", "pp", "dp")]
+    product = 1
+    for degree in degrees:
+        product *= degree
+    assert product == 16
+    assert best["memory"]["total_bytes"] <= found["budget_bytes"]
+    assert best["step_s"] == pytest.approx(sum(best["time_s"].values()))
+    assert best["tokens_per_s_per_gpu"] == pytest.approx(131072 / 16 / best["step_s"])
+    fused = json.loads(run(capsys, PLAN + " --fused-loss --fused-activation --json"))
+    assert all(plan["memory"]["logits_bytes"] == 0 for plan in fused["plans"])
+    text = run(capsys, PLAN + " --top 3 --explain")
+    assert "ulysses x ring" in text and "refused:" in text and "because" in text
+
+
+def test_comm(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "comm --model llama3-8b --seq-len 131072 --ulysses 4 --ring 4"
+    found = json.loads(run(capsys, line + " --json"))
+    assert [rank["rank"] for rank in found["ranks"]] == list(range(16))
+    first = found["ranks"][0]
+    # (u - 1) x local tokens x (q and out of 8 heads, k and v of 2) x 128 features x 2 bytes
+    assert first["forward_bytes"]["all_to_all"] == 3 * 8192 * (8 + 4 + 8) * 128 * 2
+    # Ring rank 0's back chunk is the last of all: only its front one is seen, by 3 ranks.
+    assert first["forward_bytes"]["ring_kv"] == 3 * 16384 * 2 * 2 * 128 * 2
+    assert first["ledger_bytes"]["ring_dkv"] == 6 * 16384 * 2 * 2 * 128 * 2
+    assert "bwd ring dkv" in run(capsys, line + " --tp 2")
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "SP-Ulysses" in run(capsys, "table")
+    assert len(json.loads(run(capsys, "table --json"))) == 9
+
+
+def words(text: str) -> list[str]:
+    return text.replace("\\\n", " ").split()
+
+
+def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = words(run(capsys, PLAN + " --emit megatron-deepspeed"))
+    flags = flags[: flags.index("--deepspeed")]  # the launcher's own
+    for host_only in ("--no-pipeline-parallel", "--checkpoint-activations"):
+        if host_only in flags:
+            flags.remove(host_only)
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from usp_trainer.arguments import build_parser
+    finally:
+        sys.path.pop(0)
+    args = build_parser().parse_args(
+        [flag for flag in flags if flag != "--deepspeed-activation-checkpointing"]
+    )
+    assert args.ds_sequence_parallel_size * args.tensor_model_parallel_size == 16
+    assert args.num_key_value_heads == 8 and args.ffn_hidden_size == 14336
+    assert args.swiglu and args.normalization == "rmsnorm"
+
+
+def test_emitted_for_megatron_core(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --model 70b --seq-len 131072 --gpus 64 --cluster h100 --global-batch 8"
+    flags = words(run(capsys, line + " --emit megatron-core --ulysses 2 --ring 4"))
+    at = flags.index("--hierarchical-context-parallel-sizes")
+    assert flags[at + 1 : at + 3] == ["2", "4"]
+    assert flags[flags.index("--context-parallel-size") + 1] == "8"
+    assert flags[flags.index("--num-query-groups") + 1] == "8"
+
+
+def test_emitted_config(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --model gpt-1.3b --seq-len 4096 --gpus 8 --cluster a100 --global-batch 32"
+    config = json.loads(run(capsys, line + " --emit ds-config"))
+    replicas = config["train_batch_size"] // config["train_micro_batch_size_per_gpu"]
+    assert replicas // config["gradient_accumulation_steps"] == 8
+
+
+def test_emitted_script_runs_dry(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = run(capsys, PLAN + " --emit script")
+    folder = tmp_path / "examples" / "sequence_parallel"
+    folder.mkdir(parents=True)
+    for name in ("launch.sh", "ds_config_gpt_TEMPLATE.json"):
+        (folder / name).write_text((SCRIPTS / name).read_text())
+    script = folder / "planned.sh"
+    script.write_text(text)
+    environment = {**os.environ, "DRY_RUN": "1", "NUM_GPUS": "16"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--ds-sequence-parallel-size" in done.stdout and "--swiglu" in done.stdout
+
+
+def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from xml.etree import ElementTree
+
+    run(capsys, f"{PLAN} --svg {tmp_path / 'plans.svg'}")
+    assert ElementTree.parse(tmp_path / "plans.svg").getroot().tag.endswith("svg")
+
+
+NOTHING = "plan --model 175b --seq-len 1048576 --gpus 8 --cluster h100"
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, NOTHING, 1)
+    assert "nothing fits" in text and "lacks" in text and "GiB" in text and "would help" in text
+    found = json.loads(run(capsys, NOTHING + " --json", 1))
+    assert found["plans"] == [] and found["lacks_gib"] > 0 and found["would_help"]
+    assert found["nearest"]["lacks_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("plan --model none --seq-len 8 --gpus 8", "no model 'none'"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --cluster none", "no cluster 'none'"),
+        ("plan --model 7b --seq-len 8192 --gpus 12", "do not fill nodes of 8"),
+        ("plan --model 7b --seq-len 8192 --gpus 0", "--gpus 0 must be 1 or more"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --memory-gib 0", "holds nothing"),
+        ("plan --model 7b --seq-len 0 --gpus 8", "seq_len=0 must be 1 or more"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --documents 1,x", "--documents"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --top 0", "--top 0"),
+        ("memory --model 7b --seq-len 8192 --gpus 6 --tp 4", "--gpus 6 is not a multiple of"),
+        ("memory --model 7b --seq-len 8192 --tp 3", "tp=3 must divide the 32 query heads"),
+        ("memory --model 7b --seq-len 8192 --ring 0", "every degree must be 1 or more"),
+        ("memory --model 7b --seq-len 8192 --zero 7", "zero=7 must be"),
+        ("memory --model 7b --seq-len 8192 --stage 1", "outside the 1 stages"),
+        ("comm --model llama3-8b --seq-len 8192 --ulysses 64", "ulysses=64 needs at least 64"),
+        ("comm --model llama3-8b --seq-len 64 --ring 64", "64 tokens are too few"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    assert main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and says in captured.err
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,273 @@
+"""FLOPs, activations, memory and traffic against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.planner import comparison
+from ds_usp.planner.formulas import (
+    chunks_in_flight,
+    hardware_flop_per_token,
+    model_flop_per_token,
+    saved_elements,
+    stage_elements,
+)
+from ds_usp.planner.memory import memory, offload_needed, stage_memory, states_bytes
+from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.split import Split, Workload, check, impossible
+from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
+
+SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
+
+
+def test_flop_by_hand() -> None:
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
+    assert SMALL.matrix_elements == per_layer
+    causal = 4 * 6 * 64 * 512  # layers x forward and backward x width x half the sequence x 2 / 2
+    assert model_flop_per_token(SMALL, 512) == 6 * (4 * per_layer + 64 * 1000) + causal
+
+
+def test_packed_documents_see_less() -> None:
+    whole, packed = (model_flop_per_token(SMALL, 512, docs) for docs in ((), (256, 128, 128)))
+    matrices = model_flop_per_token(SMALL, 0)
+    assert (packed - matrices) / (whole - matrices) == pytest.approx(
+        (256**2 + 2 * 128**2) / 512 / 512
+    )
+    assert model_flop_per_token(SMALL, 512, (512,)) == whole
+
+
+def test_recomputation_costs_hardware_flop() -> None:
+    model = model_flop_per_token(SMALL, 512)
+    none, gemm_last, attention, full = (
+        hardware_flop_per_token(SMALL, 512, how)
+        for how in ("none", "gemm-last", "attention-only", "full")
+    )
+    one = 4 * 4 * 64 * 256  # forward attention of all layers
+    assert none == gemm_last == model + one / 2
+    assert attention == none + one
+    assert full == attention + 2 * 4 * SMALL.matrix_elements
+    with pytest.raises(ConfigError, match="unknown"):
+        hardware_flop_per_token(SMALL, 512, "some")
+
+
+@pytest.mark.parametrize(
+    ("options", "cut", "whole"),
+    [
+        ({}, "6h+2k+4f", "0"),
+        ({"fused_activation": True}, "6h+2k+3f", "0"),
+        ({"recompute": "gemm-last"}, "4h+2k+2f", "0"),
+        ({"recompute": "full"}, "h", "0"),
+        ({"recompute": "attention-only"}, "6h+2k+4f", "0"),
+        ({"ulysses": 2}, "7h+2k+4f", "0"),
+        ({"ulysses": 8}, "7h+4k+4f", "0"),
+        ({"ulysses": 2, "recompute": "attention-only"}, "6h+2k+4f", "0"),
+        ({"tp": 2, "tp_sequence": False}, "2h+2k+4f", "4*h"),
+        ({"tp": 2, "tp_sequence": False, "recompute": "full"}, "0", "h"),
+    ],
+)
+def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> None:
+    names = {"h": 64, "k": 32, "f": 96}
+
+    def value(terms: str) -> int:
+        total = 0
+        for term in terms.replace("*", "").split("+"):
+            number, name = term.rstrip("hkf"), term.lstrip("0123456789")
+            total += int(number or 1) * names.get(name, 1)
+        return total
+
+    split = replace(Split(), **options)
+    assert saved_elements(SMALL, split) == (value(cut), value(whole))
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "schedule", "micro_batches", "expected"),
+    [
+        (1, 0, "1f1b", 8, [1]),
+        (4, 0, "1f1b", 8, [4, 3, 2, 1]),
+        (4, 0, "1f1b", 2, [2, 2, 2, 1]),
+        (4, 0, "deepspeed", 8, [4, 3, 2, 2]),
+        (2, 1, "1f1b", 4, [2 + 3, 3]),
+        (2, 1, "interleaved", 2, [4, 3]),
+    ],
+)
+def test_chunks_in_flight(
+    pp: int, layers: int, schedule: str, micro_batches: int, expected: list[int]
+) -> None:
+    split = Split(pp=pp, layers_per_virtual_stage=layers, schedule=schedule)
+    work = Workload(SMALL, 512, micro_batches)
+    assert [chunks_in_flight(work, split, stage) for stage in range(pp)] == expected
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_shares_states_over_dp_and_sp(zero: int) -> None:
+    split = Split(ulysses=2, ring=2, dp=2, zero=zero)
+    weights, gradients, optimizer = states_bytes(1000, split)
+    assert weights == 2000 / (8 if zero == 3 else 1)
+    assert gradients == 4000 / (8 if zero >= 2 else 1)
+    assert optimizer == 12000 / (8 if zero >= 1 else 1)
+
+
+def test_stages_hold_all_parameters() -> None:
+    for name in ("llama3-8b", "gpt-1.3b"):
+        work = Workload(load_model(name), 1024, 4)
+        split = Split(pp=4)
+        held = sum(stage_elements(work, split, stage) for stage in range(4))
+        tied = work.model.padded_vocab(1) * work.model.hidden if work.model.tied else 0
+        padding = work.model.padded_vocab(1) - work.model.vocab
+        extra = padding * work.model.hidden * (1 if tied else 2)
+        assert held - tied - extra == work.model.parameters(1024)
+
+
+@pytest.mark.parametrize("unit", ["chunk", "layer"])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_offload_meets_the_budget(unit: str, pp: int) -> None:
+    work = Workload(load_model("llama-7b"), 32768, 8)
+    split = Split(pp=pp, ring=4, offload_unit=unit)
+    none, full = (memory(work, replace(split, offload_ratio=a), 1e9).total for a in (0.0, 1.0))
+    if none == full:
+        assert offload_needed(work, split, none - 1, 1e9) > 1
+        return
+    budget = (none + 2 * full) / 3
+    ratio = offload_needed(work, split, budget, 1e9)
+    assert 0 < ratio <= 1
+    assert memory(work, replace(split, offload_ratio=ratio), 1e9).total <= budget * (1 + 1e-9)
+    assert offload_needed(work, split, none, 1e9) == 0
+    assert offload_needed(work, split, full * 0.9, 1e9) > 1
+
+
+def test_more_ring_less_memory() -> None:
+    work = Workload(load_model("llama3-8b"), 131072)
+    totals = [memory(work, Split(ring=ring)).total for ring in (1, 2, 4, 8)]
+    assert totals == sorted(totals, reverse=True)
+    needs = stage_memory(work, Split(ring=8), 0, 5.0)
+    assert needs.total == pytest.approx(sum(needs.parts().values()))
+    assert needs.formula == needs.total - 5
+
+
+# ------------------------------------------------------------------ traffic
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_the_closed_form_is_the_mean_of_the_ranks(ulysses: int, ring: int) -> None:
+    shape = ModelShape("wide", 1, 512, 1024, 16, 4, 100)
+    work, split = Workload(shape, 96 * 16), Split(ulysses=ulysses, ring=ring, micro_batch=2)
+    ranks = [attention_bytes(work, split, rank) for rank in range(split.sp)]
+    mean = layer_traffic(work, split)
+    assert fmean(r.all_to_all_forward for r in ranks) == pytest.approx(mean.ulysses)
+    assert fmean(r.all_to_all_backward for r in ranks) == pytest.approx(mean.ulysses)
+    assert fmean(r.ring_kv_forward for r in ranks) == pytest.approx(mean.ring_forward)
+    backward = fmean(r.ring_kv_backward + r.ring_dkv_backward for r in ranks)
+    assert backward == pytest.approx(mean.ring_backward)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 4, 7])
+def test_the_closed_form_of_zigzag_is_the_schedule(ring: int) -> None:
+    work, layout = Workload(SMALL, 14 * 12), TokenLayout("zigzag", 14 * 12, 1, ring)
+    token = 2 * 4 * 8 * 2
+    for rank in range(ring):
+        steps = ring_schedule(layout, MaskSpec.causal(), rank).steps[1:]
+        sent = attention_bytes(work, Split(ring=ring), rank)
+        assert sent.ring_kv_forward == sum(step.given for step in steps) * token
+        assert sent.ring_dkv_backward == sum(step.columns for step in steps) * token
+
+
+def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes() -> None:
+    work, split = Workload(SMALL, 256), Split(ring=4)
+    plain, wide = (attention_bytes(work, split, 1, gradient_bytes=size) for size in (2, 4))
+    assert wide.ring_dkv_backward == 2 * plain.ring_dkv_backward
+    assert wide.ring_kv_backward == plain.ring_kv_backward
+
+
+def test_step_traffic() -> None:
+    work = Workload(SMALL, 256, 8)
+    elements = stage_elements(work, Split(), 0)
+    once = elements * 3 / 4
+    for zero, gradients, parameters in (
+        (0, 8 * once, 0),
+        (1, 4 * once, 2 * once),
+        (2, 2 * 4 * once, 2 * once),
+        (3, 2 * 4 * once, 2 * 2 * 2 * once),
+    ):
+        sent = step_traffic(work, Split(dp=4, zero=zero))
+        assert (sent.gradients, sent.parameters) == (gradients, parameters), zero
+    assert step_traffic(work, Split(zero=1)).total == 0
+
+
+def test_the_table_of_the_usp_paper() -> None:
+    n = 4096
+    found = {row.method: row for row in comparison.rows(n)}
+    near = pytest.approx
+    assert found["SP-Ulysses"].activations == near(8 / n, rel=0.001)
+    assert found["SP-Ring"].relayed == near(6, rel=0.001)  # 4 and the gradients' 2: erratum
+    assert found["SP-Ring"].activations == near(4.5, rel=0.001)
+    assert found["TP"].activations == near(8, rel=0.001)
+    assert found["TP-sp"].activations == near(10, rel=0.001)
+    assert found["DP"].activations == found["ZeRO-1"].activations == 0
+    unified = found["SP-Unified + ZeRO-1"]
+    assert unified.activations == near(8 / n * 64 / 64 + 4.5 / 64, rel=0.05)
+    # By the rule of the activations' column parameters count as often as they are sent: erratum.
+    for name, times in (("DP", 24), ("ZeRO-1", 24), ("SP-Unified + ZeRO-3", 36), ("TP", 0)):
+        assert found[name].parameters == near(times, rel=0.001), name
+    assert (unified.weights, unified.optimizer) == (1, 1 / n)
+    assert found["SP-Unified + ZeRO-2"].weights == near(1 / 2 + 1 / 2 / n)
+    assert found["SP-Unified + ZeRO-3"].weights == near(1 / n)
+    assert found["TP"].saved > 0.2 and found["TP-sp"].saved == 1 / n
+    assert "erratum" not in comparison.text(list(found.values()))
+
+
+# ------------------------------------------------------------------ impossible cuts
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tp": 3}, "tp=3 must divide the 8 query heads and the 4 key/value heads"),
+        ({"tp": 4, "ulysses": 4}, "ulysses=4 needs at least 4 query heads.*there are 2"),
+        ({"pp": 3}, "4 layers do not divide into pp=3 stages"),
+        ({"pp": 2, "layers_per_virtual_stage": 3}, "do not divide into virtual stages of 3"),
+        ({"pp": 2, "zero": 2}, "ZeRO-2 does not go with a pipeline"),
+        ({"ring": 0}, "ring=0 must be a whole number"),
+        ({"zero": 4}, "zero=4 must be"),
+        ({"offload_ratio": 1.5}, "between 0 and 1"),
+        ({"recompute": "half"}, "recompute='half' is none of none, gemm-last"),
+        ({"ring": 512}, "512 tokens are too few"),
+        ({"dp": 3}, "a global batch of 4 does not divide among dp 3"),
+        ({"layers_per_virtual_stage": 2}, "virtual stages need a pipeline"),
+        (
+            {"pp": 2, "layers_per_virtual_stage": 1, "schedule": "deepspeed"},
+            "DeepSpeed's pipeline has no virtual stages",
+        ),
+        (
+            {"pp": 4, "dp": 2, "layers_per_virtual_stage": 1},
+            None,
+        ),
+        (
+            {"pp": 2, "dp": 4, "layers_per_virtual_stage": 1},
+            "multiples of pp=2, there are 1",
+        ),
+    ],
+)
+def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: str | None) -> None:
+    work, split = Workload(SMALL, 512, 4), replace(Split(), **options)
+    if says is None:
+        assert impossible(work, split) is None
+        return
+    with pytest.raises(ConfigError, match=says):
+        check(work, split)
+
+
+def test_degrees_must_use_all_gpus() -> None:
+    with pytest.raises(ConfigError, match="= 4 ranks, but there are 8 GPUs"):
+        check(Workload(SMALL, 512, 4), Split(ring=4), 8)
+    with pytest.raises(ConfigError, match="do not fill a sequence"):
+        Workload(SMALL, 512, 1, (100,))
+    with pytest.raises(ConfigError, match="seq_len=0"):
+        Workload(SMALL, 0)

@@ -1,0 +1,148 @@
+"""Clusters and their links."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
+from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.links import (
+    COLLECTIVE,
+    DIRECT,
+    RELAY,
+    Group,
+    crossing,
+    exchange_s,
+    groups,
+    straddles,
+)
+from ds_usp.planner.models import load_model
+from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.timing import layer_time
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_number_says_where_it_is_from(name: str) -> None:
+    cluster = load_cluster(name)
+    given = {f.name for f in fields(Cluster)} - {"name", "origins", "layers"}
+    assert set(cluster.origins) == given
+    for origin, source in cluster.origins.values():
+        assert origin in ORIGINS and source
+
+
+def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
+    layer = {
+        "model": "llama3-8b",
+        "seq_len": 65536,
+        "tp": 1,
+        "ulysses": 2,
+        "ring": 2,
+        "recompute": "none",
+        "micro_batch": 1,
+        "layer_s": 0.125,
+    }
+    file = tmp_path / "mine.json"
+    contention = {"value": 0.2, "origin": "measured", "source": "today"}
+    file.write_text(json.dumps({"base": "h200", "contention": contention, "layers": [layer]}))
+    cluster = load_cluster(str(file))
+    assert cluster.name == "mine"
+    assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
+    assert cluster.peak_flop_per_s == load_cluster("h200").peak_flop_per_s
+    work = Workload(load_model("llama3-8b"), 65536)
+    measured = layer_time(cluster, work, Split(ulysses=2, ring=2))
+    assert measured.measured and measured.total == 0.125
+    assert not layer_time(cluster, work, Split(ulysses=4)).measured
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"base": "h900"}, "base 'h900' is none of a100"),
+        ({"base": "h100", "speed": 1}, "unknown speed"),
+        ({"peak_flop_per_s": 1e12}, "missing attention_efficiency"),
+        ({"base": "h100", "peak_flop_per_s": 0}, "must be more than 0"),
+        ({"base": "h100", "gpus_per_node": 4}, "last of its levels must be the node of 4"),
+        ({"base": "h100", "contention": {"value": 1, "origin": "guessed"}}, "origin 'guessed'"),
+        ({"base": "h100", "layers": [{"model": "x"}]}, "missing"),
+        ([], "must be an object"),
+    ],
+)
+def test_profiles_that_are_none(tmp_path: Path, content: object, says: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=says):
+        load_cluster(str(file))
+
+
+def test_clusters_that_do_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    for given, says in (
+        ("b9000", "no cluster 'b9000'; there are a100"),
+        (str(tmp_path / "none.json"), "cannot read"),
+        (str(tmp_path / "broken.json"), "is not JSON"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_cluster(given)
+
+
+def test_smaller_nodes_have_fewer_nics() -> None:
+    eight, four = load_cluster("h100"), load_cluster("h100").with_gpus_per_node(4)
+    assert (four.gpus_per_node, four.nics) == (4, 4)
+    assert four.nic_bytes_per_s == eight.nic_bytes_per_s
+    assert load_cluster("l20").with_gpus_per_node(2).node.gpus == 2
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        eight.with_gpus_per_node(0)
+
+
+def test_curves_are_linear_in_the_logarithm() -> None:
+    curve = ((1024.0, 0.2), (4096.0, 0.6))
+    assert [at(curve, size) for size in (1, 1024, 4096, 1e9)] == [0.2, 0.2, 0.6, 0.6]
+    assert at(curve, 2048) == pytest.approx(0.4)
+
+
+def test_groups_lie_in_the_order_of_the_ranks() -> None:
+    split = Split(tp=2, ulysses=4, ring=3, dp=5, pp=7)
+    found = groups(split)
+    assert found["ulysses"] == Group(4, 2) and found["ring"] == Group(3, 8)
+    assert found["zero"] == Group(60, 2) and found["dp"] == Group(5, 24)
+    assert found["pp"] == Group(7, 120)
+    turned = groups(Split(tp=2, ulysses=4, ring=3, order="ring-ulysses"))
+    assert turned["ring"] == Group(3, 2) and turned["ulysses"] == Group(4, 6)
+
+
+def test_what_leaves_a_domain() -> None:
+    # Two groups of 8 ranks, all in one node of 8 each.
+    assert crossing(Group(8, 1), 8, DIRECT).inside
+    # 16 in a row: each rank sends 8/15 to the other node, a relay leaves it once.
+    assert crossing(Group(16, 1), 8, DIRECT).domain == pytest.approx(8 * 8 / 15)
+    assert crossing(Group(16, 1), 8, RELAY).domain == 1
+    # Pairs across nodes: everything leaves.
+    assert crossing(Group(2, 8), 8, RELAY).domain == 8
+    assert crossing(Group(2, 8), 8, DIRECT).busiest == 1
+    # Rings of 4 with a stride of 2, seen by pairs of GPUs: both leave each pair.
+    assert crossing(Group(4, 2), 2, RELAY).domain == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "uneven"),
+    [(16, 2, False), (12, 2, False), (6, 2, True), (7, 2, True), (7, 4, True), (10, 4, False)],
+)
+def test_groups_that_straddle_nodes_get_one_nic(size: int, stride: int, uneven: bool) -> None:
+    cluster, group = load_cluster("h800"), Group(size, stride)
+    assert straddles(cluster, group) == uneven
+    nics = 1 if uneven else 8 // stride
+    rate = 1e9 / exchange_s(cluster, group, 1e9, COLLECTIVE, 0)
+    assert rate == pytest.approx(nics * 12.5e9)
+
+
+def test_nothing_is_sent_for_nothing() -> None:
+    cluster = load_cluster("a100")
+    assert exchange_s(cluster, Group(1, 1), 1e9, DIRECT) == 0
+    assert exchange_s(cluster, Group(8, 1), 0, DIRECT) == 0
+    assert exchange_s(cluster, Group(8, 1), 1.0, DIRECT) >= 25e-6
+    assert exchange_s(cluster, Group(2, 8), 1.0, DIRECT) >= 30e-6

@@ -1,0 +1,194 @@
+"""The search: everything it lists is possible and fits, and practice comes out of the numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.engines import ENGINES, engine
+from ds_usp.planner.explain import explain, helps
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.memory import memory
+from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.search import GIB, Found, search
+from ds_usp.planner.split import Split, Workload, impossible
+from ds_usp.planner.timing import step_mfu, step_time
+
+
+def find(
+    name: str,
+    seq_len: int,
+    batch: int,
+    gpus: int,
+    cluster: str = "a800",
+    how: str = "any",
+    **fixed: object,
+) -> Found:
+    budget = fixed.pop("budget_gib", None)
+    room = None if budget is None else float(str(budget)) * GIB
+    work = Workload(load_model(name), seq_len, batch)
+    return search(load_cluster(cluster), work, gpus, engine(how), room, fixed)
+
+
+RUNS = [
+    ("llama3-8b", 131072, 1, 16),
+    ("llama3-8b", 8192, 64, 16),
+    ("llama-65b", 8192, 128, 64),
+    ("gpt-6.7b", 65536, 4, 8),
+    ("llama-70b", 32768, 12, 24),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("how", [e.name for e in ENGINES])
+def test_every_plan_is_possible_and_fits(run: tuple[str, int, int, int], how: str) -> None:
+    found = find(*run, how=how)
+    assert found.plans or (found.nearest and run[0] == "llama-70b" and how == "megatron-core")
+    for plan in found.plans:
+        assert impossible(found.work, plan.split, found.gpus) is None
+        needs = memory(found.work, plan.split, found.cluster.workspace_bytes)
+        assert needs.total == pytest.approx(plan.memory.total)
+        assert needs.total <= found.budget_bytes * (1 + 1e-9)
+        again = step_time(found.cluster, found.work, plan.split)
+        assert again.total == pytest.approx(plan.time.total)
+        assert 0 < plan.mfu < 1
+        assert plan.mfu == pytest.approx(
+            step_mfu(found.cluster, found.work, plan.split, again.total)
+        )
+    speeds = [round(plan.mfu, 4) for plan in found.plans]
+    assert speeds == sorted(speeds, reverse=True)
+    for plan in found.too_large:
+        assert plan.lacks_bytes > 0
+
+
+def test_what_is_left_out_is_slower() -> None:
+    """The best plan of each degree is found by asking for it alone, without any short cut."""
+    whole = find("llama3-8b", 65536, 4, 8)
+    for axis in ("tp", "ulysses", "ring", "pp", "zero", "recompute", "order"):
+        for (name, value), best in whole.best_with.items():
+            if name == axis:
+                alone = find("llama3-8b", 65536, 4, 8, **{axis: value})
+                assert alone.plans[0].mfu == pytest.approx(best.mfu, abs=5e-5), (axis, value)
+                assert alone.plans[0].mfu <= whole.plans[0].mfu + 1e-12
+
+
+def test_dp_before_sp() -> None:
+    """With enough sequences and short ones, nothing is cut but the batch."""
+    for name, cluster in (("gpt-1.3b", "a100"), ("llama-7b", "h100"), ("gpt-1.3b", "l20")):
+        best = find(name, 4096, 64, 16, cluster).plans[0].split
+        assert (best.dp, best.sp, best.tp) == (16, 1, 1)
+
+
+def test_ulysses_inside_the_node_and_the_ring_across() -> None:
+    for gpus in (16, 32):
+        best = find("llama3-8b", 131072, 1, gpus).plans[0].split
+        assert best.ring > 1 and best.ulysses > 1
+        assert best.tp * best.ulysses <= 8 and best.order == "ulysses-ring"
+
+
+def test_sp_goes_with_zero() -> None:
+    best = find("llama3-8b", 131072, 1, 16).plans[0].split
+    assert best.sp > 1 and best.zero >= 1
+
+
+def test_a_large_ring_where_heads_are_few() -> None:
+    shape = ModelShape("few heads", 32, 4096, 14336, 2, 2, 32000)
+    found = search(load_cluster("a800"), Workload(shape, 131072), 16)
+    assert found.plans[0].split.ring >= 8
+    assert "ulysses beyond the heads of a tensor-parallel rank" in found.refused
+
+
+def test_less_room_more_tricks() -> None:
+    plenty, little = (find("llama3-8b", 131072, 1, 16, budget_gib=gib).plans[0] for gib in (75, 30))
+    assert plenty.mfu > little.mfu
+    saving = little.split.recompute != "none" or little.split.offload_ratio > 0
+    assert saving and little.memory.total <= 30 * GIB
+
+
+def test_engines_are_kept() -> None:
+    for plan in find("llama-65b", 8192, 128, 64, how="megatron-deepspeed").plans:
+        split = plan.split
+        assert split.virtual_stages(load_model("65b")) == 1 and split.offload_ratio == 0
+        assert split.recompute in ("none", "full") and not split.tp_sequence
+        assert split.schedule == ("deepspeed" if split.pp > 1 else "1f1b")
+    for plan in find("llama-65b", 8192, 128, 64, how="megatron-core").plans:
+        assert plan.split.zero <= 1
+    with pytest.raises(ConfigError, match="no engine 'fsdp'; there are any"):
+        engine("fsdp")
+
+
+def test_fixed_axes() -> None:
+    found = find("llama3-8b", 65536, 4, 16, tp=2, ring=4, recompute="full")
+    assert found.plans
+    for plan in found.plans:
+        assert (plan.split.tp, plan.split.ring, plan.split.recompute) == (2, 4, "full")
+
+
+def test_impossible_requests() -> None:
+    for gpus, says in ((0, "must be 1 or more"), (12, "do not fill nodes of 8")):
+        with pytest.raises(ConfigError, match=says):
+            find("llama3-8b", 8192, 4, gpus)
+    with pytest.raises(ConfigError, match="holds nothing"):
+        find("llama3-8b", 8192, 4, 8, budget_gib=0)
+    with pytest.raises(ConfigError, match="no cut of 8 GPUs has"):
+        find("llama3-8b", 8192, 4, 8, tp=3)
+
+
+def test_nothing_fits() -> None:
+    found = find("llama-175b", 1048576, 1, 8, "h100")
+    assert not found.plans and found.nearest is not None
+    lacks = found.nearest.lacks_bytes
+    assert lacks == pytest.approx(found.nearest.memory.total - found.budget_bytes)
+    text = "\n".join(explain(found))
+    assert f"lacks {lacks / GIB:.1f} GiB" in text and "twice the GPUs, ring" in text
+    helping = helps(found, found.nearest)
+    assert helping and all(saved > 0 for _, saved in helping)
+    assert [saved for _, saved in helping] == sorted((s for _, s in helping), reverse=True)
+
+
+def test_nothing_is_possible() -> None:
+    found = find("llama3-8b", 8192, 1, 8, tp=1, ulysses=1, ring=1, pp=1)
+    assert not found.plans and found.nearest is None
+    assert "no cut of 8 GPUs is possible" in explain(found)[0]
+
+
+def test_help_is_true() -> None:
+    """Twice the GPUs and ring give what they promise."""
+    found = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
+    near = found.nearest
+    assert near is not None
+    promised = dict(helps(found, near))
+    larger = replace(near.split, ring=2 * near.split.ring)
+    what = f"twice the GPUs, ring {larger.ring}"
+    after = memory(found.work, larger, found.cluster.workspace_bytes).total
+    assert promised[what] == pytest.approx(near.memory.total - after)
+
+
+def test_explanations_have_numbers() -> None:
+    lines = explain(find("llama3-8b", 131072, 1, 16))
+    text = "\n".join(lines)
+    assert "ring 2 across nodes because 8 KV heads / tp 1 leave ulysses 8" in text
+    assert "because zero" in text and "% MFU" in lines[0]
+    alone = explain(find("gpt-1.3b", 4096, 64, 16, "a100"))
+    assert any("no sequence parallelism" in line for line in alone)
+
+
+def test_a_thousand_gpus_in_seconds() -> None:
+    start = time.process_time()
+    found = find("llama-70b", 262144, 16, 1024, "h100")
+    assert found.plans
+    assert time.process_time() - start < 15  # 2 s on one core that nobody shares
+
+
+def test_a_hundred_thousand_cuts_in_seconds() -> None:
+    start = time.process_time()
+    found = find("llama-175b", 8192, 1024, 1024, "h100")
+    assert found.considered > 100_000
+    assert time.process_time() - start < 25  # 3 s
+
+
+def test_split_prints() -> None:
+    assert str(Split(ulysses=2, ring=4, offload_ratio=0.25)).endswith("offload 0.25")
