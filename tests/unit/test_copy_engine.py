@@ -1,0 +1,269 @@
+"""The words by which copy engines take turns: all ranks on made-up streams, in any order.
+
+The real ``pack`` and ``start`` fill queues of operations, one a stream; then the queues advance at
+random. A pull that finds another exchange's data, or a wait that nothing ends, is a defect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_usp.comm import copy_engine
+from ds_usp.comm.copy_engine import CopyEngine, _Slot
+
+KINDS = ("all_to_all", "ring_kv", "ring_dkv")
+SLOT = 512
+Tag = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """A queue of operations."""
+
+    operations: list[Tag] = field(default_factory=list)
+    at: int = 0
+
+    @property
+    def cuda_stream(self) -> FakeStream:
+        return self
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.operations.append(("after", other, len(other.operations)))
+
+    def record_event(self) -> Tag:
+        return self, len(self.operations)
+
+    def wait_event(self, event: Tag) -> None:
+        self.operations.append(("after", *event))
+
+
+@dataclass
+class FakeWords:
+    """Addresses that say what they are of."""
+
+    kind: str
+
+    def address(self, rank: int, index: int) -> Tag:
+        return self.kind, rank, index
+
+
+@dataclass
+class FakeMemory:
+    own: torch.Tensor = field(default_factory=lambda: torch.empty(2 * SLOT, dtype=torch.uint8))
+
+
+@dataclass
+class Place:
+    """What a pull fills: where, and whose packing of which exchange it should find."""
+
+    cell: Tag
+    expected: Tag
+
+    def element_size(self) -> int:
+        return 1
+
+
+class World:
+    """All ranks' streams and engines, and which of them computes now."""
+
+    def __init__(self, ranks: int, first: int) -> None:
+        self.ranks, self.first = ranks, first
+        self.current = FakeStream()
+        self.main = [FakeStream() for _ in range(ranks)]
+        self.side = [FakeStream() for _ in range(ranks)]
+        self.engines = [{kind: self._engine(kind, r) for kind in KINDS} for r in range(ranks)]
+
+    def _engine(self, kind: str, rank: int) -> CopyEngine:
+        engine = CopyEngine.__new__(CopyEngine)
+        engine.__dict__.update(
+            _group=None,
+            _device=None,
+            rank=rank,
+            _world=self.ranks,
+            _stream=FakeStream(),
+            _words=FakeWords(kind),
+            _memory=FakeMemory(),
+            _slots=[_Slot(0), _Slot(SLOT)],
+            _next=0,
+            _exchange=self.first,
+            kind=kind,
+        )
+        return engine
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        def wait(stream: FakeStream, address: Tag, value: int) -> None:
+            stream.operations.append(("wait", address, value & 0xFFFFFFFF))
+
+        def write(stream: FakeStream, address: Tag, value: int) -> None:
+            stream.operations.append(("write", address, value & 0xFFFFFFFF))
+
+        def pull(
+            engine: Any, stream: FakeStream, source: int, start: int, place: Place, pitch: int
+        ) -> None:
+            stream.operations.append(("pull", (engine.kind, source, start), place))
+
+        with (
+            mock.patch.object(copy_engine, "_wait", wait),
+            mock.patch.object(copy_engine, "_write", write),
+            mock.patch.object(CopyEngine, "_pull", pull),
+            mock.patch.object(torch.cuda, "current_stream", lambda *_: self.current),
+            mock.patch.object(torch.cuda, "stream", self.on),
+        ):
+            yield
+
+    def streams(self) -> list[FakeStream]:
+        engines = [engine._stream for each in self.engines for engine in each.values()]
+        return [s for s in (*self.main, *self.side, *engines) if s.operations]  # type: ignore[list-item]
+
+
+class FakeChannel:
+    """One exchange in flight, as in CopyChannel."""
+
+    def __init__(self, world: World, rank: int, kind: str) -> None:
+        self.world, self.rank, self.engine = world, rank, world.engines[rank][kind]
+
+    def room(self, *name: Any) -> FakeChannel:
+        _, self.slot = self.engine.pack((1,), torch.uint8)
+        self.name = name
+        where = (self.engine.kind, self.rank, self.slot.start)  # type: ignore[attr-defined]
+        self.world.current.operations.append(("pack", where, (*name, self.rank)))
+        return self
+
+    def post(self, pairs: set[tuple[int, int]], *cell: Any) -> None:
+        index = self.engine.index(self.slot)
+        sources = sorted(a for a, b in pairs if b == self.rank)
+        self.places = [
+            Place((self.rank, *cell, source), (*self.name, source)) for source in sources
+        ]
+        pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
+        users = sorted(b for a, b in pairs if a == self.rank)
+        self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
+
+    def take(self) -> None:
+        self.world.current.wait_event(self.done)  # type: ignore[arg-type]
+        for place in self.places:
+            self.world.current.operations.append(("read", place))
+
+
+def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -> None:
+    """Some calls of one rank: parts of the heads on a second stream, steps of the ring on the
+    first, as attention makes them. ``draw`` is the same on all ranks."""
+    main, side = world.main[rank], world.side[rank]
+    everyone = {(a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b}
+    share = draw.choice([0.1, 0.5, 1.0])
+
+    def some() -> set[tuple[int, int]]:
+        return {pair for pair in sorted(everyone) if draw.random() < share}
+
+    def arrive(call: int, part: int) -> tuple[FakeChannel, Tag]:
+        side.wait_stream(main)
+        with world.on(side):
+            heads = FakeChannel(world, rank, "all_to_all").room("come", call, part)
+            heads.post(everyone, "come", call, part)
+            heads.take()
+            keys = FakeChannel(world, rank, "ring_kv").room("keys", call, part)
+            keys.post(some(), "keys", call, part, 0)
+            return keys, side.record_event()
+
+    def leave(grads: FakeChannel, call: int, part: int) -> None:
+        side.wait_stream(main)
+        with world.on(side):
+            grads.take()
+            home = FakeChannel(world, rank, "all_to_all").room("home", call, part)
+            home.post(everyone, "home", call, part)
+            home.take()
+
+    with world.on(main):
+        for call in range(4):
+            coming = [arrive(call, 0)]
+            for part in range(parts):
+                if part + 1 < parts:
+                    coming.append(arrive(call, part + 1))
+                keys, event = coming.pop(0)
+                main.wait_event(event)
+                grads = FakeChannel(world, rank, "ring_dkv")
+                for step in range(steps):
+                    keys.take()
+                    if step + 1 < steps:
+                        keys.post(some(), "keys", call, part, (step + 1) % 2)
+                    if step:
+                        grads.take()
+                    grads.room("grads", call, part, step).post(some(), "grads", call, part)
+                leave(grads, call, part)
+            main.wait_stream(side)
+
+
+def advance(world: World, draw: random.Random) -> tuple[int, bool]:
+    """Run all queues in a random order; wrong reads, and whether all ended."""
+    words: dict[Tag, int] = {}
+    packed: dict[Tag, Tag] = {}
+    pulled: dict[Tag, Tag | None] = {}
+    wrong, live = 0, world.streams()
+    speed = {stream: draw.choice([1, 1, 5, 50]) for stream in live}
+
+    def blocked(stream: FakeStream) -> bool:
+        kind, *what = stream.operations[stream.at]
+        if kind == "after":
+            return bool(what[0].at < what[1])
+        if kind == "wait":
+            ahead = words.get(what[0], world.first) - what[1]
+            return ahead & 0xFFFFFFFF >= 2**31
+        return False
+
+    while live:
+        ready = [stream for stream in live if not blocked(stream)]
+        if not ready:
+            return wrong, False
+        (stream,) = draw.choices(ready, [speed[each] for each in ready])
+        kind, *what = stream.operations[stream.at]
+        if kind == "write":
+            words[what[0]] = what[1]
+        elif kind == "pack":
+            packed[what[0]] = what[1]
+        elif kind == "pull":
+            pulled[what[1].cell] = packed.get(what[0])
+            wrong += packed.get(what[0]) != what[1].expected
+        elif kind == "read":
+            wrong += pulled.get(what[0].cell) != what[0].expected
+        stream.at += 1
+        if stream.at == len(stream.operations):
+            live.remove(stream)
+    return wrong, True
+
+
+def outcome(seed: int) -> tuple[int, bool]:
+    draw = random.Random(seed)
+    ranks, parts, steps = (draw.randint(low, 4) for low in (2, 1, 1))
+    world = World(ranks, draw.choice([0, 2**31 - 15, 2**32 - 20]))
+    with world.patched():
+        for rank in range(ranks):
+            walk(world, rank, random.Random(seed), parts, steps)
+    return advance(world, draw)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
+    assert outcome(seed) == (0, True)
+
+
+def test_the_simulation_sees_a_slot_that_is_filled_too_early() -> None:
+    def forget(slot: _Slot, *_: Any) -> dict[int, int]:
+        return {}
+
+    with mock.patch.object(_Slot, "users", property(forget, lambda *_: None), create=True):
+        assert sum(outcome(seed)[0] for seed in range(10)) > 0
