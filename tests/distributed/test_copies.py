@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, attend, errors_of
+from cases import Case, attend, errors_of, mesh_of
 from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
@@ -50,7 +50,9 @@ class PullingChannel(RingChannel):
 
 def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Sizes]:
     """The worst error, the bytes that were reserved and the most that were packed at once."""
-    mesh = SequenceMesh.from_group(None, ulysses)
+    mesh = mesh_of(ulysses)
+    mesh.plans.clear()
+    mesh.agreement.forget()
     reserved: Sizes = {}
     used: Sizes = {}
 
@@ -79,6 +81,7 @@ def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Si
         mock.patch.object(PullingChannel, "room", room),
     ):
         errors = errors_of(mesh, case, attend(mesh, case))
+    mesh.plans.clear()  # they are for copies
     return max(errors.values()), reserved, used
 
 
@@ -137,7 +140,7 @@ def test_a_rank_that_broke_a_pass_off_does_not_go_on_with_the_others(pool: Worke
 
 
 def no_room(ctx: RankContext) -> None:
-    mesh = SequenceMesh.from_group(None, 2)
+    mesh = mesh_of(2)
     mesh.channel("ring_kv", copies=True)
 
 

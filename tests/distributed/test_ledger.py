@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import mesh_of
 from harness import RankContext, WorkerPool
 
 import ds_usp
@@ -23,7 +24,8 @@ def count(
     tuning: Tuning,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls and bytes of one forward and backward pass on this rank."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
+    mesh = mesh_of(ulysses)
+    mesh.ledger.reset()
     layout = mesh.layout("zigzag", seq_len)
     tokens = layout.length(mesh.rank)
     q, k, v = (
@@ -124,7 +126,8 @@ def exchange_uneven(
     chunks: int,
 ) -> tuple[int, int]:
     """Bytes counted, and bytes that the tensors of the other ranks' heads and tokens have."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    mesh = mesh_of(ctx.world)
+    mesh.ledger.reset()
     layout = mesh.layout("contiguous", seq_len)
     lengths = [layout.length(rank) for rank in range(ctx.world)]
     q_heads, kv = q_heads_of_each_rank, kv_heads_of_each_rank
@@ -178,7 +181,8 @@ def two_windows(ctx: RankContext, gather: bool) -> list[tuple[int, int]]:
     """Ring messages and bytes forward of a short window and of the causal mask."""
     sent = []
     for mask in (ds_usp.MaskSpec.window(7, 0), ds_usp.MaskSpec.causal()):
-        mesh = ds_usp.SequenceMesh.from_group(ctx.group, 1)
+        mesh = mesh_of(1)
+        mesh.ledger.reset()
         layout = mesh.layout("contiguous", 64)
         x = torch.randn(1, layout.length(mesh.rank), 2, D)
         tuning = Tuning(gather=gather)
