@@ -36,7 +36,7 @@ FLOORS = {
 }
 STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
-PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.training"}
+PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.planner", "ds_usp.training"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}
 CONSTANT_TYPES = {"Final", "Mapping", "Sequence", "tuple"}
 

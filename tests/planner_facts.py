@@ -9,12 +9,13 @@ from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.split import Split, Workload
 
 FOLDER = Path(__file__).resolve().parent / "data" / "planner"
+RESULTS = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "results"
 RECOMPUTE = {"no": "none", "ours": "gemm-last"}
 
 
-def rows(name: str) -> list[dict[str, str]]:
+def rows(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
     """The lines of a table, without those that say where it is from."""
-    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    lines = (folder / name).read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -69,4 +70,37 @@ def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, in
         rates = {(u, 8 // u): float(row[f"u{u}_r{8 // u}"]) for u in (8, 4, 2, 1)}
         work = Workload(shape, int(row["seq_len_k"]) * 1024)
         found.append((work, int(row["batch"] or 1), rates))
+    return found
+
+
+def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
+    """This package on 4 H200, with the seconds of attention forward and backward."""
+    found = []
+    for row in rows("attention_4xh200_2026-11-20.csv", RESULTS):
+        name, _, used = row["contender"].rpartition(", ")
+        if not name.startswith("ds_usp") or used != kernel:
+            continue
+        length, heads, dim = row["shape"].split(" ")
+        q_heads, kv_heads = map(int, heads.split("/"))
+        width = q_heads * int(dim[1:])
+        shape = ModelShape("attention", 1, width, 4 * width, q_heads, kv_heads, 32000)
+        ulysses, ring = map(int, name.split(" ")[1].split("x"))
+        work = Workload(shape, int(length[:-1]) * 1024)
+        found.append((work, Split(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
+    return found
+
+
+def own_training_runs() -> list[tuple[Workload, Split, float]]:
+    """GPT 1.3B under Megatron-DeepSpeed on 4 H200, with the seconds of an iteration."""
+    found = []
+    for row in rows("megatron_deepspeed_gpt1.3b_32k_4xh200_2026-11-20.csv", RESULTS):
+        split = Split(
+            tp=int(row["tensor"]),
+            ulysses=int(row["ulysses"]),
+            ring=int(row["ring"]),
+            recompute="full" if row["activation_checkpointing"] == "true" else "none",
+            tp_sequence=False,
+        )
+        seconds = float(row["ms_per_iteration"]) / 1e3
+        found.append((Workload(load_model("gpt-1.3b"), 32768, 2), split, seconds))
     return found

@@ -67,7 +67,9 @@ def attention_s(
     traffic = layer_traffic(work, split, engine.relay)
     tokens = split.micro_batch * work.seq_len / split.sp
     flop = tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / split.tp
-    share = at(cluster.attention_efficiency, work.seq_len / split.ring)
+    # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
+    length = work.seq_len / (2 * split.ring if split.ring > 1 else 1)
+    share = at(cluster.attention_efficiency, length)
     kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * share)
     parts = _parts(work, split) if engine.parts else 1
     steps = split.ring - 1

@@ -80,9 +80,9 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "peak_flop_per_s": _datasheet(989.5e12),
         "memory_bytes": _datasheet(80 * GIB),
         "hbm_bytes_per_s": _datasheet(3.35e12),
-        "levels": _datasheet(
+        "levels": _assumed(
             (("node", 8, 150e9, 8 * 12.5e9, 25e-6),),
-            "NVLink of the H800, and the 8 x 100 Gbps of Megatron-Kwai's runs",
+            f"NVLink of 200 GB/s a direction: {_NET}; NICs of 100 Gbps as in Megatron-Kwai's runs",
         ),
         "attention_efficiency": _assumed(_HOPPER_ATTENTION, "as measured on H200"),
     },

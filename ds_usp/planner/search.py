@@ -110,7 +110,11 @@ def search(
     if not found.plans:
         collector.look_for_the_nearest(families, given)
     if not found.considered and not found.refused:
-        raise ConfigError(f"no cut of {gpus} GPUs has {fixed}")
+        asked = ", ".join(f"{axis} {value}" for axis, value in given.items())
+        raise ConfigError(
+            f"no cut of {gpus} GPUs has {asked}: degrees multiply to the number of GPUs, and ZeRO "
+            "needs ranks to share with; leave one of them out"
+        )
     collector.finish()
     return found
 

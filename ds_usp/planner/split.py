@@ -141,10 +141,10 @@ def _reasons(work: Workload, split: Split, gpus: int | None) -> Iterator[str]:
     yield from _ranges(split)
     yield from _heads(work.model, split)
     model, seq_len = work.model, work.seq_len
-    if seq_len < 2 * split.sp * split.tp:
+    if seq_len < split.sp * split.tp:
         yield (
             f"{seq_len} tokens are too few for tp {split.tp} x ulysses {split.ulysses} x ring "
-            f"{split.ring}: at least {2 * split.sp * split.tp}"
+            f"{split.ring}: at least {split.sp * split.tp}"
         )
     if model.layers % split.pp:
         yield f"{model.layers} layers do not divide into pp={split.pp} stages"

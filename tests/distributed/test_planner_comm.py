@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import mesh_of
 from harness import RankContext, WorkerPool
 
 import ds_usp
@@ -25,7 +26,8 @@ def counted(
     order: str,
 ) -> tuple[LEDGER, LEDGER]:
     """The ledger after forward, and after backward, of one tensor-parallel rank's heads."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses, order)
+    mesh = mesh_of(ulysses, order)
+    mesh.ledger.reset()
     tokens = mesh.layout(layout, seq_len)
     q, k, v = (
         torch.randn(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import mesh_of
 from harness import RankContext, WorkerPool
 from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +89,7 @@ class Layer(torch.nn.Module):
 
 def saved_bytes(ctx: RankContext, ulysses: int, recompute: str) -> int:
     """Of all storages that autograd keeps, once each, parameters aside."""
-    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
+    mesh = mesh_of(ulysses)
     layer = Layer(mesh, recompute)
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     tokens = mesh.layout("zigzag", SEQ_LEN).length(mesh.rank)

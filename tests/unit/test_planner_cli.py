@@ -137,7 +137,14 @@ def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     from xml.etree import ElementTree
 
     run(capsys, f"{PLAN} --svg {tmp_path / 'plans.svg'}")
-    assert ElementTree.parse(tmp_path / "plans.svg").getroot().tag.endswith("svg")
+    root = ElementTree.parse(tmp_path / "plans.svg").getroot()
+    assert root.tag.endswith("svg")
+    boxes = [element.attrib for element in root if element.tag.endswith("rect")]
+    assert len(boxes) > 50
+    for box in boxes:
+        right = float(box.get("x", 0)) + float(box["width"])
+        bottom = float(box.get("y", 0)) + float(box["height"])
+        assert right <= float(root.attrib["width"]) and bottom <= float(root.attrib["height"])
 
 
 NOTHING = "plan --model 175b --seq-len 1048576 --gpus 8 --cluster h100"
@@ -168,7 +175,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("memory --model 7b --seq-len 8192 --zero 7", "zero=7 must be"),
         ("memory --model 7b --seq-len 8192 --stage 1", "outside the 1 stages"),
         ("comm --model llama3-8b --seq-len 8192 --ulysses 64", "ulysses=64 needs at least 64"),
-        ("comm --model llama3-8b --seq-len 64 --ring 64", "64 tokens are too few"),
+        ("comm --model llama3-8b --seq-len 32 --ring 64", "32 tokens are too few"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:

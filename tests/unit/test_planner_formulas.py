@@ -238,7 +238,7 @@ def test_the_table_of_the_usp_paper() -> None:
         ({"zero": 4}, "zero=4 must be"),
         ({"offload_ratio": 1.5}, "between 0 and 1"),
         ({"recompute": "half"}, "recompute='half' is none of none, gemm-last"),
-        ({"ring": 512}, "512 tokens are too few"),
+        ({"ring": 1024}, "512 tokens are too few"),
         ({"dp": 3}, "a global batch of 4 does not divide among dp 3"),
         ({"layers_per_virtual_stage": 2}, "virtual stages need a pipeline"),
         (

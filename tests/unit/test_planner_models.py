@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from planner_facts import rows
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.models import MODELS, ModelShape, load_model
@@ -31,6 +32,13 @@ def test_built_in_models_have_their_size(name: str) -> None:
 @pytest.mark.parametrize("given", ["65B", "models.json:65B", "Llama-65B", "LLAMA-65b"])
 def test_names(given: str) -> None:
     assert load_model(given) is MODELS["llama-65b"]
+
+
+@pytest.mark.parametrize("row", rows("models.csv"), ids=lambda row: row["model"])
+def test_shapes_behind_the_published_tables(row: dict[str, str]) -> None:
+    shape = load_model(row.pop("model"))
+    for field, value in row.items():
+        assert getattr(shape, field) == int(value), field
 
 
 def write(path: Path, content: object) -> str:
