@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch import library as operators
 
 MAYBE = Optional[Tensor]  # noqa: UP045  torch reads an operator's schema off these
 
@@ -116,7 +117,7 @@ def backward_26(
 # ------------------------------------------------------------------ flash-attn 2.7 to 2.8
 
 
-@torch.library.custom_op("fake_flash_attn::forward", mutates_args=())
+@operators.custom_op("fake_flash_attn::forward", mutates_args=())
 def forward_28(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
@@ -127,7 +128,7 @@ def forward_28(
     return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
 
 
-@torch.library.custom_op("fake_flash_attn::backward", mutates_args=("dq", "dk", "dv"))
+@operators.custom_op("fake_flash_attn::backward", mutates_args=("dq", "dk", "dv"))
 def backward_28(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
     dq: MAYBE, dk: MAYBE, dv: MAYBE, dropout_p: float, softmax_scale: float, causal: bool,
@@ -173,7 +174,7 @@ def backward_3_old(
 # ------------------------------------------------------------------ flash_attn_interface, new
 
 
-@torch.library.custom_op("fake_flash_attn_3::forward", mutates_args=())
+@operators.custom_op("fake_flash_attn_3::forward", mutates_args=())
 def forward_3(
     q: Tensor, k: Tensor, v: Tensor, k_new: MAYBE = None, qv: MAYBE = None, out_: MAYBE = None,
     page_table: MAYBE = None, softmax_scale: float | None = None, causal: bool = False,
@@ -185,7 +186,7 @@ def forward_3(
     return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
 
 
-@torch.library.custom_op("fake_flash_attn_3::backward", mutates_args=("dq", "dk", "dv"))
+@operators.custom_op("fake_flash_attn_3::backward", mutates_args=("dq", "dk", "dv"))
 def backward_3(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
     cu_seqlens_q: MAYBE = None, sequed_q: MAYBE = None, dq: MAYBE = None, dk: MAYBE = None,

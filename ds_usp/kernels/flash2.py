@@ -10,10 +10,7 @@ from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
 from ds_usp.kernels.named_call import NamedCall
 
 _OLDEST = Version("2.6")
-_SHARED = (
-    "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
-    "softcap", "alibi_slopes",
-)  # fmt: skip
+_SHARED = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
 
 _torch_forward = torch.ops.aten._flash_attention_forward
 _torch_backward = torch.ops.aten._flash_attention_backward
@@ -86,16 +83,13 @@ class _Package:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`SingleTileKernel.tile_forward`."""
-        left, right = tile.window
         results = self._fwd(
+            tile,
+            scale,
             q=q,
             k=k,
             v=v,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
             softcap=0.0,
             alibi_slopes=None,
             return_softmax=False,
@@ -116,9 +110,10 @@ class _Package:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`SingleTileKernel.tile_backward`."""
-        left, right = tile.window
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._bwd(
+            tile,
+            scale,
             dout=dout,
             q=q,
             k=k,
@@ -129,10 +124,6 @@ class _Package:
             dk=dk,
             dv=dv,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
             softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does

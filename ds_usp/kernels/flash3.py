@@ -8,9 +8,7 @@ from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
 from ds_usp.kernels.named_call import NamedCall
 
-_SHARED = (
-    "q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right",
-)  # fmt: skip
+_SHARED = ("q", "k", "v")
 
 
 class Flash3Kernel(SingleTileKernel):
@@ -38,17 +36,7 @@ class Flash3Kernel(SingleTileKernel):
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = tile.window
-        out, lse, *_ = self._fwd(
-            q=q,
-            k=k,
-            v=v,
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
-            num_splits=1,
-        )
+        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, num_splits=1)
         return out, lse
 
     def tile_backward(
@@ -62,9 +50,10 @@ class Flash3Kernel(SingleTileKernel):
         tile: Tile,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        left, right = tile.window
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._bwd(
+            tile,
+            scale,
             dout=dout,
             q=q,
             k=k,
@@ -74,10 +63,6 @@ class Flash3Kernel(SingleTileKernel):
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv

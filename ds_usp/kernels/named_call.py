@@ -6,17 +6,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ds_usp.geometry.tiles import Tile
+
+_OF_A_TILE = ("softmax_scale", "causal", "window_size_left", "window_size_right")
+
 
 class NamedCall:
     """One face for the versions of a function whose parameters moved over the years.
 
-    It is called with ``causal``, ``window_size_left`` and ``window_size_right`` also where the
-    function says ``is_causal`` or takes the window as a pair. What it wants besides the arguments
-    that are given is None: these libraries mean by it that a feature is not used.
+    It is called with a tile, which becomes its causal flag and its window under the names that it
+    has for them, and with the scale of the scores. What it wants besides the arguments that are
+    given is None: these libraries mean by it that a feature is not used.
 
     Args:
         function: a function or an operator that torch made of one.
-        needs: the arguments that it will be given.
+        needs: the arguments that it will be given besides.
 
     Raises:
         ImportError: the function lacks some of them.
@@ -29,7 +33,7 @@ class NamedCall:
         self._function = function
         self._is_causal = "is_causal" in parameters
         self._window_pair = "window_size" in parameters
-        names = {name: name for name in needs}
+        names = {name: name for name in (*_OF_A_TILE, *needs)}
         if self._is_causal:
             names["causal"] = "is_causal"
         if self._window_pair:
@@ -46,11 +50,13 @@ class NamedCall:
             if parameter.default is parameter.empty and name not in names.values()
         }
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, tile: Tile, scale: float, **given: Any) -> Any:
         """What the function returns."""
-        if self._is_causal:
-            given["is_causal"] = given.pop("causal")
+        left, right = (-1 if bound is None else bound for bound in tile.window)
+        given["softmax_scale"] = scale
+        given["is_causal" if self._is_causal else "causal"] = tile.is_causal
         if self._window_pair:
-            left, right = given.pop("window_size_left"), given.pop("window_size_right")
             given["window_size"] = (left, right)
+        else:
+            given.update(window_size_left=left, window_size_right=right)
         return self._function(**self._unused, **given)

@@ -25,6 +25,7 @@ from test_kernels import (
     tensors,
     truth,
 )
+from torch import library as operators
 
 from ds_usp import MaskSpec
 from ds_usp.geometry.tiles import Tile
@@ -87,7 +88,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         made.install(name, None)
     for cache in caches:
         cache.cache_clear()
-    with torch.library._scoped_library("aten", "IMPL") as kernels:
+    with operators._scoped_library("aten", "IMPL") as kernels:
         for name, function in ATEN.items():
             kernels.impl(name, function, "CPU")
         yield made
