@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -157,17 +158,15 @@ def plan_call(
     for text in filter(None, missing):
         notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
     cut = tuning.resolve(split, layout, q, mesh)
-    schedule = ring_schedule(
-        layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather, alone=cut.chunks == 1
-    )
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
     parts = head_traffic(split, held, layout, layout, cut.chunks, cut.copies)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
     texts.append(str(cut))
     texts.append("with lse" if with_lse else "without lse")
-    ring = RingCall(held, schedule, chosen, scale, cut.copies)
-    call = USPCall(parts, ring, with_lse, staging(parts, ring, q))
+    plan = partial(ring_schedule, layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather)
+    rings = tuple(RingCall(held, plan(place), chosen, scale, cut.copies) for place in cut.places)
+    call = USPCall(parts, rings, with_lse, staging(parts, rings[0], q))
     if len(mesh.plans) >= _MOST_PLANS:
         mesh.plans.clear()
     mesh.plans[key] = planned = ", ".join(texts), call

@@ -57,7 +57,7 @@ class BlockWalk:
     def __init__(
         self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._steps, self._own = steps, (k, v)
+        self._steps, self._own, self._rank = steps, (k, v), call.schedule.ring_rank
         self._channel = call.mesh.channel("ring_kv", call.copies)
         travelling = [step for step in steps if not step.own]
         self._waiting = enumerate(travelling)
@@ -96,12 +96,15 @@ class BlockWalk:
             return
         self._coming = self._buffers[index % 2][: step.columns]
         token = self._packed[:1].numel()
+        arriving = []
+        for piece, place in _split(self._coming, step.takes):
+            if piece.rank == self._rank:
+                place.copy_(self._packed)
+            else:
+                arriving.append((piece.rank, place, piece.start * token, 0))
         self._channel.post(
             [(piece.rank, self._packed[piece.start : piece.stop]) for piece in step.gives],
-            [
-                (piece.rank, place, piece.start * token, 0)
-                for piece, place in _split(self._coming, step.takes)
-            ],
+            arriving,
         )
 
 
@@ -167,7 +170,7 @@ class RingGradients:
     """
 
     def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k = k
+        self._k, self._rank = k, call.schedule.ring_rank
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
         self._channel = call.mesh.channel("ring_dkv", call.copies)
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -190,17 +193,21 @@ class RingGradients:
         """Send a step's gradients to the owners of its keys and expect one's own from their
         users."""
         self._settle()
-        dk, dv = gradients
         if self._keeps:
             self._buffer = self._room(self._k, step.given)
-        shape = (step.columns, *self._buffer.shape[1:])
+        takes = [piece for piece in step.takes if piece.rank != self._rank]
+        away = sum(piece.length for piece in takes)
+        shape = (away, *self._buffer.shape[1:])
         self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        for total, place in zip((dk, dv), _unpacked(self._leaving), strict=True):
+        places = _unpacked(self._leaving)
+        for total, place, own in zip(gradients, places, self._sums[1:], strict=True):
             total.write(place)
+            if away < step.columns:  # this rank's own keys come last
+                total.hand_over(away, own)
         token = self._buffer.shape[1:].numel()
         self._coming = _split(self._buffer[: step.given], step.gives)
         self._channel.post(
-            [(piece.rank, part) for piece, part in _split(self._leaving, step.takes)],
+            [(piece.rank, part) for piece, part in _split(self._leaving, takes)],
             [
                 (piece.rank, part, at * token, 0)
                 for (piece, part), at in zip(self._coming, step.given_at, strict=True)

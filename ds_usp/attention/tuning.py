@@ -12,10 +12,11 @@ from ds_usp.config import peer_copies_disabled
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.schedule import Place
 
 # A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
 # hide nothing more.
-_PART_FLOP, _MOST_PARTS = 7e11, 8
+_PART_FLOP, _MOST_PARTS = 7e11, 16
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 128 * 2**20
 
@@ -33,7 +34,8 @@ class Tuning:
             not grow with the ring. ``"auto"``: at once where that takes no more memory, or little.
         copies: exchanges go by the GPUs' copy engines, which reach each other's memory, and leave
             the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
-            ``NCCL_P2P_DISABLE=1`` and in a CUDA graph.
+            ``NCCL_P2P_DISABLE=1``. A call that a CUDA graph captures needs ``False``, and so do
+            the calls that warm it up.
     """
 
     chunks: int | Literal["auto"] = "auto"
@@ -87,11 +89,15 @@ class Tuning:
             why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
-        if why_not is None and torch.cuda.is_current_stream_capturing():
-            why_not = "a CUDA graph is being captured"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
-        return self.copies is not False and why_not is None
+        copies = self.copies is not False and why_not is None
+        if copies and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph cannot hold an exchange by copy engines, which number their "
+                "exchanges. Use Tuning(copies=False) here and in the calls that warm it up"
+            )
+        return copies
 
 
 class Cut(NamedTuple):
@@ -100,6 +106,12 @@ class Cut(NamedTuple):
     chunks: int
     gather: bool
     copies: bool
+
+    @property
+    def places(self) -> list[Place]:
+        """Each part's place among them."""
+        later: list[Place] = ["later"] * (self.chunks - 1)
+        return ["first", *later] if later else ["alone"]
 
     def __str__(self) -> str:
         how = "gathered" if self.gather else "block by block"

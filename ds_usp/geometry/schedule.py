@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import cut
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, plan_tiles
+
+Place = Literal["alone", "first", "later"]
 
 
 class Piece(NamedTuple):
@@ -38,7 +40,8 @@ class RingStep:
 
     Args:
         own: the keys are this rank's own, all of them, where they stand; nothing travels.
-        takes: whose tokens the keys are, in the order in which they lie.
+        takes: whose tokens the keys are, in the order in which they lie. This rank's own may come
+            last among those of others; only the others' travel.
         gives: this rank's tokens that others take in this step.
         given_at: for each of them, the first of its tokens among all that the other one takes.
         calls: one entry a kernel call: the tiles, with disjoint query rows, that it computes.
@@ -97,8 +100,14 @@ class RingSchedule:
 
     @property
     def most_taken(self) -> int:
-        """Tokens of the largest block that comes here in one step: what a buffer must hold."""
-        return max((step.columns for step in self.steps if not step.own), default=0)
+        """Most tokens of others that come here in one step."""
+        return max(
+            (
+                sum(piece.length for piece in step.takes if piece.rank != self.ring_rank)
+                for step in self.steps
+            ),
+            default=0,
+        )
 
     @property
     def most_given(self) -> int:
@@ -117,7 +126,7 @@ def ring_schedule(
     ring_rank: int,
     support: TileSupport = ANY_BAND,
     gather: bool = False,
-    alone: bool = True,
+    place: Place = "alone",
 ) -> RingSchedule:
     """Plan one rank's steps.
 
@@ -128,20 +137,23 @@ def ring_schedule(
     Args:
         gather: the blocks of all other ranks in one step: fewer, larger kernel calls and fewer
             sums over steps, for memory that grows with the ring.
-        alone: no other part of the heads is computed while this one's blocks travel. The own
-            block's backward is then cut in two, so that its first part hides the first block's
-            arrival and its last part the way home of the last gradients; and of gathered blocks
-            one comes first, which hides the others' arrival.
+        place: of this part among the parts of the heads. ``"alone"``: nothing else is computed
+            while its blocks travel. The own block's backward is then cut in two, so that its
+            first part hides the first block's arrival and its last part the way home of the last
+            gradients; and of gathered blocks one comes first, which hides the others' arrival.
+            ``"first"``: only the own block hides the arrival. ``"later"``: the part before hides
+            it, so the own block is computed together with gathered ones where that takes fewer
+            kernel calls: they are larger, and there are fewer sums.
     """
     own = _own_step(layout, mask, ring_rank, support)
     useful = [offset for offset in _useful_offsets(layout, mask) if offset]
     visits = [[offset] for offset in useful]
     if gather:
-        visits = [useful[:1], useful[1:]] if alone else [useful]
+        visits = [useful[:1], useful[1:]] if place == "alone" else [useful]
     visits = [visit for visit in visits if visit]
     others = tuple(_step(layout, mask, ring_rank, visit, support) for visit in visits)
-    backward = (own, *others)
-    if others and alone:
+    steps = backward = (own, *others)
+    if others and place == "alone":
         length = layout.ring_length(ring_rank)
         first, last = (
             _own_step(layout, mask, ring_rank, support, rows)
@@ -153,8 +165,11 @@ def ring_schedule(
         for visit in visits
         for rank in range(layout.ring)
     )
+    if gather and place == "later" and others and others[0].takes:
+        whole = _step(layout, mask, ring_rank, [*useful, 0], support)
+        if len(whole.calls) < len(own.calls) + len(others[0].calls):
+            steps = backward = (whole,)
     owned = max(layout.ring_length(rank) for rank in range(layout.ring))
-    steps = (own, *others)
     return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
 
 
@@ -181,11 +196,13 @@ def _step(
     offsets: Sequence[int],
     support: TileSupport,
 ) -> RingStep:
-    """The blocks of the ranks some offsets before this one, in the order of the ranks."""
+    """The blocks of the ranks some offsets before this one; offset 0 is this rank itself."""
     takes = _taken(layout, mask, ring_rank, offsets)
     users = sorted((ring_rank + offset) % layout.ring for offset in offsets)
     gives, given_at = [], []
     for user in users:
+        if user == ring_rank:
+            continue
         at = 0
         for owner, start, stop in _taken(layout, mask, user, offsets):
             if owner == ring_rank:
@@ -205,9 +222,16 @@ def _step(
 def _taken(
     layout: TokenLayout, mask: MaskSpec, ring_rank: int, offsets: Sequence[int]
 ) -> tuple[Piece, ...]:
-    """What a rank takes from those some offsets before it, in the order of the ranks."""
-    owners = sorted((ring_rank - offset) % layout.ring for offset in offsets)
-    pieces = (Piece(owner, *_seen(layout, mask, ring_rank, owner)) for owner in owners)
+    """What a rank takes from those some offsets before it, the farthest first.
+
+    In this order the keys that a causal zigzag's front half sees lie next to each other, and those
+    of both halves end at their diagonals.
+    """
+    pieces = []
+    for offset in sorted(offsets, reverse=True):
+        owner = (ring_rank - offset) % layout.ring
+        seen = _seen(layout, mask, ring_rank, owner) if offset else (0, layout.ring_length(owner))
+        pieces.append(Piece(owner, *seen))
     return tuple(piece for piece in pieces if piece.length)
 
 

@@ -156,11 +156,26 @@ class GradientSum:
         return total
 
     def write(self, place: torch.Tensor) -> None:
-        """Write the sum into a tensor of the shard's shape."""
-        tokens = self._like.shape[1]
-        whole = [] if self._total is None else [_Part(0, tokens, self._total)]
-        for start, stop, parts in _covered([*whole, *self._parts], tokens):
-            _sum(place[:, start:stop], [part.value for part in parts])
+        """Write the sum into a tensor of the shard's shape, or of its first tokens."""
+        tokens = place.shape[1]
+        parts = [
+            part.cut(part.start, min(part.stop, tokens))
+            for part in self._all()
+            if part.start < tokens
+        ]
+        for start, stop, inside in _covered(parts, tokens):
+            _sum(place[:, start:stop], [part.value for part in inside])
+
+    def hand_over(self, start: int, other: GradientSum) -> None:
+        """Add what there is from token ``start`` on to another sum, as its first tokens."""
+        for part in self._all():
+            if part.stop > start:
+                rest = part.cut(max(part.start, start), part.stop)
+                other.add(rest.value, [(rest.start - start, rest.stop - start)], held=True)
+
+    def _all(self) -> list[_Part]:
+        whole = [] if self._total is None else [_Part(0, self._like.shape[1], self._total)]
+        return [*whole, *self._parts]
 
     def _fold(self) -> None:
         """Sum the parts into the accumulator."""
