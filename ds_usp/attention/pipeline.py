@@ -63,7 +63,7 @@ class USPCall:
 
     def prepare(self, device: torch.device) -> None:
         """Make room for copy engines; collective where there is not enough yet."""
-        if self.staging:
+        if self.staging and self.mesh.lacks(self.staging):
             with without_multicast():
                 self.mesh.reserve(self.staging, device)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import dense_copy
+from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import Piece, RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum

@@ -15,10 +15,10 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.schedule import Place
 
 # A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
-# hide nothing more.
-_PART_FLOP, _MOST_PARTS = 7e11, 16
+# hide nothing more. Of a ring alone the own block hides what comes, so its parts only save memory.
+_PART_FLOP, _RING_PART_FLOP, _MOST_PARTS = 7e11, 3e12, 16
 # Keys and values that may be gathered at once whatever the number of parts.
-_GATHER_BYTES = 128 * 2**20
+_GATHER_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Tuning:
             chunks = self.chunks
         elif not alone:
             flop = 2 * batch * heads * dim * layout.seq_len**2 / layout.degree
-            chunks = max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+            each = _RING_PART_FLOP if split.ulysses == 1 else _PART_FLOP
+            chunks = max(1, min(most, _MOST_PARTS, round(flop / each)))
         gather = self.gather
         if gather == "auto":
             token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_usp.dense import dense_copy
 from ds_usp.geometry.tiles import Tile
 
 _NO_LSE = torch.empty(0, 0, 0)
@@ -31,6 +32,8 @@ class _Part(NamedTuple):
 
     def cut(self, start: int, stop: int) -> _Part:
         """The rows ``start : stop`` of them, counted in the shard."""
+        if (start, stop) == (self.start, self.stop):
+            return self
         rows = slice(start - self.start, stop - self.start)
         return _Part(start, stop, self.value[:, rows], self.lse[:, :, rows])
 
@@ -89,7 +92,7 @@ class OutputSum:
             if not parts:
                 place.zero_()
             elif len(parts) == 1:
-                place.copy_(parts[0].value)
+                dense_copy(place, parts[0].value)
                 place_lse.copy_(parts[0].lse)
             else:
                 old, new = parts
@@ -203,6 +206,9 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
 
 def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, list[_Part]]]:
     """Runs of rows between which the set of parts that cover them changes, with the parts."""
+    if all(part.start == 0 and part.stop == tokens for part in parts):
+        yield 0, tokens, list(parts)
+        return
     edges = sorted({0, tokens, *(edge for part in parts for edge in part[:2])})
     for start, stop in pairwise(edges):
         inside = [part for part in parts if part.start <= start and stop <= part.stop]
@@ -218,6 +224,8 @@ def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once."""
     if not parts:
         place.zero_()
+    elif len(parts) == 1:
+        dense_copy(place, parts[0])
     elif (fused := _fused_for(place, *parts)) is not None:
         fused.sum_fused(place, parts)
     else:
