@@ -1,4 +1,4 @@
-"""Every kernel of this GPU on tiles of every shape and documents, against the reference kernel in fp64."""
+"""Every kernel of this GPU on tiles and documents, against the reference kernel in fp64."""
 
 from __future__ import annotations
 

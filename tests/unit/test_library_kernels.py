@@ -14,20 +14,18 @@ import torch
 from test_kernels import (
     BLOCKS,
     HEADS,
-    PACKED,
     SPLITS,
     TOKENS,
     VIEWS,
     Block,
     blockwise,
     check,
-    check_packed,
-    packed_calls,
     run_tile,
     serves,
     tensors,
     truth,
 )
+from test_packed_kernels import PACKED, check_packed, packed_calls
 from torch import library as operators
 
 from ds_usp import MaskSpec
