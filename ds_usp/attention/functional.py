@@ -13,6 +13,7 @@ from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, st
 from ds_usp.attention.request import (
     agreed,
     check_layout,
+    check_mask,
     check_self_attention,
     check_tensors,
     checked_scale,
@@ -24,7 +25,7 @@ from ds_usp.attention.ring import RingCall
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import ring_schedule
@@ -33,8 +34,9 @@ from ds_usp.kernels.merge import fallback
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
 from ds_usp.notices import notice
 
-# Lengths may differ from call to call.
+# Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MOST_PLANS = 1024
+_MOST_PLANS_OF_DOCUMENTS = 32
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -139,10 +141,6 @@ def plan_call(
         found = None
     if found is not None:
         return found
-    if not isinstance(mask, MaskSpec):
-        raise ConfigError(
-            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
-        )
     check_tuning(tuning)
     texts = [check_tensors(q, k, v)]
     check_self_attention(q, k, v)
@@ -150,7 +148,9 @@ def plan_call(
     refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
-    request = KernelRequest(q.device.type, q.dtype, q.shape[3], mask)
+    check_mask(mask, q, layout)
+    window, documents = mask.band, bool(mask.documents)
+    request = KernelRequest(q.device.type, q.dtype, q.shape[3], window, documents)
     chosen = select_kernel(request, kernel)
     missing = [fallback(q.device), missing_libraries(request) if kernel == AUTO else None]
     if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
@@ -167,7 +167,7 @@ def plan_call(
     plan = partial(ring_schedule, layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather)
     rings = tuple(RingCall(held, plan(place), chosen, scale, cut.copies) for place in cut.places)
     call = USPCall(parts, rings, with_lse, staging(parts, rings[0], q))
-    if len(mesh.plans) >= _MOST_PLANS:
+    if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if documents else _MOST_PLANS):
         mesh.plans.clear()
     mesh.plans[key] = planned = ", ".join(texts), call
     return planned

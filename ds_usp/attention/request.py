@@ -14,6 +14,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import divisors
 
 Checked = TypeVar("Checked")
@@ -134,6 +135,25 @@ def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLa
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
     return f"{layout}, {layout.order}"
+
+
+def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
+    """Check that the mask is one, and its documents those of the queries ``[b, s, h, d]``.
+
+    Raises:
+        ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
+        UnsupportedAttentionError: documents in a CUDA graph, which would replay these for others.
+    """
+    if not isinstance(mask, MaskSpec):
+        raise ConfigError(
+            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
+        )
+    mask.check_length(layout.seq_len, q.shape[0])
+    if mask.documents and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedAttentionError(
+            "packed documents cannot be captured in a CUDA graph, which would replay the borders "
+            f"of these ({mask}) for every batch. Attend to them outside of the graph"
+        )
 
 
 def check_self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

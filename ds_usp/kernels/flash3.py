@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.api import KernelCaps, require_capability
 from ds_usp.kernels.named_call import NamedCall
+from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
-_SHARED = ("q", "k", "v")
+_SHARED = ("q", "k", "v", *Lengths._fields)
 
 
-class Flash3Kernel(SingleTileKernel):
+class Flash3Kernel(VarlenKernel):
     """Grouped heads, windows and bottom-right causal masks natively."""
 
     name = "flash3"
@@ -20,6 +20,7 @@ class Flash3Kernel(SingleTileKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
+        varlen=True,
     )
 
     def __init__(self) -> None:
@@ -34,9 +35,15 @@ class Flash3Kernel(SingleTileKernel):
         )  # fmt: skip
 
     def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, num_splits=1)
+        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, num_splits=1, **named(lengths))
         return out, lse
 
     def tile_backward(
@@ -47,8 +54,9 @@ class Flash3Kernel(SingleTileKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._bwd(
@@ -64,5 +72,6 @@ class Flash3Kernel(SingleTileKernel):
             dk=dk,
             dv=dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **named(lengths),
         )
         return dq, dk, dv

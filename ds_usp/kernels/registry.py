@@ -39,17 +39,24 @@ AUTO = "auto"
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     """The best kernel for the request, or the named one.
 
+    Of documents, which may be many, the best that takes them in one call, if any does.
+
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
     """
     check_name(name)
-    reasons = []
+    reasons, others = [], []
     for row in KERNELS:
         if name in (AUTO, row.name):
             kernel, reason = _serving(row, request)
-            if kernel is not None:
+            if kernel is None:
+                reasons.append(f"  {row.name}: {reason}")
+            elif request.documents and not kernel.caps.varlen:
+                others.append(kernel)
+            else:
                 return kernel
-            reasons.append(f"  {row.name}: {reason}")
+    if others:
+        return others[0]
     raise UnsupportedAttentionError(
         f"no attention kernel serves {request.dtype} on {request.device} with head dim "
         f"{request.head_dim} and a {request.mask} mask:\n" + "\n".join(reasons)

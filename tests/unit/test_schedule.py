@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import random
-from itertools import takewhile
-from pathlib import Path
+from itertools import accumulate
 from typing import get_args
 
 import oracle
@@ -13,15 +11,13 @@ import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
-import ds_usp
 from ds_usp import LayoutError, MaskSpec, TokenLayout
 from ds_usp.geometry.schedule import Piece, Place, RingSchedule, RingStep, ring_schedule
-from ds_usp.geometry.tiles import ANY_BAND, TileSupport
+from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
 PLACES: tuple[Place, ...] = get_args(Place)
-README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def schedules(
@@ -64,6 +60,13 @@ def backward(plans: list[RingSchedule]) -> Walks:
     return [(plan.ring_rank, plan.backward_steps) for plan in plans]
 
 
+def tiles_of(step: RingStep, sample: int = 0) -> list[Tile]:
+    """The tiles of all calls of a step, of one sample."""
+    return [
+        tile for call in step.calls for tile in call.tiles[sample if len(call.tiles) > 1 else 0]
+    ]
+
+
 def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
     """How often each (query, key) pair of the whole sequence is computed, by any rank's steps."""
     counts = torch.zeros(layout.seq_len, layout.seq_len, dtype=torch.int64)
@@ -78,7 +81,7 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
             ]
             assert step.columns == len(positions)
             k = torch.tensor(positions)
-            for tile in (tile for call in step.calls for tile in call):
+            for tile in tiles_of(step):
                 rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
                 # As a kernel reads the tile: a window aligned to the bottom right corner.
                 shift = tile.columns - tile.rows
@@ -128,8 +131,8 @@ def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Plac
         for step in (first, early, *late):
             assert step.own and step.takes == ((rank, 0, length),) and step.gives == ()
         half = length // 2 if late else length
-        assert all(tile.q_stop <= half for call in early.calls for tile in call)
-        assert all(tile.q_start >= half for step in late for call in step.calls for tile in call)
+        assert all(call.q_stop <= half for call in early.calls)
+        assert all(call.q_start >= half for step in late for call in step.calls)
 
 
 def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
@@ -148,8 +151,8 @@ def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
 
 
 def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.Tensor) -> None:
-    """Of every block that a rank sees anything of, the shortest run that holds all of it comes,
-    once; and what comes is what its owner sends, parcel by parcel."""
+    """Of every block that a rank sees anything of, the runs that hold all of it come, once, without
+    the gaps that are worth a message; and what comes is what its owner sends, parcel by parcel."""
     ring = layout.ring
     taken, given = [0] * ring, [0] * ring
     for user, plan in enumerate(plans):
@@ -158,15 +161,18 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
         for owner in (rank for rank in range(ring) if rank != user):
             q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
             seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
-            if seen:
-                wanted.append((owner, seen[0], seen[-1] + 1))
+            wanted += [(owner, *run) for run in runs_of(seen, len(k))]
         assert sorted(came) == wanted
     for steps in zip(*map(travelling, plans), strict=True):
         for owner, step in enumerate(steps):
             sent = step.gives
             # A user's pieces lie one after the other.
             assert list(step.given_at) == [
-                length_before(owner, steps[piece.rank].takes) for piece in sent
+                start
+                for user in range(ring)
+                if user != owner
+                for start, piece in placed(steps[user].takes)
+                if piece.rank == owner
             ]
             given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
             for user in range(ring):
@@ -184,8 +190,20 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
 
 
-def length_before(owner: int, takes: tuple[Piece, ...]) -> int:
-    return sum(piece.length for piece in takewhile(lambda piece: piece.rank != owner, takes))
+def placed(takes: tuple[Piece, ...]) -> list[tuple[int, Piece]]:
+    """Each piece with the first of its tokens among all."""
+    starts = accumulate((piece.length for piece in takes), initial=0)
+    return list(zip(starts, takes, strict=False))
+
+
+def runs_of(seen: list[int], owned: int) -> list[tuple[int, int]]:
+    """Half-open runs of ascending tokens, cut at gaps of a 32nd of what their owner has or more."""
+    edges = [
+        0,
+        *(i for i in range(1, len(seen)) if 32 * (seen[i] - seen[i - 1] - 1) >= max(owned, 1)),
+    ]
+    parts = [seen[a:b] for a, b in zip(edges, [*edges[1:], len(seen)], strict=True)]
+    return [(part[0], part[-1] + 1) for part in parts if part]
 
 
 def offsets(plans: list[RingSchedule]) -> list[int]:
@@ -196,7 +214,6 @@ def offsets(plans: list[RingSchedule]) -> list[int]:
         apart |= {(piece.rank - r) % ring for r, step in enumerate(steps) for piece in step.gives}
         (offset,) = apart
         assert all(step.own == (offset == 0) for step in steps)
-        assert all(len(step.takes) <= 1 and len(step.gives) <= 1 for step in steps)
         found.append(offset)
     return found
 
@@ -349,38 +366,6 @@ def test_only_what_is_used_travels(
     together = [[sorted(piece for pieces in steps for piece in pieces)] for steps in gives]
     plans = schedules(layout, mask, gather=True, place="first")[:2]
     assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == together
-
-
-def test_a_schedule_prints_as_a_table() -> None:
-    layout = TokenLayout("contiguous", 16, 1, 2)
-    first, last = schedules(layout, CAUSAL)
-    assert str(first).splitlines() == [
-        "ring rank 0 of 2, 36 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of nobody: nothing, gives 1[0:8]",
-    ]
-    assert str(last).splitlines()[-1] == "  of 0[0:8]: q[0:8] k[0:8] full"
-    windowed = schedules(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1))[0]
-    assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
-    zigzag = TokenLayout("zigzag", 24, 1, 3)
-    assert str(schedules(zigzag, CAUSAL, gather=True, place="first")[1]).splitlines() == [
-        "ring rank 1 of 3, 100 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of 2[0:8] 0[0:4]: q[4:8] k[0:8] full; q[0:8] k[8:12] full, gives 0[0:8] 2[0:4]",
-    ]
-    assert str(schedules(zigzag, CAUSAL, gather=True, place="later")[1]).splitlines() == [
-        "ring rank 1 of 3, 100 pairs",
-        "  of 2[0:8] 0[0:4] 1[0:8]: q[0:4] k[8:16] causal; q[4:8] k[0:20] causal, "
-        "gives 0[0:8] 2[0:4]",
-    ]
-
-
-def test_the_readme_shows_what_is_printed() -> None:
-    text = README.read_text(encoding="utf-8").replace("```", "")
-    examples = doctest.DocTestParser().get_doctest(text, {"ds_usp": ds_usp}, "README", None, 0)
-    assert any("ring_schedule(" in example.source for example in examples.examples)
-    said: list[str] = []
-    assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)
 
 
 def test_equal_questions_share_one_plan() -> None:
