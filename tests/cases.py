@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import oracle
 import torch
+import torch.distributed as dist
 from harness import RankContext
 
 import ds_usp
@@ -19,6 +20,7 @@ from ds_usp.attention.tuning import AUTO_TUNING
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+SEED = 2**62 + 12345  # of dropout
 TOKEN_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 
 # (left, right) bounds in tokens, None is open.
@@ -60,6 +62,11 @@ class Case:
     softmax_scale: float | None = None
     seed: int = 0
     tuning: ds_usp.Tuning = AUTO_TUNING
+    value_dim: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
@@ -72,6 +79,9 @@ class Case:
             f"{self.layout}-{self.mask}-S{self.seq_len}-H{self.heads}/{self.kv_heads}"
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
             f"-{self.tuning.chunks}-{self.tuning.gather}"
+            f"{f'-values{self.value_dim}' if self.value_dim else ''}"
+            f"{f'-cap{self.softcap}' if self.softcap else ''}{'-alibi' if self.alibi else ''}"
+            f"{'-sinks' if self.sinks else ''}{f'-drop{self.dropout_p}' if self.dropout_p else ''}"
         ).replace(" ", "_")
 
 
@@ -80,12 +90,29 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     """The full q, k, v and dout ``[b, s, h, d]``, the same on every rank."""
     generator = torch.Generator().manual_seed(case.seed)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
+    dims = {"v": case.value_dim, "dout": case.value_dim}
     return {
         name: torch.randn(
-            case.batch, case.seq_len, count, case.head_dim, generator=generator, dtype=torch.float64
+            case.batch,
+            case.seq_len,
+            count,
+            dims.get(name) or case.head_dim,
+            generator=generator,
+            dtype=torch.float64,
         ).to(case.dtype)
         for name, count in heads.items()
     }
+
+
+def slopes(case: Case) -> torch.Tensor | None:
+    """ALiBi's slopes ``[h]``, as its paper has them for a power of two heads."""
+    return 2.0 ** (-8.0 * torch.arange(1, case.heads + 1) / case.heads) if case.alibi else None
+
+
+def sinks(case: Case) -> torch.Tensor | None:
+    """A sink a head ``[h]``, from negligible to most of the weight."""
+    wide = torch.promote_types(case.dtype, torch.float32)
+    return torch.linspace(-2.0, 6.0, case.heads, dtype=wide) if case.sinks else None
 
 
 @lru_cache(maxsize=64)
@@ -95,9 +122,26 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
     positions = range(case.seq_len)
     allowed = oracle.window(positions, positions, *MASKS[case.mask])
-    out, lse = oracle.dense_attention(q, k, v, allowed, case.softmax_scale)
-    grads = torch.autograd.grad(out, (q, k, v), full["dout"].double())
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
+    bias, sink = slopes(case), sinks(case)
+    sink = None if sink is None else sink.double().requires_grad_()
+    weights = None
+    if case.dropout_p:
+        weights = oracle.dropout(SEED, case.batch, case.heads, case.seq_len, case.dropout_p)
+    out, lse = oracle.dense_attention(
+        q,
+        k,
+        v,
+        allowed,
+        case.softmax_scale,
+        softcap=case.softcap,
+        bias=None if bias is None else oracle.alibi(bias, positions),
+        sinks=sink,
+        weights=weights,
+    )
+    wanted = [q, k, v] if sink is None else [q, k, v, sink]
+    grads = torch.autograd.grad(out, wanted, full["dout"].double())
+    names = (*RESULTS, "dsinks")[: 2 + len(wanted)]
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -107,10 +151,13 @@ def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceM
 
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
-    """This rank's share of out, lse, dq, dk and dv as the package computes them."""
+    """This rank's share of out, lse, dq, dk and dv as the package computes them, and its sinks'
+    whole gradient, summed over the ranks as that of a weight is."""
     layout = mesh.layout(case.layout, case.seq_len)
     mine = {name: layout.shard(x, 1, mesh.rank) for name, x in inputs(case).items()}
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    sink = sinks(case)
+    wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
     out, lse = ds_usp.usp_attention(
         q,
         k,
@@ -119,12 +166,17 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
         layout=layout,
         mask=case.mask_spec,
         softmax_scale=case.softmax_scale,
+        dropout_p=case.dropout_p,
         kernel=case.kernel,
         tuning=case.tuning,
         return_lse=True,
+        scores=ds_usp.Scores(case.softcap, slopes(case), sink, SEED if case.dropout_p else None),
     )
-    grads = torch.autograd.grad(out, (q, k, v), mine["dout"])
-    return dict(zip(RESULTS, (out.detach(), lse, *grads), strict=True))
+    grads = torch.autograd.grad(out, wanted, mine["dout"])
+    if sink is not None and mesh.sp_degree > 1:
+        dist.all_reduce(grads[3], group=mesh.sp_group)
+    names = (*RESULTS, "dsinks")[: 2 + len(wanted)]
+    return dict(zip(names, (out.detach(), lse, *grads), strict=True))
 
 
 def errors_of(
@@ -132,7 +184,10 @@ def errors_of(
 ) -> dict[str, float]:
     """Relative error of each of this rank's results against its share of the truth."""
     layout = mesh.layout(case.layout, case.seq_len)
-    want = {name: layout.shard(x, TOKEN_DIM[name], mesh.rank) for name, x in truth(case).items()}
+    want = {
+        name: layout.shard(x, TOKEN_DIM[name], mesh.rank) if name in TOKEN_DIM else x
+        for name, x in truth(case).items()
+    }
     return {name: oracle.relative_error(x, want[name]) for name, x in got.items()}
 
 

@@ -123,7 +123,7 @@ def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
     layout = mesh.layout("zigzag", 64)
     tokens = layout.length(mesh.rank)
     q, k = torch.randn(1, tokens, 4, 16), torch.randn(1, tokens, 4, 16)
-    v = torch.randn(1, tokens, 4, changes.pop("v_head_dim", 16))
+    v = torch.randn(1, tokens, 4, 16)
     mask = ds_usp.MaskSpec.causal()
     ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, **changes)
     return float("inf")  # computed without an oracle for it: not a row to call exact
@@ -157,8 +157,12 @@ def rows() -> Iterator[Row]:
         yield row("dtype", label, replace(base, dtype=dtype, seq_len=128, head_dim=64))
     for head_dim in (16, 80, 128):
         yield row("head dim", str(head_dim), replace(base, head_dim=head_dim))
-    yield Row("head dim", "values of another head dim", refused_call, (("v_head_dim", 8),))
-    yield Row("dropout", "`usp_attention(dropout_p=0.1)`", refused_call, (("dropout_p", 0.1),))
+    yield row("head dim", "24, values of 16 (MLA)", replace(base, head_dim=24, value_dim=16))
+    yield row("scores", "soft cap", replace(base, softcap=2.0))
+    yield row("scores", "ALiBi", replace(base, alibi=True))
+    yield row("scores", "attention sinks, learned", replace(base, sinks=True))
+    yield row("scores", "dropout, by a seed", replace(base, dropout_p=0.1))
+    yield Row("scores", "dropout without a seed", refused_call, (("dropout_p", 0.1),))
     for label, kwargs in {
         "`[b, s, h, d]`": {},
         "`[s, b, h, d]`": {"batch_dim": 1},

@@ -22,6 +22,7 @@ from ds_usp.attention.request import (
     head_traffic,
 )
 from ds_usp.attention.rotary import apply_rotary, check_rotary
+from ds_usp.attention.scores import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
@@ -279,7 +280,7 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        out, _ = UnifiedAttention.apply(self.mesh, call, q, k, v)
+        out, _ = UnifiedAttention.apply(self.mesh, call, NO_SCORES, q, k, v)
         flat = self._host is not None and self._host.attention.flat_output
         return out.flatten(2) if flat else out
 

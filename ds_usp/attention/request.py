@@ -136,22 +136,16 @@ def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLa
     return f"{layout}, {layout.order}"
 
 
-def check_self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:
     """Check what the ring needs beyond :func:`check_tensors`.
 
     Raises:
         ConfigError: keys of other tokens than the queries.
-        UnsupportedAttentionError: values of another head dim than the keys.
     """
     if q.shape[1] != k.shape[1]:
         raise ConfigError(
             f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}; the ring computes "
             "self-attention. Cross-attention needs ring degree 1"
-        )
-    if v.shape[3] != k.shape[3]:
-        raise UnsupportedAttentionError(
-            f"values of head dim {v.shape[3]} with keys of {k.shape[3]}: pad the values to "
-            f"{k.shape[3]}; separate head dims are not supported yet"
         )
 
 
@@ -173,7 +167,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """No kernel here draws the same dropout mask for every split of heads and sequence.
+    """Without a seed nothing draws the same dropout mask for every split of heads and sequence.
 
     Raises:
         UnsupportedAttentionError: dropout above 0.
@@ -181,8 +175,9 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
     if dropout_p:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
-            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
-            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it."
+            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), use "
+            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it, or give "
+            "usp_attention a seed: scores=Scores(dropout_seed=...), the same on every rank"
         )
 
 

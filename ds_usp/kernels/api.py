@@ -13,16 +13,39 @@ import torch
 
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+from ds_usp.kernels.scores import PLAIN, ScoreChange, ScoreSpec
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a call needs from a kernel, the same on every rank."""
+    """What a call needs from a kernel, the same on every rank.
+
+    Args:
+        head_dim: of queries and keys.
+        value_dim: of values and outputs; None: the same.
+        scores: what becomes of the scores.
+        deterministic: two calls alike give the same bits, backward too.
+    """
 
     device: str
     dtype: torch.dtype
     head_dim: int
     mask: MaskSpec
+    value_dim: int | None = None
+    scores: ScoreSpec = PLAIN
+    deterministic: bool = False
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    def __str__(self) -> str:
+        keys, values = self.head_dims
+        dims = f"head dim {keys}" + (f" (values {values})" if values != keys else "")
+        extra = "" if self.scores == PLAIN else f", {self.scores}"
+        extra += ", deterministic" if self.deterministic else ""
+        return f"{self.dtype} on {self.device} with {dims} and a {self.mask} mask{extra}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,12 @@ class KernelCaps:
         head_dim_multiple: the head dim must be a multiple of this.
         tiles: bands it computes in one call.
         wide_gradients: it returns gradients in fp32; they then travel so.
+        scores: what it does to scores besides scaling and masking them, of
+            ``ds_usp.kernels.scores.FEATURES``; then it has ``with_scores``.
+        value_dims: values may have another head dim than keys. To the others both come filled up
+            with zeros to the larger one (``ds_usp.kernels.one_dim``).
+        deterministic: its gradients are the same bits every time where torch's deterministic
+            algorithms are asked for.
     """
 
     devices: frozenset[str]
@@ -44,6 +73,9 @@ class KernelCaps:
     head_dim_multiple: int = 1
     tiles: TileSupport = ANY_BAND
     wide_gradients: bool = False
+    scores: frozenset[str] = frozenset()
+    value_dims: bool = False
+    deterministic: bool = False
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""
@@ -52,13 +84,15 @@ class KernelCaps:
         if request.dtype not in self.dtypes:
             known = ", ".join(sorted(_short(dtype) for dtype in self.dtypes))
             return f"takes {known}, not {_short(request.dtype)}"
-        if self.max_head_dim is not None and request.head_dim > self.max_head_dim:
-            return f"takes head dims up to {self.max_head_dim}, not {request.head_dim}"
-        if request.head_dim % self.head_dim_multiple:
-            return (
-                f"takes head dims that are multiples of {self.head_dim_multiple}, "
-                f"not {request.head_dim}"
-            )
+        for dim in request.head_dims if self.value_dims else [max(request.head_dims)]:
+            if self.max_head_dim is not None and dim > self.max_head_dim:
+                return f"takes head dims up to {self.max_head_dim}, not {dim}"
+            if dim % self.head_dim_multiple:
+                return f"takes head dims that are multiples of {self.head_dim_multiple}, not {dim}"
+        if lacking := request.scores.features - self.scores:
+            return f"has no {' and no '.join(sorted(lacking))}"
+        if request.deterministic and not self.deterministic:
+            return "has no deterministic backward"
         if request.mask.left is not None and not self.tiles.window:
             return f"has no sliding window, asked for {request.mask}"
         return None
@@ -109,6 +143,9 @@ class AttentionKernel(Protocol):
             ``[B, columns, G, D]``.
         """
 
+    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+        """The same kernel for scores that are changed so; asked only for what it declares."""
+
 
 class SingleTileKernel:
     """Base of kernels that compute one tile a call: cuts the tensors, the library does the rest."""
@@ -154,6 +191,10 @@ class SingleTileKernel:
                 tile,
                 scale,
             )
+
+    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        raise NotImplementedError
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float

@@ -30,6 +30,7 @@ class Flash2Kernel(SingleTileKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         tiles=TileSupport(tall=False),
+        deterministic=True,
     )
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ class Flash3Kernel(SingleTileKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
+        deterministic=True,
     )
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
+from ds_usp.kernels.one_dim import OneDimKernel
 
 Reason = str | Exception
 
@@ -48,12 +49,11 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
         if name in (AUTO, row.name):
             kernel, reason = _serving(row, request)
             if kernel is not None:
-                return kernel
+                keys, values = request.head_dims
+                fits = keys == values or kernel.caps.value_dims
+                return kernel if fits else OneDimKernel(kernel)
             reasons.append(f"  {row.name}: {reason}")
-    raise UnsupportedAttentionError(
-        f"no attention kernel serves {request.dtype} on {request.device} with head dim "
-        f"{request.head_dim} and a {request.mask} mask:\n" + "\n".join(reasons)
-    )
+    raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ NAMES = {
     "MeshError",
     "PatchError",
     "RankGrid",
+    "Scores",
     "SequenceMesh",
     "TokenLayout",
     "Tuning",
@@ -37,7 +38,8 @@ NAMES = {
 
 # Parameters that callers write; a new one may only be added at the end, by keyword.
 PARAMETERS = {
-    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning",
+    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning "
+    "scores",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
@@ -51,6 +53,7 @@ PARAMETERS = {
     "TokenLayout.gather": "self shards dim",
     "TokenLayout.positions": "self rank",
     "Tuning": "chunks gather copies",
+    "Scores": "softcap alibi_slopes sinks dropout_seed",
     "MaskSpec": "left right",
     "MaskSpec.window": "left right",
     "RankGrid": "sizes order",
