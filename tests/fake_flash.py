@@ -38,16 +38,19 @@ def version3(rows: int, columns: int, causal: bool, left: int, right: int) -> Te
     return allowed(rows, columns, *(None if bound < 0 else bound for bound in (left, right)))
 
 
-def scores(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+def scores(q: Tensor, k: Tensor, scale: float, seen: Tensor, softcap: float = 0.0) -> Tensor:
     """``[B, H, rows, columns]`` in fp64."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return torch.einsum("bshd,bthd->bhst", q.double(), k.double()).mul(scale).where(seen, -math.inf)
+    found = torch.einsum("bshd,bthd->bhst", q.double(), k.double()).mul(scale)
+    return (softcap * (found / softcap).tanh() if softcap else found).where(seen, -math.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Out in the queries' dtype and the natural log-sum-exp in fp32 ``[B, H, rows]``."""
     check(q, k, v)
-    weights = scores(q, k, scale, seen)
+    weights = scores(q, k, scale, seen, softcap)
     lse = weights.logsumexp(-1)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
     out = torch.einsum("bhst,bthd->bshd", (weights - lse[..., None]).exp(), v.double())
@@ -56,17 +59,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple
 
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, seen: Tensor,
+    scale: float, seen: Tensor, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """From the output and log-sum-exp that are given, whichever keys these have seen."""
     check(dout, q, k, v, out)
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     heads = [x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v)]
-    weights = (scores(q, k, scale, seen) - lse.double()[..., None]).exp()
+    capped = scores(q, k, scale, seen, softcap)
+    weights = (capped - lse.double()[..., None]).exp()
     delta = (dout.double() * out.double()).sum(-1).transpose(1, 2)[..., None]
     dweights = torch.einsum("bshd,bthd->bhst", dout.double(), heads[1])
     dscores = weights * (dweights - delta) * scale
+    if softcap:
+        dscores = dscores * (1 - (capped / softcap) ** 2).where(seen, 0.0)
     dq = torch.einsum("bhst,bthd->bshd", dscores, heads[0])
     dk = torch.einsum("bhst,bshd->bthd", dscores, q.double())
     dv = torch.einsum("bhst,bshd->bthd", weights, dout.double())
@@ -98,9 +104,9 @@ def module(name: str, **members: Any) -> ModuleType:
 def forward_26(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
 ):
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     seen = version2(q.shape[1], k.shape[1], causal, *window_size)
-    out, lse = attend(q, k, v, softmax_scale, seen)
+    out, lse = attend(q, k, v, softmax_scale, seen, softcap)
     return out, q, k, v, out, lse, None, None
 
 
@@ -108,9 +114,9 @@ def backward_26(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, *window_size)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return dq, dk, dv, None
 
 
@@ -123,9 +129,9 @@ def forward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     seen = version2(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
+    return *attend(q, k, v, softmax_scale, seen, softcap), q.new_empty(0), q.new_empty(0)
 
 
 @operators.custom_op("fake_flash_attn::backward", mutates_args=("dq", "dk", "dv"))
@@ -135,9 +141,9 @@ def backward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     deterministic: bool, rng_state: MAYBE = None,
 ) -> Tensor:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return q.new_empty(0)
 
 
@@ -156,7 +162,7 @@ def forward_3_old(
               rotary_cos, rotary_sin, q_descale, k_descale, v_descale, pack_gqa)  # fmt: skip
     assert all(each is None for each in unused) and num_splits == 1
     seen = version3(q.shape[1], k.shape[1], causal, *window_size)
-    return *attend(q, k, v, softmax_scale, seen), None, None
+    return *attend(q, k, v, softmax_scale, seen, softcap), None, None
 
 
 def backward_3_old(
@@ -167,7 +173,7 @@ def backward_3_old(
     unused = (cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k)
     assert all(each is None for each in unused)
     seen = version3(q.shape[1], k.shape[1], causal, *window_size)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return dq, dk, dv, None
 
 
@@ -183,7 +189,7 @@ def forward_3(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     assert all(each is None for each in (k_new, qv, out_, page_table)) and num_splits == 1
     seen = version3(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
+    return *attend(q, k, v, softmax_scale, seen, softcap), q.new_empty(0), q.new_empty(0)
 
 
 @operators.custom_op("fake_flash_attn_3::backward", mutates_args=("dq", "dk", "dv"))
@@ -196,7 +202,7 @@ def backward_3(
 ) -> Tensor:  # fmt: skip
     assert cu_seqlens_q is None and sequed_q is None
     seen = version3(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return q.new_empty(0)
 
 

@@ -39,7 +39,8 @@ class Scores:
         values on every rank of the mesh.
 
     Raises:
-        ConfigError: a cap that is not a finite number above 0, a seed that is not such a number.
+        ConfigError: a cap that is not a finite number above 0, a seed that is not such a number,
+            slopes or sinks that are no tensors.
     """
 
     softcap: float | None = None
@@ -58,6 +59,13 @@ class Scores:
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         if seed is not None and (not whole or not 0 <= seed < 2**63):
             raise ConfigError(f"dropout_seed={seed!r} must be a whole number, 0 to 2**63 - 1")
+
+        for name in ("alibi_slopes", "sinks"):
+            x = getattr(self, name)
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise ConfigError(
+                    f"{name}={x!r} must be a tensor with a number for each query head"
+                )
 
     @property
     def kind(self) -> Hashable:
@@ -84,10 +92,9 @@ def check_scores(scores: Scores, dropout_p: float, q: torch.Tensor) -> ScoreSpec
         x = getattr(scores, name)
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.shape != q.shape[2:3]:
-            shown = list(x.shape) if isinstance(x, torch.Tensor) else repr(x)
+        if x.shape != q.shape[2:3]:
             raise ConfigError(
-                f"{name} {shown} must be a tensor with a number for each of the {q.shape[2]} query "
+                f"{name} {list(x.shape)} must have a number for each of the {q.shape[2]} query "
                 f"heads, [{q.shape[2]}]"
             )
         if not x.is_floating_point() or x.device != q.device:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 from packaging.version import Version
 
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
 from ds_usp.kernels.named_call import NamedCall
+from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 
-_OLDEST = Version("2.6")
+_OLDEST, _OLDEST_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
 _SHARED = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
 
 _torch_forward = torch.ops.aten._flash_attention_forward
@@ -30,6 +34,7 @@ class Flash2Kernel(SingleTileKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         tiles=TileSupport(tall=False),
+        scores=frozenset({SOFTCAP}),
         deterministic=True,
     )
 
@@ -40,6 +45,15 @@ class Flash2Kernel(SingleTileKernel):
             self._library = _Package()
         except (ImportError, AttributeError):
             self._library = _Torch()
+        if not self._library.has_softcap:
+            self.caps = replace(self.caps, scores=frozenset())
+
+    def with_scores(self, change: ScoreChange) -> Flash2Kernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        changed = copy(self)
+        changed._library = copy(self._library)
+        changed._library.softcap = change.spec.softcap or 0.0
+        return changed
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
@@ -74,6 +88,8 @@ class _Package:
 
         if Version(flash_attn.__version__) < _OLDEST:
             raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_OLDEST}")
+        self.softcap = 0.0  # none
+        self.has_softcap = Version(flash_attn.__version__) >= _OLDEST_SOFTCAP
         self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "return_softmax")
         self._bwd = NamedCall(
             library._flash_attn_backward,
@@ -91,7 +107,7 @@ class _Package:
             k=k,
             v=v,
             dropout_p=0.0,
-            softcap=0.0,
+            softcap=self.softcap,
             alibi_slopes=None,
             return_softmax=False,
         )
@@ -125,7 +141,7 @@ class _Package:
             dk=dk,
             dv=dv,
             dropout_p=0.0,
-            softcap=0.0,
+            softcap=self.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
         )
@@ -142,6 +158,7 @@ class _Torch:
     def __init__(self) -> None:
         if not torch.backends.cuda.is_flash_attention_available():
             raise ImportError("neither flash-attn is here nor FlashAttention in this torch")
+        self.softcap, self.has_softcap = 0.0, False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float

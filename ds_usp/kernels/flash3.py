@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
 from ds_usp.kernels.named_call import NamedCall
+from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 
-_SHARED = ("q", "k", "v")
+_SHARED = ("q", "k", "v", "softcap")
 
 
 class Flash3Kernel(SingleTileKernel):
@@ -20,6 +23,7 @@ class Flash3Kernel(SingleTileKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
+        scores=frozenset({SOFTCAP}),
         deterministic=True,
     )
 
@@ -27,6 +31,7 @@ class Flash3Kernel(SingleTileKernel):
         require_capability(9, "FlashAttention-3", only=True)
         import flash_attn_interface as library
 
+        self._softcap = 0.0  # none
         # Versions without num_splits return the log-sum-exp in another place.
         self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "num_splits")
         self._bwd = NamedCall(
@@ -34,10 +39,16 @@ class Flash3Kernel(SingleTileKernel):
             *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
         )  # fmt: skip
 
+    def with_scores(self, change: ScoreChange) -> Flash3Kernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        changed = copy(self)
+        changed._softcap = change.spec.softcap or 0.0
+        return changed
+
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, num_splits=1)
+        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, softcap=self._softcap, num_splits=1)
         return out, lse
 
     def tile_backward(
@@ -64,6 +75,7 @@ class Flash3Kernel(SingleTileKernel):
             dq=dq,
             dk=dk,
             dv=dv,
+            softcap=self._softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv

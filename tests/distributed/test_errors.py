@@ -13,6 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
+from ds_usp.attention.scores import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING
 
 WORLD = 4
@@ -40,7 +41,8 @@ class Call:
     scale: Any = None
     kernel: Any = "auto"
     tuning: Any = AUTO_TUNING
-    dropout: float = 0.0
+    dropout: Any = 0.0
+    scores: Any = NO_SCORES
     batch_dim: Any = 0
     rotary: int = 0  # tokens of cos and sin, 0: none
     num_kv_heads: int | None = None
@@ -65,6 +67,7 @@ class Call:
                 dropout_p=self.dropout,
                 kernel=self.kernel,
                 tuning=self.tuning,
+                scores=self.scores,
             )
             return
         local = torch.nn.Identity()
