@@ -33,6 +33,14 @@ def window(
     return allowed
 
 
+def same_document(
+    q_positions: Sequence[int], k_positions: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return bool [s, t]: whether two tokens are in one of the documents of these lengths."""
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return owner[list(q_positions)][:, None] == owner[list(k_positions)][None, :]
+
+
 def dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,16 +55,16 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with a plain softmax in fp64; gradients come from autograd.
 
-    Shapes: q [b, s, h, d], k [b, t, g, d], v [b, t, g, e] with g dividing h, allowed [s, t];
-        returns out [b, s, h, e] and lse [b, h, s] (natural log). Query head i uses kv head
-        i // (h // g). `bias` [h, s, t] is added to the capped scores, `sinks` [h] are logits of a
-        key without value, `weights` [b, h, s, t] multiply the softmax (dropout).
+    Shapes: q [b, s, h, d], k [b, t, g, d], v [b, t, g, e] with g dividing h, allowed [s, t] or
+        [b, s, t]; returns out [b, s, h, e] and lse [b, h, s] (natural log). Query head i uses kv
+        head i // (h // g). `bias` [h, s, t] is added to the capped scores, `sinks` [h] are logits
+        of a key without value, `weights` [b, h, s, t] multiply the softmax (dropout).
     Raises: ValueError where g does not divide h, or where a query may see no key and no sink.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
-    if sinks is None and not bool(allowed.any(dim=1).all()):
+    if sinks is None and not bool(allowed.any(dim=-1).all()):
         raise ValueError("a query that may see no key has no softmax")
     if scale is None:
         scale = q.shape[3] ** -0.5
@@ -68,6 +76,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
+    allowed = allowed if allowed.ndim == 2 else allowed[:, None]
     scores = scores.masked_fill(~allowed, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     if sinks is not None:
@@ -108,15 +117,15 @@ def dropout(seed: int, batch: int, heads: int, tokens: int, dropout_p: float) ->
     return torch.tensor(kept).view(batch, heads, tokens, tokens).double() / (1 - dropout_p)
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return norm(a - b) / norm(b) in fp64; b is the truth.
+def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """Return norm(a - b) / max(norm(b), least) in fp64; b is the truth.
 
     Raises: ValueError where the shapes differ (nothing is broadcast).
     """
     if a.shape != b.shape:
         raise ValueError(f"shapes differ: {tuple(a.shape)} against {tuple(b.shape)}")
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    difference, norm = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(b)
+    difference, norm = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(b).clamp(min=least)
     if float(norm) == 0.0:
         return 0.0 if float(difference) == 0.0 else float("inf")
     return float(difference / norm)

@@ -13,6 +13,7 @@ from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, st
 from ds_usp.attention.request import (
     agreed,
     check_layout,
+    check_mask,
     check_self_attention,
     check_tensors,
     checked_scale,
@@ -25,7 +26,7 @@ from ds_usp.attention.scores import NO_SCORES, Scores, check_scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import ring_schedule
@@ -34,8 +35,9 @@ from ds_usp.kernels.merge import fallback
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
 from ds_usp.notices import notice
 
-# Lengths may differ from call to call.
+# Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MOST_PLANS = 1024
+_MOST_PLANS_OF_DOCUMENTS = 32
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -161,7 +163,7 @@ def plan_call(
             tuning=tuning,
             scores=scores,
         )
-        if len(mesh.plans) >= _MOST_PLANS:
+        if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if mask.documents else _MOST_PLANS):
             mesh.plans.clear()
         mesh.plans[key] = found
     text, call = found
@@ -184,10 +186,6 @@ def _new_plan(
     scores: Scores,
 ) -> tuple[str, USPCall]:
     """:func:`plan_call` of a call like no earlier one."""
-    if not isinstance(mask, MaskSpec):
-        raise ConfigError(
-            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
-        )
     check_tuning(tuning)
     texts = [check_tensors(q, k, v)]
     check_self_attention(q, k)
@@ -197,8 +195,16 @@ def _new_plan(
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
+    check_mask(mask, q, layout)
     request = KernelRequest(
-        q.device.type, q.dtype, q.shape[3], mask, v.shape[3], spec, _is_deterministic()
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        mask.band,
+        documents=bool(mask.documents),
+        value_dim=v.shape[3],
+        scores=spec,
+        deterministic=_is_deterministic(),
     )
     chosen = select_kernel(request, kernel)
     _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)

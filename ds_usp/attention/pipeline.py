@@ -74,9 +74,10 @@ class USPCall:
         if self.staging:
             self.ring.mesh.agreement.passes += 1
 
-    def scores_of(self, index: int, scores: Scores, device: torch.device) -> PartScores:
-        """The scores of one part."""
-        return PartScores(self.ring.mesh, self.parts[index], self.spec, scores, device)
+    def scores_of(self, index: int, scores: Scores, x: torch.Tensor) -> PartScores:
+        """The scores of one part of a call on tensors of this batch and device."""
+        part = self.parts[index]
+        return PartScores(self.ring.mesh, part, self.spec, scores, x.shape[0], x.device)
 
     def lane(self, device: torch.device) -> Lane:
         """Where exchanges run: with one part there is nothing to run them beside."""
@@ -122,7 +123,7 @@ def attend(
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
     with closing(_one_ahead(lane, call.parts, arrive)) as parts:
         for index, come in parts:
-            part = call.scores_of(index, scores, q.device)
+            part = call.scores_of(index, scores, q)
             result = ring_forward(call.ring, come.tensors[0], come.walk, part)
             if scores.sinks is not None:
                 result = with_sinks(*result, part.of_heads(scores.sinks))
@@ -162,7 +163,7 @@ def attend_backward(
     lane = call.lane(dout.device)
     with closing(_one_ahead(lane, range(len(call.parts)), arrive)) as parts:
         for index, come in parts:
-            part = call.scores_of(index, scores, dout.device)
+            part = call.scores_of(index, scores, dout)
             mine = ring_backward(call.ring, come.tensors[0], *kept[index], come.walk, part)
             try:
                 if sinks is not None and dsinks is not None:

@@ -14,6 +14,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import divisors
 
 Checked = TypeVar("Checked")
@@ -134,6 +135,19 @@ def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLa
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
     return f"{layout}, {layout.order}"
+
+
+def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
+    """Check that the mask is one, and its documents those of the queries ``[b, s, h, d]``.
+
+    Raises:
+        ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
+    """
+    if not isinstance(mask, MaskSpec):
+        raise ConfigError(
+            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
+        )
+    mask.check_length(layout.seq_len, q.shape[0])
 
 
 def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:

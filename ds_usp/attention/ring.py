@@ -123,9 +123,9 @@ def ring_forward(
     with closing(walk):
         for step, k_block, v_block in walk:
             kernel = scores.on(call.kernel, step)
-            for tiles in step.calls:
-                part, lse = kernel.forward(q, k_block, v_block, tiles, scale=call.scale)
-                total.add(part, lse, tiles)
+            for each in step.calls:
+                part, lse = kernel.forward(q, k_block, v_block, each, scale=call.scale)
+                total.add(part, lse, each.q_span)
     return total.result()
 
 
@@ -150,15 +150,13 @@ def ring_backward(
             for step, k_block, v_block in walk:
                 sums = grads.of_step(step, k_block, v_block)
                 kernel = scores.on(call.kernel, step)
-                for tiles in step.calls:
+                for each in step.calls:
                     parts = kernel.backward(
-                        dout, q, k_block, v_block, out, lse, tiles, scale=call.scale
+                        dout, q, k_block, v_block, out, lse, each, scale=call.scale
                     )
-                    rows = [(tile.q_start, tile.q_stop) for tile in tiles]
-                    columns = [(tile.k_start, tile.k_stop) for tile in tiles]
-                    spans = rows, columns, columns
-                    for total, part, each in zip(sums, parts, spans, strict=True):
-                        total.add(part, each)
+                    spans = each.q_span, each.k_span, each.k_span
+                    for total, part, span in zip(sums, parts, spans, strict=True):
+                        total.add(part, [span])
                 if not step.own:
                     grads.send(step, sums[1:])
             grads.gather()

@@ -117,13 +117,14 @@ class PartScores:
 
     Args:
         spec: what the kernel does to them.
-        device: where the tensors of the call are.
+        batch, device: of the tensors of the call.
     """
 
     mesh: SequenceMesh
     part: HeadTraffic
     spec: ScoreSpec
     scores: Scores
+    batch: int
     device: torch.device
 
     def on(self, kernel: AttentionKernel, step: RingStep) -> AttentionKernel:
@@ -146,6 +147,7 @@ class PartScores:
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes
         return Place(
+            torch.arange(self.batch, device=self.device),
             self._positions(layout, [Piece(rank, 0, layout.ring_length(rank))]),
             self._positions(kv_layout, step.takes),
             torch.arange(*self._heads, device=self.device),

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from ds_usp.errors import ConfigError
+
+Borders = tuple[int, ...]
+
+# Documents that are printed border by border; more are told apart by a digest of their borders.
+_PRINTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +24,21 @@ class MaskSpec:
     ``None`` means no bound on that side. Positions are global, so one value describes the mask
     for every rank and every layout.
 
+    Args:
+        documents: the sequence is documents, one after the other, and a query sees keys of its
+            own alone. Their cumulative borders in tokens (``[0, 5, 17, seq_len]``), the same for
+            every sample of a batch, or a list of them for each sample; tensors and arrays will do.
+            A border that is repeated, as packers write it for a place that they leave empty, is
+            a document without tokens and is dropped. Empty: the sequence is one document.
+
     Raises:
-        ConfigError: a bound that is not a whole number of 0 or more.
+        ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
+            at 0 or do not ascend.
     """
 
     left: int | None = None
     right: int | None = None
+    documents: tuple[Borders, ...] = ()
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
@@ -29,37 +48,127 @@ class MaskSpec:
                     f"window {name}={bound!r} must be a whole number of tokens, 0 or more; "
                     "None leaves that side open (a library's -1 is None here)"
                 )
+        object.__setattr__(self, "documents", borders_of(self.documents))
 
     @classmethod
-    def causal(cls) -> MaskSpec:
-        """Every token sees itself and all before it."""
-        return cls(None, 0)
+    def causal(cls, documents: Any = ()) -> MaskSpec:
+        """Every token sees itself and all before it, of its document."""
+        return cls(None, 0, documents)
 
     @classmethod
-    def full(cls) -> MaskSpec:
-        """Every token sees every token."""
-        return cls(None, None)
+    def full(cls, documents: Any = ()) -> MaskSpec:
+        """Every token sees every token of its document."""
+        return cls(None, None, documents)
 
     @classmethod
-    def window(cls, left: int | None, right: int | None = 0) -> MaskSpec:
+    def window(cls, left: int | None, right: int | None = 0, documents: Any = ()) -> MaskSpec:
         """Every token sees ``left`` tokens before it and ``right`` after it, and itself."""
-        return cls(left, right)
+        return cls(left, right, documents)
 
     @property
     def is_causal(self) -> bool:
-        """True for the plain causal mask, without a window."""
-        return self.left is None and self.right == 0
+        """True for the plain causal mask, without a window and of one document."""
+        return self.left is None and self.right == 0 and not self.documents
 
-    def allows(self, query: int, key: int) -> bool:
+    @property
+    def band(self) -> MaskSpec:
+        """The same window in a sequence of one document."""
+        return MaskSpec(self.left, self.right) if self.documents else self
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of a batch that it was made for; None: any number, all alike."""
+        return len(self.documents) if len(self.documents) > 1 else None
+
+    def check_length(self, seq_len: int, batch: int) -> None:
+        """Check that the documents are those of such a batch.
+
+        Raises:
+            ConfigError: documents that end elsewhere, or of another number of samples.
+        """
+        for sample, borders in enumerate(self.documents):
+            if borders[-1] != seq_len:
+                raise ConfigError(
+                    f"the documents of sample {sample} end at {borders[-1]}, the sequence has "
+                    f"{seq_len} tokens: the last border must be {seq_len} (padding is a "
+                    "document of its own)"
+                )
+        if self.samples not in (None, batch):
+            raise ConfigError(
+                f"documents are given for {self.samples} samples, the batch has {batch}: give one "
+                "list of borders for all or one for each sample"
+            )
+
+    def allows(self, query: int, key: int, sample: int = 0) -> bool:
         """Whether one query position sees one key position."""
+        if self.documents:
+            borders = self.documents[sample if len(self.documents) > 1 else 0]
+            if bisect_right(borders, query) != bisect_right(borders, key):
+                return False
         distance = key - query
         return (self.left is None or -self.left <= distance) and (
             self.right is None or distance <= self.right
         )
 
     def __str__(self) -> str:
-        if self.is_causal:
-            return "causal"
-        if self.left is None and self.right is None:
-            return "full"
-        return f"window({self.left}, {self.right})"
+        text = f"window({self.left}, {self.right})"
+        if self.left is None and self.right in (0, None):
+            text = "causal" if self.right == 0 else "full"
+        return f"{text} in {_shown(self.documents)}" if self.documents else text
+
+
+def borders_of(documents: Any) -> tuple[Borders, ...]:
+    """Borders as :class:`MaskSpec` keeps them: none, one tuple for all samples, or one for each.
+
+    Raises:
+        ConfigError: no whole numbers, not from 0, or not ascending.
+    """
+    lists = _as_list(documents)
+    if lists and not any(_is_list(each) for each in lists):
+        lists = [lists]
+    return tuple(_checked(_as_list(each)) for each in lists)
+
+
+def _is_list(x: Any) -> bool:
+    return getattr(x, "ndim", 0) > 0 or isinstance(x, Sequence)
+
+
+def _as_list(x: Any) -> list[Any]:
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, str) or not isinstance(x, Sequence):
+        raise ConfigError(
+            f"documents={x!r} must be cumulative borders such as [0, 5, 17, seq_len], or a list "
+            "of them for each sample"
+        )
+    return list(x)
+
+
+def _checked(borders: list[Any]) -> Borders:
+    borders = [each.item() if hasattr(each, "item") else each for each in borders]
+    if not all(type(each) is int for each in borders):
+        raise ConfigError(f"documents {_short(borders)} must be whole numbers of tokens")
+    if not borders or borders[0] != 0 or borders[-1] == 0:
+        raise ConfigError(
+            f"documents {_short(borders)} must be cumulative borders from 0 to the length of the "
+            "sequence"
+        )
+    for at, (before, border) in enumerate(pairwise(borders)):
+        if border < before:
+            raise ConfigError(
+                f"documents must ascend: border {at + 1} is {border}, after one of {before}"
+            )
+    return tuple(dict.fromkeys(borders))
+
+
+def _short(borders: Sequence[Any]) -> str:
+    shown = list(borders[: _PRINTED + 1])
+    return f"{shown}" if len(borders) == len(shown) else f"{str(shown)[:-1]}, ...]"
+
+
+def _shown(documents: tuple[Borders, ...]) -> str:
+    count = sum(len(borders) - 1 for borders in documents)
+    if count <= _PRINTED:
+        return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)
+    digest = hashlib.blake2b(repr(documents).encode(), digest_size=8).hexdigest()
+    return f"{count} documents of {len(documents)} samples ({digest})"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.segments import cut
-from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport, plan_tiles
+from ds_usp.geometry.segments import Segment, cut
+from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
+from ds_usp.geometry.visible import visible_runs
 
 
 class Piece(NamedTuple):
@@ -41,14 +43,14 @@ class RingStep:
         takes: whose tokens the keys are, in the order in which they lie.
         gives: this rank's tokens that others take in this step.
         given_at: for each of them, the first of its tokens among all that the other one takes.
-        calls: one entry a kernel call: the tiles, with disjoint query rows, that it computes.
+        calls: what kernels are called with. The own step's cover every query row.
     """
 
     own: bool
     takes: tuple[Piece, ...]
     gives: tuple[Piece, ...]
     given_at: tuple[int, ...]
-    calls: tuple[tuple[Tile, ...], ...]
+    calls: tuple[KernelCall, ...]
 
     @property
     def columns(self) -> int:
@@ -62,11 +64,11 @@ class RingStep:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs computed in this step."""
-        return sum(tile.pairs for call in self.calls for tile in call)
+        """(query, key) pairs computed in this step, of all samples that have their own."""
+        return sum(call.pairs for call in self.calls)
 
     def __str__(self) -> str:
-        work = "; ".join(str(tile) for call in self.calls for tile in call) or "nothing"
+        work = "; ".join(map(str, self.calls)) or "nothing"
         keys = "own" if self.own else f"of {' '.join(map(str, self.takes)) or 'nobody'}"
         gives = f", gives {' '.join(map(str, self.gives))}" if self.gives else ""
         return f"{keys}: {work}{gives}"
@@ -110,7 +112,7 @@ class RingSchedule:
         return "\n  ".join([head, *map(str, self.steps)])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def ring_schedule(
     layout: TokenLayout,
     mask: MaskSpec,
@@ -168,9 +170,7 @@ def _own_step(
     """This rank's own block, for all query rows or for some."""
     mine = layout.ring_segments(ring_rank)
     length = layout.ring_length(ring_rank)
-    start, stop = rows or (0, length)
-    tiles = plan_tiles(cut(mine, start, stop), mine, mask, support)
-    calls = tuple((tile.shifted(start, 0),) for tile in tiles)
+    calls = _calls(mine, mine, mask, support, rows or (0, length))
     return RingStep(True, (Piece(ring_rank, 0, length),), (), (), calls)
 
 
@@ -197,34 +197,45 @@ def _step(
         for owner, start, stop in takes
         for segment in cut(layout.ring_segments(owner), start, stop)
     )
-    tiles = plan_tiles(layout.ring_segments(ring_rank), keys, mask, support)
-    calls = tuple((tile,) for tile in tiles)
+    calls = _calls(layout.ring_segments(ring_rank), keys, mask, support)
     return RingStep(False, takes, tuple(gives), tuple(given_at), calls)
+
+
+def _calls(
+    queries: Sequence[Segment],
+    keys: Sequence[Segment],
+    mask: MaskSpec,
+    support: TileSupport,
+    rows: tuple[int, int] | None = None,
+) -> tuple[KernelCall, ...]:
+    """The kernel calls for all queries or for some rows of them."""
+    shard, columns = (sum(each.length for each in segments) for segments in (queries, keys))
+    start, stop = rows or (0, shard)
+    some = cut(queries, start, stop) if rows else queries
+    tiles = [
+        [tile.shifted(start, 0) for tile in found] if start else found
+        for sample in range(max(1, len(mask.documents)))
+        for found in [plan_tiles(some, keys, mask, support, sample)]
+    ]
+    if not mask.documents:
+        return tuple(map(KernelCall.of, tiles[0]))
+    return calls_of(tiles, stop - start, columns)
 
 
 def _taken(
     layout: TokenLayout, mask: MaskSpec, ring_rank: int, offsets: Sequence[int]
 ) -> tuple[Piece, ...]:
     """What a rank takes from those some offsets before it, in the order of the ranks."""
+    runs = visible_runs(layout, mask)[ring_rank]
     owners = sorted((ring_rank - offset) % layout.ring for offset in offsets)
-    pieces = (Piece(owner, *_seen(layout, mask, ring_rank, owner)) for owner in owners)
-    return tuple(piece for piece in pieces if piece.length)
+    return tuple(Piece(owner, *run) for owner in owners for run in runs[owner])
 
 
-@lru_cache(maxsize=4096)
-def _seen(layout: TokenLayout, mask: MaskSpec, ring_rank: int, owner: int) -> tuple[int, int]:
-    """The shortest run of the owner's tokens that holds all that the rank's queries see."""
-    tiles = plan_tiles(layout.ring_segments(ring_rank), layout.ring_segments(owner), mask)
-    if not tiles:
-        return 0, 0
-    return min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
-
-
-@lru_cache(maxsize=4096)
 def _useful_offsets(layout: TokenLayout, mask: MaskSpec) -> tuple[int, ...]:
-    ranks = range(layout.ring)
+    """How far before their users the owners stand of which anything is seen."""
+    ranks, runs = range(layout.ring), visible_runs(layout, mask)
     return tuple(
         offset
         for offset in ranks
-        if offset == 0 or any(_seen(layout, mask, r, (r - offset) % layout.ring)[1] for r in ranks)
+        if offset == 0 or any(runs[rank][(rank - offset) % layout.ring] for rank in ranks)
     )

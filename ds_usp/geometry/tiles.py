@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
+from ds_usp.geometry.documents import Shard, cut_at_borders
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment
 
@@ -107,40 +108,68 @@ def plan_tiles(
     k_segments: Sequence[Segment],
     mask: MaskSpec,
     support: TileSupport = ANY_BAND,
+    sample: int = 0,
 ) -> tuple[Tile, ...]:
     """Cover every allowed (query, key) pair of two shards exactly once, in few kernel calls.
+
+    Only runs of the same document meet, so the work grows with the documents that both shards
+    hold and not with their squares. Tiles are joined inside of a document alone.
 
     Args:
         q_segments: the query shard's tokens, ascending.
         k_segments: the key shard's tokens, ascending.
         mask: who sees whom, in global positions.
         support: what the kernel can compute in one call.
+        sample: whose documents, where samples have their own.
+
+    Returns:
+        Tiles by document, ascending.
 
     Raises:
         LayoutError: runs of different stride, whose common pairs are no band.
         UnsupportedAttentionError: a window for a kernel that has none.
     """
-    tiles: list[Tile] = []
-    q_start = 0
-    for q in q_segments:
-        k_start = 0
-        for k in k_segments:
-            tile = _tile(q, q_start, k, k_start, mask)
-            if tile is not None:
-                tiles.append(tile)
-            k_start += k.length
-        q_start += q.length
-    merged = _merged(tiles, open_left=mask.left is None)
-    return tuple(part for tile in merged for part in _lowered(tile, support))
+    borders = mask.documents[sample] if mask.documents else ()
+    queries, keys = (cut_at_borders(x, borders) for x in (q_segments, k_segments))
+    found: list[Tile] = []
+    for document in sorted(queries.keys() & keys.keys()):
+        tiles = _tiles_between(queries[document], keys[document], mask)
+        for tile in _merged(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
+            found += _lowered(tile, support)
+    return tuple(found)
 
 
-def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
+def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
+    """One tile for each two runs that have a pair."""
+    tiles = (_tile(q, q_at, k, k_at, mask) for q, q_at in queries for k, k_at in keys)
+    return [tile for tile in tiles if tile is not None]
+
+
+def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
+    """Of each two runs the keys, half open, that some query sees: the columns of their tile."""
+    found = []
+    for q, _ in queries:
+        for k, at in keys:
+            low, high = _bounds(q, k, mask)
+            start, stop = max(0, low), min(k.length, high + q.length)
+            if low <= high and start < stop:
+                found.append((at + start, at + stop))
+    return found
+
+
+def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
+    """Bounds of ``j - i`` for the pairs of two runs, counted from their first tokens."""
     if q.stride != k.stride:
         raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
     # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
     apart = k.start - q.start
     low = 1 - q.length if mask.left is None else -((mask.left + apart) // q.stride)
     high = k.length - 1 if mask.right is None else (mask.right - apart) // q.stride
+    return low, high
+
+
+def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
+    low, high = _bounds(q, k, mask)
     shift = k_start - q_start
     return _tight(
         Tile(q_start, q_start + q.length, k_start, k_start + k.length, low + shift, high + shift)

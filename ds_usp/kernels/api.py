@@ -6,11 +6,13 @@ D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 from ds_usp.kernels.scores import PLAIN, ScoreChange, ScoreSpec
@@ -22,6 +24,8 @@ class KernelRequest:
 
     Args:
         head_dim: of queries and keys.
+        mask: the window; documents change no kernel's answer, and there are others every time.
+        documents: the mask has documents.
         value_dim: of values and outputs; None: the same.
         scores: what becomes of the scores.
         deterministic: two calls alike give the same bits, backward too.
@@ -31,6 +35,7 @@ class KernelRequest:
     dtype: torch.dtype
     head_dim: int
     mask: MaskSpec
+    documents: bool = False
     value_dim: int | None = None
     scores: ScoreSpec = PLAIN
     deterministic: bool = False
@@ -58,6 +63,7 @@ class KernelCaps:
         max_head_dim: largest head dim; None means any.
         head_dim_multiple: the head dim must be a multiple of this.
         tiles: bands it computes in one call.
+        varlen: it computes the tiles of many documents in one call; else it takes one by one.
         wide_gradients: it returns gradients in fp32; they then travel so.
         scores: what it does to scores besides scaling and masking them, of
             ``ds_usp.kernels.scores.FEATURES``; then it has ``with_scores``.
@@ -72,6 +78,7 @@ class KernelCaps:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     tiles: TileSupport = ANY_BAND
+    varlen: bool = False
     wide_gradients: bool = False
     scores: frozenset[str] = frozenset()
     value_dims: bool = False
@@ -101,8 +108,8 @@ class KernelCaps:
 class AttentionKernel(Protocol):
     """One attention library behind one face.
 
-    ``tiles`` have disjoint, ascending query rows and are computed in one call. Results cover the
-    rows (``out``, ``lse``, ``dq``) and columns (``dk``, ``dv``) of the tiles, in their order.
+    Results cover the rows (``out``, ``lse``, ``dq``) and columns (``dk``, ``dv``) of the call.
+    Those that are in none of its tiles have out 0 and lse ``-inf``, and gradients of 0.
     """
 
     name: str
@@ -113,11 +120,11 @@ class AttentionKernel(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the tiles alone.
+        """Attention of the call's tiles alone.
 
         Shapes:
             q ``[B, S, H, D]``, k and v ``[B, T, G, D]`` -> out ``[B, rows, H, D]`` and lse
@@ -132,7 +139,7 @@ class AttentionKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,21 +157,23 @@ class AttentionKernel(Protocol):
 class SingleTileKernel:
     """Base of kernels that compute one tile a call: cuts the tensors, the library does the rest."""
 
+    caps: KernelCaps
+
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
-        (tile,) = tiles
         with torch.autocast(q.device.type, enabled=False):  # the dtype of q, k and v decides
-            return self.tile_forward(
-                _rows(q, tile), _columns(k, tile), _columns(v, tile), tile, scale
-            )
+            q, k, v = _rows(q, call), _columns(k, call), _columns(v, call)
+            if call.tile is not None:
+                return self.tile_forward(q, k, v, call.tile, scale)
+            return self.packed_forward(q, k, v, call, scale)
 
     def backward(
         self,
@@ -174,27 +183,75 @@ class SingleTileKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
-        (tile,) = tiles
         with torch.autocast(q.device.type, enabled=False):
-            return self.tile_backward(
-                _rows(dout, tile),
-                _rows(q, tile),
-                _columns(k, tile),
-                _columns(v, tile),
-                _rows(out, tile),
-                lse[:, :, tile.q_start : tile.q_stop],
+            dout, q, out = (_rows(x, call) for x in (dout, q, out))
+            k, v = _columns(k, call), _columns(v, call)
+            lse = lse[:, :, call.q_start : call.q_stop]
+            if call.tile is not None:
+                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale)
+            return self.packed_backward(dout, q, k, v, out, lse, call, scale)
+
+    def packed_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of several tiles, one after the other; q, k, v are the rows and columns of the call."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide if self.caps.wide_gradients else q.dtype
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+        for samples, tile in _each_tile(call):
+            rows, columns = _places(call, tile)
+            part, part_lse = self.for_samples(samples).tile_forward(
+                q[samples, rows], k[samples, columns], v[samples, columns], tile, scale
+            )
+            out[samples, rows] = part
+            lse[samples, :, rows] = part_lse
+        return out, lse
+
+    def packed_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: KernelCall,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of several tiles, one after the other; the tensors are those of the call."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide if self.caps.wide_gradients else q.dtype
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        for samples, tile in _each_tile(call):
+            rows, columns = _places(call, tile)
+            parts = self.for_samples(samples).tile_backward(
+                dout[samples, rows],
+                q[samples, rows],
+                k[samples, columns],
+                v[samples, columns],
+                out[samples, rows],
+                lse[samples, :, rows],
                 tile,
                 scale,
             )
+            places = (samples, rows), (samples, columns), (samples, columns)
+            for total, part, place in zip((dq, dk, dv), parts, places, strict=True):
+                total[place] = part  # no other tile of the call has them
+        return dq, dk, dv
 
     def with_scores(self, change: ScoreChange) -> AttentionKernel:
         """See :meth:`AttentionKernel.with_scores`."""
         raise NotImplementedError
+
+    def for_samples(self, samples: slice) -> SingleTileKernel:
+        """The kernel for some samples of the batch; itself, unless it tells them apart."""
+        return self
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
@@ -244,12 +301,26 @@ def band(tile: Tile, device: torch.device) -> torch.Tensor:
     return (distance >= tile.low) & (distance <= tile.high)
 
 
-def _rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return _dense_features(x[:, tile.q_start : tile.q_stop])
+def _each_tile(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
+    """Every tile of a call with the samples that it is for."""
+    for sample, tiles in enumerate(call.tiles):
+        samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
+        for tile in tiles:
+            yield samples, tile
 
 
-def _columns(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return _dense_features(x[:, tile.k_start : tile.k_stop])
+def _places(call: KernelCall, tile: Tile) -> tuple[slice, slice]:
+    """The rows and columns of a tile among those of its call."""
+    rows = slice(tile.q_start - call.q_start, tile.q_stop - call.q_start)
+    return rows, slice(tile.k_start - call.k_start, tile.k_stop - call.k_start)
+
+
+def _rows(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    return _dense_features(x[:, call.q_start : call.q_stop])
+
+
+def _columns(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    return _dense_features(x[:, call.k_start : call.k_stop])
 
 
 def _dense_features(x: torch.Tensor) -> torch.Tensor:

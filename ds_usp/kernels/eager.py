@@ -35,6 +35,10 @@ class EagerKernel(SingleTileKernel):
         """See :meth:`AttentionKernel.with_scores`."""
         return EagerKernel(change)
 
+    def for_samples(self, samples: slice) -> EagerKernel:
+        """See :meth:`SingleTileKernel.for_samples`."""
+        return EagerKernel(self._change.for_samples(samples))
+
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +48,7 @@ class EagerKernel(SingleTileKernel):
         scores = _seen(scores, change, tile)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-        if (kept := change.kept(q.shape[0], dtype)) is not None:
+        if (kept := change.kept(dtype)) is not None:
             weights.mul_(kept.unflatten(1, (groups, -1)))
         out = torch.einsum("bgrst,btgd->bsgrd", weights, v.to(dtype))
         return out.flatten(2, 3), lse.flatten(1, 2)
@@ -72,7 +76,7 @@ class EagerKernel(SingleTileKernel):
         delta = torch.einsum("bsgrd,bsgrd->bgrs", dout, out).unsqueeze(-1)
         dweights = torch.einsum("bsgrd,btgd->bgrst", dout, v)
         used = weights
-        if (kept := change.kept(q.shape[0], dtype)) is not None:
+        if (kept := change.kept(dtype)) is not None:
             kept = kept.unflatten(1, (groups, -1))
             used, dweights = weights * kept, dweights.mul_(kept)
         dv = torch.einsum("bgrst,bsgrd->btgd", used, dout)

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from ds_usp.geometry.tiles import Tile
-
 _NO_LSE = torch.empty(0, 0, 0)
 
 
@@ -52,19 +50,13 @@ class OutputSum:
         self._parts: list[_Part] = []
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, part: torch.Tensor, part_lse: torch.Tensor, tiles: Sequence[Tile]) -> None:
-        """Take a call's rows.
+    def add(self, part: torch.Tensor, part_lse: torch.Tensor, span: tuple[int, int]) -> None:
+        """Take a call's rows. Those that see none of its keys have lse ``-inf`` and add nothing.
 
         Shapes:
-            part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, rows of the tiles in order.
+            part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, the rows of the span.
         """
-        start = 0
-        for tile in tiles:
-            rows = slice(start, start + tile.rows)
-            start = rows.stop
-            self._parts.append(
-                _Part(tile.q_start, tile.q_stop, part[:, rows], part_lse[:, :, rows])
-            )
+        self._parts.append(_Part(*span, part, part_lse))
         if self._sums is not None or _deepest(self._parts) > 2:
             self._fold()
 
@@ -241,7 +233,8 @@ def merge_rows(
         out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
     """
     wide = lse.dtype
-    weight = torch.sigmoid(new_lse - old_lse).transpose(1, 2).unsqueeze(-1)
+    apart = (new_lse - old_lse).masked_fill_(new_lse == float("-inf"), float("-inf"))  # not NaN
+    weight = torch.sigmoid(apart).transpose(1, 2).unsqueeze(-1)
     out.copy_(torch.lerp(old.to(wide), new.to(wide), weight))
     lse.copy_(torch.logaddexp(old_lse, new_lse))
 

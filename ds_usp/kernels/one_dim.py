@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ds_usp.geometry.tiles import Tile
+from ds_usp.geometry.calls import KernelCall
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.scores import ScoreChange
 
@@ -31,13 +31,13 @@ class OneDimKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
         wide_q, wide_k, wide_v = _one_dim(q, k, v)
-        out, lse = self._kernel.forward(wide_q, wide_k, wide_v, tiles, scale=scale)
+        out, lse = self._kernel.forward(wide_q, wide_k, wide_v, call, scale=scale)
         return out[..., : v.shape[3]], lse
 
     def backward(
@@ -48,14 +48,14 @@ class OneDimKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        call: KernelCall,
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
         wide_dout, wide_q, wide_k, wide_v, wide_out = _one_dim(dout, q, k, v, out)
         dq, dk, dv = self._kernel.backward(
-            wide_dout, wide_q, wide_k, wide_v, wide_out, lse, tiles, scale=scale
+            wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call, scale=scale
         )
         keys, values = k.shape[3], v.shape[3]
         return dq[..., :keys], dk[..., :keys], dv[..., :values]

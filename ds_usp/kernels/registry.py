@@ -40,20 +40,31 @@ AUTO = "auto"
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     """The best kernel for the request, or the named one.
 
+    Of documents, which may be many, the best that takes them in one call, if any does.
+
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
     """
     check_name(name)
-    reasons = []
+    reasons, others = [], []
     for row in KERNELS:
         if name in (AUTO, row.name):
             kernel, reason = _serving(row, request)
-            if kernel is not None:
-                keys, values = request.head_dims
-                fits = keys == values or kernel.caps.value_dims
-                return kernel if fits else OneDimKernel(kernel)
-            reasons.append(f"  {row.name}: {reason}")
+            if kernel is None:
+                reasons.append(f"  {row.name}: {reason}")
+            elif request.documents and not kernel.caps.varlen:
+                others.append(kernel)
+            else:
+                return _fitted(kernel, request)
+    if others:
+        return _fitted(others[0], request)
     raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
+
+
+def _fitted(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
+    """The kernel for the head dims of the request."""
+    keys, values = request.head_dims
+    return kernel if keys == values or kernel.caps.value_dims else OneDimKernel(kernel)
 
 
 @lru_cache(maxsize=1024)

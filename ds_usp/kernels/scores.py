@@ -67,15 +67,17 @@ PLAIN = ScoreSpec()
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where the rows, columns and heads of a kernel call are in the whole.
+    """Where the samples, heads, rows and columns of a kernel call are in the whole.
 
     Args:
+        samples: numbers of the samples, ``[B]`` int64.
         rows, columns: global positions of the queries and keys, ``[S]`` and ``[T]`` int64.
         heads: global numbers of the query heads, ``[H]`` int64.
         slopes: ALiBi's, of these heads, ``[H]``; None without it.
         seed: of dropout, the same for the whole call.
     """
 
+    samples: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
     heads: torch.Tensor
@@ -103,6 +105,12 @@ class ScoreChange:
         """That of a tile's rows and columns."""
         return self if self.place is None else replace(self, place=self.place.of(tile))
 
+    def for_samples(self, samples: slice) -> ScoreChange:
+        """That of some samples of the batch."""
+        if self.place is None:
+            return self
+        return replace(self, place=replace(self.place, samples=self.place.samples[samples]))
+
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores under the soft cap, in place."""
         cap = self.spec.softcap
@@ -121,7 +129,7 @@ class ScoreChange:
         distance = (place.columns[None, :] - place.rows[:, None]).abs_().to(dtype)
         return -place.slopes.to(dtype)[:, None, None] * distance
 
-    def kept(self, batch: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def kept(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What dropout multiplies the softmax's weights with, ``[B, H, S, T]``; None without it.
 
         Each weight has bits of its own, a hash of the seed and of its sample, head, query and key
@@ -131,8 +139,7 @@ class ScoreChange:
         if not share or place is None:
             return None
         bits = _mixed(torch.tensor(place.seed, dtype=torch.int64, device=place.rows.device))
-        samples = torch.arange(batch, device=place.rows.device)
-        for numbers in (samples, place.heads, place.rows, place.columns):
+        for numbers in (place.samples, place.heads, place.rows, place.columns):
             bits = _mixed(bits[..., None] + _STEP * (numbers + 1))
         keeps = _high_bits(bits) >= round(share * (1 << _BITS))
         return keeps.to(dtype).div_(1.0 - share)

@@ -43,7 +43,9 @@ def cases(ulysses: int) -> list[Case]:
         parts = ds_usp.geometry.heads.HeadSplit(8, case.kv_heads, ulysses).most_chunks
         tuning = TUNINGS[at % (4 if parts > 1 else 2)]
         found.append(replace(case, tuning=tuning, **CHANGES[change]))
-    return found
+    documents = ((1, 17, 25), (30, 13))  # each sample its own
+    changes = ("sinks and values of 8", "all")
+    return found + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)

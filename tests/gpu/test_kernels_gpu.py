@@ -7,6 +7,7 @@ import torch
 from oracle import relative_error
 
 from ds_usp import MaskSpec
+from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.eager import EagerKernel
@@ -41,11 +42,11 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
     tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
     total = OutputSum(q)
     for tile in tiles:
-        total.add(*kernel.forward(q, k, v, (tile,), scale=SCALE), (tile,))
+        total.add(*kernel.forward(q, k, v, KernelCall.of(tile), scale=SCALE), KernelCall.of(tile))
     out, lse = total.result()
     sums = tuple(GradientSum(each) for each in (q, k, v))
     for tile in tiles:
-        parts = kernel.backward(dout, q, k, v, out, lse, (tile,), scale=SCALE)
+        parts = kernel.backward(dout, q, k, v, out, lse, KernelCall.of(tile), scale=SCALE)
         columns_of = (tile.k_start, tile.k_stop)
         for each, part, span in zip(
             sums, parts, ((tile.q_start, tile.q_stop), columns_of, columns_of), strict=True

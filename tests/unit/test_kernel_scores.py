@@ -37,7 +37,7 @@ CAUSAL, WINDOW = MaskSpec.causal(), MaskSpec.window(3)
 
 def place(slopes: torch.Tensor | None = None, heads: int = 6, seed: int = 7) -> Place:
     rows, columns = torch.arange(TOKENS), torch.arange(0, 3 * TOKENS, 3)
-    return Place(rows, columns, torch.arange(heads), slopes, seed)
+    return Place(torch.arange(2), rows, columns, torch.arange(heads), slopes, seed)
 
 
 @every_library
@@ -87,10 +87,12 @@ def test_every_change_at_once_is_the_oracles(dtype: torch.dtype) -> None:
 def test_dropout_drops_its_share_evenly_and_by_seed() -> None:
     tokens = torch.arange(256)
     made = [
-        ScoreChange(ScoreSpec(dropout_p=0.25), Place(tokens, tokens, torch.arange(2), None, seed))
+        ScoreChange(
+            ScoreSpec(dropout_p=0.25), Place(tokens[:2], tokens, tokens, tokens[:2], None, seed)
+        )
         for seed in (0, 1)
     ]
-    first, second = (change.kept(2, torch.float64) for change in made)
+    first, second = (change.kept(torch.float64) for change in made)
     assert first is not None and second is not None
     assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
     same = (first > 0) == (second > 0)  # one seed tells nothing of another
@@ -188,7 +190,10 @@ def test_only_kernels_that_declare_a_change_are_taken(name: str) -> None:
 
 
 def test_all_that_is_lacking_is_named() -> None:
-    request = KernelRequest("cpu", torch.float32, 16, WINDOW, 8, ScoreSpec(2.0, True, 0.5), True)
+    spec = ScoreSpec(2.0, True, 0.5)
+    request = KernelRequest(
+        "cpu", torch.float32, 16, WINDOW, value_dim=8, scores=spec, deterministic=True
+    )
     with pytest.raises(UnsupportedAttentionError) as caught:
         select_kernel(request, "sdpa")
     said = "head dim 16 (values 8) and a window(3, 0) mask, ALiBi, dropout 0.5, softcap 2.0"

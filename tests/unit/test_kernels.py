@@ -12,6 +12,7 @@ import torch
 from cases import RESULTS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
 from ds_usp.kernels import registry
@@ -122,12 +123,12 @@ def truth(
 def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> Tensors:
     """One kernel call, forward and backward, as the ring makes them."""
     q, k, v, dout = (x[n] for n in ("q", "k", "v", "dout"))
-    part, part_lse = kernel.forward(q, k, v, (tile,), scale=scale)
+    part, part_lse = kernel.forward(q, k, v, KernelCall.of(tile), scale=scale)
     out = torch.full_like(dout, float("nan"))  # rows outside the tile must not be read
     lse = torch.full((2, q.shape[2], q.shape[1]), float("nan"), dtype=part_lse.dtype)
     out[:, tile.q_start : tile.q_stop] = part.to(q.dtype)
     lse[:, :, tile.q_start : tile.q_stop] = part_lse
-    grads = kernel.backward(dout, q, k, v, out, lse, (tile,), scale=scale)
+    grads = kernel.backward(dout, q, k, v, out, lse, KernelCall.of(tile), scale=scale)
     return dict(zip(RESULTS, (part, part_lse, *grads), strict=True))
 
 
@@ -231,14 +232,18 @@ def blockwise(
     total = OutputSum(q)
     for (start, stop), tiles in plans.items():
         for tile in tiles:
-            part = kernel.forward(q, k[:, start:stop], v[:, start:stop], (tile,), scale=0.25)
-            total.add(*part, (tile,))
+            part = kernel.forward(
+                q, k[:, start:stop], v[:, start:stop], KernelCall.of(tile), scale=0.25
+            )
+            total.add(*part, (tile.q_start, tile.q_stop))
     out, lse = total.result()
     sums = tuple(GradientSum(each) for each in (q, k, v))
     for (start, stop), tiles in plans.items():
         keys, values = k[:, start:stop], v[:, start:stop]
         for tile in tiles:
-            parts = kernel.backward(dout, q, keys, values, out, lse, (tile,), scale=0.25)
+            parts = kernel.backward(
+                dout, q, keys, values, out, lse, KernelCall.of(tile), scale=0.25
+            )
             columns = (start + tile.k_start, start + tile.k_stop)
             spans = ((tile.q_start, tile.q_stop), columns, columns)
             for total, part, span in zip(sums, parts, spans, strict=True):

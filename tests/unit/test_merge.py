@@ -9,7 +9,6 @@ import oracle
 import pytest
 import torch
 
-from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.merge import GradientSum, OutputSum
 
 # Relative errors of sums that are rounded once.
@@ -17,11 +16,6 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 DTYPES = tuple(TOLERANCE)
 B, TOKENS, HEADS, DIM = 2, 20, 3, 8
 Span = tuple[int, int]
-
-
-def tile_of(rows: Span) -> Tile:
-    """A tile with these query rows; sums look at nothing else of it."""
-    return Tile(*rows, 0, 1, -rows[1], 1)
 
 
 def random_spans(draw: random.Random) -> list[Span]:
@@ -74,7 +68,10 @@ def test_an_output_is_the_softmax_over_what_covers_each_row(calls: int, dtype: t
             lse = 3 * torch.randn(B, HEADS, rows_of(spans), dtype=wide)
             values.append(spread(part, spans, 1, 0.0))
             sums.append(spread(lse, spans, 2, float("-inf")))
-            total.add(part, lse, [tile_of(span) for span in spans])
+            # A call's rows are all between the outermost; those of no tile have no sum.
+            hull = (spans[0][0], spans[-1][1])
+            rows = slice(*hull)
+            total.add(values[-1][:, rows].to(dtype), sums[-1][:, :, rows].to(wide), hull)
         out, lse = total.result()
         assert out.shape == (B, TOKENS, HEADS, DIM) and out.dtype == dtype and lse.dtype == wide
         if not calls:
@@ -186,7 +183,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
     part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
     total, grads = OutputSum(part), GradientSum(part)
-    total.add(part, lse, [tile_of((0, TOKENS))])
+    total.add(part, lse, (0, TOKENS))
     grads.add(part, [(0, TOKENS)])
     assert all(map(shares_memory, (*total.result(), grads.result()), (part, lse, part)))
 
@@ -216,12 +213,11 @@ def test_merge_weighs_blocks_by_their_sums_however_far_apart(
     sums: tuple[float, ...], order: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
-    everything = Tile(0, TOKENS, 0, TOKENS, 1 - TOKENS, TOKENS - 1)
     parts = torch.randn(3, 1, TOKENS, 2, 4).to(dtype)
     lses = torch.tensor(sums, dtype=wide).view(3, 1, 1, 1).expand(3, 1, 2, TOKENS).clone()
     total = OutputSum(parts[0])
     for index in order:
-        total.add(parts[index].clone(), lses[index].clone(), (everything,))
+        total.add(parts[index].clone(), lses[index].clone(), (0, TOKENS))
     out, lse = total.result()
     weights = torch.softmax(lses.double(), 0).transpose(2, 3).unsqueeze(-1)
     first, second = sorted(sums)[:0:-1]
@@ -235,8 +231,7 @@ def test_rows_that_no_block_touches_are_empty() -> None:
     out, lse = OutputSum(q).result()
     assert not out.any() and bool((lse == float("-inf")).all())
     total = OutputSum(q)
-    tile = Tile(2, 4, 0, 1, -3, -2)
-    total.add(torch.ones(1, 2, 2, 3), torch.zeros(1, 2, 2), (tile,))
+    total.add(torch.ones(1, 2, 2, 3), torch.zeros(1, 2, 2), (2, 4))
     out, lse = total.result()
     assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0, 1.0]))
     assert lse[0, 0].tolist() == [float("-inf")] * 2 + [0.0] * 2
@@ -258,8 +253,7 @@ def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
     out, gradient = OutputSum(strided), GradientSum(strided)
     for start, stop in ((0, 8), (2, 6), (2, 6)):
         part = torch.randn(1, stop - start, 6, 4)
-        tile = Tile(start, stop, 0, 4, -9, 9)
-        out.add(part, torch.randn(1, 6, stop - start), [tile])
+        out.add(part, torch.randn(1, 6, stop - start), (start, stop))
         gradient.add(part, [(start, stop)])
     assert out.result()[0].stride(-1) == 1
     assert gradient.result().stride(-1) == 1

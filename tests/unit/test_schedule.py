@@ -14,7 +14,7 @@ from cases import ALL_LAYOUTS, ALL_ORDERS
 import ds_usp
 from ds_usp import LayoutError, MaskSpec, TokenLayout
 from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
-from ds_usp.geometry.tiles import ANY_BAND, TileSupport
+from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
@@ -57,6 +57,13 @@ def backward(plans: list[RingSchedule]) -> Walks:
     return [(plan.ring_rank, plan.backward_steps) for plan in plans]
 
 
+def tiles_of(step: RingStep, sample: int = 0) -> list[Tile]:
+    """The tiles of all calls of a step, of one sample."""
+    return [
+        tile for call in step.calls for tile in call.tiles[sample if len(call.tiles) > 1 else 0]
+    ]
+
+
 def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
     """How often each (query, key) pair of the whole sequence is computed, by any rank's steps."""
     counts = torch.zeros(layout.seq_len, layout.seq_len, dtype=torch.int64)
@@ -71,7 +78,7 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
             ]
             assert step.columns == len(positions)
             k = torch.tensor(positions)
-            for tile in (tile for call in step.calls for tile in call):
+            for tile in tiles_of(step):
                 rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
                 # As a kernel reads the tile: a window aligned to the bottom right corner.
                 shift = tile.columns - tile.rows
@@ -116,8 +123,8 @@ def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], alone: bool
         for step in (first, early, *late):
             assert step.own and step.takes == ((rank, 0, length),) and step.gives == ()
         half = length // 2 if late else length
-        assert all(tile.q_stop <= half for call in early.calls for tile in call)
-        assert all(tile.q_start >= half for step in late for call in step.calls for tile in call)
+        assert all(call.q_stop <= half for call in early.calls)
+        assert all(call.q_start >= half for step in late for call in step.calls)
 
 
 def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
@@ -137,8 +144,8 @@ def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
 
 
 def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.Tensor) -> None:
-    """Of every block that a rank sees anything of, the shortest run that holds all of it comes,
-    once; and what comes is what its owner sends, parcel by parcel."""
+    """Of every block that a rank sees anything of, the runs that hold all of it come, once, without
+    the gaps that are worth a message; and what comes is what its owner sends, parcel by parcel."""
     ring = layout.ring
     taken, given = [0] * ring, [0] * ring
     for user, plan in enumerate(plans):
@@ -147,15 +154,18 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
         for owner in (rank for rank in range(ring) if rank != user):
             q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
             seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
-            if seen:
-                wanted.append((owner, seen[0], seen[-1] + 1))
+            wanted += [(owner, *run) for run in runs_of(seen, len(k))]
         assert sorted(came) == wanted
     for at in range(1, len(plans[0].steps)):
         for owner, plan in enumerate(plans):
             sent = plan.steps[at].gives
             # A user's pieces lie one after the other: those of the owners before come first.
             assert list(plan.steps[at].given_at) == [
-                sum(p.stop - p.start for p in plans[piece.rank].steps[at].takes if p.rank < owner)
+                sum(
+                    p.stop - p.start
+                    for p in plans[piece.rank].steps[at].takes
+                    if (p.rank, p.start) < (owner, piece.start)
+                )
                 for piece in sent
             ]
             given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
@@ -172,6 +182,16 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
 
 
+def runs_of(seen: list[int], owned: int) -> list[tuple[int, int]]:
+    """Half-open runs of ascending tokens, cut at gaps of a 32nd of what their owner has or more."""
+    edges = [
+        0,
+        *(i for i in range(1, len(seen)) if 32 * (seen[i] - seen[i - 1] - 1) >= max(owned, 1)),
+    ]
+    parts = [seen[a:b] for a, b in zip(edges, [*edges[1:], len(seen)], strict=True)]
+    return [(part[0], part[-1] + 1) for part in parts if part]
+
+
 def offsets(plans: list[RingSchedule]) -> list[int]:
     """How many ranks before its user each step's block stands, block by block."""
     ring, found = len(plans), []
@@ -180,7 +200,6 @@ def offsets(plans: list[RingSchedule]) -> list[int]:
         apart |= {(piece.rank - r) % ring for r, step in enumerate(steps) for piece in step.gives}
         (offset,) = apart
         assert all(step.own == (offset == 0) for step in steps)
-        assert all(len(step.takes) <= 1 and len(step.gives) <= 1 for step in steps)
         found.append(offset)
     return found
 

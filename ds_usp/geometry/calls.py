@@ -1,0 +1,155 @@
+"""Tiles put together to kernel calls: many documents in one call of variable lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ds_usp.geometry.tiles import Tile
+
+# Rows or columns that a call may leave out between two tiles, as a part of the shard's: a call's
+# results cover all between its first row and its last one.
+_WIDEST_GAP = 8
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """The tiles of one kernel call. Its results cover all rows and columns between the outermost.
+
+    Args:
+        tiles: for each sample of a batch, or once for all, tiles with ascending rows and columns
+            that no two of them share.
+        window: the window that is right for each of them, aligned to its bottom right corner.
+
+    Attributes:
+        q_start, q_stop, k_start, k_stop: the rows and columns of the results.
+    """
+
+    tiles: tuple[tuple[Tile, ...], ...]
+    window: Window
+    q_start: int = field(init=False)
+    q_stop: int = field(init=False)
+    k_start: int = field(init=False)
+    k_stop: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = [(tiles[0], tiles[-1]) for tiles in self.tiles if tiles]
+        object.__setattr__(self, "q_start", min(first.q_start for first, _ in ends))
+        object.__setattr__(self, "q_stop", max(last.q_stop for _, last in ends))
+        object.__setattr__(self, "k_start", min(first.k_start for first, _ in ends))
+        object.__setattr__(self, "k_stop", max(last.k_stop for _, last in ends))
+
+    def __hash__(self) -> int:
+        """Cheap: calls are looked up by what they are, and mostly by the one that is there."""
+        return hash((self.q_start, self.q_stop, self.k_start, self.k_stop, self.window))
+
+    @classmethod
+    def of(cls, tile: Tile) -> KernelCall:
+        """A call of one tile, for all samples."""
+        return cls(((tile,),), tile.window)
+
+    @property
+    def tile(self) -> Tile | None:
+        """The only tile, if it is the same for all samples; its results are the tile's."""
+        return self.tiles[0][0] if len(self.tiles) == len(self.tiles[0]) == 1 else None
+
+    @property
+    def is_causal(self) -> bool:
+        """The plain causal mask in every tile, aligned to its bottom right corner."""
+        return self.window == (None, 0)
+
+    @property
+    def q_span(self) -> tuple[int, int]:
+        """The query rows of the results."""
+        return self.q_start, self.q_stop
+
+    @property
+    def k_span(self) -> tuple[int, int]:
+        """The key columns of the results."""
+        return self.k_start, self.k_stop
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs, of one sample where all have the same and else of all."""
+        return sum(tile.pairs for tiles in self.tiles for tile in tiles)
+
+    def __str__(self) -> str:
+        if self.tile is not None:
+            return str(self.tile)
+        counts = " + ".join(str(len(tiles)) for tiles in self.tiles)
+        rows, columns = f"q[{self.q_start}:{self.q_stop}]", f"k[{self.k_start}:{self.k_stop}]"
+        return f"{counts} tiles in {rows} {columns} window{self.window}"
+
+
+def calls_of(tiles: Sequence[Sequence[Tile]], rows: int, columns: int) -> tuple[KernelCall, ...]:
+    """All tiles of a step in few calls, each tile in the first that has room for it.
+
+    Args:
+        tiles: for each sample, or once for all.
+        rows, columns: tokens of the two shards.
+    """
+    open_calls: list[_OpenCall] = []
+    for sample, mine in enumerate(tiles):
+        for tile in sorted(mine, key=_place):
+            window = tile.window
+            for each in open_calls:
+                if each.takes(sample, tile, window):
+                    break
+            else:
+                each = _OpenCall(len(tiles), rows // _WIDEST_GAP, columns // _WIDEST_GAP)
+                open_calls.append(each)
+            each.add(sample, tile, window)
+    return tuple(each.close() for each in open_calls)
+
+
+def _place(tile: Tile) -> tuple[int, int]:
+    return tile.q_start, tile.k_start
+
+
+class _OpenCall:
+    """A call that tiles are still added to."""
+
+    def __init__(self, samples: int, row_gap: int, column_gap: int) -> None:
+        self._tiles: list[list[Tile]] = [[] for _ in range(samples)]
+        self._gaps = row_gap, column_gap
+        self._window: Window = (None, None)
+        # Tiles that a side of the window does not bind need it to be as wide as this.
+        self._widest = (0, 0)
+
+    def takes(self, sample: int, tile: Tile, window: Window) -> bool:
+        """Whether the tile comes after the others, not far off, and under one window with them."""
+        if self._tiles[sample]:
+            last = self._tiles[sample][-1]
+            gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
+            if not all(0 <= gap <= most for gap, most in zip(gaps, self._gaps, strict=True)):
+                return False
+        both, widest = self._joined(tile, window)
+        binds = zip(self._window, window, both, widest, strict=True)
+        return all(
+            bound is None or (old in (None, bound) and new in (None, bound) and most <= bound)
+            for old, new, bound, most in binds
+        )
+
+    def add(self, sample: int, tile: Tile, window: Window) -> None:
+        """Take the tile in."""
+        self._window, self._widest = self._joined(tile, window)
+        self._tiles[sample].append(tile)
+
+    def close(self) -> KernelCall:
+        """The call."""
+        return KernelCall(tuple(map(tuple, self._tiles)), self._window)
+
+    def _joined(self, tile: Tile, window: Window) -> tuple[Window, tuple[int, int]]:
+        """The window with the tile, and how wide it must be for what no side of it binds."""
+        reach = tile.columns - 1, tile.rows - 1
+        left, right = (
+            new if old is None else old for old, new in zip(self._window, window, strict=True)
+        )
+        needs = (
+            max(most, each) if new is None else most
+            for most, each, new in zip(self._widest, reach, window, strict=True)
+        )
+        widest_left, widest_right = needs
+        return (left, right), (widest_left, widest_right)

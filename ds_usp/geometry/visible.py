@@ -1,0 +1,51 @@
+"""Which tokens of other ring ranks a ring rank's queries see: what has to travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ds_usp.geometry.documents import cut_at_borders
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.tiles import visible_columns
+
+# A gap between two runs that are seen stays away if it is this part of what its owner holds:
+# below, another message costs more than the tokens do.
+_LEAST_GAP = 32
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def visible_runs(layout: TokenLayout, mask: MaskSpec) -> tuple[tuple[Runs, ...], ...]:
+    """Half-open runs of the owner's tokens that the user's queries see, by user and owner.
+
+    Tokens that nobody sees are among them where the gap that they make is short. Of several
+    samples, what any of them sees.
+    """
+    ranks = range(layout.ring)
+    segments = [layout.ring_segments(rank) for rank in ranks]
+    seen: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
+    for borders in mask.documents or ((),):
+        shards = [cut_at_borders(each, borders) for each in segments]
+        for user in ranks:
+            for owner in ranks:
+                queries, keys, runs = shards[user], shards[owner], seen[user][owner]
+                for document in queries.keys() & keys.keys():
+                    runs += visible_columns(queries[document], keys[document], mask)
+    gaps = [max(1, -(-layout.ring_length(owner) // _LEAST_GAP)) for owner in ranks]
+    return tuple(
+        tuple(_united(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
+    )
+
+
+def _united(runs: Iterable[tuple[int, int]], gap: int) -> Runs:
+    """The union of runs, with the gaps that are shorter."""
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if united and start - united[-1][1] < gap:
+            before = united.pop()
+            start, stop = before[0], max(before[1], stop)
+        united.append((start, stop))
+    return tuple(united)

@@ -1,0 +1,105 @@
+"""Packed documents through real groups against the fp64 oracle, forward and backward."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from cases import ALL_LAYOUTS, ALL_ORDERS, MASKS, RESULTS, Case, run_cases
+from harness import WorkerPool
+
+import ds_usp
+
+GATHERED = ds_usp.Tuning(1, True)
+TUNINGS = (ds_usp.Tuning(1, False), GATHERED, ds_usp.Tuning(2, False), ds_usp.Tuning(2, True))
+
+
+def lengths_of(draw: random.Random, tokens: int) -> tuple[int, ...]:
+    """Random lengths of documents that fill a sequence: many short ones, few, or one."""
+    longest = draw.choice([1, 4, 12, tokens // 2, tokens])
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(min(draw.randint(1, longest), tokens - sum(lengths)))
+    return tuple(lengths)
+
+
+def random_cases(seed: int, count: int, ulysses: int, ring: int) -> list[Case]:
+    """Cases of every layout and mask, with documents that samples share or have of their own."""
+    draw, found, ranks = random.Random(seed), [], ulysses * ring
+    for index in range(count):
+        tokens, batch = draw.randint(2 * ranks, 2 * ranks + 70), draw.randint(1, 3)
+        samples = batch if draw.random() < 0.5 else 1
+        heads, kv_heads = draw.choice([(8, 8), (8, 4), (8, 2)])
+        found.append(
+            Case(
+                seq_len=tokens,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=8,
+                batch=batch,
+                layout=ALL_LAYOUTS[index % len(ALL_LAYOUTS)],
+                mask=draw.choice(list(MASKS)),
+                kernel=draw.choice(["auto", "eager"]),
+                tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
+                documents=tuple(lengths_of(draw, tokens) for _ in range(samples)),
+                seed=index,
+            )
+        )
+    return found
+
+
+def check(
+    pool: WorkerPool, cases: list[Case], ulysses: int, ring: int, order: str = ALL_ORDERS[0]
+) -> None:
+    """Every result of every rank."""
+    results = pool.run(
+        run_cases, ulysses * ring, cases=cases, ulysses_degree=ulysses, order=order, timeout=180.0
+    )
+    for rank, by_case in enumerate(results):
+        for case, errors in zip(cases, by_case, strict=True):
+            assert set(errors) == set(RESULTS)
+            assert max(errors.values()) <= 1e-5, f"rank {rank} {case}: {errors}"
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "order"),
+    [
+        (1, 2, "ulysses-ring"),
+        (2, 2, "ring-ulysses"),
+        (1, 4, "ulysses-ring"),
+        (4, 1, "ulysses-ring"),
+        (2, 3, "ulysses-ring"),
+        (2, 4, "ulysses-ring"),
+    ],
+)
+def test_random_documents_are_the_oracles(
+    pool: WorkerPool, ulysses: int, ring: int, order: str
+) -> None:
+    check(pool, random_cases(ulysses * 10 + ring, 60, ulysses, ring), ulysses, ring, order)
+
+
+# The long one is on both ranks; the last one is padding.
+ODD_LENGTHS = (1, 7, 4093, 1, 1, 511)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_documents_of_1_7_and_4093_tokens(pool: WorkerPool, layout: str) -> None:
+    check(pool, [Case(sum(ODD_LENGTHS), 1, 1, 8, 1, layout, documents=(ODD_LENGTHS,))], 1, 2)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window both sides"])
+def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(
+    pool: WorkerPool, mask: str
+) -> None:
+    base = Case(64, mask=mask, layout="contiguous")
+    cases = [
+        replace(base, documents=((48, 16),)),  # the last rank has nothing but padding
+        replace(base, documents=((16,) * 4,)),  # no rank sees another's block
+        replace(base, documents=((16,) * 4,), tuning=GATHERED),
+        replace(base, documents=((64,),)),  # one document over all shards
+        replace(base, documents=((1,) * 64,)),
+        replace(base, documents=((1,) * 64, (64,))),  # every block is masked for one sample
+        replace(base, documents=((1,) * 64, (64,)), tuning=GATHERED),
+    ]
+    check(pool, cases, 1, 4)
