@@ -70,18 +70,24 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
+    prefix: int = 0
+    # Of another sequence of keys: its tokens and the kind of their layout.
+    keys: tuple[int, str] | None = None
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
         borders = [[0, *accumulate(lengths)] for lengths in self.documents]
-        return ds_usp.MaskSpec(*MASKS[self.mask], borders)
+        return ds_usp.MaskSpec(*MASKS[self.mask], borders, self.prefix)
 
     @property
     def allowed(self) -> torch.Tensor:
         """The mask as the oracle takes it."""
         positions = range(self.seq_len)
+        if self.keys:
+            return oracle.full(positions, range(self.keys[0]))
         window = oracle.window(positions, positions, *MASKS[self.mask])
+        window |= (torch.arange(self.seq_len) < self.prefix)[None, :]
         if not self.documents:
             return window
         inside = [oracle.same_document(positions, positions, each) for each in self.documents]
@@ -94,7 +100,9 @@ class Case:
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
             f"-{self.tuning.chunks}-{self.tuning.gather}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
-            + f"{f'-values{self.value_dim}' if self.value_dim else ''}"
+            + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
+            f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
+            f"{f'-values{self.value_dim}' if self.value_dim else ''}"
             f"{f'-cap{self.softcap}' if self.softcap else ''}{'-alibi' if self.alibi else ''}"
             f"{'-sinks' if self.sinks else ''}{f'-drop{self.dropout_p}' if self.dropout_p else ''}"
         ).replace(" ", "_")
@@ -106,10 +114,11 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
     dims = {"v": case.value_dim, "dout": case.value_dim}
+    tokens = dict.fromkeys("kv", case.keys[0]) if case.keys else {}
     return {
         name: torch.randn(
             case.batch,
-            case.seq_len,
+            tokens.get(name, case.seq_len),
             count,
             dims.get(name) or case.head_dim,
             generator=generator,
@@ -139,7 +148,9 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
     sink = None if sink is None else sink.double().requires_grad_()
     weights = None
     if case.dropout_p:
-        weights = oracle.dropout(SEED, case.batch, case.heads, case.seq_len, case.dropout_p)
+        keys = case.keys[0] if case.keys else case.seq_len
+        size = case.batch, case.heads, case.seq_len, keys
+        weights = oracle.dropout(SEED, size, case.dropout_p)
     out, lse = oracle.dense_attention(
         q,
         k,
@@ -163,11 +174,20 @@ def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceM
     return ds_usp.SequenceMesh.from_group(None, ulysses_degree, order)
 
 
+def layouts(mesh: ds_usp.SequenceMesh, case: Case) -> tuple[ds_usp.TokenLayout, ds_usp.TokenLayout]:
+    """Of the queries and of the keys."""
+    layout = mesh.layout(case.layout, case.seq_len)
+    return layout, mesh.layout(case.keys[1], case.keys[0]) if case.keys else layout
+
+
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
     """This rank's share of out, lse, dq, dk and dv as the package computes them, and its sinks'
     whole gradient, summed over the ranks as that of a weight is."""
-    layout = mesh.layout(case.layout, case.seq_len)
-    mine = {name: layout.shard(x, 1, mesh.rank) for name, x in inputs(case).items()}
+    layout, kv_layout = layouts(mesh, case)
+    mine = {
+        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
+        for name, x in inputs(case).items()
+    }
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
     sink = sinks(case)
     wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
@@ -184,6 +204,7 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
         tuning=case.tuning,
         return_lse=True,
         scores=ds_usp.Scores(case.softcap, slopes(case), sink, SEED if case.dropout_p else None),
+        kv_layout=kv_layout,
     )
     grads = torch.autograd.grad(out, wanted, mine["dout"])
     if sink is not None and mesh.sp_degree > 1:
@@ -200,9 +221,10 @@ def errors_of(
     A document of one token has dq = dk = 0: errors of gradients of documents are relative to a
     hundredth of dout's norm at least.
     """
-    layout = mesh.layout(case.layout, case.seq_len)
+    layout, kv_layout = layouts(mesh, case)
+    places = dict.fromkeys(TOKEN_DIM, layout) | {"dk": kv_layout, "dv": kv_layout}
     want = {
-        name: layout.shard(x, TOKEN_DIM[name], mesh.rank) if name in TOKEN_DIM else x
+        name: places[name].shard(x, TOKEN_DIM[name], mesh.rank) if name in places else x
         for name, x in truth(case).items()
     }
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)

@@ -93,8 +93,8 @@ def alibi(slopes: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     return -slopes.double()[:, None, None] * (at[None, :] - at[:, None]).abs()
 
 
-def dropout(seed: int, batch: int, heads: int, tokens: int, dropout_p: float) -> torch.Tensor:
-    """Return [b, h, s, s]: 0 for a dropped weight, 1 / (1 - dropout_p) for the others.
+def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
+    """Return `size` [b, h, s, t]: 0 for a dropped weight, 1 / (1 - dropout_p) for the others.
 
     Bits of MurmurHash3's finalizer over seed, sample, head, query and key, in unsigned integers.
     """
@@ -109,12 +109,12 @@ def dropout(seed: int, batch: int, heads: int, tokens: int, dropout_p: float) ->
         return [mixed((x + 0x9E3779B97F4A7C15 * (n + 1)) & whole) for n in range(count)]
 
     kept = [
-        [bits >> 33 >= limit for bits in further(row, tokens)]
-        for sample in further(mixed(seed), batch)
-        for head in further(sample, heads)
-        for row in further(head, tokens)
+        [bits >> 33 >= limit for bits in further(row, size[3])]
+        for sample in further(mixed(seed), size[0])
+        for head in further(sample, size[1])
+        for row in further(head, size[2])
     ]
-    return torch.tensor(kept).view(batch, heads, tokens, tokens).double() / (1 - dropout_p)
+    return torch.tensor(kept).view(size).double() / (1 - dropout_p)
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

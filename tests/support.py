@@ -121,11 +121,12 @@ def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
     """usp_attention with one argument that differs from a plain call."""
     mesh = mesh_of(ulysses)
     layout = mesh.layout("zigzag", 64)
-    tokens = layout.length(mesh.rank)
-    q, k = torch.randn(1, tokens, 4, 16), torch.randn(1, tokens, 4, 16)
-    v = torch.randn(1, tokens, 4, 16)
+    kv_layout = mesh.layout("zigzag", changes.pop("kv_len", 64))
+    q, k, v = (torch.randn(1, x.length(mesh.rank), 4, 16) for x in (layout, kv_layout, kv_layout))
     mask = ds_usp.MaskSpec.causal()
-    ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, **changes)
+    ds_usp.usp_attention(
+        q, k, v, mesh=mesh, layout=layout, mask=mask, kv_layout=kv_layout, **changes
+    )
     return float("inf")  # computed without an oracle for it: not a row to call exact
 
 
@@ -150,6 +151,10 @@ def rows() -> Iterator[Row]:
     own = replace(packed, batch=2, documents=((1, 7, 30, 26), (40, 24)))
     yield row("documents", "of each sample", own)
     yield row("documents", "of another length", replace(packed, documents=((30, 30),)))
+    yield row("mask", "prefix language model", replace(base, prefix=23))
+    crossed = replace(base, mask="full", keys=(29, "contiguous"))
+    yield row("mask", "cross-attention: keys of another sequence", crossed)
+    yield Row("mask", "the same, causal", refused_call, (("kv_len", 32),))
     yield row("heads", "MHA", base)
     yield row("heads", "GQA, 8 over 2", replace(base, kv_heads=2))
     yield row("heads", "MQA, fewer KV heads than Ulysses ranks", replace(base, kv_heads=1))

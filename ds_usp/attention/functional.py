@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, staging
 from ds_usp.attention.request import (
     agreed,
+    check_keys,
     check_layout,
     check_mask,
-    check_self_attention,
     check_tensors,
     checked_scale,
     head_split,
@@ -131,6 +131,7 @@ def plan_call(
     with_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORES,
+    kv_layout: TokenLayout | None = None,
 ) -> tuple[str, USPCall]:
     """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
     not checked again.
@@ -139,7 +140,8 @@ def plan_call(
         A description, which must be the same on every rank, and the plan.
     """
     sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    options = layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
+    kv_layout = kv_layout or layout
+    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     modes = torch.is_grad_enabled(), _is_deterministic(), capturing
     kind = scores.kind if isinstance(scores, Scores) else scores
@@ -154,7 +156,7 @@ def plan_call(
             k,
             v,
             mesh=mesh,
-            layout=layout,
+            layouts=(layout, kv_layout),
             mask=mask,
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
@@ -176,7 +178,7 @@ def _new_plan(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layouts: tuple[TokenLayout, TokenLayout],
     mask: MaskSpec,
     softmax_scale: float | None,
     dropout_p: float,
@@ -187,15 +189,15 @@ def _new_plan(
 ) -> tuple[str, USPCall]:
     """:func:`plan_call` of a call like no earlier one."""
     check_tuning(tuning)
-    texts = [check_tensors(q, k, v)]
-    check_self_attention(q, k)
-    texts.append(check_layout(q, "queries", mesh, layout))
-    spec = check_scores(scores, dropout_p, q)
+    layout, kv_layout = layouts
+    texts = [check_tensors(q, k, v), check_layout(q, "queries", mesh, layout)]
+    check_mask(mask, q, layout)
+    texts.append(check_keys(q, k, mesh, layouts, mask))
+    spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
     if scores.dropout_seed is None:
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
-    check_mask(mask, q, layout)
     request = KernelRequest(
         q.device.type,
         q.dtype,
@@ -208,13 +210,12 @@ def _new_plan(
     )
     chosen = select_kernel(request, kernel)
     _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
-    cut = tuning.resolve(split, layout, q, mesh)
-    schedule = ring_schedule(
-        layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather, alone=cut.chunks == 1
-    )
+    cut = tuning.resolve(split, layout, q, mesh, kv_layout.seq_len)
+    support, alone = chosen.caps.tiles, cut.chunks == 1
+    schedule = ring_schedule(layout, mask, mesh.ring_rank, support, cut.gather, alone, kv_layout)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
-    parts = head_traffic(split, held, layout, layout, cut.chunks, cut.copies)
+    parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
     texts.append(f"{spec}, {'no' if scores.sinks is None else 'with'} sinks")
     texts.append(str(cut))
@@ -263,6 +264,7 @@ def usp_attention(
     return_lse: Literal[False] = ...,
     tuning: Tuning = ...,
     scores: Scores = ...,
+    kv_layout: TokenLayout | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -281,6 +283,7 @@ def usp_attention(
     return_lse: Literal[True],
     tuning: Tuning = ...,
     scores: Scores = ...,
+    kv_layout: TokenLayout | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -299,6 +302,7 @@ def usp_attention(
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORES,
+    kv_layout: TokenLayout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
@@ -321,6 +325,8 @@ def usp_attention(
         return_lse: also return the log-sum-exp.
         tuning: how the work is cut, where the default is not the fastest.
         scores: soft cap, ALiBi, sinks, the seed of dropout.
+        kv_layout: where the tokens of k and v are, if they are another sequence than q's
+            (cross-attention); each rank then holds its share of both. The mask must be full.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
     are taken.
@@ -351,6 +357,7 @@ def usp_attention(
             with_lse=return_lse,
             tuning=tuning,
             scores=scores,
+            kv_layout=kv_layout,
         ),
         q,
     )

@@ -197,6 +197,11 @@ class USPAttention(torch.nn.Module):
         texts = [check_tensors(q, k, v), f"batch dim {batch_dim_idx}"]
         layout = self._layout_of(q)
         if rotary is not None:
+            if q.shape[1] != k.shape[1]:
+                raise ConfigError(
+                    f"rotary_pos_emb turns queries and keys by one table, and there are "
+                    f"{q.shape[1]} queries and {k.shape[1]} keys on this rank: turn them before"
+                )
             check_rotary(rotary, layout.seq_len, q.shape[3])
             texts.append("rotary")
             rotary = self._rotary_of(rotary, layout)
@@ -234,6 +239,7 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
+            kv_layout=self._layout_of(k),
         )
 
     def _rotary_of(self, rotary: Rotary, layout: TokenLayout) -> Rotary:

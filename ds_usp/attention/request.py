@@ -150,17 +150,36 @@ def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
     mask.check_length(layout.seq_len, q.shape[0])
 
 
-def check_self_attention(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Check what the ring needs beyond :func:`check_tensors`.
+def check_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout, TokenLayout],
+    mask: MaskSpec,
+) -> str:
+    """Check keys ``[b, t, g, d]`` of the queries' sequence, or of another one; describe them.
+
+    Args:
+        layouts: of the queries and of the keys.
 
     Raises:
-        ConfigError: keys of other tokens than the queries.
+        ConfigError: keys of other tokens than the queries in one layout.
+        LayoutError: not this rank's number of keys in theirs.
+        UnsupportedAttentionError: a mask by positions, which two sequences have not in common.
     """
-    if q.shape[1] != k.shape[1]:
-        raise ConfigError(
-            f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}; the ring computes "
-            "self-attention. Cross-attention needs ring degree 1"
+    if layouts[0] == layouts[1]:
+        if q.shape[1] != k.shape[1]:
+            raise ConfigError(
+                f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}: give the keys "
+                "of another sequence a layout of their own (kv_layout=)"
+            )
+        return "self-attention"
+    if not mask.is_full:
+        raise UnsupportedAttentionError(
+            f"the keys are of another sequence ({layouts[1]}) than the queries ({layouts[0]}), "
+            f"and a {mask} mask compares positions of one: use MaskSpec.full()"
         )
+    return check_layout(k, "keys", mesh, layouts[1])
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:

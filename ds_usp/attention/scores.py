@@ -80,8 +80,13 @@ class Scores:
 NO_SCORES = Scores()
 
 
-def check_scores(scores: Scores, dropout_p: float, q: torch.Tensor) -> ScoreSpec:
+def check_scores(
+    scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
+) -> ScoreSpec:
     """Check that they fit queries ``[b, s, h, d]``; what a kernel is asked for.
+
+    Args:
+        one_sequence: the keys are of the queries' sequence.
 
     Raises:
         ConfigError, UnsupportedAttentionError: they do not.
@@ -101,6 +106,11 @@ def check_scores(scores: Scores, dropout_p: float, q: torch.Tensor) -> ScoreSpec
             raise ConfigError(
                 f"{name} of {x.dtype} on {x.device} must be floating and on {q.device}, as q is"
             )
+    if scores.alibi_slopes is not None and not one_sequence:
+        raise UnsupportedAttentionError(
+            "alibi_slopes weigh distances, and there is none between queries and keys of two "
+            "sequences (kv_layout): leave them out"
+        )
     if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
         raise UnsupportedAttentionError(
             "alibi_slopes requires a gradient, and slopes are not learned here: detach() them"

@@ -120,6 +120,7 @@ def ring_schedule(
     support: TileSupport = ANY_BAND,
     gather: bool = False,
     alone: bool = True,
+    kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
     """Plan one rank's steps.
 
@@ -134,60 +135,68 @@ def ring_schedule(
             block's backward is then cut in two, so that its first part hides the first block's
             arrival and its last part the way home of the last gradients; and of gathered blocks
             one comes first, which hides the others' arrival.
+        kv_layout: where the keys are, if they are of another sequence than the queries.
     """
-    own = _own_step(layout, mask, ring_rank, support)
-    useful = [offset for offset in _useful_offsets(layout, mask) if offset]
+    shards = _Shards(layout, kv_layout or layout, mask)
+    own = _own_step(shards, ring_rank, support)
+    useful = [offset for offset in _useful_offsets(shards) if offset]
     visits = [[offset] for offset in useful]
     if gather:
         visits = [useful[:1], useful[1:]] if alone else [useful]
     visits = [visit for visit in visits if visit]
-    others = tuple(_step(layout, mask, ring_rank, visit, support) for visit in visits)
+    others = tuple(_step(shards, ring_rank, visit, support) for visit in visits)
     backward = (own, *others)
     if others and alone:
         length = layout.ring_length(ring_rank)
         first, last = (
-            _own_step(layout, mask, ring_rank, support, rows)
+            _own_step(shards, ring_rank, support, rows)
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *others, last)
     taken = (
-        sum(piece.length for piece in _taken(layout, mask, rank, visit))
+        sum(piece.length for piece in _taken(shards, rank, visit))
         for visit in visits
         for rank in range(layout.ring)
     )
-    owned = max(layout.ring_length(rank) for rank in range(layout.ring))
+    owned = max(shards.keys.ring_length(rank) for rank in range(layout.ring))
     steps = (own, *others)
     return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
 
 
+class _Shards(NamedTuple):
+    """Where queries and keys are, and which of them meet."""
+
+    queries: TokenLayout
+    keys: TokenLayout
+    mask: MaskSpec
+
+
 def _own_step(
-    layout: TokenLayout,
-    mask: MaskSpec,
+    shards: _Shards,
     ring_rank: int,
     support: TileSupport,
     rows: tuple[int, int] | None = None,
 ) -> RingStep:
     """This rank's own block, for all query rows or for some."""
-    mine = layout.ring_segments(ring_rank)
-    length = layout.ring_length(ring_rank)
-    calls = _calls(mine, mine, mask, support, rows or (0, length))
-    return RingStep(True, (Piece(ring_rank, 0, length),), (), (), calls)
+    queries, keys = (each.ring_segments(ring_rank) for each in shards[:2])
+    rows = rows or (0, shards.queries.ring_length(ring_rank))
+    calls = _calls(queries, keys, shards.mask, support, rows)
+    return RingStep(True, (Piece(ring_rank, 0, shards.keys.ring_length(ring_rank)),), (), (), calls)
 
 
 def _step(
-    layout: TokenLayout,
-    mask: MaskSpec,
+    shards: _Shards,
     ring_rank: int,
     offsets: Sequence[int],
     support: TileSupport,
 ) -> RingStep:
     """The blocks of the ranks some offsets before this one, in the order of the ranks."""
-    takes = _taken(layout, mask, ring_rank, offsets)
-    users = sorted((ring_rank + offset) % layout.ring for offset in offsets)
+    takes = _taken(shards, ring_rank, offsets)
+    users = sorted((ring_rank + offset) % shards.keys.ring for offset in offsets)
     gives, given_at = [], []
     for user in users:
         at = 0
-        for owner, start, stop in _taken(layout, mask, user, offsets):
+        for owner, start, stop in _taken(shards, user, offsets):
             if owner == ring_rank:
                 gives.append(Piece(user, start, stop))
                 given_at.append(at)
@@ -195,9 +204,9 @@ def _step(
     keys = tuple(
         segment
         for owner, start, stop in takes
-        for segment in cut(layout.ring_segments(owner), start, stop)
+        for segment in cut(shards.keys.ring_segments(owner), start, stop)
     )
-    calls = _calls(layout.ring_segments(ring_rank), keys, mask, support)
+    calls = _calls(shards.queries.ring_segments(ring_rank), keys, shards.mask, support)
     return RingStep(False, takes, tuple(gives), tuple(given_at), calls)
 
 
@@ -222,20 +231,19 @@ def _calls(
     return calls_of(tiles, stop - start, columns)
 
 
-def _taken(
-    layout: TokenLayout, mask: MaskSpec, ring_rank: int, offsets: Sequence[int]
-) -> tuple[Piece, ...]:
+def _taken(shards: _Shards, ring_rank: int, offsets: Sequence[int]) -> tuple[Piece, ...]:
     """What a rank takes from those some offsets before it, in the order of the ranks."""
-    runs = visible_runs(layout, mask)[ring_rank]
-    owners = sorted((ring_rank - offset) % layout.ring for offset in offsets)
+    runs = visible_runs(shards.queries, shards.mask, shards.keys)[ring_rank]
+    owners = sorted((ring_rank - offset) % shards.keys.ring for offset in offsets)
     return tuple(Piece(owner, *run) for owner in owners for run in runs[owner])
 
 
-def _useful_offsets(layout: TokenLayout, mask: MaskSpec) -> tuple[int, ...]:
+def _useful_offsets(shards: _Shards) -> tuple[int, ...]:
     """How far before their users the owners stand of which anything is seen."""
-    ranks, runs = range(layout.ring), visible_runs(layout, mask)
+    runs = visible_runs(shards.queries, shards.mask, shards.keys)
+    ranks = range(shards.keys.ring)
     return tuple(
         offset
         for offset in ranks
-        if offset == 0 or any(runs[rank][(rank - offset) % layout.ring] for rank in ranks)
+        if offset == 0 or any(runs[rank][(rank - offset) % len(ranks)] for rank in ranks)
     )

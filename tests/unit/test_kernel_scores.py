@@ -65,7 +65,7 @@ def test_every_change_at_once_is_the_oracles(dtype: torch.dtype) -> None:
     at = place(slopes)
     spec = ScoreSpec(softcap=0.7, alibi=True, dropout_p=0.4)
     kernel = EagerKernel().with_scores(ScoreChange(spec, at))
-    weights = oracle.dropout(7, 2, 6, 3 * TOKENS, 0.4)[..., :TOKENS, ::3]
+    weights = oracle.dropout(7, (2, 6, 3 * TOKENS, 3 * TOKENS), 0.4)[..., :TOKENS, ::3]
     bias = oracle.alibi(slopes, range(3 * TOKENS))[:, :TOKENS, ::3]
     for block in (BLOCKS["causal"], BLOCKS["both sides"], BLOCKS["full"]):
         tile = block.tile

@@ -39,7 +39,7 @@ NAMES = {
 # Parameters that callers write; a new one may only be added at the end, by keyword.
 PARAMETERS = {
     "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning "
-    "scores",
+    "scores kv_layout",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
@@ -54,7 +54,8 @@ PARAMETERS = {
     "TokenLayout.positions": "self rank",
     "Tuning": "chunks gather copies",
     "Scores": "softcap alibi_slopes sinks dropout_seed",
-    "MaskSpec": "left right documents",
+    "MaskSpec": "left right documents prefix",
+    "MaskSpec.prefix_lm": "prefix",
     "MaskSpec.causal": "documents",
     "MaskSpec.full": "documents",
     "MaskSpec.window": "left right documents",
