@@ -2,6 +2,7 @@
 
 from ds_usp._version import __version__
 from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.joint import usp_joint_attention
 from ds_usp.attention.module import USPAttention
 from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
@@ -42,4 +43,5 @@ __all__ = [
     "UnsupportedAttentionError",
     "__version__",
     "usp_attention",
+    "usp_joint_attention",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import joint_cases
 import oracle
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,12 @@ def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
     return float("inf")  # computed without an oracle for it: not a row to call exact
 
 
+def joint_tokens(ctx: RankContext, ulysses: int, *, front: bool) -> float:
+    """usp_joint_attention against the oracle."""
+    (errors,) = joint_cases.run(ctx, [joint_cases.Joint(front=front)], ulysses)
+    return max(errors.values()) / TOLERANCE[torch.float32]
+
+
 def rows() -> Iterator[Row]:
     """All rows, in the order of the table."""
     base = Case(batch=1)
@@ -143,6 +150,13 @@ def rows() -> Iterator[Row]:
     yield row("mask", "full", replace(base, mask="full"))
     yield row("mask", "sliding window, left", replace(base, mask="window"))
     yield row("mask", "sliding window, both sides", replace(base, mask="window both sides"))
+    yield row("mask", "prefix language model", replace(base, prefix=23))
+    crossed = replace(base, mask="full", keys=(29, "contiguous"))
+    yield row("two sequences", "keys of another one (cross-attention)", crossed)
+    yield Row("two sequences", "the same, causal", refused_call, (("kv_len", 32),))
+    for front in (True, False):
+        label = f"joint tokens {'before' if front else 'after'} it, on every rank"
+        yield Row("two sequences", label, joint_tokens, (("front", front),))
     packed = replace(base, documents=((1, 7, 30, 26),))
     yield row("documents", "causal, one across all ranks", packed)
     yield row("documents", "full", replace(packed, mask="full"))
@@ -151,10 +165,6 @@ def rows() -> Iterator[Row]:
     own = replace(packed, batch=2, documents=((1, 7, 30, 26), (40, 24)))
     yield row("documents", "of each sample", own)
     yield row("documents", "of another length", replace(packed, documents=((30, 30),)))
-    yield row("mask", "prefix language model", replace(base, prefix=23))
-    crossed = replace(base, mask="full", keys=(29, "contiguous"))
-    yield row("mask", "cross-attention: keys of another sequence", crossed)
-    yield Row("mask", "the same, causal", refused_call, (("kv_len", 32),))
     yield row("heads", "MHA", base)
     yield row("heads", "GQA, 8 over 2", replace(base, kv_heads=2))
     yield row("heads", "MQA, fewer KV heads than Ulysses ranks", replace(base, kv_heads=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -210,6 +210,19 @@ class SequenceMesh:
                     f"the GPUs of this host do not share {size / 2**20:.0f} MiB for {kind}: "
                     f"{error}. Use Tuning(copies=False)"
                 ) from error
+
+    def flat(self) -> SequenceMesh:
+        """The same ranks and communicators as one Ulysses axis, for what all of them exchange."""
+        return replace(
+            self,
+            ulysses_degree=self.sp_degree,
+            ring_degree=1,
+            ulysses_rank=self.rank,
+            ring_rank=0,
+            ulysses_group=self.sp_group,
+            kv_group=None,
+            dkv_group=None,
+        )
 
     @property
     def reserved_bytes(self) -> int:
