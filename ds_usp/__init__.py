@@ -2,7 +2,9 @@
 
 from ds_usp._version import __version__
 from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.joint import usp_joint_attention
 from ds_usp.attention.module import USPAttention
+from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.mesh import SequenceMesh
@@ -31,6 +33,7 @@ __all__ = [
     "MeshError",
     "PatchError",
     "RankGrid",
+    "Scores",
     "SequenceMesh",
     "TokenLayout",
     "Tuning",
@@ -40,4 +43,5 @@ __all__ = [
     "UnsupportedAttentionError",
     "__version__",
     "usp_attention",
+    "usp_joint_attention",
 ]

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import oracle
 import torch
+import torch.distributed as dist
 from harness import RankContext
 
 import ds_usp
@@ -20,6 +21,7 @@ from ds_usp.attention.tuning import AUTO_TUNING
 ALL_LAYOUTS = ("contiguous", "zigzag", "striped", "context_parallel")
 ALL_ORDERS = ("ulysses-ring", "ring-ulysses")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+SEED = 2**62 + 12345  # of dropout
 TOKEN_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 
 # (left, right) bounds in tokens, None is open.
@@ -63,18 +65,29 @@ class Case:
     tuning: ds_usp.Tuning = AUTO_TUNING
     # Lengths of documents: once for all samples, or for each of them.
     documents: tuple[tuple[int, ...], ...] = ()
+    value_dim: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    prefix: int = 0
+    # Of another sequence of keys: its tokens and the kind of their layout.
+    keys: tuple[int, str] | None = None
 
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
         borders = [[0, *accumulate(lengths)] for lengths in self.documents]
-        return ds_usp.MaskSpec(*MASKS[self.mask], borders)
+        return ds_usp.MaskSpec(*MASKS[self.mask], borders, self.prefix)
 
     @property
     def allowed(self) -> torch.Tensor:
         """The mask as the oracle takes it."""
         positions = range(self.seq_len)
+        if self.keys:
+            return oracle.full(positions, range(self.keys[0]))
         window = oracle.window(positions, positions, *MASKS[self.mask])
+        window |= (torch.arange(self.seq_len) < self.prefix)[None, :]
         if not self.documents:
             return window
         inside = [oracle.same_document(positions, positions, each) for each in self.documents]
@@ -87,6 +100,11 @@ class Case:
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
             f"-{self.tuning.chunks}-{self.tuning.gather}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
+            + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
+            f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"
+            f"{f'-values{self.value_dim}' if self.value_dim else ''}"
+            f"{f'-cap{self.softcap}' if self.softcap else ''}{'-alibi' if self.alibi else ''}"
+            f"{'-sinks' if self.sinks else ''}{f'-drop{self.dropout_p}' if self.dropout_p else ''}"
         ).replace(" ", "_")
 
 
@@ -95,12 +113,30 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     """The full q, k, v and dout ``[b, s, h, d]``, the same on every rank."""
     generator = torch.Generator().manual_seed(case.seed)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
+    dims = {"v": case.value_dim, "dout": case.value_dim}
+    tokens = dict.fromkeys("kv", case.keys[0]) if case.keys else {}
     return {
         name: torch.randn(
-            case.batch, case.seq_len, count, case.head_dim, generator=generator, dtype=torch.float64
+            case.batch,
+            tokens.get(name, case.seq_len),
+            count,
+            dims.get(name) or case.head_dim,
+            generator=generator,
+            dtype=torch.float64,
         ).to(case.dtype)
         for name, count in heads.items()
     }
+
+
+def slopes(case: Case) -> torch.Tensor | None:
+    """ALiBi's slopes ``[h]``, as its paper has them for a power of two heads."""
+    return 2.0 ** (-8.0 * torch.arange(1, case.heads + 1) / case.heads) if case.alibi else None
+
+
+def sinks(case: Case) -> torch.Tensor | None:
+    """A sink a head ``[h]``, from negligible to most of the weight."""
+    wide = torch.promote_types(case.dtype, torch.float32)
+    return torch.linspace(-2.0, 6.0, case.heads, dtype=wide) if case.sinks else None
 
 
 @lru_cache(maxsize=64)
@@ -108,9 +144,28 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
     """The oracle's fp64 results for the full tensors, from the inputs as the ranks see them."""
     full = inputs(case)
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
-    out, lse = oracle.dense_attention(q, k, v, case.allowed, case.softmax_scale)
-    grads = torch.autograd.grad(out, (q, k, v), full["dout"].double())
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
+    bias, sink = slopes(case), sinks(case)
+    sink = None if sink is None else sink.double().requires_grad_()
+    weights = None
+    if case.dropout_p:
+        keys = case.keys[0] if case.keys else case.seq_len
+        size = case.batch, case.heads, case.seq_len, keys
+        weights = oracle.dropout(SEED, size, case.dropout_p)
+    out, lse = oracle.dense_attention(
+        q,
+        k,
+        v,
+        case.allowed,
+        case.softmax_scale,
+        softcap=case.softcap,
+        bias=None if bias is None else oracle.alibi(bias, range(case.seq_len)),
+        sinks=sink,
+        weights=weights,
+    )
+    wanted = [q, k, v] if sink is None else [q, k, v, sink]
+    grads = torch.autograd.grad(out, wanted, full["dout"].double())
+    names = (*RESULTS, "dsinks")[: 2 + len(wanted)]
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -119,11 +174,23 @@ def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceM
     return ds_usp.SequenceMesh.from_group(None, ulysses_degree, order)
 
 
-def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
-    """This rank's share of out, lse, dq, dk and dv as the package computes them."""
+def layouts(mesh: ds_usp.SequenceMesh, case: Case) -> tuple[ds_usp.TokenLayout, ds_usp.TokenLayout]:
+    """Of the queries and of the keys."""
     layout = mesh.layout(case.layout, case.seq_len)
-    mine = {name: layout.shard(x, 1, mesh.rank) for name, x in inputs(case).items()}
+    return layout, mesh.layout(case.keys[1], case.keys[0]) if case.keys else layout
+
+
+def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """This rank's share of out, lse, dq, dk and dv as the package computes them, and its sinks'
+    whole gradient, summed over the ranks as that of a weight is."""
+    layout, kv_layout = layouts(mesh, case)
+    mine = {
+        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
+        for name, x in inputs(case).items()
+    }
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    sink = sinks(case)
+    wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
     out, lse = ds_usp.usp_attention(
         q,
         k,
@@ -132,12 +199,18 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
         layout=layout,
         mask=case.mask_spec,
         softmax_scale=case.softmax_scale,
+        dropout_p=case.dropout_p,
         kernel=case.kernel,
         tuning=case.tuning,
         return_lse=True,
+        scores=ds_usp.Scores(case.softcap, slopes(case), sink, SEED if case.dropout_p else None),
+        kv_layout=kv_layout,
     )
-    grads = torch.autograd.grad(out, (q, k, v), mine["dout"])
-    return dict(zip(RESULTS, (out.detach(), lse, *grads), strict=True))
+    grads = torch.autograd.grad(out, wanted, mine["dout"])
+    if sink is not None and mesh.sp_degree > 1:
+        dist.all_reduce(grads[3], group=mesh.sp_group)
+    names = (*RESULTS, "dsinks")[: 2 + len(wanted)]
+    return dict(zip(names, (out.detach(), lse, *grads), strict=True))
 
 
 def errors_of(
@@ -148,8 +221,12 @@ def errors_of(
     A document of one token has dq = dk = 0: errors of gradients of documents are relative to a
     hundredth of dout's norm at least.
     """
-    layout = mesh.layout(case.layout, case.seq_len)
-    want = {name: layout.shard(x, TOKEN_DIM[name], mesh.rank) for name, x in truth(case).items()}
+    layout, kv_layout = layouts(mesh, case)
+    places = dict.fromkeys(TOKEN_DIM, layout) | {"dk": kv_layout, "dv": kv_layout}
+    want = {
+        name: places[name].shard(x, TOKEN_DIM[name], mesh.rank) if name in places else x
+        for name, x in truth(case).items()
+    }
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)
     least = 1e-2 * float(dout.double().norm()) if case.documents else 0.0
     return {

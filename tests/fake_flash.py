@@ -43,9 +43,9 @@ def module(name: str, **members: Any) -> ModuleType:
 def forward_26(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
 ):
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     seen = version2(q.shape[1], k.shape[1], causal, *window_size)
-    out, lse = attend(q, k, v, softmax_scale, seen)
+    out, lse = attend(q, k, v, softmax_scale, seen, softcap)
     return out, q, k, v, out, lse, None, None
 
 
@@ -53,9 +53,9 @@ def backward_26(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, *window_size)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return dq, dk, dv, None
 
 
@@ -64,10 +64,10 @@ def varlen_forward_26(
     causal, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False,
     block_table=None, leftpad_k=None, seqused_k=None,
 ):  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, *window_size)
-    out, lse = attend_packed(q, k, v, softmax_scale, seen, *lengths)
+    out, lse = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
     return out, q, k, v, out, lse, None, None
 
 
@@ -76,10 +76,12 @@ def varlen_backward_26(
     max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
     deterministic, rng_state=None,
 ):  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, *window_size)
-    grads = gradients_packed(dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths)
+    grads = gradients_packed(
+        dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+    )
     fill((dq, dk, dv), grads)
     return dq, dk, dv, None
 
@@ -93,9 +95,9 @@ def forward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     seen = version2(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
+    return *attend(q, k, v, softmax_scale, seen, softcap), q.new_empty(0), q.new_empty(0)
 
 
 @operators.custom_op("fake_flash_attn::backward", mutates_args=("dq", "dk", "dv"))
@@ -105,9 +107,9 @@ def backward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     deterministic: bool, rng_state: MAYBE = None,
 ) -> Tensor:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen))
+    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
     return q.new_empty(0)
 
 
@@ -119,10 +121,10 @@ def varlen_forward_28(
     alibi_slopes: MAYBE = None, return_softmax: bool = False, block_table: MAYBE = None,
     leftpad_k: MAYBE = None, seqused_k: MAYBE = None, zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and not return_softmax
+    assert not dropout_p and alibi_slopes is None and not return_softmax
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, window_size_left, window_size_right)
-    found = attend_packed(q, k, v, softmax_scale, seen, *lengths)
+    found = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
     return *found, q.new_empty(0), q.new_empty(0)
 
 
@@ -134,10 +136,12 @@ def varlen_backward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     deterministic: bool, rng_state: MAYBE = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
-    assert not dropout_p and not softcap and alibi_slopes is None and rng_state is None
+    assert not dropout_p and alibi_slopes is None and rng_state is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, window_size_left, window_size_right)
-    grads = gradients_packed(dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths)
+    grads = gradients_packed(
+        dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+    )
     fill((dq, dk, dv), grads)
     return q.new_empty(0)
 
@@ -159,10 +163,10 @@ def forward_3_old(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = packed3(causal, *window_size)
-        return *attend_packed(q, k, v, softmax_scale, seen, *lengths), None, None
+        return *attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap), None, None
     assert lengths == (None,) * 4
     seen = version3(q.shape[1], k.shape[1], causal, *window_size)
-    return *attend(q, k, v, softmax_scale, seen), None, None
+    return *attend(q, k, v, softmax_scale, seen, softcap), None, None
 
 
 def backward_3_old(
@@ -174,11 +178,13 @@ def backward_3_old(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = packed3(causal, *window_size)
-        grads = gradients_packed(dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths)
+        grads = gradients_packed(
+            dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+        )
     else:
         assert lengths == (None,) * 4
         seen = version3(q.shape[1], k.shape[1], causal, *window_size)
-        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen)
+        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
     fill((dq, dk, dv), grads)
     return dq, dk, dv, None
 
@@ -199,11 +205,11 @@ def forward_3(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = packed3(causal, window_size_left, window_size_right)
-        found = attend_packed(q, k, v, softmax_scale, seen, *lengths)
+        found = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
         return *found, q.new_empty(0), q.new_empty(0)
     assert lengths == (None,) * 4
     seen = version3(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    return *attend(q, k, v, softmax_scale, seen), q.new_empty(0), q.new_empty(0)
+    return *attend(q, k, v, softmax_scale, seen, softcap), q.new_empty(0), q.new_empty(0)
 
 
 @operators.custom_op("fake_flash_attn_3::backward", mutates_args=("dq", "dk", "dv"))
@@ -220,11 +226,13 @@ def backward_3(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = packed3(is_causal, window_size_left, window_size_right)
-        grads = gradients_packed(dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths)
+        grads = gradients_packed(
+            dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+        )
     else:
         assert lengths == (None,) * 4
         seen = version3(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen)
+        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
     fill((dq, dk, dv), grads)
     return q.new_empty(0)
 

@@ -47,18 +47,24 @@ def dense_attention(
     v: torch.Tensor,
     allowed: torch.Tensor,
     scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with a plain softmax in fp64; gradients come from autograd.
 
-    Shapes: q [b, s, h, d], k and v [b, t, g, d] with g dividing h, allowed [s, t] or
-        [b, s, t]; returns out [b, s, h, d] and lse [b, h, s] (natural log). Query head i uses kv
-        head i // (h // g).
-    Raises: ValueError where g does not divide h, or where a query may see no key.
+    Shapes: q [b, s, h, d], k [b, t, g, d], v [b, t, g, e] with g dividing h, allowed [s, t] or
+        [b, s, t]; returns out [b, s, h, e] and lse [b, h, s] (natural log). Query head i uses kv
+        head i // (h // g). `bias` [h, s, t] is added to the capped scores, `sinks` [h] are logits
+        of a key without value, `weights` [b, h, s, t] multiply the softmax (dropout).
+    Raises: ValueError where g does not divide h, or where a query may see no key and no sink.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
-    if not bool(allowed.any(dim=-1).all()):
+    if sinks is None and not bool(allowed.any(dim=-1).all()):
         raise ValueError("a query that may see no key has no softmax")
     if scale is None:
         scale = q.shape[3] ** -0.5
@@ -66,10 +72,49 @@ def dense_attention(
     k = k.repeat_interleave(heads // kv_heads, dim=2)
     v = v.repeat_interleave(heads // kv_heads, dim=2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     allowed = allowed if allowed.ndim == 2 else allowed[:, None]
     scores = scores.masked_fill(~allowed, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    return torch.einsum("bhst,bthd->bshd", torch.exp(scores - lse[..., None]), v), lse
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        lse = torch.logsumexp(torch.cat([scores, column], dim=-1), dim=-1)
+    shares = torch.exp(scores - lse[..., None])
+    shares = shares if weights is None else shares * weights
+    return torch.einsum("bhst,bthd->bshd", shares, v), lse
+
+
+def alibi(slopes: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """Return [h, s, s]: minus slope times distance."""
+    at = torch.tensor(list(positions), dtype=torch.float64)
+    return -slopes.double()[:, None, None] * (at[None, :] - at[:, None]).abs()
+
+
+def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
+    """Return `size` [b, h, s, t]: 0 for a dropped weight, 1 / (1 - dropout_p) for the others.
+
+    Bits of MurmurHash3's finalizer over seed, sample, head, query and key, in unsigned integers.
+    """
+    whole, limit = 2**64 - 1, round(dropout_p * 2**31)
+
+    def mixed(x: int) -> int:
+        x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & whole
+        x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & whole
+        return x ^ (x >> 33)
+
+    def further(x: int, count: int) -> list[int]:
+        return [mixed((x + 0x9E3779B97F4A7C15 * (n + 1)) & whole) for n in range(count)]
+
+    kept = [
+        [bits >> 33 >= limit for bits in further(row, size[3])]
+        for sample in further(mixed(seed), size[0])
+        for head in further(sample, size[1])
+        for row in further(head, size[2])
+    ]
+    return torch.tensor(kept).view(size).double() / (1 - dropout_p)
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import joint_cases
 import oracle
 import torch
 import torch.nn.functional as F
@@ -121,12 +122,19 @@ def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
     """usp_attention with one argument that differs from a plain call."""
     mesh = mesh_of(ulysses)
     layout = mesh.layout("zigzag", 64)
-    tokens = layout.length(mesh.rank)
-    q, k = torch.randn(1, tokens, 4, 16), torch.randn(1, tokens, 4, 16)
-    v = torch.randn(1, tokens, 4, changes.pop("v_head_dim", 16))
+    kv_layout = mesh.layout("zigzag", changes.pop("kv_len", 64))
+    q, k, v = (torch.randn(1, x.length(mesh.rank), 4, 16) for x in (layout, kv_layout, kv_layout))
     mask = ds_usp.MaskSpec.causal()
-    ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, **changes)
+    ds_usp.usp_attention(
+        q, k, v, mesh=mesh, layout=layout, mask=mask, kv_layout=kv_layout, **changes
+    )
     return float("inf")  # computed without an oracle for it: not a row to call exact
+
+
+def joint_tokens(ctx: RankContext, ulysses: int, *, front: bool) -> float:
+    """usp_joint_attention against the oracle."""
+    (errors,) = joint_cases.run(ctx, [joint_cases.Joint(front=front)], ulysses)
+    return max(errors.values()) / TOLERANCE[torch.float32]
 
 
 def rows() -> Iterator[Row]:
@@ -142,6 +150,13 @@ def rows() -> Iterator[Row]:
     yield row("mask", "full", replace(base, mask="full"))
     yield row("mask", "sliding window, left", replace(base, mask="window"))
     yield row("mask", "sliding window, both sides", replace(base, mask="window both sides"))
+    yield row("mask", "prefix language model", replace(base, prefix=23))
+    crossed = replace(base, mask="full", keys=(29, "contiguous"))
+    yield row("two sequences", "keys of another one (cross-attention)", crossed)
+    yield Row("two sequences", "the same, causal", refused_call, (("kv_len", 32),))
+    for front in (True, False):
+        label = f"joint tokens {'before' if front else 'after'} it, on every rank"
+        yield Row("two sequences", label, joint_tokens, (("front", front),))
     packed = replace(base, documents=((1, 7, 30, 26),))
     yield row("documents", "causal, one across all ranks", packed)
     yield row("documents", "full", replace(packed, mask="full"))
@@ -165,8 +180,12 @@ def rows() -> Iterator[Row]:
         yield row("dtype", label, replace(base, dtype=dtype, seq_len=128, head_dim=64))
     for head_dim in (16, 80, 128):
         yield row("head dim", str(head_dim), replace(base, head_dim=head_dim))
-    yield Row("head dim", "values of another head dim", refused_call, (("v_head_dim", 8),))
-    yield Row("dropout", "`usp_attention(dropout_p=0.1)`", refused_call, (("dropout_p", 0.1),))
+    yield row("head dim", "24, values of 16 (MLA)", replace(base, head_dim=24, value_dim=16))
+    yield row("scores", "soft cap", replace(base, softcap=2.0))
+    yield row("scores", "ALiBi", replace(base, alibi=True))
+    yield row("scores", "attention sinks, learned", replace(base, sinks=True))
+    yield row("scores", "dropout, by a seed", replace(base, dropout_p=0.1))
+    yield Row("scores", "dropout without a seed", refused_call, (("dropout_p", 0.1),))
     for label, kwargs in {
         "`[b, s, h, d]`": {},
         "`[s, b, h, d]`": {"batch_dim": 1},

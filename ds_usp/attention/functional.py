@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast, overload
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, staging
 from ds_usp.attention.request import (
     agreed,
+    check_keys,
     check_layout,
     check_mask,
-    check_self_attention,
     check_tensors,
     checked_scale,
     head_split,
@@ -22,6 +23,7 @@ from ds_usp.attention.request import (
     refuse_dropout,
 )
 from ds_usp.attention.ring import RingCall
+from ds_usp.attention.scores import NO_SCORES, Scores, check_scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
@@ -69,18 +71,21 @@ class UnifiedAttention(torch.autograd.Function):
         ctx: Any,
         mesh: SequenceMesh,
         call: USPCall,
+        scores: Scores,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.pipeline.attend` for the shapes."""
-        out, lse, kept = attend(call, q, k, v, keep=any(ctx.needs_input_grad))
-        ctx.mesh, ctx.call = mesh, call
-        ctx.shapes = q.shape, k.shape, v.shape
+        """See :func:`ds_usp.attention.pipeline.attend` for the shapes; ``sinks`` are those of
+        ``scores``, which autograd sees as an argument only."""
+        out, lse, kept = attend(call, scores, q, k, v, keep=any(ctx.needs_input_grad))
+        ctx.mesh, ctx.call, ctx.scores = mesh, call, replace(scores, sinks=None)
+        ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
         if call.stays:  # a part's tensors are views of these
-            ctx.save_for_backward(q, k, v, out, *(part.lse for part in kept))
+            ctx.save_for_backward(sinks, q, k, v, out, *(part.lse for part in kept))
         else:
-            ctx.save_for_backward(*(x for part in kept for x in part))
+            ctx.save_for_backward(sinks, *(x for part in kept for x in part))
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # none is ever there for the log-sum-exp
@@ -96,7 +101,7 @@ class UnifiedAttention(torch.autograd.Function):
             )
         call: USPCall = ctx.call
         ctx.mesh.agreement.settle()
-        saved = ctx.saved_tensors
+        sinks, *saved = ctx.saved_tensors
         if call.stays:
             whole, lses = saved[:4], saved[4:]
             views = (
@@ -107,8 +112,10 @@ class UnifiedAttention(torch.autograd.Function):
         else:
             kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
         if dout is None:  # the other ranks wait for this one's part
-            dout = saved[0].new_zeros(ctx.shapes[0])
-        return None, None, *attend_backward(call, dout.contiguous(), ctx.shapes, kept)
+            dout = saved[0].new_zeros(ctx.out_shape)
+        scores = replace(ctx.scores, sinks=sinks)
+        grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
+        return None, None, None, *grads
 
 
 def plan_call(
@@ -124,6 +131,8 @@ def plan_call(
     kernel: str,
     with_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
+    scores: Scores = NO_SCORES,
+    kv_layout: TokenLayout | None = None,
 ) -> tuple[str, USPCall]:
     """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
     not checked again.
@@ -132,45 +141,112 @@ def plan_call(
         A description, which must be the same on every rank, and the plan.
     """
     sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    options = layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
+    kv_layout = kv_layout or layout
+    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = sizes, torch.is_grad_enabled(), capturing, type(softmax_scale), options
+    modes = torch.is_grad_enabled(), _is_deterministic(), capturing
+    kind = scores.kind if isinstance(scores, Scores) else scores
+    key = sizes, modes, type(softmax_scale), type(dropout_p), options, kind
     try:
         found: tuple[str, USPCall] | None = mesh.plans.get(key)
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
         found = None
-    if found is not None:
-        return found
+    if found is None:
+        found = _new_plan(
+            q,
+            k,
+            v,
+            mesh=mesh,
+            layouts=(layout, kv_layout),
+            mask=mask,
+            softmax_scale=softmax_scale,
+            dropout_p=dropout_p,
+            kernel=kernel,
+            with_lse=with_lse,
+            tuning=tuning,
+            scores=scores,
+        )
+        if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if mask.documents else _MOST_PLANS):
+            mesh.plans.clear()
+        mesh.plans[key] = found
+    text, call = found
+    return (f"{text}, dropout seed {scores.dropout_seed}" if call.spec.dropout_p else text), call
+
+
+def _new_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout, TokenLayout],
+    mask: MaskSpec,
+    softmax_scale: float | None,
+    dropout_p: float,
+    kernel: str,
+    with_lse: bool,
+    tuning: Tuning,
+    scores: Scores,
+) -> tuple[str, USPCall]:
+    """:func:`plan_call` of a call like no earlier one."""
     check_tuning(tuning)
-    texts = [check_tensors(q, k, v)]
-    check_self_attention(q, k, v)
-    texts.append(check_layout(q, "queries", mesh, layout))
-    refuse_dropout(dropout_p, mesh)
+    layout, kv_layout = layouts
+    texts = [check_tensors(q, k, v), check_layout(q, "queries", mesh, layout)]
+    check_mask(mask, q, layout)
+    texts.append(check_keys(q, k, mesh, layouts, mask))
+    spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
+    if scores.dropout_seed is None:
+        refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
-    check_mask(mask, q, layout)
-    window, documents = mask.band, bool(mask.documents)
-    request = KernelRequest(q.device.type, q.dtype, q.shape[3], window, documents)
+    request = KernelRequest(
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        mask.band,
+        documents=bool(mask.documents),
+        value_dim=v.shape[3],
+        scores=spec,
+        deterministic=_is_deterministic(),
+    )
     chosen = select_kernel(request, kernel)
-    missing = [fallback(q.device), missing_libraries(request) if kernel == AUTO else None]
-    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
-        missing.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
-    for text in filter(None, missing):
-        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
-    cut = tuning.resolve(split, layout, q, mesh)
+    _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
+    cut = tuning.resolve(split, layout, q, mesh, kv_layout.seq_len)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
-    parts = head_traffic(split, held, layout, layout, cut.chunks, cut.copies)
+    parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    texts.append(f"{spec}, {'no' if scores.sinks is None else 'with'} sinks")
     texts.append(str(cut))
     texts.append("with lse" if with_lse else "without lse")
-    plan = partial(ring_schedule, layout, mask, mesh.ring_rank, chosen.caps.tiles, cut.gather)
-    rings = tuple(RingCall(held, plan(place), chosen, scale, cut.copies) for place in cut.places)
-    call = USPCall(parts, rings, with_lse, staging(parts, rings[0], q))
-    if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if documents else _MOST_PLANS):
-        mesh.plans.clear()
-    mesh.plans[key] = planned = ", ".join(texts), call
-    return planned
+    plan = partial(
+        ring_schedule,
+        layout,
+        mask,
+        mesh.ring_rank,
+        chosen.caps.tiles,
+        cut.gather,
+        kv_layout=kv_layout,
+    )
+    rings = tuple(
+        RingCall(held, plan(place=place), chosen, scale, cut.copies) for place in cut.places
+    )
+    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
+
+
+def _tell(q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None) -> None:
+    """Say what would make such calls faster, once."""
+    texts = [fallback(q.device), missing]
+    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
+        texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
+    for text in filter(None, texts):
+        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _is_deterministic() -> bool:
+    """Whether torch is asked for the same bits every time, and not only to warn."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    return asked and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def exchange(
@@ -197,6 +273,8 @@ def usp_attention(
     kernel: str = ...,
     return_lse: Literal[False] = ...,
     tuning: Tuning = ...,
+    scores: Scores = ...,
+    kv_layout: TokenLayout | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -214,6 +292,8 @@ def usp_attention(
     kernel: str = ...,
     return_lse: Literal[True],
     tuning: Tuning = ...,
+    scores: Scores = ...,
+    kv_layout: TokenLayout | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -231,25 +311,35 @@ def usp_attention(
     kernel: str = AUTO,
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
+    scores: Scores = NO_SCORES,
+    kv_layout: TokenLayout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
     Collective over the mesh: all its ranks make the same call with their own tokens.
 
     Shapes:
-        q ``[b, s_local, h, d]``, k and v ``[b, s_local, h_kv, d]`` -> ``[b, s_local, h, d]``;
-        with ``return_lse`` also the log-sum-exp of the scaled scores ``[b, h, s_local]`` in fp32
-        (fp64 for fp64), which carries no gradient.
+        q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]`` ->
+        ``[b, s_local, h, e]``; ``e`` may be another head dim than ``d`` (MLA, arXiv 2405.04434).
+        With ``return_lse`` also the log-sum-exp of the scores, and the sinks, as the softmax takes
+        them, ``[b, h, s_local]`` in fp32 (fp64 for fp64), which carries no gradient.
 
     Args:
         mesh: the process groups.
         layout: which tokens each rank holds; ``mesh.layout(kind, seq_len)`` makes one that fits.
         mask: who sees whom, in global positions.
         softmax_scale: factor of the scores; None is ``d ** -0.5``.
-        dropout_p: must be 0 here: no kernel draws the same mask in every split.
+        dropout_p: share of the softmax's weights that are dropped, with the seed of ``scores``.
+            Only the kernel ``eager`` drops by position, so that degrees change nothing.
         kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
         return_lse: also return the log-sum-exp.
         tuning: how the work is cut, where the default is not the fastest.
+        scores: soft cap, ALiBi, sinks, the seed of dropout.
+        kv_layout: where the tokens of k and v are, if they are another sequence than q's
+            (cross-attention); each rank then holds its share of both. The mask must be full.
+
+    Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
+    are taken.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
@@ -276,8 +366,10 @@ def usp_attention(
             kernel=kernel,
             with_lse=return_lse,
             tuning=tuning,
+            scores=scores,
+            kv_layout=kv_layout,
         ),
         q,
     )
-    out, lse = UnifiedAttention.apply(mesh, call, q, k, v)
+    out, lse = UnifiedAttention.apply(mesh, call, scores, q, k, v, scores.sinks)
     return (out, lse) if return_lse else out

@@ -52,7 +52,8 @@ class HostArguments:
         if name in _MASKS and isinstance(value, torch.Tensor):
             fits = self._is_mask(value, seq_len)
         elif name in _CAUSAL:
-            fits = isinstance(value, bool) and value == (attention.mask.right == 0)
+            causal = attention.mask.right == 0 and not attention.mask.prefix
+            fits = isinstance(value, bool) and value == causal
         elif name in _SCALES:
             fits = isinstance(value, (int, float)) and math.isclose(value, scale, rel_tol=1e-9)
         elif name == "dropout_p":
@@ -98,6 +99,7 @@ class HostArguments:
             allowed &= distance >= -self.attention.mask.left
         if self.attention.mask.right is not None:
             allowed &= distance <= self.attention.mask.right
+        allowed |= keys < self.attention.mask.prefix
         if mask.dtype == torch.bool:
             return bool((mask == (allowed ^ self.attention.true_hides)).all())
         hidden = mask <= _ADDITIVE_MINUS_INFINITY

@@ -22,6 +22,7 @@ from ds_usp.attention.request import (
     head_traffic,
 )
 from ds_usp.attention.rotary import apply_rotary, check_rotary
+from ds_usp.attention.scores import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
@@ -196,6 +197,11 @@ class USPAttention(torch.nn.Module):
         texts = [check_tensors(q, k, v), f"batch dim {batch_dim_idx}"]
         layout = self._layout_of(q)
         if rotary is not None:
+            if q.shape[1] != k.shape[1]:
+                raise ConfigError(
+                    f"rotary_pos_emb turns queries and keys by one table, and there are "
+                    f"{q.shape[1]} queries and {k.shape[1]} keys on this rank: turn them before"
+                )
             check_rotary(rotary, layout.seq_len, q.shape[3])
             texts.append("rotary")
             rotary = self._rotary_of(rotary, layout)
@@ -233,6 +239,7 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
+            kv_layout=self._layout_of(k),
         )
 
     def _rotary_of(self, rotary: Rotary, layout: TokenLayout) -> Rotary:
@@ -279,7 +286,7 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        out, _ = UnifiedAttention.apply(self.mesh, call, q, k, v)
+        out, _ = UnifiedAttention.apply(self.mesh, call, NO_SCORES, q, k, v)
         flat = self._host is not None and self._host.attention.flat_output
         return out.flatten(2) if flat else out
 

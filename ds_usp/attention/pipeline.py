@@ -4,7 +4,8 @@ While one part of the heads is computed, the next one arrives and the one before
 Nothing hides the first arrival and the last departure, so these parts are small.
 
 Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, h query heads,
-g key/value heads, of all ranks (in the arguments) or of one part on one rank; d head dim.
+g key/value heads, of all ranks (in the arguments) or of one part on one rank; d head dim, e that of
+values and outputs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from ds_usp.attention.ring import (
     ring_backward,
     ring_forward,
 )
+from ds_usp.attention.scores import PartScores, Scores
 from ds_usp.comm.lane import Cargo, Lane
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
+from ds_usp.kernels.scores import PLAIN, ScoreSpec
+from ds_usp.kernels.sinks import sink_gradient, with_sinks
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class USPCall:
         rings: the attention of each part.
         with_lse: the log-sum-exp is asked for.
         staging: bytes that copy engines need on each rank, by kind of traffic.
+        spec: what the kernel does to scores.
     """
 
     parts: tuple[HeadTraffic, ...]
     rings: tuple[RingCall, ...]
     with_lse: bool
     staging: Mapping[str, int]
+    spec: ScoreSpec = PLAIN
 
     @property
     def stays(self) -> bool:
@@ -72,14 +78,19 @@ class USPCall:
         if self.staging:
             self.mesh.agreement.passes += 1
 
+    def scores_of(self, index: int, scores: Scores, x: torch.Tensor) -> PartScores:
+        """The scores of one part of a call on tensors of this batch and device."""
+        part = self.parts[index]
+        return PartScores(self.mesh, part, self.spec, scores, x.shape[0], x.device)
+
     def lane(self, device: torch.device) -> Lane:
         """Where exchanges run: with one part there is nothing to run them beside."""
         return Lane(device, beside=len(self.parts) > 1)
 
 
 class Kept(NamedTuple):
-    """What backward needs of one part: q, out ``[b, S, h, d]``, k, v ``[b, S, g, d]``, lse
-    ``[b, h, S]``."""
+    """What backward needs of one part: q ``[b, S, h, d]``, k ``[b, S, g, d]``, v ``[b, S, g, e]``,
+    out ``[b, S, h, e]``, lse ``[b, h, S]``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -96,9 +107,9 @@ class _Come(NamedTuple):
 
 
 def attend(
-    call: USPCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
+    call: USPCall, scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Kept]]:
-    """Out ``[b, s, h, d]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
+    """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
 
     def arrive(index: int) -> _Come:
         mine, ring = call.parts[index].qkv.to_heads((q, k, v)), call.rings[index]
@@ -111,12 +122,15 @@ def attend(
 
     call.prepare(q.device)
     lane, kept = call.lane(q.device), []
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if not call.in_place else q
+    out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
     with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
         for index, come in parts:
-            result = ring_forward(call.rings[index], come.tensors[0], come.walk)
+            part = call.scores_of(index, scores, q)
+            result = ring_forward(call.rings[index], come.tensors[0], come.walk, part)
+            if scores.sinks is not None:
+                result = with_sinks(*result, part.of_heads(scores.sinks))
             mine = Kept._make((*come.tensors, *result))
             if keep or call.in_place:
                 kept.append(mine)
@@ -130,11 +144,13 @@ def attend(
 
 def attend_backward(
     call: USPCall,
+    scores: Scores,
     dout: torch.Tensor,
     shapes: Sequence[torch.Size],
     kept: Sequence[Kept],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients ``dq [b, s, h, d]``, ``dk`` and ``dv [b, s, g, d]``, of these shapes."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
+    and, where sinks are learned, this rank's share of theirs ``[h]``."""
 
     def arrive(index: int) -> _Come:
         (mine,) = call.parts[index].out.to_heads((dout,))
@@ -147,11 +163,17 @@ def attend_backward(
 
     call.prepare(dout.device)
     grads: tuple[torch.Tensor, ...] = ()
+    sinks = scores.sinks
+    dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
     lane = call.lane(dout.device)
     with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
         for index, come in parts:
-            mine = ring_backward(call.rings[index], come.tensors[0], *kept[index], come.walk)
+            part = call.scores_of(index, scores, dout)
+            mine = ring_backward(call.rings[index], come.tensors[0], *kept[index], come.walk, part)
             try:
+                if sinks is not None and dsinks is not None:
+                    share = sink_gradient(come.tensors[0], *kept[index][3:], part.of_heads(sinks))
+                    part.of_heads(dsinks).copy_(share)
                 if call.in_place:
                     grads = mine.result()
                     continue
@@ -163,7 +185,7 @@ def attend_backward(
                 raise
     call.passed()
     dq, dk, dv = grads
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 def _one_ahead(
@@ -185,28 +207,30 @@ def _one_ahead(
         lane.join()  # also after an error: nothing may write where others will allocate
 
 
-def staging(parts: Sequence[HeadTraffic], ring: RingCall, q: torch.Tensor) -> dict[str, int]:
+def staging(
+    parts: Sequence[HeadTraffic], ring: RingCall, q: torch.Tensor, v: torch.Tensor
+) -> dict[str, int]:
     """Bytes of each kind of traffic that a rank packs at most at once, for copy engines.
 
     Args:
-        q: ``[b, s, h, d]``.
+        q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
     """
     if not ring.copies:
         return {}
-    batch, _, _, dim = q.shape
+    batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32).itemsize
     sizes = {
         "all_to_all": max(
             max(
-                part.qkv.staging_bytes(batch, dim, q.element_size()),
-                part.out.staging_bytes(batch, dim, q.element_size()),
-                part.out.staging_bytes(batch, 1, wide),  # the log-sum-exp
+                part.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
+                part.out.staging_bytes(batch, (value_dim,), q.element_size()),
+                part.out.staging_bytes(batch, (1,), wide),  # the log-sum-exp
             )
             for part in parts
         )
     }
     if ring.schedule.ring_degree > 1:
-        token = 2 * max(part.qkv.widths()[1] for part in parts) * batch * dim
+        token = max(part.qkv.widths()[1] for part in parts) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
         values = ring.schedule.most_taken_anywhere * token
         sizes["ring_dkv"] = values * (wide if ring.kernel.caps.wide_gradients else q.element_size())

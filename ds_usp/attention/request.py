@@ -156,23 +156,36 @@ def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
         )
 
 
-def check_self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Check what the ring needs beyond :func:`check_tensors`.
+def check_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout, TokenLayout],
+    mask: MaskSpec,
+) -> str:
+    """Check keys ``[b, t, g, d]`` of the queries' sequence, or of another one; describe them.
+
+    Args:
+        layouts: of the queries and of the keys.
 
     Raises:
-        ConfigError: keys of other tokens than the queries.
-        UnsupportedAttentionError: values of another head dim than the keys.
+        ConfigError: keys of other tokens than the queries in one layout.
+        LayoutError: not this rank's number of keys in theirs.
+        UnsupportedAttentionError: a mask by positions, which two sequences have not in common.
     """
-    if q.shape[1] != k.shape[1]:
-        raise ConfigError(
-            f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}; the ring computes "
-            "self-attention. Cross-attention needs ring degree 1"
-        )
-    if v.shape[3] != k.shape[3]:
+    if layouts[0] == layouts[1]:
+        if q.shape[1] != k.shape[1]:
+            raise ConfigError(
+                f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}: give the keys "
+                "of another sequence a layout of their own (kv_layout=)"
+            )
+        return "self-attention"
+    if not mask.is_full:
         raise UnsupportedAttentionError(
-            f"values of head dim {v.shape[3]} with keys of {k.shape[3]}: pad the values to "
-            f"{k.shape[3]}; separate head dims are not supported yet"
+            f"the keys are of another sequence ({layouts[1]}) than the queries ({layouts[0]}), "
+            f"and a {mask} mask compares positions of one: use MaskSpec.full()"
         )
+    return check_layout(k, "keys", mesh, layouts[1])
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -193,7 +206,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """No kernel here draws the same dropout mask for every split of heads and sequence.
+    """Without a seed nothing draws the same dropout mask for every split of heads and sequence.
 
     Raises:
         UnsupportedAttentionError: dropout above 0.
@@ -201,8 +214,9 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
     if dropout_p:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
-            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), or use "
-            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it."
+            f"ring {mesh.ring_degree}. Set attention dropout to 0 (--attention-dropout 0), use "
+            f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it, or give "
+            "usp_attention a seed: scores=Scores(dropout_seed=...), the same on every rank"
         )
 
 

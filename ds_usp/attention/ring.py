@@ -9,7 +9,7 @@ Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward fro
 log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
 
 Letters of the shapes: B batch, S query tokens, T tokens of this rank's keys and values, N tokens of
-a block, H query heads, G key/value heads, D head dim.
+a block, H query heads, G key/value heads, D head dim of queries and keys, E of values and outputs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_usp.attention.scores import PartScores
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import Piece, RingSchedule, RingStep
@@ -51,7 +52,7 @@ class BlockWalk:
     the one before it: it comes while the caller computes.
 
     Shapes:
-        k, v ``[B, T, G, D]``, this rank's own.
+        k ``[B, T, G, D]``, v ``[B, T, G, E]``, this rank's own.
     """
 
     def __init__(
@@ -62,10 +63,15 @@ class BlockWalk:
         travelling = [step for step in steps if not step.own]
         self._waiting = enumerate(travelling)
         sizes = (max((step.columns for step in travelling[i::2]), default=0) for i in range(2))
-        self._buffers = [k.new_empty(_packed_shape(k, size)) for size in sizes]
+        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes]
         self._packed = self._packed_own() if travelling else k[:0]
         self._coming = k[:0]
         self._post()
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of the values."""
+        return self._own[1].shape[3]
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
@@ -79,13 +85,13 @@ class BlockWalk:
             self._channel.take()
             block = self._coming
             self._post()
-            yield step, *_unpacked(block)
+            yield step, *_unpacked(block, *self._own)
 
     def _packed_own(self) -> torch.Tensor:
         """This rank's keys and values, for all that take of them."""
         k, v = self._own
-        packed = self._channel.room(_packed_shape(k, k.shape[1]), k, k.dtype)
-        for place, x in zip(_unpacked(packed), (k, v), strict=True):
+        packed = self._channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
+        for place, x in zip(_unpacked(packed, k, v), (k, v), strict=True):
             dense_copy(place, x)
         return packed
 
@@ -109,18 +115,19 @@ class BlockWalk:
 
 
 def ring_forward(
-    call: RingCall, q: torch.Tensor, walk: BlockWalk
+    call: RingCall, q: torch.Tensor, walk: BlockWalk, scores: PartScores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this ring rank's queries with the keys and values of the whole ring.
 
     Shapes:
-        q ``[B, S, H, D]`` -> out ``[B, S, H, D]``, lse ``[B, H, S]``.
+        q ``[B, S, H, D]`` -> out ``[B, S, H, E]``, lse ``[B, H, S]``.
     """
-    total = OutputSum(q)
+    total = OutputSum(q, walk.value_dim)
     with closing(walk):
         for step, k_block, v_block in walk:
+            kernel = scores.on(call.kernel, step)
             for each in step.calls:
-                part, lse = call.kernel.forward(q, k_block, v_block, each, scale=call.scale)
+                part, lse = kernel.forward(q, k_block, v_block, each, scale=call.scale)
                 total.add(part, lse, each.q_span)
     return total.result()
 
@@ -134,6 +141,7 @@ def ring_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     walk: BlockWalk,
+    scores: PartScores,
 ) -> RingGradients:
     """The gradients of a ring attention, the last of them still on their way home.
 
@@ -144,8 +152,9 @@ def ring_backward(
         try:
             for step, k_block, v_block in walk:
                 sums = grads.of_step(step, k_block, v_block)
+                kernel = scores.on(call.kernel, step)
                 for each in step.calls:
-                    parts = call.kernel.backward(
+                    parts = kernel.backward(
                         dout, q, k_block, v_block, out, lse, each, scale=call.scale
                     )
                     spans = each.q_span, each.k_span, each.k_span
@@ -164,18 +173,18 @@ class RingGradients:
     """``dq``, ``dk`` and ``dv`` of one rank: what it computed, what it sends, what comes to it.
 
     Shapes:
-        q ``[B, S, H, D]``, k and v ``[B, T, G, D]``.
+        q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``.
     """
 
     def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k, self._rank = k, call.schedule.ring_rank
+        self._own, self._rank = (k, v), call.schedule.ring_rank
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
         self._channel = call.mesh.channel("ring_dkv", call.copies)
         wide = torch.promote_types(k.dtype, torch.float32)
         self._dtype = wide if call.kernel.caps.wide_gradients else k.dtype
         # One buffer for what comes; what comes in so few steps is kept, and summed in one go.
         self._keeps = sum(not step.own for step in call.schedule.backward_steps) <= 2
-        self._buffer = self._room(k, 0 if self._keeps else call.schedule.most_given)
+        self._buffer = self._room(0 if self._keeps else call.schedule.most_given)
         self._leaving = k[:0]
         self._coming: list[tuple[Piece, torch.Tensor]] = []
 
@@ -192,12 +201,12 @@ class RingGradients:
         users."""
         self._settle()
         if self._keeps:
-            self._buffer = self._room(self._k, step.given)
+            self._buffer = self._room(step.given)
         takes = [piece for piece in step.takes if piece.rank != self._rank]
         away = sum(piece.length for piece in takes)
         shape = (away, *self._buffer.shape[1:])
         self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = _unpacked(self._leaving)
+        places = _unpacked(self._leaving, *self._own)
         for total, place, own in zip(gradients, places, self._sums[1:], strict=True):
             total.write(place)
             if away < step.columns:  # this rank's own keys come last
@@ -212,8 +221,9 @@ class RingGradients:
             ],
         )
 
-    def _room(self, k: torch.Tensor, tokens: int) -> torch.Tensor:
-        return k.new_empty(_packed_shape(k, tokens), dtype=self._dtype)
+    def _room(self, tokens: int) -> torch.Tensor:
+        k, v = self._own
+        return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
 
     def gather(self) -> None:
         """Take what is still to come now, if its buffer or the sums so far cannot wait."""
@@ -237,25 +247,26 @@ class RingGradients:
         self._channel.take()
         coming, self._coming = self._coming, []
         for piece, part in coming:
-            for total, each in zip(self._sums[1:], _unpacked(part), strict=True):
+            for total, each in zip(self._sums[1:], _unpacked(part, *self._own), strict=True):
                 span = [(piece.start, piece.stop)]
                 total.add(each, span, borrowed=not self._keeps, held=self._keeps)
 
 
-# Keys and values travel as one tensor [N, B, 2 G, D], tokens first, so that any run of tokens is
+# Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
 # one dense message.
 
 
-def _packed_shape(like: torch.Tensor, tokens: int) -> tuple[int, int, int, int]:
-    """Of keys and values (or their gradients) like ``[B, ., G, D]``."""
-    batch, _, heads, dim = like.shape
-    return tokens, batch, 2 * heads, dim
+def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, int, int]:
+    """Of so many tokens like keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
+    return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
 
 
-def _unpacked(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[B, N, G, D]``, views."""
-    k, v = packed.transpose(0, 1).chunk(2, dim=2)
-    return k, v
+def _unpacked(
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
+    keys, values = packed.transpose(0, 1).split([x.shape[2:].numel() for x in (k, v)], dim=2)
+    return keys.unflatten(2, k.shape[2:]), values.unflatten(2, v.shape[2:])
 
 
 def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:

@@ -52,12 +52,18 @@ class Tuning:
                 raise ConfigError(f"{name}={value!r} must be 'auto', True or False")
 
     def resolve(
-        self, split: HeadSplit, layout: TokenLayout, q: torch.Tensor, mesh: SequenceMesh
+        self,
+        split: HeadSplit,
+        layout: TokenLayout,
+        q: torch.Tensor,
+        mesh: SequenceMesh,
+        keys: int | None = None,
     ) -> Cut:
         """How a call is cut, the same on every rank.
 
         Args:
             q: ``[b, s, h, d]``.
+            keys: tokens of the keys' sequence; None: the queries'.
 
         Raises:
             ConfigError: more parts than heads allow, or copies where there can be none.
@@ -69,18 +75,19 @@ class Tuning:
                 f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {most}"
             )
         batch, _, heads, dim = q.shape
+        keys = keys or layout.seq_len
         alone = q.device.type == "cpu" or layout.degree == 1
         chunks = 1
         if self.chunks != "auto":
             chunks = self.chunks
         elif not alone:
-            flop = 2 * batch * heads * dim * layout.seq_len**2 / layout.degree
+            flop = 2 * batch * heads * dim * layout.seq_len * keys / layout.degree
             each = _RING_PART_FLOP if split.ulysses == 1 else _PART_FLOP
             chunks = max(1, min(most, _MOST_PARTS, round(flop / each)))
         gather = self.gather
         if gather == "auto":
             token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-            small = layout.seq_len * token // chunks <= _GATHER_BYTES
+            small = keys * token // chunks <= _GATHER_BYTES
             gather = not alone and (chunks >= layout.ring or small)
         return Cut(chunks, gather and layout.ring > 1, self._copies(q, mesh))
 

@@ -7,6 +7,7 @@ differ from tensor to tensor (q, k, v).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class HeadExchange:
         ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
         if len(ranks) == 1:
             return tuple(_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True))
-        if self._even and len({x.shape[3] for x in tensors}) == 1:
+        if self._even:
             return self._to_heads_even(tensors)
         outs = []
         for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
@@ -74,7 +75,7 @@ class HeadExchange:
             for place, x, each in zip(places, tensors, self.ranges, strict=True):
                 dense_copy(_heads(place, each[0]), x)
             return
-        if self._even and len({x.shape[3] for x in tensors}) == 1:
+        if self._even:
             self._to_sequence_even(tensors, places)
             return
         wide = [
@@ -152,9 +153,9 @@ class HeadExchange:
         Tokens are the first dim of what travels, so the ranks' pieces lie one after the other as
         the ring rank's tokens do.
         """
-        widths = self.widths()
-        batch, tokens, _, dim = tensors[0].shape
-        shape = (self.mesh.ulysses_degree, tokens, batch, sum(widths), dim)
+        batch, tokens = tensors[0].shape[:2]
+        dims = [x.shape[3] for x in tensors]
+        shape = self._packed_shape(tokens, batch, dims)
         parts = [_by_heads(x, each) for x, each in zip(tensors, self.ranges, strict=True)]
         got = tensors[0].new_empty(shape)
         if self.copies:
@@ -168,20 +169,21 @@ class HeadExchange:
                 got[mine].copy_(sent[mine])
         else:
             sent = torch.empty_like(got)
-            for place, part in zip(sent.split(widths, 3), parts, strict=True):
+            for place, part in zip(self._unpacked(sent, dims), parts, strict=True):
                 dense_copy(place, part)
             self._send(sent, got, [sent[0].numel()] * len(sent))
-        whole = got.view(-1, batch, sum(widths), dim)
-        return tuple(x.transpose(0, 1) for x in whole.split(widths, 2))
+        whole = self._unpacked(got.flatten(0, 1), dims)
+        return tuple(x.transpose(0, 1) for x in whole)
 
     def _to_sequence_even(
         self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
     ) -> None:
         """The way back. By messages, what leaves needs no copy if it is one dense tensor of one
         sample; copy engines bring what comes to its place."""
-        ranks, widths = self.mesh.ulysses_degree, self.widths()
-        batch, tokens, _, dim = places[0].shape
-        shape = (ranks, tokens, batch, sum(widths), dim)
+        ranks = self.mesh.ulysses_degree
+        batch, tokens = places[0].shape[:2]
+        dims = [x.shape[3] for x in places]
+        shape = self._packed_shape(tokens, batch, dims)
         parts = [x.transpose(0, 1).unflatten(0, (ranks, tokens)) for x in tensors]
         goals = [_by_heads(x, each) for x, each in zip(places, self.ranges, strict=True)]
         if self.copies:
@@ -191,11 +193,11 @@ class HeadExchange:
             sent = tensors[0].view(shape)
         else:
             sent = tensors[0].new_empty(shape)
-            for place, part in zip(sent.split(widths, 3), parts, strict=True):
+            for place, part in zip(self._unpacked(sent, dims), parts, strict=True):
                 dense_copy(place, part)
         got = torch.empty_like(sent)
         self._send(sent, got, [sent[0].numel()] * ranks)
-        for goal, part in zip(goals, got.split(widths, 3), strict=True):
+        for goal, part in zip(goals, self._unpacked(got, dims), strict=True):
             dense_copy(goal, part)
 
     def _copy_home(
@@ -228,9 +230,22 @@ class HeadExchange:
         rank's own is there too: to leave it out takes twice the calls, which the host pays for."""
         channel = self.mesh.channel("all_to_all", self.copies)
         sent = channel.room(shape, parts[0], parts[0].dtype)
-        for place, part in zip(sent.split(self.widths(), 3), parts, strict=True):
+        dims = [part.shape[4] for part in parts]
+        for place, part in zip(self._unpacked(sent, dims), parts, strict=True):
             dense_copy(place, part)
         return channel, sent
+
+    def _packed_shape(self, tokens: int, batch: int, dims: Sequence[int]) -> tuple[int, ...]:
+        """Of all that travels, ``[ranks, s, B, features]``: a token's heads of every tensor lie one
+        after the other."""
+        features = sum(width * dim for width, dim in zip(self.widths(), dims, strict=True))
+        return self.mesh.ulysses_degree, tokens, batch, features
+
+    def _unpacked(self, packed: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The tensors ``[..., h, D]`` in ``[..., features]``, views."""
+        shapes = list(zip(self.widths(), dims, strict=True))
+        parts = packed.split([width * dim for width, dim in shapes], -1)
+        return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
 
     @cached_property
     def _others(self) -> list[int]:
@@ -238,16 +253,16 @@ class HeadExchange:
         ranks, mine = self.mesh.ulysses_degree, self.mesh.ulysses_rank
         return [(mine + step) % ranks for step in range(1, ranks)]
 
-    def staging_bytes(self, batch: int, dim: int, size: int) -> int:
+    def staging_bytes(self, batch: int, dims: Sequence[int], size: int) -> int:
         """What a rank packs at most for one exchange that copy engines carry.
 
         Args:
-            batch, dim, size: of the tensors: samples, head dim, bytes of an element.
+            batch, dims, size: samples, each tensor's head dim, bytes of an element.
         """
         if not self.copies or self.mesh.ulysses_degree == 1 or not self._even:
             return 0
         tokens = self.layouts[0].length(self.mesh.rank)
-        return self.mesh.ulysses_degree * tokens * batch * sum(self.widths()) * dim * size
+        return math.prod(self._packed_shape(tokens, batch, dims)) * size
 
     def _exchange(self, leaving: Pieces, arriving: Pieces, add: Sequence[bool] = ()) -> None:
         """Any pieces, the same number for each rank; ``add`` says which ones are summed."""

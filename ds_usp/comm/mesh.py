@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -220,6 +220,19 @@ class SequenceMesh:
 
     def _has_room(self, kind: str, size: int) -> bool:
         return kind in self.engines and self.engines[kind].has_room(size)
+
+    def flat(self) -> SequenceMesh:
+        """The same ranks and communicators as one Ulysses axis, for what all of them exchange."""
+        return replace(
+            self,
+            ulysses_degree=self.sp_degree,
+            ring_degree=1,
+            ulysses_rank=self.rank,
+            ring_rank=0,
+            ulysses_group=self.sp_group,
+            kv_group=None,
+            dkv_group=None,
+        )
 
     @property
     def reserved_bytes(self) -> int:

@@ -30,15 +30,17 @@ class MaskSpec:
             every sample of a batch, or a list of them for each sample; tensors and arrays will do.
             A border that is repeated, as packers write it for a place that they leave empty, is
             a document without tokens and is dropped. Empty: the sequence is one document.
+        prefix: every query sees the first so many keys too, whatever the window is.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
-            at 0 or do not ascend.
+            at 0 or do not ascend; a prefix together with documents.
     """
 
     left: int | None = None
     right: int | None = None
     documents: tuple[Borders, ...] = ()
+    prefix: int = 0
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
@@ -49,6 +51,13 @@ class MaskSpec:
                     "None leaves that side open (a library's -1 is None here)"
                 )
         object.__setattr__(self, "documents", borders_of(self.documents))
+        if isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or self.prefix < 0:
+            raise ConfigError(f"prefix={self.prefix!r} must be a whole number of tokens, 0 or more")
+        if self.prefix and self.documents:
+            raise ConfigError(
+                f"a prefix of {self.prefix} tokens is the whole sequence's, and here it is "
+                "documents: leave one of the two out"
+            )
 
     @classmethod
     def causal(cls, documents: Any = ()) -> MaskSpec:
@@ -65,10 +74,21 @@ class MaskSpec:
         """Every token sees ``left`` tokens before it and ``right`` after it, and itself."""
         return cls(left, right, documents)
 
+    @classmethod
+    def prefix_lm(cls, prefix: int) -> MaskSpec:
+        """Causal, but the first ``prefix`` tokens see each other in both directions (T5's prefix
+        language model, arXiv 1910.10683)."""
+        return cls(None, 0, prefix=prefix)
+
     @property
     def is_causal(self) -> bool:
-        """True for the plain causal mask, without a window and of one document."""
-        return self.left is None and self.right == 0 and not self.documents
+        """True for the plain causal mask, without a window or prefix and of one document."""
+        return self == MaskSpec(None, 0)
+
+    @property
+    def is_full(self) -> bool:
+        """True where every query sees every key."""
+        return self == MaskSpec()
 
     @property
     def band(self) -> MaskSpec:
@@ -81,11 +101,14 @@ class MaskSpec:
         return len(self.documents) if len(self.documents) > 1 else None
 
     def check_length(self, seq_len: int, batch: int) -> None:
-        """Check that the documents are those of such a batch.
+        """Check that the documents, and the prefix, are those of such a batch.
 
         Raises:
-            ConfigError: documents that end elsewhere, or of another number of samples.
+            ConfigError: documents that end elsewhere, or of another number of samples; a prefix
+                that is longer.
         """
+        if self.prefix > seq_len:
+            raise ConfigError(f"a prefix of {self.prefix} tokens in a sequence of {seq_len}")
         for sample, borders in enumerate(self.documents):
             if borders[-1] != seq_len:
                 raise ConfigError(
@@ -105,6 +128,8 @@ class MaskSpec:
             borders = self.documents[sample if len(self.documents) > 1 else 0]
             if bisect_right(borders, query) != bisect_right(borders, key):
                 return False
+        if key < self.prefix:
+            return True
         distance = key - query
         return (self.left is None or -self.left <= distance) and (
             self.right is None or distance <= self.right
@@ -114,6 +139,7 @@ class MaskSpec:
         text = f"window({self.left}, {self.right})"
         if self.left is None and self.right in (0, None):
             text = "causal" if self.right == 0 else "full"
+        text += f" with a prefix of {self.prefix}" if self.prefix else ""
         return f"{text} in {_shown(self.documents)}" if self.documents else text
 
 

@@ -129,6 +129,7 @@ def ring_schedule(
     support: TileSupport = ANY_BAND,
     gather: bool = False,
     place: Place = "alone",
+    kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
     """Plan one rank's steps.
 
@@ -146,65 +147,73 @@ def ring_schedule(
             ``"first"``: only the own block hides the arrival. ``"later"``: the part before hides
             it, so the own block is computed together with gathered ones where that takes fewer
             kernel calls: they are larger, and there are fewer sums.
+        kv_layout: where the keys are, if they are of another sequence than the queries.
     """
-    own = _own_step(layout, mask, ring_rank, support)
-    useful = [offset for offset in _useful_offsets(layout, mask) if offset]
+    shards = _Shards(layout, kv_layout or layout, mask)
+    own = _own_step(shards, ring_rank, support)
+    useful = [offset for offset in _useful_offsets(shards) if offset]
     visits = [[offset] for offset in useful]
     if gather:
         visits = [useful[:1], useful[1:]] if place == "alone" else [useful]
     visits = [visit for visit in visits if visit]
-    others = tuple(_step(layout, mask, ring_rank, visit, support) for visit in visits)
+    others = tuple(_step(shards, ring_rank, visit, support) for visit in visits)
     steps = backward = (own, *others)
     if others and place == "alone":
         length = layout.ring_length(ring_rank)
         first, last = (
-            _own_step(layout, mask, ring_rank, support, rows)
+            _own_step(shards, ring_rank, support, rows)
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *others, last)
     taken = (
-        sum(piece.length for piece in _taken(layout, mask, rank, visit))
+        sum(piece.length for piece in _taken(shards, rank, visit))
         for visit in visits
         for rank in range(layout.ring)
     )
     if gather and place == "later" and others and others[0].takes:
-        whole = _step(layout, mask, ring_rank, [*useful, 0], support)
+        whole = _step(shards, ring_rank, [*useful, 0], support)
         if len(whole.calls) < len(own.calls) + len(others[0].calls):
             steps = backward = (whole,)
-    owned = max(layout.ring_length(rank) for rank in range(layout.ring))
+    owned = max(shards.keys.ring_length(rank) for rank in range(layout.ring))
     return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
 
 
+class _Shards(NamedTuple):
+    """Where queries and keys are, and which of them meet."""
+
+    queries: TokenLayout
+    keys: TokenLayout
+    mask: MaskSpec
+
+
 def _own_step(
-    layout: TokenLayout,
-    mask: MaskSpec,
+    shards: _Shards,
     ring_rank: int,
     support: TileSupport,
     rows: tuple[int, int] | None = None,
 ) -> RingStep:
     """This rank's own block, for all query rows or for some."""
-    mine = layout.ring_segments(ring_rank)
-    length = layout.ring_length(ring_rank)
-    calls = _calls(mine, mine, mask, support, rows or (0, length))
-    return RingStep(True, (Piece(ring_rank, 0, length),), (), (), calls)
+    queries, keys = (each.ring_segments(ring_rank) for each in shards[:2])
+    rows = rows or (0, shards.queries.ring_length(ring_rank))
+    calls = _calls(queries, keys, shards.mask, support, rows)
+    return RingStep(True, (Piece(ring_rank, 0, shards.keys.ring_length(ring_rank)),), (), (), calls)
 
 
 def _step(
-    layout: TokenLayout,
-    mask: MaskSpec,
+    shards: _Shards,
     ring_rank: int,
     offsets: Sequence[int],
     support: TileSupport,
 ) -> RingStep:
     """The blocks of the ranks some offsets before this one; offset 0 is this rank itself."""
-    takes = _taken(layout, mask, ring_rank, offsets)
-    users = sorted((ring_rank + offset) % layout.ring for offset in offsets)
+    takes = _taken(shards, ring_rank, offsets)
+    users = sorted((ring_rank + offset) % shards.keys.ring for offset in offsets)
     gives, given_at = [], []
     for user in users:
         if user == ring_rank:
             continue
         at = 0
-        for owner, start, stop in _taken(layout, mask, user, offsets):
+        for owner, start, stop in _taken(shards, user, offsets):
             if owner == ring_rank:
                 gives.append(Piece(user, start, stop))
                 given_at.append(at)
@@ -212,9 +221,9 @@ def _step(
     keys = tuple(
         segment
         for owner, start, stop in takes
-        for segment in cut(layout.ring_segments(owner), start, stop)
+        for segment in cut(shards.keys.ring_segments(owner), start, stop)
     )
-    calls = _calls(layout.ring_segments(ring_rank), keys, mask, support)
+    calls = _calls(shards.queries.ring_segments(ring_rank), keys, shards.mask, support)
     return RingStep(False, takes, tuple(gives), tuple(given_at), calls)
 
 
@@ -239,28 +248,27 @@ def _calls(
     return calls_of(tiles, stop - start, columns)
 
 
-def _taken(
-    layout: TokenLayout, mask: MaskSpec, ring_rank: int, offsets: Sequence[int]
-) -> tuple[Piece, ...]:
+def _taken(shards: _Shards, ring_rank: int, offsets: Sequence[int]) -> tuple[Piece, ...]:
     """What a rank takes from those some offsets before it, the farthest first.
 
     In this order the keys that a causal zigzag's front half sees lie next to each other, and those
     of both halves end at their diagonals.
     """
-    runs = visible_runs(layout, mask)[ring_rank]
+    runs = visible_runs(shards.queries, shards.mask, shards.keys)[ring_rank]
     pieces: list[Piece] = []
     for offset in sorted(offsets, reverse=True):
-        owner = (ring_rank - offset) % layout.ring
-        seen = runs[owner] if offset else ((0, layout.ring_length(owner)),)
+        owner = (ring_rank - offset) % shards.keys.ring
+        seen = runs[owner] if offset else ((0, shards.keys.ring_length(owner)),)
         pieces += (Piece(owner, *run) for run in seen)
     return tuple(pieces)
 
 
-def _useful_offsets(layout: TokenLayout, mask: MaskSpec) -> tuple[int, ...]:
+def _useful_offsets(shards: _Shards) -> tuple[int, ...]:
     """How far before their users the owners stand of which anything is seen."""
-    ranks, runs = range(layout.ring), visible_runs(layout, mask)
+    runs = visible_runs(shards.queries, shards.mask, shards.keys)
+    ranks = range(shards.keys.ring)
     return tuple(
         offset
         for offset in ranks
-        if offset == 0 or any(runs[rank][(rank - offset) % layout.ring] for rank in ranks)
+        if offset == 0 or any(runs[rank][(rank - offset) % len(ranks)] for rank in ranks)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
@@ -101,6 +101,7 @@ class TileSupport:
 
 
 ANY_BAND = TileSupport()
+_EVERYONE = MaskSpec.full()
 
 
 def plan_tiles(
@@ -126,7 +127,7 @@ def plan_tiles(
         Tiles by document, ascending.
 
     Raises:
-        LayoutError: runs of different stride, whose common pairs are no band.
+        LayoutError: runs of different stride under a window, whose common pairs are no band.
         UnsupportedAttentionError: a window for a kernel that has none.
     """
     borders = mask.documents[sample] if mask.documents else ()
@@ -141,25 +142,39 @@ def plan_tiles(
 
 def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
     """One tile for each two runs that have a pair."""
-    tiles = (_tile(q, q_at, k, k_at, mask) for q, q_at in queries for k, k_at in keys)
+    tiles = (_tile(*pair) for pair in _meetings(queries, keys, mask))
     return [tile for tile in tiles if tile is not None]
+
+
+def _meetings(
+    queries: Shard, keys: Shard, mask: MaskSpec
+) -> Iterator[tuple[Segment, int, Segment, int, MaskSpec]]:
+    """Each two runs, where they begin, and the window that holds between them: none before the
+    end of the prefix."""
+    for k, k_at in keys:
+        inside = min(max(0, -(-(mask.prefix - k.start) // k.stride)), k.length)
+        first, rest = (k.cut(0, inside), k.cut(inside, k.length)) if inside else (k, k)
+        for q, q_at in queries:
+            if inside:
+                yield q, q_at, first, k_at, _EVERYONE
+            if rest.length:
+                yield q, q_at, rest, k_at + inside, mask
 
 
 def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
     """Of each two runs the keys, half open, that some query sees: the columns of their tile."""
     found = []
-    for q, _ in queries:
-        for k, at in keys:
-            low, high = _bounds(q, k, mask)
-            start, stop = max(0, low), min(k.length, high + q.length)
-            if low <= high and start < stop:
-                found.append((at + start, at + stop))
+    for q, _, k, at, window in _meetings(queries, keys, mask):
+        low, high = _bounds(q, k, window)
+        start, stop = max(0, low), min(k.length, high + q.length)
+        if low <= high and start < stop:
+            found.append((at + start, at + stop))
     return found
 
 
 def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
     """Bounds of ``j - i`` for the pairs of two runs, counted from their first tokens."""
-    if q.stride != k.stride:
+    if q.stride != k.stride and (mask.left, mask.right) != (None, None):
         raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
     # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
     apart = k.start - q.start

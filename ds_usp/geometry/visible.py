@@ -18,23 +18,28 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=64)
-def visible_runs(layout: TokenLayout, mask: MaskSpec) -> tuple[tuple[Runs, ...], ...]:
+def visible_runs(
+    layout: TokenLayout, mask: MaskSpec, kv_layout: TokenLayout | None = None
+) -> tuple[tuple[Runs, ...], ...]:
     """Half-open runs of the owner's tokens that the user's queries see, by user and owner.
 
     Tokens that nobody sees are among them where the gap that they make is short. Of several
     samples, what any of them sees.
     """
     ranks = range(layout.ring)
-    segments = [layout.ring_segments(rank) for rank in ranks]
+    kv_layout = kv_layout or layout
+    segments, kv_segments = ([x.ring_segments(r) for r in ranks] for x in (layout, kv_layout))
     seen: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
     for borders in mask.documents or ((),):
-        shards = [cut_at_borders(each, borders) for each in segments]
+        shards, kv_shards = (
+            [cut_at_borders(each, borders) for each in x] for x in (segments, kv_segments)
+        )
         for user in ranks:
             for owner in ranks:
-                queries, keys, runs = shards[user], shards[owner], seen[user][owner]
+                queries, keys, runs = shards[user], kv_shards[owner], seen[user][owner]
                 for document in queries.keys() & keys.keys():
                     runs += visible_columns(queries[document], keys[document], mask)
-    gaps = [max(1, -(-layout.ring_length(owner) // _LEAST_GAP)) for owner in ranks]
+    gaps = [max(1, -(-kv_layout.ring_length(owner) // _LEAST_GAP)) for owner in ranks]
     return tuple(
         tuple(_united(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
     )

@@ -15,6 +15,7 @@ import torch
 from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+from ds_usp.kernels.scores import PLAIN, ScoreChange, ScoreSpec
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,12 @@ class KernelRequest:
     """What a call needs from a kernel, the same on every rank.
 
     Args:
+        head_dim: of queries and keys.
         mask: the window; documents change no kernel's answer, and there are others every time.
         documents: the mask has documents.
+        value_dim: of values and outputs; None: the same.
+        scores: what becomes of the scores.
+        deterministic: two calls alike give the same bits, backward too.
     """
 
     device: str
@@ -31,6 +36,21 @@ class KernelRequest:
     head_dim: int
     mask: MaskSpec
     documents: bool = False
+    value_dim: int | None = None
+    scores: ScoreSpec = PLAIN
+    deterministic: bool = False
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    def __str__(self) -> str:
+        keys, values = self.head_dims
+        dims = f"head dim {keys}" + (f" (values {values})" if values != keys else "")
+        extra = "" if self.scores == PLAIN else f", {self.scores}"
+        extra += ", deterministic" if self.deterministic else ""
+        return f"{self.dtype} on {self.device} with {dims} and a {self.mask} mask{extra}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,12 @@ class KernelCaps:
         tiles: bands it computes in one call.
         varlen: it computes the tiles of many documents in one call; else it takes one by one.
         wide_gradients: it returns gradients in fp32; they then travel so.
+        scores: what it does to scores besides scaling and masking them, of
+            ``ds_usp.kernels.scores.FEATURES``; then it has ``with_scores``.
+        value_dims: values may have another head dim than keys. To the others both come filled up
+            with zeros to the larger one (``ds_usp.kernels.one_dim``).
+        deterministic: its gradients are the same bits every time where torch's deterministic
+            algorithms are asked for.
     """
 
     devices: frozenset[str]
@@ -54,6 +80,9 @@ class KernelCaps:
     tiles: TileSupport = ANY_BAND
     varlen: bool = False
     wide_gradients: bool = False
+    scores: frozenset[str] = frozenset()
+    value_dims: bool = False
+    deterministic: bool = False
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""
@@ -62,13 +91,15 @@ class KernelCaps:
         if request.dtype not in self.dtypes:
             known = ", ".join(sorted(_short(dtype) for dtype in self.dtypes))
             return f"takes {known}, not {_short(request.dtype)}"
-        if self.max_head_dim is not None and request.head_dim > self.max_head_dim:
-            return f"takes head dims up to {self.max_head_dim}, not {request.head_dim}"
-        if request.head_dim % self.head_dim_multiple:
-            return (
-                f"takes head dims that are multiples of {self.head_dim_multiple}, "
-                f"not {request.head_dim}"
-            )
+        for dim in request.head_dims if self.value_dims else [max(request.head_dims)]:
+            if self.max_head_dim is not None and dim > self.max_head_dim:
+                return f"takes head dims up to {self.max_head_dim}, not {dim}"
+            if dim % self.head_dim_multiple:
+                return f"takes head dims that are multiples of {self.head_dim_multiple}, not {dim}"
+        if lacking := request.scores.features - self.scores:
+            return f"has no {' and no '.join(sorted(lacking))}"
+        if request.deterministic and not self.deterministic:
+            return "has no deterministic backward"
         if request.mask.left is not None and not self.tiles.window:
             return f"has no sliding window, asked for {request.mask}"
         return None
@@ -119,6 +150,9 @@ class AttentionKernel(Protocol):
             ``[B, columns, G, D]``.
         """
 
+    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+        """The same kernel for scores that are changed so; asked only for what it declares."""
+
 
 class SingleTileKernel:
     """Base of kernels that compute one tile a call: cuts the tensors, the library does the rest."""
@@ -167,11 +201,12 @@ class SingleTileKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of several tiles, one after the other; q, k, v are the rows and columns of the call."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide if self.caps.wide_gradients else q.dtype)
+        dtype = wide if self.caps.wide_gradients else q.dtype
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
         for samples, tile in _each_tile(call):
             rows, columns = _places(call, tile)
-            part, part_lse = self.tile_forward(
+            part, part_lse = self.for_samples(samples).tile_forward(
                 q[samples, rows], k[samples, columns], v[samples, columns], tile, scale
             )
             out[samples, rows] = part
@@ -195,7 +230,7 @@ class SingleTileKernel:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
         for samples, tile in _each_tile(call):
             rows, columns = _places(call, tile)
-            parts = self.tile_backward(
+            parts = self.for_samples(samples).tile_backward(
                 dout[samples, rows],
                 q[samples, rows],
                 k[samples, columns],
@@ -209,6 +244,14 @@ class SingleTileKernel:
             for total, part, place in zip((dq, dk, dv), parts, places, strict=True):
                 total[place] = part  # no other tile of the call has them
         return dq, dk, dv
+
+    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        raise NotImplementedError
+
+    def for_samples(self, samples: slice) -> SingleTileKernel:
+        """The kernel for some samples of the batch; itself, unless it tells them apart."""
+        return self
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float

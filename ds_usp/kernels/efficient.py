@@ -31,6 +31,8 @@ class EfficientKernel(SingleTileKernel):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         head_dim_multiple=8,
         tiles=TileSupport(window=False),
+        value_dims=True,
+        deterministic=True,
     )
 
     def __init__(self) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 from packaging.version import Version
 
 from ds_usp.geometry.tiles import TileSupport
 from ds_usp.kernels.api import KernelCaps, require_capability
 from ds_usp.kernels.named_call import NamedCall
+from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
-_OLDEST = Version("2.6")
+_OLDEST, _OLDEST_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
 _SHARED = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
 
 _torch_forward = torch.ops.aten._flash_attention_forward
@@ -31,6 +35,8 @@ class Flash2Kernel(VarlenKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         tiles=TileSupport(tall=False),
+        scores=frozenset({SOFTCAP}),
+        deterministic=True,
         varlen=True,
     )
 
@@ -41,6 +47,15 @@ class Flash2Kernel(VarlenKernel):
             self._library = _Package()
         except (ImportError, AttributeError):
             self._library = _Torch()
+        if not self._library.has_softcap:
+            self.caps = replace(self.caps, scores=frozenset())
+
+    def with_scores(self, change: ScoreChange) -> Flash2Kernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        changed = copy(self)
+        changed._library = copy(self._library)
+        changed._library.softcap = change.spec.softcap or 0.0
+        return changed
 
     def tile_forward(
         self,
@@ -82,6 +97,8 @@ class _Package:
 
         if Version(flash_attn.__version__) < _OLDEST:
             raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_OLDEST}")
+        self.softcap = 0.0  # none
+        self.has_softcap = Version(flash_attn.__version__) >= _OLDEST_SOFTCAP
         forward = (*_SHARED, "return_softmax")
         backward = (
             *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
@@ -109,7 +126,7 @@ class _Package:
             k=k,
             v=v,
             dropout_p=0.0,
-            softcap=0.0,
+            softcap=self.softcap,
             alibi_slopes=None,
             return_softmax=False,
             **named(lengths),
@@ -145,7 +162,7 @@ class _Package:
             dk=dk,
             dv=dv,
             dropout_p=0.0,
-            softcap=0.0,
+            softcap=self.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
             **named(lengths),
@@ -163,6 +180,7 @@ class _Torch:
     def __init__(self) -> None:
         if not torch.backends.cuda.is_flash_attention_available():
             raise ImportError("neither flash-attn is here nor FlashAttention in this torch")
+        self.softcap, self.has_softcap = 0.0, False
 
     def forward(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from ds_usp.kernels.api import KernelCaps, require_capability
 from ds_usp.kernels.named_call import NamedCall
+from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
-_SHARED = ("q", "k", "v", *Lengths._fields)
+_SHARED = ("q", "k", "v", "softcap", *Lengths._fields)
 
 
 class Flash3Kernel(VarlenKernel):
@@ -20,6 +23,8 @@ class Flash3Kernel(VarlenKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
+        scores=frozenset({SOFTCAP}),
+        deterministic=True,
         varlen=True,
     )
 
@@ -27,12 +32,19 @@ class Flash3Kernel(VarlenKernel):
         require_capability(9, "FlashAttention-3", only=True)
         import flash_attn_interface as library
 
+        self._softcap = 0.0  # none
         # Versions without num_splits return the log-sum-exp in another place.
         self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "num_splits")
         self._bwd = NamedCall(
             library._flash_attn_backward,
             *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
         )  # fmt: skip
+
+    def with_scores(self, change: ScoreChange) -> Flash3Kernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        changed = copy(self)
+        changed._softcap = change.spec.softcap or 0.0
+        return changed
 
     def tile_forward(
         self,
@@ -43,7 +55,16 @@ class Flash3Kernel(VarlenKernel):
         scale: float,
         lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, num_splits=1, **named(lengths))
+        out, lse, *_ = self._fwd(
+            tile,
+            scale,
+            q=q,
+            k=k,
+            v=v,
+            softcap=self._softcap,
+            num_splits=1,
+            **named(lengths),
+        )
         return out, lse
 
     def tile_backward(
@@ -71,6 +92,7 @@ class Flash3Kernel(VarlenKernel):
             dq=dq,
             dk=dk,
             dv=dv,
+            softcap=self._softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **named(lengths),
         )

@@ -44,11 +44,13 @@ class OutputSum:
     is taken over as it is, so one kernel call costs no merge.
 
     Args:
-        q: the query shard ``[B, S, H, D]``, for shape, dtype and device.
+        q: the query shard ``[B, S, H, .]``, for shape, dtype and device.
+        dim: head dim of the output; the queries' if None.
     """
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q: torch.Tensor, dim: int | None = None) -> None:
         self._q = q
+        self._shape = (*q.shape[:3], dim or q.shape[3])
         self._parts: list[_Part] = []
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -69,7 +71,7 @@ class OutputSum:
             return out.to(self._q.dtype), lse
         if len(self._parts) == 1 and self._parts[0].value.shape[1] == self._q.shape[1]:
             return self._parts[0].value.to(self._q.dtype), self._parts[0].lse
-        out, lse = _dense_like(self._q, self._q.dtype), self._new_lse()
+        out, lse = self._q.new_empty(self._shape), self._new_lse()
         self._settle(out, lse)
         return out, lse
 
@@ -95,7 +97,7 @@ class OutputSum:
         """Sum the parts into the accumulators."""
         if self._sums is None:
             wide = torch.promote_types(self._q.dtype, torch.float32)
-            self._sums = _dense_like(self._q, wide).zero_(), self._new_lse()
+            self._sums = self._q.new_zeros(self._shape, dtype=wide), self._new_lse()
         out, lse = self._sums
         for start, stop, value, part_lse in self._parts:
             rows = out[:, start:stop], lse[:, :, start:stop]

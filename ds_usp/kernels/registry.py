@@ -9,6 +9,7 @@ from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
+from ds_usp.kernels.one_dim import OneDimKernel
 
 Reason = str | Exception
 
@@ -54,13 +55,16 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
             elif request.documents and not kernel.caps.varlen:
                 others.append(kernel)
             else:
-                return kernel
+                return _fitted(kernel, request)
     if others:
-        return others[0]
-    raise UnsupportedAttentionError(
-        f"no attention kernel serves {request.dtype} on {request.device} with head dim "
-        f"{request.head_dim} and a {request.mask} mask:\n" + "\n".join(reasons)
-    )
+        return _fitted(others[0], request)
+    raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
+
+
+def _fitted(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
+    """The kernel for the head dims of the request."""
+    keys, values = request.head_dims
+    return kernel if keys == values or kernel.caps.value_dims else OneDimKernel(kernel)
 
 
 @lru_cache(maxsize=1024)

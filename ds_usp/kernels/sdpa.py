@@ -20,6 +20,7 @@ class SdpaKernel(SingleTileKernel):
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16}),
         tiles=TileSupport(rectangular=False, window=True),
+        deterministic=True,
     )
 
     def tile_forward(

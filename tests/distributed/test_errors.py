@@ -13,6 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
+from ds_usp.attention.scores import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING
 
 WORLD = 4
@@ -40,7 +41,8 @@ class Call:
     scale: Any = None
     kernel: Any = "auto"
     tuning: Any = AUTO_TUNING
-    dropout: float = 0.0
+    dropout: Any = 0.0
+    scores: Any = NO_SCORES
     batch_dim: Any = 0
     rotary: int = 0  # tokens of cos and sin, 0: none
     num_kv_heads: int | None = None
@@ -65,6 +67,7 @@ class Call:
                 dropout_p=self.dropout,
                 kernel=self.kernel,
                 tuning=self.tuning,
+                scores=self.scores,
             )
             return
         local = torch.nn.Identity()
@@ -140,12 +143,6 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
     "batch": (WAYS, {"k": (2, 8, 4, 16)}, "ConfigError", ["q [1, 8, 8, 16]", "k [2, 8, 4, 16]"]),
     "tokens": (WAYS, {"v": (1, 7, 4, 16)}, "ConfigError", ["k [1, 8, 4, 16]", "v [1, 7, 4, 16]"]),
     "key dim": (WAYS, {"k": (1, 8, 4, 8)}, "ConfigError", ["q [1, 8, 8, 16]", "k [1, 8, 4, 8]"]),
-    "value dim": (  # with ring 1 the local attention decides
-        WAYS[:2],
-        {"v": (1, 8, 4, 8)},
-        "UnsupportedAttentionError",
-        ["values of head dim 8", "keys of 16", "pad the values to 16"],
-    ),
     "nothing": (
         WAYS,
         {"q": (0, 8, 8, 16), "k": (0, 8, 4, 16), "v": (0, 8, 4, 16)},
@@ -184,7 +181,13 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
         WAYS[:2],
         {"dropout": 0.1},
         "UnsupportedAttentionError",
-        ["dropout 0.1", "ulysses 2 x ring 2", "--attention-dropout 0", "--ulysses-degree 4"],
+        [
+            "dropout 0.1",
+            "ulysses 2 x ring 2",
+            "--attention-dropout 0",
+            "--ulysses-degree 4",
+            "scores=Scores(dropout_seed=...)",
+        ],
     ),
     "unknown kernel": (
         WAYS[:2],

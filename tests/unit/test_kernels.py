@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import oracle
 import pytest
@@ -109,11 +110,12 @@ def truth(
     scale: float,
     rows: slice = slice(None),
     columns: slice = slice(None),
+    **changes: Any,
 ) -> Tensors:
-    """The oracle's results for some rows and columns of the tensors."""
+    """The oracle's results for some rows and columns of the tensors, its scores changed or not."""
     q = x["q"][:, rows].double().requires_grad_()
     k, v = (x[n][:, columns].double().requires_grad_() for n in "kv")
-    out, lse = oracle.dense_attention(q, k, v, allowed, scale)
+    out, lse = oracle.dense_attention(q, k, v, allowed, scale, **changes)
     grads = torch.autograd.grad(out, (q, k, v), x["dout"][:, rows].double())
     return dict(zip(RESULTS, (out, lse, *grads), strict=True))
 
@@ -122,7 +124,7 @@ def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> T
     """One kernel call, forward and backward, as the ring makes them."""
     q, k, v, dout = (x[n] for n in ("q", "k", "v", "dout"))
     part, part_lse = kernel.forward(q, k, v, KernelCall.of(tile), scale=scale)
-    out = torch.full_like(q, float("nan"))  # rows outside the tile must not be read
+    out = torch.full_like(dout, float("nan"))  # rows outside the tile must not be read
     lse = torch.full((2, q.shape[2], q.shape[1]), float("nan"), dtype=part_lse.dtype)
     out[:, tile.q_start : tile.q_stop] = part.to(q.dtype)
     lse[:, :, tile.q_start : tile.q_stop] = part_lse

@@ -24,6 +24,7 @@ NAMES = {
     "MeshError",
     "PatchError",
     "RankGrid",
+    "Scores",
     "SequenceMesh",
     "TokenLayout",
     "Tuning",
@@ -33,11 +34,15 @@ NAMES = {
     "UnsupportedAttentionError",
     "__version__",
     "usp_attention",
+    "usp_joint_attention",
 }
 
 # Parameters that callers write; a new one may only be added at the end, by keyword.
 PARAMETERS = {
-    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning",
+    "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning "
+    "scores kv_layout",
+    "usp_joint_attention": "q k v joint_q joint_k joint_v mesh layout mask joint_front "
+    "softmax_scale dropout_p kernel tuning scores",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
@@ -51,7 +56,9 @@ PARAMETERS = {
     "TokenLayout.gather": "self shards dim",
     "TokenLayout.positions": "self rank",
     "Tuning": "chunks gather copies",
-    "MaskSpec": "left right documents",
+    "Scores": "softcap alibi_slopes sinks dropout_seed",
+    "MaskSpec": "left right documents prefix",
+    "MaskSpec.prefix_lm": "prefix",
     "MaskSpec.causal": "documents",
     "MaskSpec.full": "documents",
     "MaskSpec.window": "left right documents",

@@ -1,0 +1,130 @@
+"""Attention of a sequence over the ranks together with tokens that every rank has."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_usp.attention.functional import exchange, usp_attention
+from ds_usp.attention.request import agreed
+from ds_usp.attention.scores import NO_SCORES, Scores
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.joint import JointLayout, ShardsInOrder
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.kernels.registry import AUTO
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def usp_joint_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    joint_q: torch.Tensor,
+    joint_k: torch.Tensor,
+    joint_v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    joint_front: bool = True,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    kernel: str = AUTO,
+    tuning: Tuning = AUTO_TUNING,
+    scores: Scores = NO_SCORES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`usp_attention` over a sequence and tokens that every rank has, as one sequence.
+
+    As in diffusion transformers, where an image is spread over the ranks and its text is not. Each
+    rank takes its share of the joint tokens into its share of the sequence, so they are computed
+    once, evenly; at the end the ranks gather the joint tokens' outputs. Collective over the mesh.
+
+    Beside the attention of all tokens it costs one all-gather of ``joint_out`` forward and the
+    same bytes backward; and with Ulysses ranks their exchange is packed piece by piece and goes by
+    messages.
+
+    Shapes:
+        q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]``, joint_q,
+        joint_k, joint_v alike with ``[b, joint]`` tokens, the same values on every rank -> out
+        ``[b, s_local, h, e]`` and joint_out ``[b, joint, h, e]``, the same on every rank.
+
+    Gradients of the joint tensors are each rank's share: the sum over the ranks of the mesh is
+    the gradient, as it is for the weights that made them. What the ranks give as gradients of
+    joint_out is summed likewise. So layers on the joint tokens, computed on every rank alike,
+    have gradients that what sums those of other weights sums too.
+
+    Args:
+        layout: of the sequence without the joint tokens, which are laid out by the same kind.
+        mask: over both, in positions of both together.
+        joint_front: joint tokens come first, else last.
+
+    The others are those of :func:`usp_attention`, which says what is raised, on every rank.
+
+    Raises:
+        LayoutError: fewer joint tokens than ranks.
+    """
+
+    def check() -> tuple[str, JointLayout]:
+        joint = _checked((q, k, v), (joint_q, joint_k, joint_v))
+        if not isinstance(joint_front, bool):
+            raise ConfigError(f"joint_front={joint_front!r} must be True or False")
+        both = JointLayout.of(layout, joint, joint_front)
+        return f"{both}, {both.parts[0]}", both
+
+    both = agreed(mesh, check, q)
+    share = both.parts[0]
+    pieces = [
+        (share.shard(mine, 1, mesh.rank), x)
+        for mine, x in ((joint_q, q), (joint_k, k), (joint_v, v))
+    ]
+    whole = [torch.cat(each if joint_front else each[::-1], dim=1) for each in pieces]
+    out = usp_attention(
+        whole[0],
+        whole[1],
+        whole[2],
+        mesh=mesh,
+        layout=both,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        dropout_p=dropout_p,
+        kernel=kernel,
+        tuning=tuning,
+        scores=scores,
+    )
+    lengths = [each.shape[1] for each in (pieces[0] if joint_front else pieces[0][::-1])]
+    parts = out.split(lengths, dim=1)
+    joint_out, own = parts if joint_front else parts[::-1]
+    every_head = ((0, out.shape[2]),) * mesh.sp_degree
+    gather = HeadExchange(mesh.flat(), (ShardsInOrder.of(share),), (every_head,))
+    (shares,) = exchange(gather, True, joint_out)
+    lengths = [share.length(rank) for rank in range(mesh.sp_degree)]
+    return own, share.gather(shares.split(lengths, dim=1), 1)
+
+
+def _checked(own: Triple, joint: Triple) -> int:
+    """Check that joint tensors fit the others; how many tokens they have.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    tokens = {x.shape[1] for x in joint if x.ndim == 4}
+    fits = all(
+        x.ndim == y.ndim == 4
+        and (x.shape[0], *x.shape[2:], x.dtype, x.device)
+        == (y.shape[0], *y.shape[2:], y.dtype, y.device)
+        for x, y in zip(own, joint, strict=True)
+    )
+    if not fits or len(tokens) != 1:
+        shown = "; ".join(
+            f"{name} {list(x.shape)}, joint_{name} {list(y.shape)}"
+            for name, x, y in zip("qkv", own, joint, strict=True)
+        )
+        raise ConfigError(
+            "joint tensors must share everything but the tokens with q, k and v, dtype and device "
+            f"too, and be as long as each other: {shown}"
+        )
+    return tokens.pop()

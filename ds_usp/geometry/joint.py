@@ -1,0 +1,82 @@
+"""Tokens that every rank has, laid into a sequence that is spread over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.segments import Segment, join
+
+
+@dataclass(frozen=True)
+class JointLayout(TokenLayout):
+    """Two sequences as one: each rank's shares of both, laid out by the same kind.
+
+    So whatever balances the work of each sequence balances that of the two. A rank stores its
+    share of the earlier one first. ``seq_len`` is the length of both together.
+
+    Args:
+        joint: tokens of the joint sequence, at least one for every rank.
+        front: they come before the others, else after them.
+
+    Raises:
+        LayoutError: fewer tokens of either sequence than every rank needs.
+    """
+
+    joint: int = 0
+    front: bool = True
+
+    @classmethod
+    def of(cls, layout: TokenLayout, joint: int, front: bool) -> JointLayout:
+        """A sequence's layout with so many joint tokens before or after it."""
+        shape = layout.ulysses, layout.ring, layout.order
+        return cls(layout.kind, layout.seq_len + joint, *shape, joint=joint, front=front)
+
+    @property
+    def parts(self) -> tuple[TokenLayout, TokenLayout]:
+        """Of the joint sequence alone and of the other one alone."""
+        shape = self.ulysses, self.ring, self.order
+        lengths = self.joint, self.seq_len - self.joint
+        joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
+        return joint, other
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """See :meth:`TokenLayout.segments`."""
+        return _segments(self, rank)
+
+    def __str__(self) -> str:
+        where = "before" if self.front else "after"
+        return f"{self.joint} joint tokens {where} {self.parts[1]}"
+
+
+@dataclass(frozen=True)
+class ShardsInOrder(TokenLayout):
+    """The shards of a layout as if they were a sequence, rank after rank on one Ulysses axis: what
+    :meth:`TokenLayout.gather` takes.
+
+    Args:
+        degrees: Ulysses and ring of the layout itself.
+    """
+
+    degrees: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of(cls, layout: TokenLayout) -> ShardsInOrder:
+        """Of a layout, on the same ranks."""
+        degrees = layout.ulysses, layout.ring
+        return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """See :meth:`TokenLayout.segments`."""
+        whole = TokenLayout(self.kind, self.seq_len, *self.degrees, self.order)
+        before = sum(whole.length(each) for each in range(rank))
+        return (Segment(before, whole.length(rank)),)
+
+
+@lru_cache(maxsize=4096)
+def _segments(layout: JointLayout, rank: int) -> tuple[Segment, ...]:
+    parts = layout.parts if layout.front else layout.parts[::-1]
+    first, second = (part.segments(rank) for part in parts)
+    shift = parts[0].seq_len
+    return join([*first, *(replace(each, start=each.start + shift) for each in second)])

@@ -1,0 +1,111 @@
+"""Calls with joint tokens as data, and the function that compares one on a rank with the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import oracle
+import torch
+import torch.distributed as dist
+from cases import SEED, mesh_of
+from harness import RankContext
+
+import ds_usp
+from ds_usp import MaskSpec
+from ds_usp.attention.tuning import AUTO_TUNING
+
+FULL = MaskSpec.full()
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A call: the sequence's tokens, the joint ones, the mask."""
+
+    layout: str = "zigzag"
+    tokens: int = 40
+    joint: int = 17
+    front: bool = True
+    mask: MaskSpec = FULL
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 4
+    value_dim: int = 16
+    sinks: bool = False
+    dropout_p: float = 0.0
+    tuning: ds_usp.Tuning = AUTO_TUNING
+
+
+def run(ctx: RankContext, cases: list[Joint], ulysses: int) -> list[dict[str, float]]:
+    return [errors(ctx, case, mesh_of(ulysses)) for case in cases]
+
+
+def errors(ctx: RankContext, case: Joint, mesh: ds_usp.SequenceMesh) -> dict[str, float]:
+    """Relative errors of this rank's outputs and gradients; gradients of joint tensors, to which
+    every rank's joint_out has contributed, summed over the ranks."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(tokens: int, heads: int, dim: int) -> torch.Tensor:
+        drawn = torch.randn(2, tokens, heads, dim, generator=generator, dtype=torch.float64)
+        return drawn.to(case.dtype)
+
+    shapes = [(8, 16), (case.kv_heads, 16), (case.kv_heads, case.value_dim)]
+    full = [draw(case.tokens, *shape) for shape in shapes]
+    joint = [draw(case.joint, *shape).requires_grad_() for shape in shapes]
+    dout = draw(case.tokens, 8, case.value_dim)
+    djoint = [draw(case.joint, 8, case.value_dim) for _ in range(ctx.world)]
+    sinks = torch.linspace(-1.0, 3.0, 8) if case.sinks else None
+
+    layout = mesh.layout(case.layout, case.tokens)
+    mine = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full]
+    out, joint_out = ds_usp.usp_joint_attention(
+        *mine,
+        *joint,
+        mesh=mesh,
+        layout=layout,
+        mask=case.mask,
+        joint_front=case.front,
+        dropout_p=case.dropout_p,
+        tuning=case.tuning,
+        scores=ds_usp.Scores(sinks=sinks, dropout_seed=SEED),
+    )
+    douts = layout.shard(dout, 1, mesh.rank), djoint[mesh.rank]
+    grads = torch.autograd.grad((out, joint_out), [*mine, *joint], douts)
+    for grad in grads[3:]:
+        dist.all_reduce(grad)
+
+    want = truth(case, full, joint, dout, sum(djoint), sinks)
+    names = ("out", "joint_out", "dq", "dk", "dv", "joint_dq", "joint_dk", "joint_dv")
+    got = dict(zip(names, (out, joint_out, *grads), strict=True))
+    return {
+        name: oracle.relative_error(
+            x, want[name] if "joint" in name else layout.shard(want[name], 1, mesh.rank)
+        )
+        for name, x in got.items()
+    }
+
+
+def truth(
+    case: Joint,
+    full: list[torch.Tensor],
+    joint: list[torch.Tensor],
+    dout: torch.Tensor,
+    djoint: Any,
+    sinks: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """The oracle on both sequences as one."""
+    own, others = ([x.detach().double().requires_grad_() for x in each] for each in (full, joint))
+    order = slice(None) if case.front else slice(None, None, -1)
+    q, k, v = (torch.cat([x, y][order], dim=1) for x, y in zip(others, own, strict=True))
+    positions = range(case.tokens + case.joint)
+    allowed = oracle.window(positions, positions, case.mask.left, case.mask.right)
+    weights = None
+    if case.dropout_p:
+        weights = oracle.dropout(SEED, (2, 8, len(positions), len(positions)), case.dropout_p)
+    out, _ = oracle.dense_attention(q, k, v, allowed, sinks=sinks, weights=weights)
+    at = case.joint if case.front else case.tokens
+    joint_out, own_out = (out[:, :at], out[:, at:])[order]
+    grads = torch.autograd.grad(
+        (own_out, joint_out), [*own, *others], (dout.double(), djoint.double())
+    )
+    names = ("out", "joint_out", "dq", "dk", "dv", "joint_dq", "joint_dk", "joint_dv")
+    return dict(zip(names, (own_out.detach(), joint_out.detach(), *grads), strict=True))
