@@ -1,94 +1,33 @@
-"""Attention libraries for CPUs: their signatures, their checks and their reading of windows.
+"""Attention libraries for CPUs: their signatures; what they compute is in fake_math.py.
 
 The mathematics is written out in fp64, so what a kernel hands over wrongly shows in the results.
 The functions stand for: flash-attn 2.6 (plain functions) and 2.7 to 2.8 (operators of torch),
-flash_attn_interface of January 2025 (plain) and of August 2026 (operators), and torch's own.
+flash_attn_interface of January 2025 (plain) and of August 2026 (operators), flash_attn.cute, and
+torch's own.
 """
 
 import math
+from functools import partial
 from types import ModuleType
 from typing import Any, Optional
 
 import torch
+from fake_math import (
+    allowed,
+    attend,
+    attend_packed,
+    fill,
+    gradients,
+    gradients_packed,
+    packed2,
+    packed3,
+    version2,
+    version3,
+)
 from torch import Tensor
 from torch import library as operators
 
 MAYBE = Optional[Tensor]  # noqa: UP045  torch reads an operator's schema off these
-
-
-def allowed(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
-    """A window aligned to the bottom right corner: ``[rows, columns]`` bool."""
-    distance = torch.arange(columns)[None] - torch.arange(rows)[:, None] - (columns - rows)
-    low = -math.inf if left is None else -left
-    return (distance >= low) & (distance <= (math.inf if right is None else right))
-
-
-def version2(rows: int, columns: int, causal: bool, left: int, right: int) -> Tensor:
-    """FlashAttention-2 calls a bound of all keys or more none, and none beside a bound all keys."""
-    left, right = (-1 if bound >= columns else bound for bound in (left, right))
-    right = 0 if causal else right
-    if left < 0 and right < 0:
-        return allowed(rows, columns, None, None)
-    return allowed(rows, columns, *(columns if bound < 0 else bound for bound in (left, right)))
-
-
-def version3(rows: int, columns: int, causal: bool, left: int, right: int) -> Tensor:
-    """FlashAttention-3 says -1 for none."""
-    right = 0 if causal else right
-    return allowed(rows, columns, *(None if bound < 0 else bound for bound in (left, right)))
-
-
-def scores(q: Tensor, k: Tensor, scale: float, seen: Tensor, softcap: float = 0.0) -> Tensor:
-    """``[B, H, rows, columns]`` in fp64."""
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    found = torch.einsum("bshd,bthd->bhst", q.double(), k.double()).mul(scale)
-    return (softcap * (found / softcap).tanh() if softcap else found).where(seen, -math.inf)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Out in the queries' dtype and the natural log-sum-exp in fp32 ``[B, H, rows]``."""
-    check(q, k, v)
-    weights = scores(q, k, scale, seen, softcap)
-    lse = weights.logsumexp(-1)
-    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-    out = torch.einsum("bhst,bthd->bshd", (weights - lse[..., None]).exp(), v.double())
-    return out.to(q.dtype), lse.float()
-
-
-def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, seen: Tensor, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """From the output and log-sum-exp that are given, whichever keys these have seen."""
-    check(dout, q, k, v, out)
-    assert lse.dtype == torch.float32 and lse.is_contiguous()
-    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    heads = [x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v)]
-    capped = scores(q, k, scale, seen, softcap)
-    weights = (capped - lse.double()[..., None]).exp()
-    delta = (dout.double() * out.double()).sum(-1).transpose(1, 2)[..., None]
-    dweights = torch.einsum("bshd,bthd->bhst", dout.double(), heads[1])
-    dscores = weights * (dweights - delta) * scale
-    if softcap:
-        dscores = dscores * (1 - (capped / softcap) ** 2).where(seen, 0.0)
-    dq = torch.einsum("bhst,bthd->bshd", dscores, heads[0])
-    dk = torch.einsum("bhst,bshd->bthd", dscores, q.double())
-    dv = torch.einsum("bhst,bshd->bthd", weights, dout.double())
-    dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def check(*tensors: Tensor) -> None:
-    for x in tensors:
-        assert x.stride(-1) == 1 and x.shape[-1] % 8 == 0
-
-
-def fill(targets: tuple[MAYBE, ...], values: tuple[Tensor, ...]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        assert target is not None and target.dtype == value.dtype
-        target.copy_(value)
 
 
 def module(name: str, **members: Any) -> ModuleType:
@@ -120,6 +59,33 @@ def backward_26(
     return dq, dk, dv, None
 
 
+def varlen_forward_26(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+    causal, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False,
+    block_table=None, leftpad_k=None, seqused_k=None,
+):  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and not return_softmax
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seen = packed2(max_seqlen_k, causal, *window_size)
+    out, lse = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
+    return out, q, k, v, out, lse, None, None
+
+
+def varlen_backward_26(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    deterministic, rng_state=None,
+):  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and rng_state is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seen = packed2(max_seqlen_k, causal, *window_size)
+    grads = gradients_packed(
+        dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+    )
+    fill((dq, dk, dv), grads)
+    return dq, dk, dv, None
+
+
 # ------------------------------------------------------------------ flash-attn 2.7 to 2.8
 
 
@@ -147,6 +113,39 @@ def backward_28(
     return q.new_empty(0)
 
 
+@operators.custom_op("fake_flash_attn::varlen_forward", mutates_args=())
+def varlen_forward_28(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: MAYBE = None, return_softmax: bool = False, block_table: MAYBE = None,
+    leftpad_k: MAYBE = None, seqused_k: MAYBE = None, zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and not return_softmax
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seen = packed2(max_seqlen_k, causal, window_size_left, window_size_right)
+    found = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
+    return *found, q.new_empty(0), q.new_empty(0)
+
+
+@operators.custom_op("fake_flash_attn::varlen_backward", mutates_args=("dq", "dk", "dv"))
+def varlen_backward_28(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: MAYBE, dk: MAYBE, dv: MAYBE, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
+    deterministic: bool, rng_state: MAYBE = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and rng_state is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seen = packed2(max_seqlen_k, causal, window_size_left, window_size_right)
+    grads = gradients_packed(
+        dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+    )
+    fill((dq, dk, dv), grads)
+    return q.new_empty(0)
+
+
 # ------------------------------------------------------------------ flash_attn_interface, old
 
 
@@ -157,10 +156,15 @@ def forward_3_old(
     sink_token_length=0, softcap=0.0, rotary_interleaved=True, num_splits=1, pack_gqa=None,
     sm_margin=0,
 ):  # fmt: skip
-    unused = (k_new, v_new, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
-              seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k,
-              rotary_cos, rotary_sin, q_descale, k_descale, v_descale, pack_gqa)  # fmt: skip
+    unused = (k_new, v_new, out, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx,
+              leftpad_k, rotary_cos, rotary_sin, q_descale, k_descale, v_descale,
+              pack_gqa)  # fmt: skip
     assert all(each is None for each in unused) and num_splits == 1
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = packed3(causal, *window_size)
+        return *attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap), None, None
+    assert lengths == (None,) * 4
     seen = version3(q.shape[1], k.shape[1], causal, *window_size)
     return *attend(q, k, v, softmax_scale, seen, softcap), None, None
 
@@ -170,10 +174,18 @@ def backward_3_old(
     max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
     sink_token_length=0, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    unused = (cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k)
-    assert all(each is None for each in unused)
-    seen = version3(q.shape[1], k.shape[1], causal, *window_size)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
+    assert sequed_q is None and sequed_k is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = packed3(causal, *window_size)
+        grads = gradients_packed(
+            dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+        )
+    else:
+        assert lengths == (None,) * 4
+        seen = version3(q.shape[1], k.shape[1], causal, *window_size)
+        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
+    fill((dq, dk, dv), grads)
     return dq, dk, dv, None
 
 
@@ -183,11 +195,19 @@ def backward_3_old(
 @operators.custom_op("fake_flash_attn_3::forward", mutates_args=())
 def forward_3(
     q: Tensor, k: Tensor, v: Tensor, k_new: MAYBE = None, qv: MAYBE = None, out_: MAYBE = None,
-    page_table: MAYBE = None, softmax_scale: float | None = None, causal: bool = False,
+    cu_seqlens_q: MAYBE = None, cu_seqlens_k: MAYBE = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, page_table: MAYBE = None,
+    softmax_scale: float | None = None, causal: bool = False,
     window_size_left: int = -1, window_size_right: int = -1, attention_chunk: int = 0,
     softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     assert all(each is None for each in (k_new, qv, out_, page_table)) and num_splits == 1
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = packed3(causal, window_size_left, window_size_right)
+        found = attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap)
+        return *found, q.new_empty(0), q.new_empty(0)
+    assert lengths == (None,) * 4
     seen = version3(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     return *attend(q, k, v, softmax_scale, seen, softcap), q.new_empty(0), q.new_empty(0)
 
@@ -195,15 +215,66 @@ def forward_3(
 @operators.custom_op("fake_flash_attn_3::backward", mutates_args=("dq", "dk", "dv"))
 def backward_3(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-    cu_seqlens_q: MAYBE = None, sequed_q: MAYBE = None, dq: MAYBE = None, dk: MAYBE = None,
-    dv: MAYBE = None, softmax_scale: float | None = None, is_causal: bool = False,
+    cu_seqlens_q: MAYBE = None, cu_seqlens_k: MAYBE = None, sequed_q: MAYBE = None,
+    sequed_k: MAYBE = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dq: MAYBE = None, dk: MAYBE = None, dv: MAYBE = None, softmax_scale: float | None = None,
+    is_causal: bool = False,
     window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
     deterministic: bool = False, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
-    assert cu_seqlens_q is None and sequed_q is None
-    seen = version3(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-    fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
+    assert sequed_q is None and sequed_k is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = packed3(is_causal, window_size_left, window_size_right)
+        grads = gradients_packed(
+            dout, q, k, v, out, softmax_lse, softmax_scale, seen, *lengths, softcap=softcap
+        )
+    else:
+        assert lengths == (None,) * 4
+        seen = version3(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+        grads = gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
+    fill((dq, dk, dv), grads)
     return q.new_empty(0)
+
+
+# ------------------------------------------------------------------ flash_attn.cute
+
+
+def forward_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False,
+    window_size_left=None, window_size_right=None, return_lse=False, **unused,
+):  # fmt: skip
+    assert return_lse and not unused and (qv, seqused_q, seqused_k) == (None, None, None)
+    window = window4(causal, window_size_left, window_size_right)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = partial(allowed, left=window[0], right=window[1])
+        return *attend_packed(q, k, v, softmax_scale, seen, *lengths), None, None
+    assert lengths == (None,) * 4
+    seen = allowed(q.shape[1], k.shape[1], *window)
+    return *attend(q, k, v, softmax_scale, seen), None, None
+
+
+def backward_4(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+    window_size_left=None, window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=None, max_seqlen_k=None,
+):  # fmt: skip
+    assert not softcap
+    window = window4(causal, window_size_left, window_size_right)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        seen = partial(allowed, left=window[0], right=window[1])
+        return gradients_packed(dout, q, k, v, out, lse, softmax_scale, seen, *lengths)
+    assert lengths == (None,) * 4
+    seen = allowed(q.shape[1], k.shape[1], *window)
+    return gradients(dout, q, k, v, out, lse, softmax_scale, seen)
+
+
+def window4(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    assert not causal or (left, right) == (None, None)
+    return (None, 0) if causal else (left, right)
 
 
 # ------------------------------------------------------------------ torch's own, by their schemas
@@ -213,9 +284,13 @@ def torch_flash_forward(
     q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, **unused,
 ):  # fmt: skip
-    assert (cum_seq_q, cum_seq_k, dropout_p, return_debug_mask) == (None, None, 0.0, False)
-    assert (max_q, max_k) == (q.shape[1], k.shape[1]) and not any(unused.values())
-    bounds = (-1 if each is None else each for each in (window_size_left, window_size_right))
+    assert (dropout_p, return_debug_mask) == (0.0, False) and not any(unused.values())
+    bounds = [-1 if each is None else each for each in (window_size_left, window_size_right)]
+    if cum_seq_q is not None:
+        lengths, seen = (cum_seq_q, cum_seq_k, max_q, max_k), packed2(max_k, is_causal, *bounds)
+        out, lse = attend_packed(q, k, v, scale, seen, *lengths)
+        return out, lse, *(q.new_empty(0) for _ in range(3))
+    assert cum_seq_k is None and (max_q, max_k) == (q.shape[1], k.shape[1])
     out, lse = attend(q, k, v, scale, version2(max_q, max_k, is_causal, *bounds))
     return out, lse, *(q.new_empty(0) for _ in range(3))
 
@@ -224,8 +299,12 @@ def torch_flash_backward(
     dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
     unused, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
-    assert (cum_seq_q, cum_seq_k, dropout_p) == (None, None, 0.0)
-    bounds = (-1 if each is None else each for each in (window_size_left, window_size_right))
+    assert dropout_p == 0.0
+    bounds = [-1 if each is None else each for each in (window_size_left, window_size_right)]
+    if cum_seq_q is not None:
+        lengths, seen = (cum_seq_q, cum_seq_k, max_q, max_k), packed2(max_k, is_causal, *bounds)
+        return gradients_packed(dout, q, k, v, out, lse, scale, seen, *lengths)
+    assert cum_seq_k is None
     seen = version2(max_q, max_k, is_causal, *bounds)
     return gradients(dout, q, k, v, out, lse, scale, seen)
 

@@ -142,12 +142,18 @@ def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
 
     Raises:
         ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
+        UnsupportedAttentionError: documents in a CUDA graph, which would replay these for others.
     """
     if not isinstance(mask, MaskSpec):
         raise ConfigError(
             f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
         )
     mask.check_length(layout.seq_len, q.shape[0])
+    if mask.documents and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedAttentionError(
+            "packed documents cannot be captured in a CUDA graph, which would replay the borders "
+            f"of these ({mask}) for every batch. Attend to them outside of the graph"
+        )
 
 
 def check_keys(

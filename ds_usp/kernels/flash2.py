@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from packaging.version import Version
 
-from ds_usp.geometry.tiles import Tile, TileSupport
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.geometry.tiles import TileSupport
+from ds_usp.kernels.api import KernelCaps, require_capability
 from ds_usp.kernels.named_call import NamedCall
 from ds_usp.kernels.scores import SOFTCAP, ScoreChange
+from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 _OLDEST, _OLDEST_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
 _SHARED = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
@@ -20,7 +21,7 @@ _torch_forward = torch.ops.aten._flash_attention_forward
 _torch_backward = torch.ops.aten._flash_attention_backward
 
 
-class Flash2Kernel(SingleTileKernel):
+class Flash2Kernel(VarlenKernel):
     """Grouped heads, windows and bottom-right causal masks natively.
 
     A window's bound of as many tokens as there are keys or more is none to the library, which is
@@ -36,6 +37,7 @@ class Flash2Kernel(SingleTileKernel):
         tiles=TileSupport(tall=False),
         scores=frozenset({SOFTCAP}),
         deterministic=True,
+        varlen=True,
     )
 
     def __init__(self) -> None:
@@ -56,9 +58,15 @@ class Flash2Kernel(SingleTileKernel):
         return changed
 
     def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._library.forward(q, k, v, tile, scale)
+        return self._library.forward(q, k, v, tile, scale, lengths)
 
     def tile_backward(
         self,
@@ -68,10 +76,11 @@ class Flash2Kernel(SingleTileKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._library.backward(dout, q, k, v, out, lse.contiguous(), tile, scale)
+        return self._library.backward(dout, q, k, v, out, lse.contiguous(), tile, scale, lengths)
 
 
 class _Package:
@@ -90,17 +99,27 @@ class _Package:
             raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_OLDEST}")
         self.softcap = 0.0  # none
         self.has_softcap = Version(flash_attn.__version__) >= _OLDEST_SOFTCAP
-        self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "return_softmax")
-        self._bwd = NamedCall(
-            library._flash_attn_backward,
+        forward = (*_SHARED, "return_softmax")
+        backward = (
             *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
         )  # fmt: skip
+        several = Lengths._fields
+        self._fwd = NamedCall(library._flash_attn_forward, *forward)
+        self._bwd = NamedCall(library._flash_attn_backward, *backward)
+        self._varlen_fwd = NamedCall(library._flash_attn_varlen_forward, *forward, *several)
+        self._varlen_bwd = NamedCall(library._flash_attn_varlen_backward, *backward, *several)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.tile_forward`."""
-        results = self._fwd(
+        """See :meth:`VarlenKernel.tile_forward`."""
+        results = (self._fwd if lengths is None else self._varlen_fwd)(
             tile,
             scale,
             q=q,
@@ -110,6 +129,7 @@ class _Package:
             softcap=self.softcap,
             alibi_slopes=None,
             return_softmax=False,
+            **named(lengths),
         )
         # 2.6 returns its padded inputs too, between the output and these last three.
         lse, _, _ = results[-3:]
@@ -123,12 +143,13 @@ class _Package:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.tile_backward`."""
+        """See :meth:`VarlenKernel.tile_backward`."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self._bwd(
+        (self._bwd if lengths is None else self._varlen_bwd)(
             tile,
             scale,
             dout=dout,
@@ -144,6 +165,7 @@ class _Package:
             softcap=self.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
+            **named(lengths),
         )
         return dq, dk, dv
 
@@ -161,18 +183,21 @@ class _Torch:
         self.softcap, self.has_softcap = 0.0, False
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.tile_forward`."""
+        """See :meth:`VarlenKernel.tile_forward`."""
         left, right = tile.window
         out, lse, *_ = _torch_forward(
             q,
             k,
             v,
-            None,
-            None,
-            tile.rows,
-            tile.columns,
+            *(lengths or _whole(q, k)),
             0.0,
             tile.is_causal,
             False,
@@ -190,10 +215,11 @@ class _Torch:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.tile_backward`."""
+        """See :meth:`VarlenKernel.tile_backward`."""
         left, right = tile.window
         # Without dropout the random state is passed through unread.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -204,10 +230,7 @@ class _Torch:
             v,
             out,
             lse,
-            None,
-            None,
-            tile.rows,
-            tile.columns,
+            *(lengths or _whole(q, k)),
             0.0,
             tile.is_causal,
             unread,
@@ -216,3 +239,8 @@ class _Torch:
             window_size_left=left,
             window_size_right=right,
         )
+
+
+def _whole(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
+    """In place of :class:`Lengths`, where every sample has the same: ``[B, S, H, D]``."""
+    return None, None, q.shape[1], k.shape[1]

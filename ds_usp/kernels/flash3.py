@@ -6,15 +6,15 @@ from copy import copy
 
 import torch
 
-from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.api import KernelCaps, require_capability
 from ds_usp.kernels.named_call import NamedCall
 from ds_usp.kernels.scores import SOFTCAP, ScoreChange
+from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
-_SHARED = ("q", "k", "v", "softcap")
+_SHARED = ("q", "k", "v", "softcap", *Lengths._fields)
 
 
-class Flash3Kernel(SingleTileKernel):
+class Flash3Kernel(VarlenKernel):
     """Grouped heads, windows and bottom-right causal masks natively."""
 
     name = "flash3"
@@ -25,6 +25,7 @@ class Flash3Kernel(SingleTileKernel):
         head_dim_multiple=8,
         scores=frozenset({SOFTCAP}),
         deterministic=True,
+        varlen=True,
     )
 
     def __init__(self) -> None:
@@ -46,9 +47,24 @@ class Flash3Kernel(SingleTileKernel):
         return changed
 
     def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self._fwd(tile, scale, q=q, k=k, v=v, softcap=self._softcap, num_splits=1)
+        out, lse, *_ = self._fwd(
+            tile,
+            scale,
+            q=q,
+            k=k,
+            v=v,
+            softcap=self._softcap,
+            num_splits=1,
+            **named(lengths),
+        )
         return out, lse
 
     def tile_backward(
@@ -59,8 +75,9 @@ class Flash3Kernel(SingleTileKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._bwd(
@@ -77,5 +94,6 @@ class Flash3Kernel(SingleTileKernel):
             dv=dv,
             softcap=self._softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **named(lengths),
         )
         return dq, dk, dv

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.api import KernelCaps, require_capability
+from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 
-class Flash4Kernel(SingleTileKernel):
+class Flash4Kernel(VarlenKernel):
     """Grouped heads, windows and bottom-right causal masks natively."""
 
     name = "flash4"
@@ -17,6 +17,7 @@ class Flash4Kernel(SingleTileKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=128,
         head_dim_multiple=8,
+        varlen=True,
     )
 
     def __init__(self) -> None:
@@ -26,7 +27,13 @@ class Flash4Kernel(SingleTileKernel):
         self._fwd, self._bwd = interface._flash_attn_fwd, interface._flash_attn_bwd
 
     def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Band,
+        scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = tile.window
         out, lse, *_ = self._fwd(
@@ -38,6 +45,7 @@ class Flash4Kernel(SingleTileKernel):
             window_size_left=None if tile.is_causal else left,
             window_size_right=None if tile.is_causal else right,
             return_lse=True,
+            **named(lengths),
         )
         return out, lse
 
@@ -49,8 +57,9 @@ class Flash4Kernel(SingleTileKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Tile,
+        tile: Band,
         scale: float,
+        lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, right = tile.window
         dq, dk, dv = self._bwd(
@@ -64,5 +73,6 @@ class Flash4Kernel(SingleTileKernel):
             causal=tile.is_causal,
             window_size_left=None if tile.is_causal else left,
             window_size_right=None if tile.is_causal else right,
+            **named(lengths),
         )
         return dq, dk, dv

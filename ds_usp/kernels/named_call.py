@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ds_usp.geometry.tiles import Tile
+from ds_usp.kernels.varlen import Band
 
 _OF_A_TILE = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 
@@ -14,13 +14,13 @@ _OF_A_TILE = ("softmax_scale", "causal", "window_size_left", "window_size_right"
 class NamedCall:
     """One face for the versions of a function whose parameters moved over the years.
 
-    It is called with a tile, which becomes its causal flag and its window under the names that it
-    has for them, and with the scale of the scores. What it wants besides the arguments that are
-    given is None: these libraries mean by it that a feature is not used.
+    It is called with a tile or a call of several, which becomes its causal flag and its window
+    under the names that it has for them, and with the scale of the scores. What it wants besides
+    the arguments that are given is None: these libraries mean by it that a feature is not used.
 
     Args:
         function: a function or an operator that torch made of one.
-        needs: the arguments that it will be given besides.
+        needs: the arguments that it may be given besides.
 
     Raises:
         ImportError: the function lacks some of them.
@@ -47,10 +47,10 @@ class NamedCall:
         self._unused = {
             name: None
             for name, parameter in parameters.items()
-            if parameter.default is parameter.empty and name not in names.values()
+            if parameter.default is parameter.empty
         }
 
-    def __call__(self, tile: Tile, scale: float, **given: Any) -> Any:
+    def __call__(self, tile: Band, scale: float, **given: Any) -> Any:
         """What the function returns."""
         left, right = (-1 if bound is None else bound for bound in tile.window)
         given["softmax_scale"] = scale
@@ -59,4 +59,4 @@ class NamedCall:
             given["window_size"] = (left, right)
         else:
             given.update(window_size_left=left, window_size_right=right)
-        return self._function(**self._unused, **given)
+        return self._function(**{**self._unused, **given})

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import ALL_LAYOUTS, MASKS, RESULTS, TOKEN_DIM, Case, inputs
+from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case, inputs
 from oracle import relative_error
 
 import ds_usp
@@ -27,6 +27,7 @@ from ds_usp.kernels.registry import available_kernels
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
 KERNELS = [row.name for row in available_kernels("cuda")]
+WINDOWED = [kernel for kernel in KERNELS if kernel not in ("cudnn", "efficient")]
 LIMITED = ("out", "dq", "dk", "dv")
 # Long enough that the host runs ahead of the GPU: what waits for nothing shows.
 LONG = replace(LOW, seq_len=6144, head_dim=128, kernel="cudnn")
@@ -36,6 +37,10 @@ TUNINGS = [
     for gather in (False, True)
     for copies in (False, "auto")
 ]
+# Documents of one token, of a block's length and about it, and one that is on all ranks.
+PACKED = replace(
+    LOW, seq_len=1034, kv_heads=4, documents=((1, 7, 128, 600, 1, 129, 127, 41),), head_dim=128
+)
 CASES = [
     *(replace(LONG, tuning=tuning, seed=seed) for tuning in TUNINGS for seed in (0, 1)),
     replace(LONG, tuning=Tuning(1, True), seq_len=6142, kv_heads=4),
@@ -49,6 +54,19 @@ CASES = [
     *(replace(LOW, kernel=kernel) for kernel in KERNELS),
     *(replace(LOW, kernel=kernel, mask="full", kv_heads=2, head_dim=128) for kernel in KERNELS),
     *(replace(LOW, kernel=kernel, seq_len=517, kv_heads=1, batch=2) for kernel in KERNELS),
+    *(
+        replace(PACKED, kernel=kernel, layout=layout)
+        for kernel in ("auto", *KERNELS)
+        for layout in ALL_LAYOUTS
+    ),
+    *(replace(PACKED, kernel=kernel, mask="full", batch=2) for kernel in KERNELS),
+    *(
+        replace(PACKED, kernel=kernel, batch=2, documents=(*PACKED.documents, (517, 517)))
+        for kernel in KERNELS
+    ),
+    *(replace(PACKED, kernel=kernel, mask="window") for kernel in WINDOWED),
+    replace(PACKED, tuning=Tuning(2, True), heads=8, kv_heads=8),
+    replace(PACKED, dtype=torch.float32),
 ]
 
 
@@ -82,9 +100,7 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
     """The oracle's fp64 results, computed on the GPU; the same for every kernel and tuning."""
     full = {name: x.cuda() for name, x in inputs(case).items()}
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
-    positions = range(case.seq_len)
-    allowed = oracle.window(positions, positions, *MASKS[case.mask]).cuda()
-    out, lse = oracle.dense_attention(q, k, v, allowed, case.softmax_scale)
+    out, lse = oracle.dense_attention(q, k, v, case.allowed.cuda(), case.softmax_scale)
     grads = torch.autograd.grad(out, (q, k, v), full["dout"].double())
     return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
 

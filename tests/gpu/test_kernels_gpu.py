@@ -1,4 +1,4 @@
-"""Every kernel of this GPU on single tiles of every shape, against the reference kernel in fp64."""
+"""Every kernel of this GPU on tiles and documents, against the reference kernel in fp64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from oracle import relative_error
 
 from ds_usp import MaskSpec
-from ds_usp.geometry.calls import KernelCall
+from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.eager import EagerKernel
@@ -17,6 +17,7 @@ from ds_usp.kernels.registry import _load, available_kernels
 SCALE = 0.2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 KERNELS = [_load(row)[0] for row in available_kernels("cuda")]
+DOCUMENTS = [0, 1, 8, 136, 265, 266, 400]
 # Queries, keys, the position of the first query (keys begin at 0), the mask.
 SHAPES = {
     "causal": (200, 200, 0, MaskSpec.causal()),
@@ -31,6 +32,10 @@ SHAPES = {
     "window that leaves": (90, 40, 40, MaskSpec.window(90)),
     "ahead": (128, 128, 0, MaskSpec(None, 17)),
     "ahead, tall": (300, 40, 0, MaskSpec(None, 17)),
+    "documents": (400, 400, 0, MaskSpec.causal(DOCUMENTS)),
+    "full documents": (400, 400, 0, MaskSpec.full(DOCUMENTS)),
+    "documents, the later half": (200, 400, 200, MaskSpec.causal(DOCUMENTS)),
+    "windows in documents": (400, 400, 0, MaskSpec.window(33, documents=DOCUMENTS)),
 }
 
 
@@ -40,17 +45,16 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
     rows, columns, start, mask = shape
     segments = [Segment(start, rows)], [Segment(0, columns)]
     tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
+    calls = calls_of([tiles], rows, columns) if mask.documents else map(KernelCall.of, tiles)
+    calls = tuple(calls)
     total = OutputSum(q)
-    for tile in tiles:
-        total.add(*kernel.forward(q, k, v, KernelCall.of(tile), scale=SCALE), KernelCall.of(tile))
+    for call in calls:
+        total.add(*kernel.forward(q, k, v, call, scale=SCALE), call.q_span)
     out, lse = total.result()
     sums = tuple(GradientSum(each) for each in (q, k, v))
-    for tile in tiles:
-        parts = kernel.backward(dout, q, k, v, out, lse, KernelCall.of(tile), scale=SCALE)
-        columns_of = (tile.k_start, tile.k_stop)
-        for each, part, span in zip(
-            sums, parts, ((tile.q_start, tile.q_stop), columns_of, columns_of), strict=True
-        ):
+    for call in calls:
+        parts = kernel.backward(dout, q, k, v, out, lse, call, scale=SCALE)
+        for each, part, span in zip(sums, parts, (call.q_span, *[call.k_span] * 2), strict=True):
             each.add(part, [span])
     return out, lse, *(each.result() for each in sums)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import fake_flash
@@ -25,6 +25,7 @@ from test_kernels import (
     tensors,
     truth,
 )
+from test_packed_kernels import PACKED, check_packed, packed_calls
 from torch import library as operators
 
 from ds_usp import MaskSpec
@@ -34,6 +35,7 @@ from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceE
 from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
+from ds_usp.kernels.flash4 import Flash4Kernel
 from ds_usp.kernels.named_call import NamedCall
 
 # The libraries here compute fp32 too, so a wrong argument does not hide behind a rounding.
@@ -65,10 +67,13 @@ class Machine:
     def install(self, name: str, found: ModuleType | None) -> None:
         self.patch.setitem(sys.modules, name, found)
 
-    def flash_attn(self, version: str, forward: Callable, backward: Callable) -> None:
-        library = fake_flash.module(
-            "interface", _flash_attn_forward=forward, _flash_attn_backward=backward
-        )
+    def flash_attn(
+        self, version: str, forward: Callable, backward: Callable, *varlen: Callable
+    ) -> None:
+        names = ("forward", "backward", "varlen_forward", "varlen_backward")
+        functions = zip(names, (forward, backward, *varlen), strict=False)
+        members = {f"_flash_attn_{name}": function for name, function in functions}
+        library = fake_flash.module("interface", **members)
         package = fake_flash.module("flash_attn", __version__=version, flash_attn_interface=library)
         self.install("flash_attn", package)
 
@@ -97,13 +102,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def flash2_package_26(machine: Machine) -> AttentionKernel:
-    machine.flash_attn("2.6.3+cu123", fake_flash.forward_26, fake_flash.backward_26)
+    varlen = fake_flash.varlen_forward_26, fake_flash.varlen_backward_26
+    machine.flash_attn("2.6.3+cu123", fake_flash.forward_26, fake_flash.backward_26, *varlen)
     return Flash2Kernel()
 
 
 def flash2_package_28(machine: Machine) -> AttentionKernel:
     machine.torch_flash(False)
-    machine.flash_attn("2.8.3.post1", fake_flash.forward_28, fake_flash.backward_28)
+    varlen = fake_flash.varlen_forward_28, fake_flash.varlen_backward_28
+    machine.flash_attn("2.8.3.post1", fake_flash.forward_28, fake_flash.backward_28, *varlen)
     return Flash2Kernel()
 
 
@@ -121,13 +128,23 @@ def flash3_new(machine: Machine) -> AttentionKernel:
     return Flash3Kernel()
 
 
+def flash4(machine: Machine) -> AttentionKernel:
+    functions = {"_flash_attn_fwd": fake_flash.forward_4, "_flash_attn_bwd": fake_flash.backward_4}
+    interface = fake_flash.module("flash_attn.cute.interface", **functions)
+    package = fake_flash.module("flash_attn.cute", interface=interface)
+    machine.install("flash_attn", fake_flash.module("flash_attn", cute=package))
+    machine.install("flash_attn.cute", package)
+    return Flash4Kernel()
+
+
 def efficient(machine: Machine) -> AttentionKernel:
     return EfficientKernel()
 
 
 Make = Callable[[Machine], AttentionKernel]
 MAKERS = (
-    flash2_package_26, flash2_package_28, flash2_in_torch, flash3_old, flash3_new, efficient,
+    flash2_package_26, flash2_package_28, flash2_in_torch, flash3_old, flash3_new, flash4,
+    efficient,
 )  # fmt: skip
 every_library = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
@@ -198,6 +215,27 @@ def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine: Machine, make
     assert oracle.relative_error(got["out"], want["out"]) > 0.1
 
 
+@every_library
+@pytest.mark.parametrize("case", PACKED)
+def test_documents_are_the_references(machine: Machine, make: Make, case: str) -> None:
+    check_packed(make(machine), PACKED[case], torch.float32, TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [each for each in MAKERS if each is not efficient])
+def test_documents_are_one_library_call(machine: Machine, make: Make) -> None:
+    kernel, calls = make(machine), []
+    assert kernel.caps.varlen
+    inner = kernel.tile_forward  # type: ignore[attr-defined]
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    machine.patch.setattr(kernel, "tile_forward", counted)
+    check_packed(kernel, PACKED["documents of each sample"], torch.float32, TOLERANCE)
+    assert len(calls) == len(packed_calls(kernel, PACKED["documents of each sample"]))
+
+
 # ------------------------------------------------------------------ which library is taken
 
 
@@ -236,10 +274,10 @@ def test_a_function_without_a_parameter_is_refused_by_its_name(machine: Machine)
         """As before 2025, with the log-sum-exp elsewhere."""
 
     machine.flash3(forward, fake_flash.backward_3)
-    with pytest.raises(ImportError, match=r"forward of this version has no parameter num_splits"):
+    with pytest.raises(ImportError, match=r"forward of this version has no parameter .*num_splits"):
         Flash3Kernel()
     machine.flash3(fake_flash.forward_3, fake_flash.forward_3)
-    with pytest.raises(ImportError, match="no parameter dout, out, softmax_lse, dq, dk, dv"):
+    with pytest.raises(ImportError, match=r"no parameter .*dout, out, softmax_lse, dq, dk, dv"):
         Flash3Kernel()
 
 
@@ -294,6 +332,18 @@ def test_an_older_gpu_misses_nothing(machine: Machine) -> None:
 def test_a_cpu_misses_nothing(machine: Machine) -> None:
     for dtype in (torch.float32, torch.float16):
         assert registry.missing_libraries(KernelRequest("cpu", dtype, 64, CAUSAL)) is None
+
+
+def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine: Machine) -> None:
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    plain = asked(torch.bfloat16)
+    packed = replace(plain, documents=True)
+    assert registry.select_kernel(plain).name == "cudnn"
+    assert registry.select_kernel(packed).name == "flash2"
+    assert registry.select_kernel(packed, "cudnn").name == "cudnn", "one by one, if asked for"
+    assert registry.select_kernel(replace(packed, dtype=torch.float32)).name == "efficient"
+    text = registry.missing_libraries(packed)
+    assert text is not None and "cudnn" not in text and "flash3 (" in text
 
 
 def test_flash3_comes_before_cudnn(machine: Machine) -> None:
