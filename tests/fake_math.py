@@ -31,16 +31,19 @@ def version3(rows: int, columns: int, causal: bool, left: int, right: int) -> Te
     return allowed(rows, columns, *(None if bound < 0 else bound for bound in (left, right)))
 
 
-def scores(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+def scores(q: Tensor, k: Tensor, scale: float, seen: Tensor, softcap: float) -> Tensor:
     """``[B, H, rows, columns]`` in fp64."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return torch.einsum("bshd,bthd->bhst", q.double(), k.double()).mul(scale).where(seen, -math.inf)
+    found = torch.einsum("bshd,bthd->bhst", q.double(), k.double()).mul(scale)
+    return (softcap * (found / softcap).tanh() if softcap else found).where(seen, -math.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Out in the queries' dtype and the natural log-sum-exp in fp32 ``[B, H, rows]``."""
     check(q, k, v)
-    weights = scores(q, k, scale, seen)
+    weights = scores(q, k, scale, seen, softcap)
     lse = weights.logsumexp(-1)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
     out = torch.einsum("bhst,bthd->bshd", (weights - lse[..., None]).exp(), v.double())
@@ -49,17 +52,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple
 
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, seen: Tensor,
+    scale: float, seen: Tensor, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """From the output and log-sum-exp that are given, whichever keys these have seen."""
     check(dout, q, k, v, out)
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     heads = [x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v)]
-    weights = (scores(q, k, scale, seen) - lse.double()[..., None]).exp()
+    capped = scores(q, k, scale, seen, softcap)
+    weights = (capped - lse.double()[..., None]).exp()
     delta = (dout.double() * out.double()).sum(-1).transpose(1, 2)[..., None]
     dweights = torch.einsum("bshd,bthd->bhst", dout.double(), heads[1])
     dscores = weights * (dweights - delta) * scale
+    if softcap:
+        dscores = dscores * (1 - (capped / softcap) ** 2).where(seen, 0.0)
     dq = torch.einsum("bhst,bthd->bshd", dscores, heads[0])
     dk = torch.einsum("bhst,bshd->bthd", dscores, q.double())
     dv = torch.einsum("bhst,bshd->bthd", weights, dout.double())
@@ -81,12 +87,12 @@ def spans(cu_seqlens: Tensor, most: int) -> list[tuple[int, int]]:
 
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen,
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``[N, H, D]`` and ``[H, N]``."""
     assert cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0] == v.shape[0]
     parts = [
-        attend(q[None, a:b], k[None, c:d], v[None, c:d], scale, seen(b - a, d - c))
+        attend(q[None, a:b], k[None, c:d], v[None, c:d], scale, seen(b - a, d - c), softcap)
         for (a, b), (c, d) in zip(spans(cu_q, max_q), spans(cu_k, max_k), strict=True)
     ]
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
@@ -94,13 +100,13 @@ def attend_packed(
 
 def gradients_packed(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    seen: Seen, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    seen: Seen, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
     parts = [
         gradients(
             dout[None, a:b], q[None, a:b], k[None, c:d], v[None, c:d], out[None, a:b],
-            lse[None, :, a:b].contiguous(), scale, seen(b - a, d - c),
+            lse[None, :, a:b].contiguous(), scale, seen(b - a, d - c), softcap,
         )
         for (a, b), (c, d) in zip(spans(cu_q, max_q), spans(cu_k, max_k), strict=True)
     ]  # fmt: skip

@@ -16,8 +16,10 @@ from test_library_kernels import (
     every_library,
     fake_flash,
     flash2_in_torch,
+    flash4,
     machine,  # noqa: F401  a fixture
 )
+from test_packed_kernels import PACKED, check_packed
 
 import ds_usp
 from ds_usp import MaskSpec, UnsupportedAttentionError
@@ -45,7 +47,7 @@ def place(slopes: torch.Tensor | None = None, heads: int = 6, seed: int = 7) -> 
 def test_a_capped_tile_is_the_oracles(machine: Machine, make: Any, name: str) -> None:  # noqa: F811
     kernel, block = make(machine), BLOCKS[name]
     if SOFTCAP not in kernel.caps.scores:
-        assert make in (efficient, flash2_in_torch)
+        assert make in (efficient, flash2_in_torch, flash4)
         return
     rows, columns = (
         slice(block.tile.q_start, block.tile.q_stop),
@@ -57,6 +59,21 @@ def test_a_capped_tile_is_the_oracles(machine: Machine, make: Any, name: str) ->
         check(got, truth(x, block.allowed, 0.3, rows, columns, softcap=0.7), 2e-6)
         plain = run_tile(kernel, x, block.tile, 0.3)  # which the changed one has left as it was
         check(plain, truth(x, block.allowed, 0.3, rows, columns), 2e-6)
+
+
+@every_library
+@pytest.mark.parametrize("name", PACKED)
+def test_documents_are_capped_and_have_values_of_their_own_head_dim(
+    machine: Machine,  # noqa: F811
+    make: Any,
+    name: str,
+) -> None:
+    kernel = make(machine)
+    narrow = kernel if kernel.caps.value_dims else OneDimKernel(kernel)
+    check_packed(narrow, PACKED[name], torch.float32, 2e-6, value_dim=24)
+    if SOFTCAP in kernel.caps.scores:
+        capped = kernel.with_scores(CAP)
+        check_packed(capped, PACKED[name], torch.float32, 2e-6, softcap=0.7)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -203,7 +220,8 @@ def test_all_that_is_lacking_is_named() -> None:
 
 def test_flash2_caps_where_its_library_does_backward_too(machine: Machine) -> None:  # noqa: F811
     for version, capped in (("2.6.1", False), ("2.6.2", True), ("2.8.3.post1", True)):
-        machine.flash_attn(version, fake_flash.forward_26, fake_flash.backward_26)
+        varlen = fake_flash.varlen_forward_26, fake_flash.varlen_backward_26
+        machine.flash_attn(version, fake_flash.forward_26, fake_flash.backward_26, *varlen)
         assert Flash2Kernel().caps.scores == (frozenset({SOFTCAP}) if capped else frozenset())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -58,10 +59,15 @@ def packed_calls(kernel: AttentionKernel, case: PackedCase) -> tuple[KernelCall,
 
 
 def check_packed(
-    kernel: AttentionKernel, case: PackedCase, dtype: torch.dtype, tolerance: float
+    kernel: AttentionKernel,
+    case: PackedCase,
+    dtype: torch.dtype,
+    tolerance: float,
+    value_dim: int = 32,
+    **changes: Any,
 ) -> None:
-    """Forward and backward of all calls, summed, against the oracle; rows that see nothing are
-    left out of the truth and must be empty."""
+    """Forward and backward of all calls, summed, against the oracle, its scores changed or not;
+    rows that see nothing are left out of the truth and must be empty."""
     if case.mask.left is not None and not kernel.caps.tiles.window:
         return
     q_at, k_at = ([p for run in runs for p in run.positions] for runs in (case.queries, case.keys))
@@ -69,9 +75,11 @@ def check_packed(
     x = tensors(HEADS["GQA"], 32, dtype, len(k_at))
     for name in ("q", "dout"):
         x[name] = x[name][:, : len(q_at)].contiguous()
+    for name in ("v", "dout"):
+        x[name] = x[name][..., :value_dim].contiguous()
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
     calls = packed_calls(kernel, case)
-    total, sums = OutputSum(q), tuple(GradientSum(each) for each in (q, k, v))
+    total, sums = OutputSum(q, value_dim), tuple(GradientSum(each) for each in (q, k, v))
     for call in calls:
         part = kernel.forward(q, k, v, call, scale=0.3)
         assert part[0].shape[1] == part[1].shape[2] == call.q_stop - call.q_start
@@ -95,7 +103,10 @@ def check_packed(
             assert not got["dk"][sample].any() and not got["dv"][sample].any()
             continue
         want = truth(
-            {**mine, "q": mine["q"][:, rows], "dout": mine["dout"][:, rows]}, allowed[rows], 0.3
+            {**mine, "q": mine["q"][:, rows], "dout": mine["dout"][:, rows]},
+            allowed[rows],
+            0.3,
+            **changes,
         )
         found = {name: each[sample : sample + 1] for name, each in got.items()}
         found |= {name: found[name][:, rows] for name in ("out", "dq")}
