@@ -14,12 +14,14 @@ from ds_usp.errors import (
     LayoutError,
     MeshError,
     PatchError,
+    RecomputeError,
     UnsupportedAttentionError,
     USPError,
 )
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
+from ds_usp.memory.keep import keep_attention
 
 __all__ = [
     "CheckpointError",
@@ -31,6 +33,7 @@ __all__ = [
     "MeshError",
     "PatchError",
     "RankGrid",
+    "RecomputeError",
     "SequenceMesh",
     "TokenLayout",
     "Tuning",
@@ -39,5 +42,6 @@ __all__ = [
     "USPError",
     "UnsupportedAttentionError",
     "__version__",
+    "keep_attention",
     "usp_attention",
 ]

@@ -30,6 +30,7 @@ from ds_usp.geometry.schedule import ring_schedule
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.merge import fallback
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.memory.keep import kept
 from ds_usp.notices import notice
 
 # Lengths may differ from call to call.
@@ -232,7 +233,7 @@ def usp_attention(
     kernel: str = AUTO,
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
     Collective over the mesh: all its ranks make the same call with their own tokens.
@@ -263,22 +264,26 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
 
-    call = agreed(
-        mesh,
-        lambda: plan_call(
-            q,
-            k,
-            v,
-            mesh=mesh,
-            layout=layout,
-            mask=mask,
-            softmax_scale=softmax_scale,
-            dropout_p=dropout_p,
-            kernel=kernel,
-            with_lse=return_lse,
-            tuning=tuning,
-        ),
-        q,
-    )
-    out, lse = UnifiedAttention.apply(mesh, call, q, k, v)
-    return (out, lse) if return_lse else out
+    options = layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning
+
+    def compute(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call = agreed(
+            mesh,
+            lambda: plan_call(
+                *qkv,
+                mesh=mesh,
+                layout=layout,
+                mask=mask,
+                softmax_scale=softmax_scale,
+                dropout_p=dropout_p,
+                kernel=kernel,
+                with_lse=return_lse,
+                tuning=tuning,
+            ),
+            qkv[0],
+        )
+        out, lse = UnifiedAttention.apply(mesh, call, *qkv)
+        return (out, lse) if return_lse else (out,)
+
+    outputs = kept(compute, (q, k, v), (mesh, *options))
+    return (outputs[0], outputs[1]) if return_lse else outputs[0]
