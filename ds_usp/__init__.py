@@ -21,7 +21,6 @@ from ds_usp.errors import (
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.memory.keep import keep_attention
 
 __all__ = [
     "CheckpointError",
@@ -42,6 +41,5 @@ __all__ = [
     "USPError",
     "UnsupportedAttentionError",
     "__version__",
-    "keep_attention",
     "usp_attention",
 ]

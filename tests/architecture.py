@@ -38,7 +38,13 @@ FLOORS = {
 STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
 NO_GROUPS = {"kernels", "memory"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
-PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.planner", "ds_usp.training"}
+PUBLIC_MODULES = {
+    "ds_usp",
+    "ds_usp.errors",
+    "ds_usp.memory",
+    "ds_usp.planner",
+    "ds_usp.training",
+}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}
 CONSTANT_TYPES = {"Final", "Mapping", "Sequence", "tuple"}
 

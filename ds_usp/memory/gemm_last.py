@@ -54,24 +54,41 @@ def recompute_before(
 
 
 class GemmLast:
-    """:func:`recompute_before` where producer and consumer are called in two places of a host.
-
-    ``norm.forward = link.produce(norm.forward); linear.forward = link.consume(linear.forward)``
-    with one link for each pair.
-    """
+    """:func:`recompute_before` where producer and consumer are called in two places of a host, one
+    link for each pair; :meth:`between` for two modules."""
 
     def __init__(self) -> None:
+        self._again = False
         # Weakly, but so that no other storage gets its address.
         self._made: tuple[StorageWeakRef, _Recipe] | None = None
 
-    def produce(self, producer: Producer) -> Producer:
-        """The producer, whose saved tensors are computed again."""
+    @classmethod
+    def between(cls, producer: torch.nn.Module, consumer: torch.nn.Module) -> None:
+        """Let the first module run again when the second one's backward needs its output."""
+        link = cls()
+        producer.forward = link.produce(producer.forward, producer)
+        consumer.forward = link.consume(consumer.forward)
+
+    def produce(self, producer: Producer, again: Producer | None = None) -> Producer:
+        """The producer, whose saved tensors are computed again.
+
+        Args:
+            again: what to call for that, if not the producer itself: the module that it is the
+                ``forward`` of, whose hooks bring its weights (ZeRO-3).
+        """
+
+        def once_more(*inputs: torch.Tensor) -> torch.Tensor:
+            self._again = True
+            try:
+                return (again or producer)(*inputs)
+            finally:
+                self._again = False
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            self._made = None
-            if not torch.is_grad_enabled():
+            if self._again or not torch.is_grad_enabled():
                 return producer(*inputs)
-            recipe = _Recipe(producer, inputs)
+            self._made = None
+            recipe = _Recipe(producer, once_more, inputs)
             made = recipe.first_run(inputs)
             self._made = StorageWeakRef(made.untyped_storage()), recipe
             return made
@@ -99,8 +116,8 @@ class _Recipe:
     used.
     """
 
-    def __init__(self, producer: Producer, inputs: Sequence[torch.Tensor]) -> None:
-        self._producer = producer
+    def __init__(self, producer: Producer, again: Producer, inputs: Sequence[torch.Tensor]) -> None:
+        self._producer, self._once_more = producer, again
         self._learn = [x.requires_grad for x in inputs]
         self._inputs = [hold(x) for x in inputs]
         self._autocast = _autocast(inputs[0].device.type)
@@ -166,7 +183,7 @@ class _Recipe:
                     self._made.append(tensor.detach())
 
             with torch.enable_grad(), self._autocast(), saved_tensors(collect, _never):
-                self._output = self._producer(*inputs).detach()
+                self._output = self._once_more(*inputs).detach()
             now = [View.of(x) for x in (*self._made, self._output)]
             if now != [*self._places, self._place]:
                 raise RecomputeError(

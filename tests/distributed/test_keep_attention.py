@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
-from ds_usp import keep_attention
+from ds_usp.memory import keep_attention
 
 SEQ_LEN, B, HEADS, KV_HEADS, DIM = 64, 2, 4, 2, 8
 HIDDEN = HEADS * DIM

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_usp import RecomputeError
-from ds_usp.memory.gemm_last import GemmLast, recompute_before
+from ds_usp.memory import GemmLast, recompute_before
 from ds_usp.memory.hooks import saved_tensors
 
 H, FFN, TOKENS = 24, 64, 10
@@ -125,9 +125,8 @@ def test_the_count_would_see_a_product_that_runs_twice() -> None:
 def test_a_link_between_two_places_of_a_host() -> None:
     mlp = MLP(nn.Linear, nn.LayerNorm)
     want = step(mlp, plain)
-    up, down = GemmLast(), GemmLast()
-    mlp.norm.forward = up.produce(mlp.norm.forward)
-    mlp.up.forward = up.consume(mlp.up.forward)
+    GemmLast.between(mlp.norm, mlp.up)
+    down = GemmLast()
     mlp.down.forward = down.consume(mlp.down.forward)
     produced = down.produce(swiglu)
 

@@ -17,10 +17,9 @@ from ds_usp import (
     SequenceMesh,
     UnsupportedAttentionError,
     USPAttention,
-    keep_attention,
     usp_attention,
 )
-from ds_usp.memory import keep
+from ds_usp.memory import keep, keep_attention
 
 MESH = SequenceMesh.single()
 S, H, D = 16, 2, 8

@@ -33,14 +33,12 @@ NAMES = {
     "USPError",
     "UnsupportedAttentionError",
     "__version__",
-    "keep_attention",
     "usp_attention",
 }
 
 # Parameters that callers write; a new one may only be added at the end, by keyword.
 PARAMETERS = {
     "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning",
-    "keep_attention": "run",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",

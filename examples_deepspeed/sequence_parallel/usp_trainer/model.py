@@ -24,7 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
+from ds_usp.memory import checkpointed_layer
 from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
+from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 
 
 class Embedding(nn.Module):
@@ -60,13 +62,19 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
+        recompute: str,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary = rotary
+        self.rotary, self.recompute = rotary, recompute
+        if recompute == "gemm-last":
+            recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        return checkpointed_layer(self._run, hidden, self.recompute)
+
+    def _run(self, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
         return hidden
 
@@ -205,7 +213,10 @@ def layer_specs(
     numbers = range(1, args.num_layers + 1)
     return [
         first,
-        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary) for n in numbers),
+        *(
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute)
+            for n in numbers
+        ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]
