@@ -121,6 +121,13 @@ def _memory(parser: argparse.ArgumentParser) -> None:
         help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
         "but attention and its exchanges (attention), or all (full)",
     )
+    add(
+        "--usp-loss-chunks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
+    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -286,6 +293,8 @@ def _check_positive(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} {value}: must be 1 or more")
+    if args.usp_loss_chunks < 0:
+        raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
 
 
 def _check_heads(args: Namespace) -> None:
