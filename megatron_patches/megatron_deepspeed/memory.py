@@ -23,6 +23,13 @@ def add_flags(parser: ArgumentParser) -> None:
         help="What each layer computes again in backward: nothing, norms and activation functions "
         "(gemm-last), all but attention and its exchanges (attention), or all (full).",
     )
+    group.add_argument(
+        "--usp-loss-chunks",
+        type=int,
+        default=0,
+        help="Compute the loss in so many parts of the tokens and never hold all logits; 0: at "
+        "once.",
+    )
 
 
 def check_flags(args: Any) -> None:
@@ -31,6 +38,7 @@ def check_flags(args: Any) -> None:
     Raises:
         ConfigError: recomputation by two hands, or what GEMM-last cannot see into.
     """
+    _check_chunks(args)
     if args.usp_recompute == "none":
         return
     host = {
@@ -53,6 +61,23 @@ def check_flags(args: Any) -> None:
                 f"--usp-recompute {args.usp_recompute} and {name} do not go together: leave one "
                 "of them out"
             )
+
+
+def _check_chunks(args: Any) -> None:
+    chunks = args.usp_loss_chunks
+    if chunks < 0:
+        raise ConfigError(f"--usp-loss-chunks {chunks}: must be 0 or more")
+    refused = {
+        "a pipeline, whose last stage hands logits to its loss: --no-pipeline-parallel": (
+            not args.no_pipeline_parallel
+        ),
+        "--fp16: use --bf16": args.fp16,
+        "--sequence-parallel (Megatron's)": args.sequence_parallel,
+        "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
+    }
+    for name, given in refused.items():
+        if chunks and given:
+            raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

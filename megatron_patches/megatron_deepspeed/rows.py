@@ -39,7 +39,7 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             also_in=("megatron.initialize:parse_args",),
             guard=_checkout("b1e5ef6da0124ff0"),
-            reason="adds --ulysses-degree, --usp-layout, --usp-kernel and --usp-recompute",
+            reason="adds --ulysses-degree, --usp-layout, --usp-kernel and the memory flags",
         ),
         Patch(
             "megatron.arguments:validate_args",
@@ -186,7 +186,7 @@ def model() -> tuple[Patch, ...]:
 
 
 def layers() -> tuple[Patch, ...]:
-    """What layers keep for their backward pass."""
+    """What layers and the loss keep for their backward pass."""
     return (
         Patch(
             f"{_LAYER}:ParallelTransformerLayer.__init__",
@@ -209,6 +209,13 @@ def layers() -> tuple[Patch, ...]:
             "wrap",
             guard=_checkout("f50daafe84ee07fd"),
             reason="--usp-recompute gemm-last: the activation function is computed again, not kept",
+        ),
+        Patch(
+            "megatron.model.gpt_model:post_language_model_processing",
+            loss.losses_of_hidden,
+            "wrap",
+            guard=_checkout("a1806a024e168ae1"),
+            reason="--usp-loss-chunks: no logits, whose fp32 copy is larger than a layer",
         ),
     )
 
