@@ -16,6 +16,7 @@ from ds_usp.errors import (
     LayoutError,
     MeshError,
     PatchError,
+    RecomputeError,
     UnsupportedAttentionError,
     USPError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "MeshError",
     "PatchError",
     "RankGrid",
+    "RecomputeError",
     "Scores",
     "SequenceMesh",
     "TokenLayout",

@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60  # without the docstring
 # Which parts of ds_usp a part may import. `__init__` gathers the public names from all of them.
 _BASE = {"errors", "notices", "_version"}
 _FLOOR_1 = _BASE | {"geometry", "dense"}
-_FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config"}
+_FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config", "memory"}
 FLOORS = {
     "_version": set(),
     "errors": set(),
@@ -32,12 +32,20 @@ FLOORS = {
     "planner": _FLOOR_1 | {"planner"},
     "kernels": _FLOOR_1 | {"kernels"},
     "comm": _FLOOR_1 | {"comm"},
+    "memory": _BASE | {"memory"},
     "attention": _FLOOR_2 | {"attention"},
     "training": _FLOOR_2 | {"training"},
 }
 STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
+NO_GROUPS = {"kernels", "memory"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
-PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.planner", "ds_usp.training"}
+PUBLIC_MODULES = {
+    "ds_usp",
+    "ds_usp.errors",
+    "ds_usp.memory",
+    "ds_usp.planner",
+    "ds_usp.training",
+}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}
 CONSTANT_TYPES = {"Final", "Mapping", "Sequence", "tuple"}
 
@@ -130,7 +138,7 @@ def floors(source: Source) -> Iterator[str]:
 
 
 def external_imports(source: Source) -> Iterator[str]:
-    """Geometry and the like: stdlib only. Planner: no torch. Kernels: no process groups."""
+    """Geometry and the like: stdlib only. Planner: no torch. Kernels, memory: no process groups."""
     for item in source.imports:
         root = item.target.split(".")[0]
         if item.for_types or root == "ds_usp":
@@ -139,12 +147,12 @@ def external_imports(source: Source) -> Iterator[str]:
             yield f"{item.line}: {source.part} imports only the standard library, not {root}"
         elif source.part == "planner" and root in {"torch", *OPTIONAL}:
             yield f"{item.line}: the planner does without {root}"
-        elif source.part == "kernels" and within(item.target, "torch.distributed"):
-            yield f"{item.line}: kernels know no process groups"
-    if source.part == "kernels":
+        elif source.part in NO_GROUPS and within(item.target, "torch.distributed"):
+            yield f"{item.line}: {source.part} knows no process groups"
+    if source.part in NO_GROUPS:
         for node in nodes(source, ast.Attribute):
             if ast.unparse(node) == "torch.distributed":
-                yield f"{node.lineno}: kernels know no process groups"
+                yield f"{node.lineno}: {source.part} knows no process groups"
 
 
 def optional_libraries(source: Source) -> Iterator[str]:

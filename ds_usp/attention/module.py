@@ -29,6 +29,7 @@ from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO, check_name
+from ds_usp.memory.keep import check_only_inputs_learn, kept
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -156,6 +157,26 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
+
+        def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self._attend(q, k, v, batch_dim_idx, rotary_pos_emb, args, kwargs),)
+
+        given = (*args, *kwargs.values(), batch_dim_idx)
+        check_only_inputs_learn(self.local_attn, given)
+        key_of_call = self, batch_dim_idx if isinstance(batch_dim_idx, int) else None
+        (out,) = kept(compute, (query, key, value), key_of_call)
+        return out
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | torch.Tensor | None,
+        rotary_pos_emb: Rotary | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
         self._wait_for_stream(query, key, value)
         plan = agreed(
             self.mesh,

@@ -13,6 +13,7 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import check_zero_stage
+from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.refusals import refuse
 from megatron_patches.megatron_deepspeed.script import patch_script
@@ -58,6 +59,7 @@ def _add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
         default=settings.kernel,
         help="What computes attention; auto takes the fastest that can.",
     )
+    memory.add_flags(parser)
 
 
 def validate_args(
@@ -72,6 +74,7 @@ def validate_args(
     _refuse_before(args)
     switch_off_missing_fusions(args)
     validated = original(args, defaults)
+    memory.check_flags(args)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
         _check_heads(args, config)

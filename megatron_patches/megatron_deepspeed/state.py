@@ -44,12 +44,14 @@ def is_active(args: Any) -> bool:
     """Whether attention has to be ours for these arguments of the host.
 
     With one rank a sequence the host is left alone, but for rotary positions (it takes the cosine
-    of a cosine) and for grouped queries (it cuts the projection into three equal parts).
+    of a cosine) and for grouped queries (it cuts the projection into three equal parts). Only ours
+    can be kept over an activation checkpoint.
     """
     return bool(
         args.ds_sequence_parallel_size > 1
         or args.use_rotary_position_embeddings
         or args.num_key_value_heads != args.num_attention_heads
+        or args.usp_recompute == "attention"
     )
 
 

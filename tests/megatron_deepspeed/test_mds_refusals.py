@@ -38,6 +38,13 @@ REFUSED = [
     (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
     (SP2, "--kd", "Train a plain GPT"),
     (SP2, "--inference", "one token at a time"),
+    ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
+    (SP2, "--usp-recompute full --checkpoint-activations", "leave one of them out"),
+    (
+        {},
+        "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",
+        "--apply-residual-connection-post-layernorm do not go together",
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ NAMES = {
     "MeshError",
     "PatchError",
     "RankGrid",
+    "RecomputeError",
     "Scores",
     "SequenceMesh",
     "TokenLayout",

@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
-from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
+from ds_usp.memory import checkpointed_layer
+from ds_usp.training import (
+    ParallelGroups,
+    chunked_weighted_loss,
+    local_positions,
+    rotary_frequencies,
+    weighted_loss,
+)
+from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 
 
 class Embedding(nn.Module):
@@ -60,13 +69,19 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
+        recompute: str,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary = rotary
+        self.rotary, self.recompute = rotary, recompute
+        if recompute == "gemm-last":
+            recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        return checkpointed_layer(self._run, hidden, self.recompute)
+
+    def _run(self, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
         return hidden
 
@@ -85,20 +100,22 @@ class FinalNorm(nn.Module):
 
 
 class Output(nn.Module):
-    """Hidden states to logits ``[s_local, b, vocab / tp]``, with a matrix of its own."""
+    """Hidden states to what the loss is computed from, with a matrix of its own."""
 
-    def __init__(self, seed: int, config: TransformerConfig, args: Namespace) -> None:
+    def __init__(self, seed: int, config: TransformerConfig, args: Namespace, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.output = output_matrix(config, args, own_weight=True)
+        self.loss = loss
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(hidden)[0]
+    def forward(self, hidden: Tensor, *targets: Tensor) -> Tensor:
+        return self.loss.of_output(self.output, hidden, self.output.weight, *targets)
 
 
-def tied_output(embedding: Embedding, hidden: Tensor) -> Tensor:
-    """Hidden states to logits with the matrix of the embedding."""
-    return embedding.output(hidden, weight=embedding.embedding.word_embeddings.weight)[0]
+def tied_output(loss: Loss, embedding: Embedding, hidden: Tensor, *targets: Tensor) -> Tensor:
+    """The same with the matrix of the embedding."""
+    weight = embedding.embedding.word_embeddings.weight
+    return loss.of_output(embedding.output, hidden, weight, *targets)
 
 
 def output_matrix(
@@ -125,14 +142,45 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
 
 
-def pipeline_loss(logits: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
-    """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
-    labels, weights = labels_and_weights
-    return weighted_loss(token_losses(logits, labels), weights)
+class Loss:
+    """This rank's part of the loss: from the logits, or in chunks of tokens that never have them.
+
+    Args:
+        chunks: how many; 0: all logits at once.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self._weight: Tensor | None = None
+
+    def of_output(
+        self, output: nn.Module, hidden: Tensor, weight: Tensor, *targets: Tensor
+    ) -> Tensor:
+        """The last layer. With labels and loss weights ``[b, s_local]`` the loss; without them (the
+        pipeline hands them to :meth:`of_stage`) logits ``[s_local, b, vocab / tp]``, or in chunks
+        the hidden states."""
+        if self.chunks:
+            self._weight = None if targets else weight
+            return self._chunked(hidden, weight, *targets) if targets else hidden
+        logits = output(hidden, weight=weight)[0]
+        return self.of_stage(logits, targets) if targets else logits
+
+    def of_stage(self, given: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
+        """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
+        if self.chunks:
+            return self._chunked(given, self._weight, *labels_and_weights)
+        labels, weights = labels_and_weights
+        return weighted_loss(token_losses(given, labels), weights)
+
+    def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        group = get_tensor_model_parallel_group()
+        return chunked_weighted_loss(
+            hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
+        )
 
 
 class GPT(nn.Module):
-    """All layers in a row; returns the loss of every token."""
+    """All layers in a row; returns this rank's part of the loss."""
 
     def __init__(self, specs: Sequence[LayerSpec]) -> None:
         super().__init__()
@@ -147,11 +195,12 @@ class GPT(nn.Module):
             forward = getattr(spec, "forward_fn", None)
             self.calls.append(partial(forward, built[key]) if forward else built[key])
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        *calls, output = self.calls
         hidden = tokens
-        for call in self.calls:
+        for call in calls:
             hidden = call(hidden)
-        return token_losses(hidden, labels)
+        return output(hidden, labels, weights)
 
 
 def build_model(
@@ -162,7 +211,8 @@ def build_model(
     device: torch.device,
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
-    specs = layer_specs(args, mesh, layout, device)
+    loss = Loss(args.usp_loss_chunks)
+    specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
         return GPT(specs)
     deepspeed.init_distributed(
@@ -176,13 +226,13 @@ def build_model(
                 num_mp=dist.get_world_size(groups.tp),
                 num_dp=dist.get_world_size(groups.sp_dp),
             ),
-            loss_fn=pipeline_loss,
+            loss_fn=loss.of_stage,
             partition_method="type:^layer$",
         )
 
 
 def layer_specs(
-    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device
+    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device, loss: Loss
 ) -> list[LayerSpec]:
     """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
     degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
@@ -195,17 +245,20 @@ def layer_specs(
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
-        last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args)
+        last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
     else:
         weight = "embedding.word_embeddings.weight"
         first, last = (
             TiedLayerSpec("embedding", *embedding, forward_fn=forward, tied_weight_attr=weight)
-            for forward in (None, tied_output)
+            for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
     return [
         first,
-        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary) for n in numbers),
+        *(
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute)
+            for n in numbers
+        ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]
