@@ -174,7 +174,7 @@ def public_names(source: Source) -> Iterator[str]:
 
 
 def exported(module: str) -> set[str]:
-    """The names that a public module binds at its top, submodules not counted."""
+    """What a public module's `__all__` says, or else the names that it binds at its top."""
     base = ROOT / module.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     names: set[str] = set()
@@ -184,8 +184,10 @@ def exported(module: str) -> set[str]:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
+            if ast.unparse(node.targets[0]) == "__all__":
+                return set(ast.literal_eval(node.value))
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return {name for name in names if not name.startswith("_") or name == "__version__"}
+    return {name for name in names if not name.startswith("_")}
 
 
 def no_global(source: Source) -> Iterator[str]:

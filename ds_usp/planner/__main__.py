@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -263,10 +264,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     commands = {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table}
     try:
-        return commands[args.command](args)
+        status = commands[args.command](args)
+        sys.stdout.flush()
+        return status
     except USPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read enough; what is left has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,44 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, sa
     assert captured.out == ""
     assert captured.err.startswith("error: ") and says in captured.err
     assert captured.err.count("\n") == 1
+
+
+STARTED = """
+import sys, time
+begin = time.process_time()
+from ds_usp.planner.__main__ import main
+main(["table"])
+print(time.process_time() - begin, *(name for name in ("torch", "numpy") if name in sys.modules))
+"""
+
+
+def test_it_starts_at_once() -> None:
+    """No torch, and half a second of a core at most; the whole process, as a shell sees it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, *loaded = done.stdout.splitlines()[-1].split()
+    assert float(seconds) < 0.5 and loaded == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """As `| head -1` does: the reader goes before the text is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "ds_usp.planner", "table"],
+            cwd=ROOT,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.process_time()
+    line = "plan --model 175b --seq-len 131072 --gpus 1024 --cluster h800 --global-batch 256"
+    assert json.loads(run(capsys, line + " --json"))["considered"] > 1e4
+    assert time.process_time() - begin < 5
