@@ -58,6 +58,7 @@ class Found:
         too_large: the fastest that do not fit.
         nearest: the one that lacks least.
         best_with: (axis, value) -> the best plan that has it.
+        given: axes that were not free to be chosen.
     """
 
     cluster: Cluster
@@ -70,6 +71,7 @@ class Found:
     too_large: list[Plan] = field(default_factory=list)
     nearest: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
+    given: Mapping[str, object] = field(default_factory=dict)
 
 
 def search(
@@ -102,8 +104,9 @@ def search(
     budget = 0.96 * cluster.memory_bytes if budget_bytes is None else budget_bytes
     if budget <= 0:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
-    found = Found(cluster, work, gpus, budget)
-    collector, given = _Collector(found, how), fixed or {}
+    given = fixed or {}
+    found = Found(cluster, work, gpus, budget, given=given)
+    collector = _Collector(found, how)
     families = list(_families(found, how, given, base or Split()))
     for family in families:
         collector.family(family, given)
