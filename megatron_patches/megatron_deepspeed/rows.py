@@ -38,7 +38,7 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             also_in=("megatron.initialize:parse_args",),
             guard=_checkout("b1e5ef6da0124ff0"),
-            reason="adds --ulysses-degree, --usp-layout and --usp-kernel",
+            reason="adds --ulysses-degree, --usp-layout, --usp-kernel, --usp-cluster",
         ),
         Patch(
             "megatron.arguments:validate_args",
