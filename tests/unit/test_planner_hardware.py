@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.links import (
@@ -23,40 +25,96 @@ from ds_usp.planner.links import (
 )
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import layer_time
+from ds_usp.planner.timing import head_time, layer_time, step_time
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_number_says_where_it_is_from(name: str) -> None:
     cluster = load_cluster(name)
-    given = {f.name for f in fields(Cluster)} - {"name", "origins", "layers"}
+    given = {f.name for f in fields(Cluster)} - {"name", "origins", *ROWS}
     assert set(cluster.origins) == given
     for origin, source in cluster.origins.values():
         assert origin in ORIGINS and source
 
 
-def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
-    layer = {
-        "model": "llama3-8b",
-        "seq_len": 65536,
-        "tp": 1,
-        "ulysses": 2,
-        "ring": 2,
-        "recompute": "none",
-        "micro_batch": 1,
-        "layer_s": 0.125,
-    }
+SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
+ROWS: dict[str, list[dict[str, float]]] = {
+    "layers": [
+        {**SHAPE, "tokens": 8192, "forward_s": 0.010, "backward_s": 0.020},
+        {**SHAPE, "tokens": 32768, "forward_s": 0.034, "backward_s": 0.068},
+    ],
+    "calls": [
+        {
+            "ulysses": 2,
+            "ring": 2,
+            "seq_len": length,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "forward_s": forward,
+            "backward_s": 2.5 * forward,
+        }
+        for length, forward in ((32768, 0.005), (131072, 0.064))
+    ],
+    "ends": [{"hidden": 4096, "vocab": 128256, "tp": 1, "tokens": 8192, "seconds": 0.03}],
+    "steps": [
+        {"elements": 10**9, "zero": 1, "zero_ranks": 4, "seconds": 0.02},
+        {"elements": 3 * 10**9, "zero": 1, "zero_ranks": 4, "seconds": 0.05},
+    ],
+}
+
+
+def profiled(tmp_path: Path, **more: object) -> Cluster:
     file = tmp_path / "mine.json"
     contention = {"value": 0.2, "origin": "measured", "source": "today"}
-    file.write_text(json.dumps({"base": "h200", "contention": contention, "layers": [layer]}))
-    cluster = load_cluster(str(file))
+    file.write_text(json.dumps({"base": "h200", "contention": contention, **ROWS, **more}))
+    return load_cluster(str(file))
+
+
+def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
+    cluster = profiled(tmp_path, version=1)
     assert cluster.name == "mine"
     assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
     assert cluster.peak_flop_per_s == load_cluster("h200").peak_flop_per_s
-    work = Workload(load_model("llama3-8b"), 65536)
-    measured = layer_time(cluster, work, Split(ulysses=2, ring=2))
-    assert measured.measured and measured.total == 0.125
-    assert not layer_time(cluster, work, Split(ulysses=4)).measured
+    work, split = Workload(load_model("llama3-8b"), 65536), Split(ulysses=2, ring=2)
+    found = layer_time(cluster, work, split)
+    # 16384 tokens of a rank lie a third of the way between the two rows.
+    assert found.measured and found.matrices == pytest.approx(0.030 + (0.102 - 0.030) / 3)
+    assert found.elementwise < found.matrices / 20 and found.tp == found.recompute == 0
+    again = layer_time(cluster, work, replace(split, recompute="full")).recompute
+    forward = attention_s(cluster, work, split, backward=False).total
+    assert again == pytest.approx(0.018 + forward)
+    assert not layer_time(cluster, work, Split(tp=2, ulysses=2)).measured
+    assert not layer_time(cluster, Workload(load_model("7b"), 65536), split).measured
+
+
+def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
+    cluster, model = profiled(tmp_path), load_model("llama3-8b")
+    split = Split(ulysses=2, ring=2)
+    for length, forward in ((32768, 0.005), (131072, 0.064)):
+        for backward, seconds in ((False, forward), (True, 2.5 * forward)):
+            found = attention_s(cluster, Workload(model, length), split, backward=backward)
+            assert found.total == pytest.approx(seconds)
+    between = attention_s(cluster, Workload(model, 65536), split, backward=False).total
+    assert 0.005 * 4 * 0.8 < between < 0.064 / 4 * 1.2
+    formula = load_cluster("h200")
+    for pair in (Split(ulysses=4), Split(ulysses=2, ring=2, tp=2)):
+        work = Workload(model, 65536)
+        same = attention_s(cluster, work, pair, backward=False).kernel
+        plain = attention_s(formula, work, pair, backward=False).kernel
+        assert (same == plain) == (pair.ulysses == 4)
+
+
+def test_measured_ends_and_steps(tmp_path: Path) -> None:
+    cluster, model = profiled(tmp_path), load_model("llama3-8b")
+    split = Split(ulysses=2, ring=2, zero=1)
+    assert head_time(cluster, Workload(model, 65536), split) == pytest.approx(0.06)
+    work = Workload(replace(model, layers=8), 65536)
+    elements = stage_elements(work, split, 0)
+    time = step_time(cluster, work, split)
+    assert time.optimizer == pytest.approx(0.02 + (elements - 1e9) / 2e9 * 0.03)
+    assert time.gradients == 0
+    assert step_time(cluster, work, replace(split, zero=3)).gradients > 0
 
 
 @pytest.mark.parametrize(
@@ -68,7 +126,10 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
         ({"base": "h100", "peak_flop_per_s": 0}, "must be more than 0"),
         ({"base": "h100", "gpus_per_node": 4}, "last of its levels must be the node of 4"),
         ({"base": "h100", "contention": {"value": 1, "origin": "guessed"}}, "origin 'guessed'"),
-        ({"base": "h100", "layers": [{"model": "x"}]}, "missing"),
+        ({"base": "h100", "layers": [{"tokens": 1}]}, "missing"),
+        ({"base": "h100", "version": 2}, "is of version 2, this planner reads version 1"),
+        ({"base": "h100", "steps": [{**ROWS["steps"][0], "seconds": 0}]}, "seconds=0 must be"),
+        ({"base": "h100", "levels": [["node", 8, 0, 1, 1]]}, "what a GPU sends must be above 0"),
         ([], "must be an object"),
     ],
 )
