@@ -1,4 +1,4 @@
-"""``python -m ds_usp.planner``: memory, plan, comm, table."""
+"""``python -m ds_usp.planner``: memory, plan, comm, table, profile."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ds_usp.errors import ConfigError, USPError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
@@ -32,7 +33,7 @@ def build_parser() -> ArgumentParser:
     """The command line."""
     parser = ArgumentParser(prog="python -m ds_usp.planner", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_memory_parser, _plan_parser, _comm_parser):
+    for add in (_memory_parser, _plan_parser, _comm_parser, _profile_parser):
         add(commands)
     _command(commands, "table", "what each kind of parallelism sends and holds (USP paper)")
     return parser
@@ -120,6 +121,16 @@ def _comm_parser(commands: object) -> None:
     add("--dtype", choices=tuple(_BYTES), default="bf16", help="of q, k, v")
     add("--gradient-dtype", choices=tuple(_BYTES), help="of the ring's gradients (default: dtype)")
     add("--zero", type=int, default=1, help="ZeRO's stage")
+
+
+def _profile_parser(commands: object) -> None:
+    text = "measure this machine, alone or under torchrun, and write what --cluster FILE reads"
+    parser = _command(commands, "profile", text)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="the JSON file")
+    add("--seconds", type=float, default=90.0, help="for everything, starting up aside")
+    add("--model", nargs="*", default=["gpt-1.3b", "llama3-8b"], help="whose layers are measured")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")
 
 
 # ------------------------------------------------------------------ the commands
@@ -259,10 +270,42 @@ def _table(args: Namespace) -> int:
     return 0
 
 
+def _profile(args: Namespace) -> int:
+    from ds_usp.profiling.start import run  # the one command that loads torch
+
+    if args.out.suffix != ".json":
+        raise ConfigError(f"--out {args.out} must end in .json: that is how --cluster knows a file")
+    stream = sys.stderr if args.json else sys.stdout
+    models = [load_model(name) for name in args.model]
+    cluster = run(
+        args.out,
+        models,
+        device=args.device,
+        seconds=args.seconds,
+        say=lambda line: print(line, file=stream, flush=True),
+    )
+    if cluster and args.json:
+        print(args.out.read_text(encoding="utf-8"))
+    elif cluster:
+        print(f"wrote {args.out}; plan with --cluster {args.out}")
+    return 0
+
+
+_COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
+    {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table, "profile": _profile}
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what the user can mend is one line on stderr and the exit code 2."""
     args = build_parser().parse_args(argv)
-    commands = {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table}
+    commands = {
+        "memory": _memory,
+        "plan": _plan,
+        "comm": _comm,
+        "table": _table,
+        "profile": _profile,
+    }
     try:
         status = commands[args.command](args)
         sys.stdout.flush()

@@ -35,6 +35,12 @@ def degree_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
 
 
+def cluster_name(device: str) -> str | None:
+    """The built-in cluster of a device, as torch calls the GPU; empty: CPUs."""
+    words = re.split(r"[^a-z0-9]+", device.lower()) if device else ["cpu"]
+    return next((name for name in CLUSTERS if name in words), None)
+
+
 def cluster_of(
     given: str | None, device: str, gpus_per_node: int, memory_bytes: float = 0.0
 ) -> Cluster:
@@ -51,15 +57,14 @@ def cluster_of(
     """
     if given:
         return load_cluster(given).with_gpus_per_node(gpus_per_node)
-    words = re.split(r"[^a-z0-9]+", device.lower()) if device else ["cpu"]
-    names = [name for name in CLUSTERS if name in words]
-    if not names:
+    name = cluster_name(device)
+    if name is None:
         raise ConfigError(
             f"--ulysses-degree auto: no built-in cluster has a {device}; there are "
             f"{', '.join(CLUSTERS)}. Measure this one, python -m ds_usp.planner profile --out "
             "cluster.json, and give --usp-cluster cluster.json"
         )
-    cluster = load_cluster(names[0]).with_gpus_per_node(gpus_per_node)
+    cluster = load_cluster(name).with_gpus_per_node(gpus_per_node)
     return replace(cluster, memory_bytes=memory_bytes) if memory_bytes else cluster
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.measured import MeasuredAttention, MeasuredEnds, MeasuredLayer, MeasuredStep
+from ds_usp.planner.measured import (
+    MeasuredAttention,
+    MeasuredEnds,
+    MeasuredExchange,
+    MeasuredLayer,
+    MeasuredStep,
+)
 
 VERSION = 1  # of the files
 ORIGINS = ("datasheet", "measured", "assumed", "given")
@@ -58,8 +64,8 @@ class Cluster:
         contention: share of an exchange's time that the computation above it loses.
         workspace_bytes: what no formula sees: libraries, fragments, temporaries.
         origins: field -> (datasheet | measured | assumed | given, where from).
-        layers, calls, ends, steps: what ``profile`` measured as a whole; where there are rows that
-            serve, they stand for the formulas.
+        exchanges, layers, calls, ends, steps: what ``profile`` measured as a whole; where there
+            are rows that serve, they stand for the formulas.
     """
 
     name: str
@@ -77,6 +83,7 @@ class Cluster:
     contention: float
     workspace_bytes: float
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    exchanges: tuple[MeasuredExchange, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
     calls: tuple[MeasuredAttention, ...] = ()
     ends: tuple[MeasuredEnds, ...] = ()
@@ -219,6 +226,7 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
 
 _ROWS: Mapping[str, type] = MappingProxyType(
     {
+        "exchanges": MeasuredExchange,
         "layers": MeasuredLayer,
         "calls": MeasuredAttention,
         "ends": MeasuredEnds,
@@ -231,6 +239,8 @@ def _check_rows(name: str, rows: Sequence[object]) -> None:
     """Every number of a row counts something or says how long it took; ZeRO may be 0."""
     for row in rows:
         for field_, value in vars(row).items():
+            if field_ == "collective":
+                continue
             least = 0 if field_ in ("zero", "gated") else 1e-12
             if not isinstance(value, (int, float)) or not value >= least:
                 raise ValueError(f"{name}: {field_}={value!r} must be a number above 0")

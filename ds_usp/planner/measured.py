@@ -84,6 +84,22 @@ class MeasuredStep:
     seconds: float
 
 
+@dataclass(frozen=True)
+class MeasuredExchange:
+    """Seconds of one exchange inside a node, all groups of its size at once.
+
+    Args:
+        collective: all_to_all | all_gather | reduce_scatter | all_reduce | p2p.
+        ranks: of each group, next to each other.
+        sent_bytes: by every rank.
+    """
+
+    collective: str
+    ranks: int
+    sent_bytes: int
+    seconds: float
+
+
 def layer_rows(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> list[MeasuredLayer]:
     """Those of a model's layers, by their tokens."""
     wanted = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
@@ -108,6 +124,14 @@ def step_rows(rows: Iterable[MeasuredStep], zero: int, zero_ranks: int) -> list[
         (row for row in rows if (row.zero, row.zero_ranks) == (zero, zero_ranks)),
         key=lambda row: row.elements,
     )
+
+
+def exchange_rows(
+    rows: Iterable[MeasuredExchange], collective: str, ranks: int
+) -> tuple[MeasuredExchange, ...]:
+    """Those of a collective over groups of a size, by their bytes."""
+    found = (row for row in rows if (row.collective, row.ranks) == (collective, ranks))
+    return tuple(sorted(found, key=lambda row: row.sent_bytes))
 
 
 def seconds_at(

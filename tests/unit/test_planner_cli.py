@@ -226,3 +226,34 @@ def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixtu
     line = "plan --model 175b --seq-len 131072 --gpus 1024 --cluster h800 --global-batch 256"
     assert json.loads(run(capsys, line + " --json"))["considered"] > 1e4
     assert time.process_time() - begin < 5
+
+
+def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One process without links; the file serves the other commands at once."""
+    out = tmp_path / "here.json"
+    text = run(capsys, f"profile --out {out} --seconds 0.2 --device cpu --model")
+    assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
+    line = f"plan --model gpt-1.3b --seq-len 4096 --gpus 1 --cluster {out} --memory-gib 999"
+    assert json.loads(run(capsys, line + " --json"))["plans"]
+    found = json.loads(
+        run(capsys, f"profile --out {out} --seconds 0.1 --device cpu --json --model")
+    )
+    assert found["version"] == 1 and found["levels"]["origin"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--out profile.txt", "must end in .json"),
+        ("--out nowhere/profile.json", "there is no folder nowhere"),
+        ("--out profile.json --seconds 0", "must be more than 0"),
+        ("--out profile.json --model b9000", "no model 'b9000'"),
+    ],
+)
+def test_profiles_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], line: str, says: str, tmp_path: Path
+) -> None:
+    words = line.replace("profile.json", str(tmp_path / "profile.json")).split()
+    words = ["nowhere/profile.json" if "nowhere" in word else word for word in words]
+    assert main(["profile", "--device", "cpu", *words]) == 2
+    assert says in capsys.readouterr().err
