@@ -271,3 +271,17 @@ def test_degrees_must_use_all_gpus() -> None:
         Workload(SMALL, 512, 1, (100,))
     with pytest.raises(ConfigError, match="seq_len=0"):
         Workload(SMALL, 0)
+
+
+def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
+    """Logits and a layer's buffers are never there together."""
+    split = Split(ulysses=2, ring=2)
+    work = Workload(load_model("gpt-1.3b"), 32768)
+    loss = memory(work, split)
+    assert loss.logits == 8192 * 50304 * 6 and loss.exchange == loss.transient == 0
+    layer = memory(work, replace(split, fused_loss=True))
+    one = 16384 * 1024 * 2  # q, k or v of a ring rank's tokens and a Ulysses rank's heads
+    assert layer.logits == 0 and layer.exchange == 2 * 3 * one + 5 * 2 * one
+    again = memory(work, replace(split, fused_loss=True, recompute="full"))
+    kept = memory(work, replace(split, fused_loss=True)).activations / 24
+    assert again.transient == pytest.approx(kept)

@@ -38,7 +38,11 @@ def test_every_number_says_where_it_is_from(name: str) -> None:
 
 
 SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
-ROWS: dict[str, list[dict[str, float]]] = {
+ROWS: dict[str, list[dict[str, float | str]]] = {
+    "exchanges": [
+        {"collective": "all_gather", "ranks": 4, "sent_bytes": size, "seconds": seconds}
+        for size, seconds in ((2**20, 1e-4), (2**26, 1e-3))
+    ],
     "layers": [
         {**SHAPE, "tokens": 8192, "forward_s": 0.010, "backward_s": 0.020},
         {**SHAPE, "tokens": 32768, "forward_s": 0.034, "backward_s": 0.068},
@@ -103,6 +107,26 @@ def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Pa
         same = attention_s(cluster, work, pair, backward=False).kernel
         plain = attention_s(formula, work, pair, backward=False).kernel
         assert (same == plain) == (pair.ulysses == 4)
+
+
+def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: Path) -> None:
+    cluster, plain = profiled(tmp_path), load_cluster("h200")
+    middle, slope = (2**20 + 2**26) / 2, 9e-4 / (2**26 - 2**20)
+    for stride in (1, 2):
+        found = exchange_s(cluster, Group(4, stride), middle, COLLECTIVE)
+        assert found == pytest.approx((1e-4 + 1e-3) / 2)
+    assert exchange_s(cluster, Group(4, 1), 2**27, COLLECTIVE) == pytest.approx(
+        1e-3 + slope * 2**26
+    )
+    # Cut into messages, each of them has its latency.
+    twice = exchange_s(cluster, Group(4, 1), 2 * middle, COLLECTIVE, 2)
+    assert twice == pytest.approx(2 * (1e-4 + 1e-3) / 2)
+    for group, pattern in (
+        (Group(4, 4), COLLECTIVE),
+        (Group(2, 1), COLLECTIVE),
+        (Group(4, 1), RELAY),
+    ):
+        assert exchange_s(cluster, group, 1e6, pattern) == exchange_s(plain, group, 1e6, pattern)
 
 
 def test_measured_ends_and_steps(tmp_path: Path) -> None:
