@@ -98,8 +98,8 @@ class Host:
                 args, self.mesh, layout, self.groups, self._session.device
             )
         with torch.no_grad():
-            for p in gpt.parameters():
-                p.normal_(0.0, 0.02) if p.ndim > 1 else p.fill_(1.0)
+            for name, p in gpt.named_parameters():
+                p.normal_(0.0, 0.02) if p.ndim > 1 else p.fill_(name.endswith("weight"))
         if case.recompute == "full":
             gpt.calls = [
                 partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
