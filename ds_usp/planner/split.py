@@ -32,6 +32,13 @@ class Workload:
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        window = self.model.window
+        if 0 < window < self.seq_len:
+            raise ConfigError(
+                f"model {self.model.name} looks back {window} tokens in some layers, which is not "
+                f"planned for {self.seq_len}: set its sliding_window to null to count as if all "
+                "layers saw everything"
+            )
         if self.documents and sum(self.documents) != self.seq_len:
             raise ConfigError(
                 f"documents of {sum(self.documents)} tokens do not fill a sequence of "

@@ -13,6 +13,9 @@ from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, stage_boundary_bytes, step_traffic
 
 _HBM_SHARE = 0.8  # of the bandwidth that elementwise kernels reach
+# Read and written for each logit by Megatron's cross entropy: to fp32, maximum, difference,
+# exponential, sum, quotient, and in backward the product and back to bf16.
+_LOSS_BYTES = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +167,9 @@ def head_time(cluster: Cluster, work: Workload, split: Split) -> float:
     rows = ends_rows(cluster.ends, work.model, split.tp)
     if rows:
         return seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
-    width = work.model.hidden * work.model.vocab / split.tp
-    return 3 * _product_s(cluster, tokens, tokens * width)
+    logits = tokens * work.model.vocab / split.tp
+    passes = 0.0 if split.fused_loss else _passes_s(cluster, logits * _LOSS_BYTES)
+    return 3 * _product_s(cluster, tokens, logits * work.model.hidden) + passes
 
 
 def step_time(
