@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 
@@ -145,6 +146,10 @@ def _memory(args: Namespace) -> int:
             f"--gpus {args.gpus} is not a multiple of tp {args.tp} x ulysses {args.ulysses} x "
             f"ring {args.ring} x pp {args.pp} = {degrees}"
         )
+    for name in ("gpus", "dp", "global_batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(args, name)} must be 1 or more")
     dp = args.dp or (args.gpus or degrees) // degrees
     split = Split(
         tp=args.tp,
@@ -170,6 +175,8 @@ def _memory(args: Namespace) -> int:
     workspace = load_cluster(args.cluster).workspace_bytes
     if args.workspace_gib is not None:
         workspace = args.workspace_gib * GIB
+    if not 0 <= workspace < inf:
+        raise ConfigError(f"--workspace-gib {args.workspace_gib} must be 0 or more")
     if not -1 <= args.stage < split.pp:
         raise ConfigError(f"--stage {args.stage} is outside the {split.pp} stages")
     fullest = memory(work, split, workspace)
@@ -203,7 +210,10 @@ def _plan(args: Namespace) -> int:
         how = replace(how, offloads=False)
     found = _search(args, cluster, work, how)
     if args.svg and found.plans:
-        args.svg.write_text(picture(found, args.top), encoding="utf-8")
+        try:
+            args.svg.write_text(picture(found, args.top), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write --svg {args.svg}: {error.strerror}") from error
     if args.json:
         whole = report.found_json(found, args.top)
         if args.explain:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from math import log
+from math import inf, log
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,9 @@ class Level:
     port_bytes_per_s: float
     uplink_bytes_per_s: float
     latency_s: float
+
+
+_POSITIVE = ("peak_flop_per_s", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +93,18 @@ class Cluster:
     steps: tuple[MeasuredStep, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("peak_flop_per_s", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node"):
-            if not getattr(self, name) > 0:
+        for name in _POSITIVE:
+            if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"cluster {self.name}: {name} must be more than 0")
+        for name in ("host_bytes_per_s", "host_memory_bytes", "network_latency_s", "nics"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"cluster {self.name}: {name} must be 0 or more")
+        if not 0 <= self.contention <= 1:
+            raise ConfigError(
+                f"cluster {self.name}: contention={self.contention} must be a share between 0 and 1"
+            )
+        for name in ("gemm_efficiency", "attention_efficiency"):
+            _check_curve(f"cluster {self.name}: {name}", getattr(self, name))
         if not self.levels or self.levels[-1].gpus != self.gpus_per_node:
             raise ConfigError(
                 f"cluster {self.name}: the last of its levels must be the node of "
@@ -141,6 +153,16 @@ class Cluster:
             "nics": max(1, round(self.nics * share)),
         }
         return Cluster(**{**{f.name: getattr(self, f.name) for f in fields(self)}, **changed})
+
+
+def _check_curve(name: str, curve: Curve) -> None:
+    """Points in the order of their sizes; a share of the peak that is above 1 is another unit."""
+    sizes = [size for size, _ in curve]
+    if not curve or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        raise ConfigError(f"{name} needs points (size, share) with sizes that ascend, got {sizes}")
+    wrong = [share for _, share in curve if not 0 < share <= 1.1]
+    if wrong:
+        raise ConfigError(f"{name} has {wrong[0]:g}: a share of the peak lies between 0 and 1")
 
 
 def at(curve: Curve, size: float) -> float:

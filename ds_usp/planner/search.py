@@ -102,7 +102,7 @@ def search(
         )
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
     budget = 0.96 * cluster.memory_bytes if budget_bytes is None else budget_bytes
-    if budget <= 0:
+    if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
     given = fixed or {}
     found = Found(cluster, work, gpus, budget, given=given)

@@ -29,7 +29,7 @@ class Profile:
 
     Args:
         base: the built-in cluster whose numbers stay where nothing is measured.
-        peak_flop_per_s: of the datasheet; None: the fastest product is the peak.
+        peak_flop_per_s: of the datasheet; None: the fastest kernel's rate is the peak.
         say: takes lines for the user.
     """
 
@@ -87,9 +87,9 @@ def profile(
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
     state = Profile(Clock(device, budget_s), Sizes.of(device), base, peak, gpus_per_node, say)
     _warm_up(state)
-    reached_peak = _products(state)
+    products = _products(state)
     _memory(state)
-    _calls(state, reached_peak)
+    _shares(state, products, _calls(state))
     if world > 1:
         _links(state)
     _layers(state, models)
@@ -103,19 +103,27 @@ def _warm_up(state: Profile) -> None:
     state.tell(f"warm, on {state.clock.device.type}")
 
 
-def _products(state: Profile) -> float:
-    """The GEMM curve; returns the peak of which it is a share."""
-    rates = dict(compute.product_flop_per_s(state.clock, state.sizes))
+def _products(state: Profile) -> list[tuple[int, float]]:
+    """(tokens, FLOP/s) of a linear layer."""
+    rates = sorted(compute.product_flop_per_s(state.clock, state.sizes))
+    state.tell(f"products: up to {max(rate for _, rate in rates) / 1e12:.4g} TFLOP/s")
+    return rates
+
+
+def _shares(
+    state: Profile, products: list[tuple[int, float]], attention: list[tuple[int, float]]
+) -> None:
+    """The curves, as shares of the peak."""
     peak = state.peak_flop_per_s
     if peak is None:
-        peak = max(rates.values())
-        state.keep("peak_flop_per_s", peak, "the fastest product")
-    curve = [[tokens, rate / peak] for tokens, rate in sorted(rates.items())]
+        peak = max(rate for _, rate in (*products, *attention))
+        state.keep("peak_flop_per_s", peak, "what the fastest kernel reaches")
     width = state.sizes.width
-    state.keep("gemm_efficiency", curve, f"linear layer of {width} x {width}, both directions")
-    best = max(rates.values())
-    state.tell(f"products: {best / 1e12:.4g} TFLOP/s, {best / peak:.0%} of the peak")
-    return peak
+    for name, rates, how in (
+        ("gemm_efficiency", products, f"linear layer of {width} x {width}, both directions"),
+        ("attention_efficiency", attention, "usp_attention on one rank, both directions"),
+    ):
+        state.keep(name, [[size, rate / peak] for size, rate in rates], how)
 
 
 def _memory(state: Profile) -> None:
@@ -133,22 +141,22 @@ def _memory(state: Profile) -> None:
     state.tell(f"memory {rate / 1e9:.4g} GB/s, host {host / 1e9:.4g} GB/s each direction")
 
 
-def _calls(state: Profile, peak: float) -> None:
-    """Attention on one rank, which is the kernels' curve, and on every pair of degrees."""
-    curve = []
+def _calls(state: Profile) -> list[tuple[int, float]]:
+    """Attention on every pair of degrees; (tokens, FLOP/s) of the kernels, which is that of one."""
+    alone = []
     for mesh in _meshes(state):
         pair = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
-        alone = mesh.sp_degree == 1
-        lengths = state.sizes.lengths if alone else state.sizes.lengths[1:]
+        one = mesh.sp_degree == 1
+        lengths = state.sizes.lengths if one else state.sizes.lengths[1:]
         for row in compute.attention_calls(state.clock, state.sizes, mesh, lengths):
             flop = 3.5 * 2 * row.seq_len**2 * row.heads * row.head_dim / mesh.sp_degree
             rate = flop / (row.forward_s + row.backward_s)
-            if alone:
-                curve.append([row.seq_len, rate / peak])
+            if one:
+                alone.append((row.seq_len, rate))
             text = f"attention {pair}, {row.seq_len} tokens: {rate / 1e12:.4g} TFLOP/s"
             state.add("calls", row, text)
         mesh.release()
-    state.keep("attention_efficiency", curve, "usp_attention on one rank, both directions")
+    return alone
 
 
 def _meshes(state: Profile) -> list[SequenceMesh]:

@@ -71,7 +71,8 @@ def test_the_planner_reads_it(cluster: Cluster) -> None:
     collectives = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"}
     assert {row.collective for row in cluster.exchanges} == collectives
     assert {row.tp for row in cluster.layers} == {1, 2}
-    assert max(share for _, share in cluster.gemm_efficiency) == 1
+    curves = (*cluster.gemm_efficiency, *cluster.attention_efficiency)
+    assert max(share for _, share in curves) == 1
     assert search(cluster, Workload(MODEL, 384, 4), 4).plans
 
 

@@ -137,7 +137,7 @@ def test_published_configurations_have_their_size(
 def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
     windowed = load_model(write(tmp_path / "config.json", PUBLISHED[0][0]))
     assert Workload(windowed, 4096).seq_len == 4096
-    with pytest.raises(ConfigError, match=r"looks back 4096 tokens .* set its sliding_window to nu"):
+    with pytest.raises(ConfigError, match=r"looks back 4096 tokens .* set its sliding_window"):
         Workload(windowed, 4097)
     off = {**PUBLISHED[0][0], "use_sliding_window": False}
     assert Workload(load_model(write(tmp_path / "config.json", off)), 131072).seq_len == 131072
