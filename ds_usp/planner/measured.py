@@ -109,6 +109,12 @@ def layer_rows(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> lis
     )
 
 
+def other_tp(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> int | None:
+    """The tensor-parallel degree nearest to this one for which a model's layers were measured."""
+    measured = {row.tp for row in rows if layer_rows([row], model, row.tp)}
+    return min(measured, key=lambda other: abs(log(other / tp)), default=None)
+
+
 def ends_rows(rows: Iterable[MeasuredEnds], model: ModelShape, tp: int) -> list[MeasuredEnds]:
     """Those of a model's embedding and head, by their tokens."""
     wanted = model.hidden, model.vocab, tp

@@ -18,7 +18,8 @@ class Memory:
     """Bytes on one rank of one pipeline stage at its worst moment.
 
     Args:
-        weights, gradients, optimizer: after ZeRO's cut.
+        weights, gradients, optimizer: after ZeRO's cut; gradients with the copies that reducing
+            them takes, where that is the worst moment.
         activations: kept for backward, with offload taken off.
         logits: of the last stage, and their gradient's fp32; 0 where a layer's backward is worse.
         exchange: buffers of one attention call.
@@ -99,7 +100,8 @@ def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: floa
     stay (it reproduces Megatron-Kwai's figure 7); of layers three stay.
 
     The worst moment is the loss or a layer's backward: the logits are gone when a layer's exchanges
-    and what it computes again come, so only the larger of the two counts.
+    and what it computes again come, so only the larger of the two counts. Or it is the step, when
+    activations are gone and gradients are there once more.
     """
     return _stage(work, split, stage, _parts(work, split), workspace_bytes)
 
@@ -112,6 +114,11 @@ def _stage(
     units, kept, unit_bytes = _units(work, split, stage, parts)
     resident = units * (1 - split.offload_ratio) + kept * split.offload_ratio
     logits = parts.logits if stage == split.pp - 1 else 0.0
+    copies = elements * split.reduction_bytes if split.zero == 1 else 0.0
+    passing = max(logits, parts.exchange + parts.transient)
+    if copies > resident * unit_bytes + passing:
+        states = (weights, gradients + copies, optimizer)
+        return Memory(*states, 0.0, 0.0, 0.0, 0.0, workspace_bytes, stage, 0.0)
     at_the_loss = logits > parts.exchange + parts.transient
     return Memory(
         weights=weights,

@@ -128,7 +128,12 @@ def _families(
     """Degrees, and what decides a layer's time."""
     work, gpus = found.work, found.gpus
     model = work.model
-    plain = replace(base, grad_bytes=how.grad_bytes, tp_sequence=how.tp_sequence)
+    plain = replace(
+        base,
+        grad_bytes=how.grad_bytes,
+        reduction_bytes=how.reduction_bytes,
+        tp_sequence=how.tp_sequence,
+    )
     for tp in _given(fixed, "tp", divisors(gpus)):
         if tp > found.cluster.gpus_per_node:
             found.refused["tp beyond a node"] += 1

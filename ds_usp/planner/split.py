@@ -66,6 +66,7 @@ class Split:
         fused_loss: the logits are never held whole.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
+        reduction_bytes: of an element, beside its states, while gradients are reduced.
     """
 
     tp: int = 1
@@ -87,6 +88,7 @@ class Split:
     overlap_gradients: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
+    reduction_bytes: int = 0
 
     @property
     def sp(self) -> int:

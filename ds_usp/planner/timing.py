@@ -8,7 +8,7 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import COLLECTIVE, DIRECT, exchange_s, groups
-from ds_usp.planner.measured import ends_rows, layer_rows, seconds_at, step_rows
+from ds_usp.planner.measured import ends_rows, layer_rows, other_tp, seconds_at, step_rows
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, stage_boundary_bytes, step_traffic
 
@@ -49,12 +49,14 @@ class LayerTime:
 def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
     """Forward, twice the products backward, 2.5 times the attention, and what is done again.
 
-    All but the attention core comes from the cluster's profile if such a layer is in it.
+    All but the attention core comes from the cluster's profile if such a layer is in it. Of a layer
+    that was measured at another tensor-parallel degree the formula is multiplied by what it took
+    there over what the formula says: guesses must not look faster than what is known.
     """
     forward, backward = (
         attention_s(cluster, work, split, backward=direction) for direction in (False, True)
     )
-    outside = _measured_outside(cluster, work, split) or _outside(cluster, work, split)
+    outside = _measured_outside(cluster, work, split) or _scaled_outside(cluster, work, split)
     again = 0.0
     if split.recompute == "full":
         again = forward.total + outside.again
@@ -93,6 +95,20 @@ def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outsid
     forward = seconds_at(rows, lambda row: row.tokens, lambda row: row.forward_s, tokens)
     backward = seconds_at(rows, lambda row: row.tokens, lambda row: row.backward_s, tokens)
     return _Outside(forward + backward, 0.0, 0.0, forward, True)
+
+
+def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
+    found, tp = _outside(cluster, work, split), other_tp(cluster.layers, work.model, split.tp)
+    if tp is None:
+        return found
+    there = replace(split, tp=tp)
+    measured, formula = _measured_outside(cluster, work, there), _outside(cluster, work, there)
+    if measured is None:
+        return found
+    whole = formula.matrices + formula.elementwise + formula.tp
+    ratio, ratio_again = measured.matrices / whole, measured.again / formula.again
+    times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
+    return _Outside(*times, ratio_again * found.again, False)
 
 
 def _outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
-from ds_usp.planner import ModelShape, Split, Workload, load_model
+from ds_usp.planner import ModelShape, Split, Workload, engine, load_model
 
 VOCABULARY = 50257
 
@@ -51,7 +51,7 @@ class Case:
             ring=self.ring,
             recompute=self.recompute,
             tp_sequence=False,
-            overlap_gradients=False,
+            reduction_bytes=engine("megatron-deepspeed").reduction_bytes,
         )
         return Workload(self.shape(), self.seq_len), split
 

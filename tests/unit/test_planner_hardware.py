@@ -92,6 +92,19 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
     assert not layer_time(cluster, Workload(load_model("7b"), 65536), split).measured
 
 
+def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
+    """Else a host that is slower than the formulas would look faster wherever it was not run."""
+    cluster, plain = profiled(tmp_path), load_cluster("h200")
+    work, known, guessed = Workload(load_model("llama3-8b"), 65536), Split(), Split(tp=2)
+    formula, measured = layer_time(plain, work, known), layer_time(cluster, work, known)
+    ratio = measured.matrices / (formula.matrices + formula.elementwise)
+    assert ratio != pytest.approx(1, abs=0.05)
+    found, alone = layer_time(cluster, work, guessed), layer_time(plain, work, guessed)
+    assert not found.measured
+    assert found.matrices == pytest.approx(ratio * alone.matrices)
+    assert found.elementwise == pytest.approx(ratio * alone.elementwise)
+
+
 def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
     split = Split(ulysses=2, ring=2)
