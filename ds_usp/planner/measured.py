@@ -146,7 +146,8 @@ def seconds_at(
     """Time for a size: on the straight line through the two rows around it, or nearest to it.
 
     A time has a part that grows with the size and one that does not, which a line through two
-    points tells apart, also beyond them. Below the first row it shrinks in proportion at most.
+    points tells apart, also beyond them. Below the first row it shrinks in proportion at most, and
+    beyond the last one it does not shrink.
     """
     first = rows[0]
     in_proportion = seconds(first) * asked / size(first)
@@ -155,6 +156,8 @@ def seconds_at(
     upper = next((i for i, row in enumerate(rows) if i and size(row) >= asked), len(rows) - 1)
     low, high = rows[upper - 1], rows[upper]
     slope = (seconds(high) - seconds(low)) / (size(high) - size(low))
+    if asked > size(high):
+        return seconds(high) + max(slope, 0.0) * (asked - size(high))
     found = seconds(low) + slope * (asked - size(low))
     return max(found, in_proportion) if asked < size(first) else found
 

@@ -85,8 +85,10 @@ def profile(
     if budget_s <= 0:
         raise ConfigError(f"--seconds {budget_s:g} must be more than 0")
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
-    state = Profile(Clock(device, budget_s), Sizes.of(device), base, peak, gpus_per_node, say)
-    _warm_up(state)
+    sizes = Sizes.of(device)
+    _warm_up(Clock(device, budget_s), sizes)
+    state = Profile(Clock(device, budget_s), sizes, base, peak, gpus_per_node, say)
+    state.tell(f"{world} ranks on {device.type} are warm; {budget_s:g} s to go")
     products = _products(state)
     _memory(state)
     _shares(state, products, _calls(state))
@@ -96,11 +98,12 @@ def profile(
     return {"version": VERSION, "base": base, "name": name, **_finished(state, world)}
 
 
-def _warm_up(state: Profile) -> None:
-    """To the clock rate that a GPU keeps under load."""
-    for _ in compute.product_flop_per_s(state.clock, state.sizes):
+def _warm_up(clock: Clock, sizes: Sizes) -> None:
+    """Compile kernels, and bring a GPU to the rate that it keeps under load; not on the budget."""
+    for _ in compute.attention_calls(clock, sizes, SequenceMesh.single(), sizes.lengths[:1]):
         pass
-    state.tell(f"warm, on {state.clock.device.type}")
+    for _ in compute.product_flop_per_s(clock, sizes):
+        pass
 
 
 def _products(state: Profile) -> list[tuple[int, float]]:

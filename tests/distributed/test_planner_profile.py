@@ -56,7 +56,7 @@ def test_every_rank_has_measured_the_same(ranks: list[tuple[dict[str, Any], list
     """Degrees are chosen from it: no rank may see other numbers."""
     first, lines = ranks[0]
     assert all(found == first for found, _ in ranks)
-    assert "warm" in lines[0] and lines[-1].endswith("done")
+    assert "4 ranks on cpu are warm" in lines[0] and lines[-1].endswith("done")
 
 
 def test_the_planner_reads_it(cluster: Cluster) -> None:

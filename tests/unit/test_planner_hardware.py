@@ -23,6 +23,7 @@ from ds_usp.planner.links import (
     groups,
     straddles,
 )
+from ds_usp.planner.measured import seconds_at
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.timing import head_time, layer_time, step_time
@@ -90,6 +91,18 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
     assert again == pytest.approx(0.018 + forward)
     assert not layer_time(cluster, work, Split(tp=2, ulysses=2)).measured
     assert not layer_time(cluster, Workload(load_model("7b"), 65536), split).measured
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [(5, 0.5), (10, 1.0), (15, 2.5), (20, 4.0), (30, 3.0), (60, 3.0)]
+)
+def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
+    """Also of rows that noise has bent: the last one took less than the one before."""
+    rows = [(10.0, 1.0), (20.0, 4.0), (30.0, 3.0)]
+    found = seconds_at(rows, lambda row: row[0], lambda row: row[1], asked)
+    assert found == pytest.approx(seconds)
+    assert seconds_at(rows[:1], lambda row: row[0], lambda row: row[1], 30) == 3.0
+    assert seconds_at(rows[:2], lambda row: row[0], lambda row: row[1], 30) == 7.0
 
 
 def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
