@@ -290,6 +290,7 @@ def main() -> None:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="what trains")
     add("--tiny", action="store_true", help="models that a CPU trains")
     add("--steps", type=int, default=4, help="of each run, after two")
+    add("--seconds", type=float, default=400.0, help="after which no further run begins")
     args = parser.parse_args()
     select_device(args.device)
     prepare_deepspeed()
@@ -297,10 +298,11 @@ def main() -> None:
     torch.manual_seed(session.rank)
     if not session.on_gpu:
         torch.set_num_threads(1)
+    clock = Clock(session.device, 3600.0)
     fitted, held_out = (TINY_FITTED, TINY_CASES) if args.tiny else (FITTED, CASES)
     profile = json.loads(args.profile.read_text(encoding="utf-8"))
     measure_host(session, profile, fitted, args.tiny, args.out_profile)
-    runs, clock = [], Clock(session.device, 3600.0)
+    runs: list[Measured] = []
     where = torch.cuda.get_device_name() if session.on_gpu else "CPU"
     comment = (
         f"torchrun --nproc-per-node {session.world} {' '.join(sys.argv)}\n"
@@ -310,6 +312,9 @@ def main() -> None:
     for mesh, cases in by_mesh(held_out):
         host = Host(session, mesh)
         for case in cases:
+            if session.reduced([clock.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
+                session.say(f"left out, after {args.seconds:g} s: {case}")
+                continue
             runs.append(host.run(case, args.steps))
             session.say(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])}")
             if session.rank == 0:

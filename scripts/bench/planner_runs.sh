@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Profiles this machine's GPUs, trains the held-out runs and judges the planner by them:
 #   scripts/bench/planner_runs.sh FOLDER [GPUS]       about five minutes on 4 H200
-# Leaves cluster.json, trainer.json, runs.csv and validation.csv in FOLDER.
+# Leaves cluster.json, trainer.json, runs.csv and validation.csv in FOLDER; a cluster.json that is
+# there already is taken as it is.
 # DEVICE=cpu tries the scripts with models that a CPU trains; their figures mean little.
 set -euo pipefail
 
@@ -27,8 +28,9 @@ if [[ "$device" == cpu ]]; then
 fi
 
 # Layers come from the trainer, not from the plain ones: no --model.
-"${ranks[@]}" -m ds_usp.planner profile --out "$folder/cluster.json" --device "$device" \
-  "${seconds[@]}" --model
+[[ -f "$folder/cluster.json" ]] ||
+  "${ranks[@]}" -m ds_usp.planner profile --out "$folder/cluster.json" --device "$device" \
+    "${seconds[@]}" --model
 "${ranks[@]}" "$here/planner_runs.py" --profile "$folder/cluster.json" \
   --out-profile "$folder/trainer.json" --out "$folder/runs.csv" --device "$device" "${tiny[@]}"
 python "$here/planner_validation.py" --profile "$folder/trainer.json" \
