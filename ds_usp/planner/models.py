@@ -56,6 +56,17 @@ class ModelShape:
                 raise ConfigError(
                     f"model {self.name}: {field}={size!r} must be a whole number of 1 or more"
                 )
+        for field in ("head_dim", "window"):
+            size = getattr(self, field)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ConfigError(
+                    f"model {self.name}: {field}={size!r} must be a whole number of 0 or more"
+                )
+        for field in ("gated", "tied", "learned_positions", "biases"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(
+                    f"model {self.name}: {field}={getattr(self, field)!r} must be true or false"
+                )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.heads} query heads cannot share {self.kv_heads} "
