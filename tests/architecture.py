@@ -35,6 +35,7 @@ FLOORS = {
     "memory": _BASE | {"memory"},
     "attention": _FLOOR_2 | {"attention"},
     "training": _FLOOR_2 | {"training"},
+    "profiling": _FLOOR_2 | {"attention", "profiling"},
 }
 STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
 NO_GROUPS = {"kernels", "memory"}
@@ -130,6 +131,8 @@ def floors(source: Source) -> Iterator[str]:
         return
     for item in source.imports:
         if within(item.target, "ds_usp"):
+            if source.path.name == "__main__.py" and not item.at_load:
+                continue  # a program stands on top of its part: what one command needs, it fetches
             part = item.target.split(".")[1] if "." in item.target else ""
             if part not in FLOORS[source.part]:
                 yield f"{item.line}: {source.part} may not import {item.target}"
@@ -183,7 +186,7 @@ def public_names(source: Source) -> Iterator[str]:
 
 
 def exported(module: str) -> set[str]:
-    """The names that a public module binds at its top, submodules not counted."""
+    """What a public module's `__all__` says, or else the names that it binds at its top."""
     base = ROOT / module.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     names: set[str] = set()
@@ -193,8 +196,10 @@ def exported(module: str) -> set[str]:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
+            if ast.unparse(node.targets[0]) == "__all__":
+                return set(ast.literal_eval(node.value))
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return {name for name in names if not name.startswith("_") or name == "__version__"}
+    return {name for name in names if not name.startswith("_")}
 
 
 def no_global(source: Source) -> Iterator[str]:

@@ -39,7 +39,8 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             also_in=("megatron.initialize:parse_args",),
             guard=_checkout("b1e5ef6da0124ff0"),
-            reason="adds --ulysses-degree, --usp-layout, --usp-kernel and the memory flags",
+            reason="adds --ulysses-degree, --usp-layout, --usp-kernel, --usp-cluster and the "
+            "memory flags",
         ),
         Patch(
             "megatron.arguments:validate_args",

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from ds_usp import ConfigError, TokenLayout
 from ds_usp.memory import RECOMPUTE
+from ds_usp.planner import degree_or_auto
 from ds_usp.training import check_zero_stage
 
 SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
@@ -94,10 +95,16 @@ def _parallel(parser: argparse.ArgumentParser) -> None:
     add("--ds-sequence-parallel-size", type=int, default=1, metavar="N", help="ranks per sequence")
     add(
         "--ulysses-degree",
-        type=int,
+        type=degree_or_auto,
         metavar="U",
-        help="ranks of them that exchange heads; the rest is the ring (default: as many as the "
-        "heads allow)",
+        help="ranks of them that exchange heads; the rest is the ring; auto: what the planner "
+        "finds fastest (default: as many as the heads allow)",
+    )
+    add(
+        "--usp-cluster",
+        metavar="NAME",
+        help="what auto plans for: a built-in cluster, or a profile of this one, a JSON file that "
+        "`python -m ds_usp.planner profile` writes (default: by the GPU's name)",
     )
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks per layer")
     add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="stages")
