@@ -12,13 +12,8 @@ from ds_usp.config import peer_copies_disabled
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.parts import comes_at_once, parts_of_heads
 from ds_usp.geometry.schedule import Place
-
-# A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
-# hide nothing more. Of a ring alone the own block hides what comes, so its parts only save memory.
-_PART_FLOP, _RING_PART_FLOP, _MOST_PARTS = 7e11, 3e12, 16
-# Keys and values that may be gathered at once whatever the number of parts.
-_GATHER_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -82,13 +77,11 @@ class Tuning:
             chunks = self.chunks
         elif not alone:
             flop = 2 * batch * heads * dim * layout.seq_len * keys / layout.degree
-            each = _RING_PART_FLOP if split.ulysses == 1 else _PART_FLOP
-            chunks = max(1, min(most, _MOST_PARTS, round(flop / each)))
+            chunks = parts_of_heads(flop, most, split.ulysses)
         gather = self.gather
         if gather == "auto":
             token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-            small = keys * token // chunks <= _GATHER_BYTES
-            gather = not alone and (chunks >= layout.ring or small)
+            gather = not alone and comes_at_once(keys * token, chunks, layout.ring)
         return Cut(chunks, gather and layout.ring > 1, self._copies(q, mesh))
 
     def _copies(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ds_usp.geometry.parts import comes_at_once, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
@@ -12,9 +13,6 @@ from ds_usp.planner.measured import ratio_at
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic
-
-# As attention/tuning.py cuts a call.
-_PART_FLOP, _MOST_PARTS, _GATHER_BYTES = 7e11, 8, 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +138,10 @@ def _parts(work: Workload, split: Split) -> int:
     if split.sp == 1:
         return 1
     flop = 2 * split.micro_batch * model.q_width / split.tp * work.seq_len**2 / split.sp
-    return max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+    return parts_of_heads(flop, most, split.ulysses)
 
 
 def _gathers(work: Workload, split: Split, parts: int) -> bool:
     kv = max(work.model.kv_heads / split.tp / split.ulysses, 1.0) * work.model.head_dim
     block = work.seq_len * 2 * split.micro_batch * kv * split.param_bytes
-    return parts >= split.ring or block / parts <= _GATHER_BYTES
+    return comes_at_once(int(block), parts, split.ring)
