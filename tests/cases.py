@@ -67,8 +67,16 @@ class Case:
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
-        borders = [[0, *accumulate(lengths)] for lengths in self.documents]
-        return ds_usp.MaskSpec(*MASKS[self.mask], borders)
+        return ds_usp.MaskSpec(*MASKS[self.mask], self._borders)
+
+    @property
+    def _borders(self) -> list[list[int]]:
+        return [[0, *accumulate(lengths)] for lengths in self.documents]
+
+    def layout_on(self, mesh: ds_usp.SequenceMesh) -> ds_usp.TokenLayout:
+        """The layout; of documents, for the first sample's."""
+        documents = self._borders[:1] if self.layout == "balanced" else ()
+        return mesh.layout(self.layout, self.seq_len, documents)
 
     @property
     def allowed(self) -> torch.Tensor:
@@ -121,7 +129,7 @@ def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceM
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
     """This rank's share of out, lse, dq, dk and dv as the package computes them."""
-    layout = mesh.layout(case.layout, case.seq_len)
+    layout = case.layout_on(mesh)
     mine = {name: layout.shard(x, 1, mesh.rank) for name, x in inputs(case).items()}
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
     out, lse = ds_usp.usp_attention(
@@ -148,7 +156,7 @@ def errors_of(
     A document of one token has dq = dk = 0: errors of gradients of documents are relative to a
     hundredth of dout's norm at least.
     """
-    layout = mesh.layout(case.layout, case.seq_len)
+    layout = case.layout_on(mesh)
     want = {name: layout.shard(x, TOKEN_DIM[name], mesh.rank) for name, x in truth(case).items()}
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)
     least = 1e-2 * float(dout.double().norm()) if case.documents else 0.0

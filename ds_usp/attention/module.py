@@ -310,7 +310,7 @@ def _check_dims(scatter_idx: int, gather_idx: int) -> None:
 def _check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
     """Refuse at construction what cannot be right for the mesh."""
     if isinstance(layout, TokenLayout):
-        fits = mesh.layout(layout.kind, layout.seq_len)
+        fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
         if layout != fits:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:

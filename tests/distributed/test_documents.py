@@ -11,6 +11,7 @@ from harness import WorkerPool
 
 import ds_usp
 
+LAYOUTS = (*ALL_LAYOUTS, "balanced")
 GATHERED = ds_usp.Tuning(1, True)
 TUNINGS = (ds_usp.Tuning(1, False), GATHERED, ds_usp.Tuning(2, False), ds_usp.Tuning(2, True))
 
@@ -38,7 +39,7 @@ def random_cases(seed: int, count: int, ulysses: int, ring: int) -> list[Case]:
                 kv_heads=kv_heads,
                 head_dim=8,
                 batch=batch,
-                layout=ALL_LAYOUTS[index % len(ALL_LAYOUTS)],
+                layout=LAYOUTS[index % len(LAYOUTS)],
                 mask=draw.choice(list(MASKS)),
                 kernel=draw.choice(["auto", "eager"]),
                 tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
