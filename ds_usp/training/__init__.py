@@ -2,6 +2,8 @@
 
 from ds_usp.training.batch import (
     SequenceBatch,
+    document_borders,
+    document_positions,
     local_positions,
     rotary_frequencies,
     shard_batch,
@@ -29,6 +31,8 @@ __all__ = [
     "chunked_token_losses",
     "chunked_weighted_loss",
     "deepspeed_mpu",
+    "document_borders",
+    "document_positions",
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",

@@ -45,7 +45,8 @@ from torch.utils.checkpoint import checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 
-from usp_trainer.arguments import check, parse  # noqa: E402
+from usp_trainer.arguments import parse  # noqa: E402
+from usp_trainer.checks import check  # noqa: E402
 from usp_trainer.launch import select_device  # noqa: E402
 
 import megatron_patches  # noqa: E402

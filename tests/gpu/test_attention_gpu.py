@@ -57,7 +57,7 @@ CASES = [
     *(
         replace(PACKED, kernel=kernel, layout=layout)
         for kernel in ("auto", *KERNELS)
-        for layout in ALL_LAYOUTS
+        for layout in (*ALL_LAYOUTS, "balanced")
     ),
     *(replace(PACKED, kernel=kernel, mask="full", batch=2) for kernel in KERNELS),
     *(
@@ -72,7 +72,7 @@ CASES = [
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
     """This rank's share of the results, computed on its GPU."""
-    layout = mesh.layout(case.layout, case.seq_len)
+    layout = case.layout_on(mesh)
     mine = {name: layout.shard(x, 1, mesh.rank).cuda() for name, x in inputs(case).items()}
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
     out, lse = ds_usp.usp_attention(
@@ -113,7 +113,7 @@ def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> Non
     for ulysses in (u for u in (1, 2, 4) if world % u == 0):
         mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
         for case in (case for case in CASES if case.kernel == kernel):
-            layout = mesh.layout(case.layout, case.seq_len)
+            layout = case.layout_on(mesh)
             parts: list[Any] = [None] * world
             mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
             dist.all_gather_object(parts, mine)

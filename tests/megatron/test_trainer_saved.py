@@ -43,7 +43,8 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
 
 
 def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
-    from usp_trainer.arguments import check, parse
+    from usp_trainer.arguments import parse
+    from usp_trainer.checks import check
     from usp_trainer.planned import model_shape
 
     args = check(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
@@ -61,7 +62,8 @@ def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
 def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     """Bytes of all storages that autograd keeps, once each, parameters aside."""
     from megatron.core import parallel_state
-    from usp_trainer.arguments import check, parse
+    from usp_trainer.arguments import parse
+    from usp_trainer.checks import check
     from usp_trainer.model import Layer, build_model
 
     from megatron_patches.megatron_core.groups import initialize_groups

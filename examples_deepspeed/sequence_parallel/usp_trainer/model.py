@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -36,11 +37,33 @@ from ds_usp.training import (
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 
 
+class Packing:
+    """What is packed in the batch that is computed, where all layers of this rank look it up.
+
+    Attributes:
+        params: the documents, as megatron-core's layers take them; None: one a sequence.
+        positions: ``[s_local]``, or ``[b, s_local]`` where they start anew with each document.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._plain = positions
+        self.positions, self.params = positions, None
+
+    def begin(self, positions: Tensor | None, documents: list[list[int]] | None) -> None:
+        """A batch: its positions and the borders of each sample's documents."""
+        self.positions = self._plain if positions is None else positions
+        self.params = None
+        if documents is not None:
+            longest = max(map(len, documents))
+            rows = [[*each, *each[-1:] * (longest - len(each))] for each in documents]
+            self.params = PackedSeqParams("sbhd", torch.tensor(rows, dtype=torch.int32))
+
+
 class Embedding(nn.Module):
     """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``."""
 
     def __init__(
-        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
+        self, seed: int, config: TransformerConfig, args: Namespace, packing: Packing
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -53,10 +76,10 @@ class Embedding(nn.Module):
         )
         if not args.untie_embeddings_and_output_weights:
             self.output = output_matrix(config, args, own_weight=False)
-        self.positions = positions
+        self.packing = packing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens, self.positions.expand_as(tokens))
+        return self.embedding(tokens, self.packing.positions.expand_as(tokens))
 
 
 class Layer(nn.Module):
@@ -70,19 +93,27 @@ class Layer(nn.Module):
         number: int,
         rotary: Tensor | None,
         recompute: str,
+        packing: Packing,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary, self.recompute = rotary, recompute
+        self.rotary, self.recompute, self.packing = rotary, recompute, packing
         if recompute == "gemm-last":
             recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return checkpointed_layer(self._run, hidden, self.recompute)
+        # Taken now: when it is computed again, the next batch's documents may be there.
+        run = partial(self._run, self.packing.params)
+        return checkpointed_layer(run, hidden, self.recompute)
 
-    def _run(self, hidden: Tensor) -> Tensor:
-        hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
+    def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
+        hidden, _ = self.layer(
+            hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary,
+            packed_seq_params=documents,
+        )
         return hidden
 
 
@@ -182,8 +213,9 @@ class Loss:
 class GPT(nn.Module):
     """All layers in a row; returns this rank's part of the loss."""
 
-    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], packing: Packing) -> None:
         super().__init__()
+        self.packing = packing
         self.layers = nn.ModuleList()
         self.calls = []
         built: dict[Any, nn.Module] = {}
@@ -195,7 +227,15 @@ class GPT(nn.Module):
             forward = getattr(spec, "forward_fn", None)
             self.calls.append(partial(forward, built[key]) if forward else built[key])
 
-    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        documents: list[list[int]] | None,
+        weights: Tensor,
+    ) -> Tensor:
+        self.packing.begin(positions, documents)
         *calls, output = self.calls
         hidden = tokens
         for call in calls:
@@ -212,9 +252,10 @@ def build_model(
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
     loss = Loss(args.usp_loss_chunks)
-    specs = layer_specs(args, mesh, layout, device, loss)
+    packing = Packing(local_positions(layout, mesh.rank, device))
+    specs = layer_specs(args, packing, loss)
     if groups.stages == 1:
-        return GPT(specs)
+        return GPT(specs, packing)
     deepspeed.init_distributed(
         dist.get_backend(), verbose=False
     )  # PipelineModule asks it for ranks
@@ -231,18 +272,15 @@ def build_model(
         )
 
 
-def layer_specs(
-    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device, loss: Loss
-) -> list[LayerSpec]:
+def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec]:
     """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
     degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
     config = transformer_config(args)
-    positions = local_positions(layout, mesh.rank, device)
     rotary = None
-    if args.use_rotary_position_embeddings:
-        rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
+    if args.use_rotary_position_embeddings:  # relative: the same from any first position
+        rotary = rotary_frequencies(packing.positions, config.kv_channels, args.rotary_base)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    embedding = [Embedding, args.seed, config, args, positions]
+    embedding = [Embedding, args.seed, config, args, packing]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
@@ -256,7 +294,7 @@ def layer_specs(
     return [
         first,
         *(
-            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute)
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute, packing)
             for n in numbers
         ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),

@@ -17,7 +17,7 @@ from ds_usp.planner import (
     cluster_of,
     engine,
 )
-from usp_trainer.arguments import check
+from usp_trainer.checks import check
 from usp_trainer.launch import from_rank0
 
 BYTE_VOCABULARY = 257  # of text files; encoded data says its own with --vocab-size

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from usp_trainer.arguments import replica_size
+from usp_trainer.checks import replica_size
 from usp_trainer.launch import Main, run_forked
 from usp_trainer.report import METRICS
 
