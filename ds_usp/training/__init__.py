@@ -2,6 +2,8 @@
 
 from ds_usp.training.batch import (
     SequenceBatch,
+    document_borders,
+    document_positions,
     local_positions,
     rotary_frequencies,
     shard_batch,
@@ -26,6 +28,8 @@ __all__ = [
     "SequenceBatch",
     "check_zero_stage",
     "deepspeed_mpu",
+    "document_borders",
+    "document_positions",
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",

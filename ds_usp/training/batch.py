@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,6 +52,35 @@ def shard_batch(
         labels=layout.shard(labels, dim=1, rank=rank),
         loss_mask=layout.shard(loss_mask.float(), dim=1, rank=rank),
     )
+
+
+def document_borders(tokens: Tensor, eod: int) -> list[list[int]]:
+    """Where the documents of packed sequences begin, for ``MaskSpec(documents=...)``.
+
+    An end-of-document token is the last one of its document, as in Megatron. Read once a batch,
+    from the whole sequences, which all ranks that share them have alike.
+
+    Shapes:
+        tokens: ``[b, seq_len]``, before they are cut among ranks; the result has one list of
+        cumulative borders for each sample.
+    """
+    seq_len = tokens.shape[1]
+    ends: list[list[int]] = [[] for _ in range(tokens.shape[0])]
+    for sample, position in (tokens == eod).nonzero().tolist():
+        ends[sample].append(position + 1)
+    return [[0, *inside, *([] if inside[-1:] == [seq_len] else [seq_len])] for inside in ends]
+
+
+def document_positions(
+    borders: Sequence[Sequence[int]], device: torch.device | str | None = None
+) -> Tensor:
+    """Position of every token in its document, for position embeddings that start anew there.
+
+    Shapes:
+        borders: cumulative, a list for each sample; result ``[b, seq_len]``, int64.
+    """
+    rows = [[i for a, b in pairwise(sample) for i in range(b - a)] for sample in borders]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def local_positions(

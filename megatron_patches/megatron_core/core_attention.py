@@ -13,6 +13,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
 from megatron_patches.megatron_core.dense_mask import check_dense_mask
+from megatron_patches.megatron_core.packed import packed_mask
 
 
 class USPCoreAttention(torch.nn.Module):
@@ -72,20 +73,21 @@ class USPCoreAttention(torch.nn.Module):
 
         Args:
             attention_mask: None, or a dense mask that says what ``attn_mask_type`` says.
+            packed_seq_params: the documents that the sequences are packed of
+                (see :func:`packed_mask`).
 
         Shapes:
             query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
             result: ``[s_local, b, h * d]``.
         """
-        for name, given in (
-            ("attention_bias", attention_bias),
-            ("packed_seq_params", packed_seq_params),
-        ):
-            if given is not None:
-                raise UnsupportedAttentionError(
-                    f"{name} was given: the mask of USP attention is a rule over global positions "
-                    f"({self.mask}), the same for every sequence. Pass {name}=None"
-                )
+        if attention_bias is not None:
+            raise UnsupportedAttentionError(
+                "attention_bias was given: the mask of USP attention is a rule over global "
+                f"positions ({self.mask}). Pass attention_bias=None"
+            )
+        mask = self.mask
+        if packed_seq_params is not None:
+            mask = packed_mask(packed_seq_params, mask)
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UnsupportedAttentionError(
                 f"the call asks for mask {attn_mask_type}, the layer was built for "
@@ -95,12 +97,12 @@ class USPCoreAttention(torch.nn.Module):
         if isinstance(layout, str):
             layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
         if attention_mask is not None:
-            check_dense_mask(attention_mask, self.mask, layout, self.mesh)
+            check_dense_mask(attention_mask, mask, layout, self.mesh)
         out = ds_usp.usp_attention(
             *(x.transpose(0, 1) for x in (query, key, value)),
             mesh=self.mesh,
             layout=layout,
-            mask=self.mask,
+            mask=mask,
             softmax_scale=self.softmax_scale,
             kernel=self.kernel,
         )

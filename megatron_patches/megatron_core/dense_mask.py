@@ -30,13 +30,15 @@ def check_dense_mask(
         error = UnsupportedAttentionError(
             f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
             f"of this rank in {layout}. USP attention computes one rule over global positions for "
-            "every sequence. Pass attention_mask=None, and leave reset_attention_mask off"
+            "every sequence. Pass attention_mask=None, and documents as packed_seq_params"
         )
     mesh.agree("a dense mask that says what the rule says", error)
 
 
 def _says(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
     rows = layout.positions(rank)
+    if rule.documents:  # which they say already
+        return False
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
         return False
     if mask.shape[-2:] != (len(rows), layout.seq_len):

@@ -12,7 +12,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 from megatron_patches.megatron_deepspeed.rotary import rotary_table, rotate
-from megatron_patches.megatron_deepspeed.state import HostState, host_state
+from megatron_patches.megatron_deepspeed.state import HostState, current_mask, host_state
 
 
 class SpreadAttention(torch.nn.Module):
@@ -62,17 +62,20 @@ class SpreadAttention(torch.nn.Module):
             )
             q, k = rotate(q, table), rotate(k, table)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out = self._flash(q, k, v) if self.flash else self._attend(q, k, v)
+        mask = current_mask()
+        # Documents without the host's flash attention, which knows of none; it has no dropout then.
+        flash = self.flash and not mask.documents
+        out = self._flash(q, k, v) if flash else self._attend(q, k, v, mask)
         return out.transpose(0, 1).flatten(2).contiguous()  # the host views it as [s * b, h * d]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ds_usp.MaskSpec) -> Tensor:
         out: Tensor = ds_usp.usp_attention(
             q,
             k,
             v,
             mesh=self.state.mesh,
             layout=self.state.layout,
-            mask=ds_usp.MaskSpec.causal(),
+            mask=mask,
             kernel=self.state.kernel,
         )
         return out

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_patches.megatron_deepspeed.state import host_state
+import ds_usp
+from ds_usp.training import document_borders
+from megatron_patches.megatron_deepspeed.state import host_state, keep_mask
 
 _KEY = "text"
 
@@ -40,7 +42,10 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
     args, state = get_args(), host_state()
     text = tensor_parallel.broadcast_data([_KEY], data, torch.int64)[_KEY].long()
     tokens = text[:, :-1].contiguous()
-    # No mask of tokens x tokens: attention knows that it is causal.
+    if args.reset_attention_mask:
+        borders = document_borders(tokens, get_tokenizer().eod)
+        keep_mask(ds_usp.MaskSpec.causal(borders))
+    # No mask of tokens x tokens: attention knows that it is causal, and its documents.
     _, loss_mask, position_ids = get_ltor_masks_and_position_ids(
         tokens,
         get_tokenizer().eod,

@@ -44,15 +44,25 @@ _REFUSALS = (
         "--ulysses-degree {ds_sequence_parallel_size}",
     ),
     Refusal(
-        lambda args, _: args.reset_attention_mask,
-        "--reset-attention-mask needs a mask for each sequence, which does not travel the ring",
-        "Leave it out",
+        lambda args, _: args.reset_attention_mask and not args.no_pipeline_parallel,
+        "--reset-attention-mask: documents do not travel from stage to stage of a pipeline",
+        "Add --no-pipeline-parallel",
     ),
     Refusal(
-        lambda args, _: args.reset_position_ids and args.use_rotary_position_embeddings,
+        lambda args, _: args.reset_attention_mask and args.attention_dropout > 0,
+        "--reset-attention-mask with --attention-dropout {attention_dropout}: the host's flash "
+        "attention, which drops weights, knows no documents",
+        "Set --attention-dropout 0",
+    ),
+    Refusal(
+        lambda args, _: (
+            args.reset_position_ids
+            and args.use_rotary_position_embeddings
+            and not args.reset_attention_mask
+        ),
         "--reset-position-ids does not reach rotary positions, which count from the first token "
-        "of the sequence",
-        "Leave one of the two out",
+        "of the sequence; that is the same within documents alone",
+        "Add --reset-attention-mask, or leave one of the two out",
     ),
     Refusal(
         lambda args, _: max(args.num_experts) > 1 or args.num_experts_switch,

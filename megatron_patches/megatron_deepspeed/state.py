@@ -13,7 +13,7 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import MeshError
 
-_NAME = "_USP_STATE"
+_NAME, _MASK = "_USP_STATE", "_USP_MASK"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ def host_state() -> HostState:
 def keep_state(state: HostState | None) -> None:
     """Keep the state beside the host's groups; None: they are gone."""
     setattr(_holder(), _NAME, state)
+
+
+def current_mask() -> ds_usp.MaskSpec:
+    """What attention of the micro batch that is computed sees; all layers share it."""
+    return getattr(_holder(), _MASK, None) or ds_usp.MaskSpec.causal()
+
+
+def keep_mask(mask: ds_usp.MaskSpec) -> None:
+    """Keep what attention sees of the micro batch that is computed next, to its backward pass."""
+    setattr(_holder(), _MASK, mask)
 
 
 def _holder() -> ModuleType:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 from harness import RankContext, fork_world
@@ -32,7 +34,13 @@ REFUSED = {
     "padding mask": ({"mask": "padding"}, "AttnMaskType.causal"),
     "attention mask": ({"call": {"attention_mask": 1}}, "Pass attention_mask=None"),
     "bias": ({"call": {"attention_bias": 1}}, "Pass attention_bias=None"),
-    "packed": ({"call": {"packed_seq_params": 1}}, "Pass packed_seq_params=None"),
+    "packed": ({"call": {"packed_seq_params": 1}}, "Pass PackedSeqParams(qkv_format='sbhd'"),
+    "thd": ({"packed": ("thd", [0, 9, S])}, "every document is cut among the ranks for itself"),
+    "other documents of keys": (
+        {"packed": ("sbhd", [0, 9, S], [0, 8, S])},
+        "must be the same documents",
+    ),
+    "padded documents": ({"packed": ("sbhd", [0, 9, S], None, [0, 10, S])}, "needs padding here"),
     "another mask": ({"call": {"attn_mask_type": "no_mask"}}, "Set attn_mask_type"),
 }
 
@@ -40,6 +48,7 @@ REFUSED = {
 def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) -> list[torch.Tensor]:
     """Output and gradients of one core attention, from the same numbers each time."""
     from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,11 +81,45 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     call = dict(case.get("call", {}))
     if "attn_mask_type" in call:
         call["attn_mask_type"] = AttnMaskType[call["attn_mask_type"]]
+    if "packed" in case:
+        given, *borders = case["packed"]
+        tensors = (None if each is None else torch.tensor(each) for each in borders)
+        call["packed_seq_params"] = PackedSeqParams(given, *tensors)
     torch.manual_seed(1)
     q, k, v = (torch.randn(S, B, heads, D, requires_grad=True) for heads in (H, G, G))
     out = core(q, k, v, **{"attention_mask": None, **call})
     out.backward(torch.randn_like(out))
     return [out.detach(), q.grad, k.grad, v.grad]
+
+
+PACKED = {
+    "the same documents": [0, 9, 10, S],
+    "documents of each sample": [[0, 9, 10, S], [0, S, S, S]],
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_are_the_oracles(name: str) -> None:
+    ((out, *grads),) = fork_world(ours_packed, 1, borders=PACKED[name])
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(S, B, heads, D).transpose(0, 1).double() for heads in (H, G, G))
+    for x in (q, k, v):
+        x.requires_grad_()
+    dout = torch.randn(S, B, H * D).transpose(0, 1).unflatten(2, (H, D)).double()
+    rows = PACKED[name] if isinstance(PACKED[name][0], list) else [PACKED[name]] * B
+    same = [
+        oracle.same_document(range(S), range(S), [b - a for a, b in pairwise(each)])
+        for each in rows
+    ]
+    allowed = torch.stack(same) & oracle.causal(range(S), range(S))
+    want, _ = oracle.dense_attention(q, k, v, allowed)
+    expected = [want.flatten(2), *torch.autograd.grad(want, (q, k, v), dout)]
+    for mine, true in zip((out, *grads), expected, strict=True):
+        assert oracle.relative_error(mine.transpose(0, 1), true) < 1e-5
+
+
+def ours_packed(ctx: RankContext, *, borders: list[Any]) -> list[torch.Tensor]:
+    return run({"packed": ("sbhd", borders)}, "ours")
 
 
 def both(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:

@@ -75,6 +75,48 @@ def test_micro_batches_with_unequal_numbers_of_loss_tokens_equal_one_batch(tmp_p
     assert relative_difference(four, one) < LIMIT
 
 
+PACKED = " --reset-attention-mask --reset-position-ids --eod-mask-loss"
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_packed_documents_equal_one_rank(positions: str, tmp_path: Path) -> None:
+    fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
+    flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
+    if positions == "learned":
+        flags += " --no-use-rotary-position-embeddings"
+    (one,) = train(1, degrees() + flags + " --micro-batch-size 4", output_dir=tmp_path)
+    (plain,) = train(1, degrees() + flags.replace(PACKED, " --eod-mask-loss"), output_dir=tmp_path)
+    assert relative_difference(one, plain) > 100 * LIMIT, "documents change nothing"
+    runs = [degrees(zero=1, **GRIDS["sp4"]), degrees(zero=1, sp=4, u=1) + " --micro-batch-size 2"]
+    for four in train(4, *(run + flags for run in runs), output_dir=tmp_path):
+        assert relative_difference(four, one) < LIMIT
+
+
+def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path: Path) -> None:
+    """Against a mask of tokens x tokens: what one rank trains on is right itself."""
+    fork_world(write_short_documents, 1, prefix=str(tmp_path / "short"))
+    flags = PLAIN_SGD + PACKED + f" --data-path {tmp_path / 'short'} --vocab-size 257"
+    (one,) = train(1, degrees() + flags, output_dir=tmp_path)
+    patches = {"ds_usp.usp_attention": masked_attention}
+    (dense,) = train(1, degrees() + flags, output_dir=tmp_path, patches=patches)
+    assert relative_difference(one, dense) < LIMIT
+
+
+def masked_attention(q: Any, k: Any, v: Any, *, mask: Any, **unused: Any) -> torch.Tensor:
+    """Dense attention under a mask that is written out from the borders alone."""
+    tokens = q.shape[1]
+    owner = torch.zeros(q.shape[0], tokens, dtype=torch.int64)
+    for sample, borders in enumerate(mask.documents):
+        for border in borders[1:-1]:
+            owner[sample, border:] += 1
+    seen = (owner[:, :, None] == owner[:, None, :]) & torch.ones(tokens, tokens).tril().bool()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
 def write_short_documents(ctx: RankContext, *, prefix: str) -> None:
     """A ``.bin/.idx`` pair whose documents are mostly shorter than a sequence."""
     import numpy

@@ -107,6 +107,26 @@ def test_the_layout_changes_nothing(host: HostServer, model: str) -> None:
     check(host, "u2r2", 1, model, "--usp-layout contiguous")
 
 
+PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss --seq-length 512 "
+PACKED += "--max-position-embeddings 512"
+
+
+@pytest.mark.parametrize(
+    ("grid", "zero", "model", "recompute"),
+    [("u2r2", 1, "gpt", ""), ("r4", 3, "rope", "deepspeed"), ("r2-tp2", 0, "gpt", "")],
+)
+def test_packed_documents(
+    host: HostServer, grid: str, zero: int, model: str, recompute: str
+) -> None:
+    losses, norms = measure(host, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
+    # One rank is the unpatched host, with its mask of tokens x tokens, where positions are learned.
+    expected_losses, expected_norms = one_rank(host, model, PACKED, STEPS)
+    assert relative_difference(losses, expected_losses) < LIMIT
+    assert relative_difference(norms, expected_norms) < LIMIT
+    plain = PACKED.replace("--reset-attention-mask --reset-position-ids", "")
+    assert relative_difference(losses, one_rank(host, model, plain, STEPS)[0]) > LIMIT
+
+
 @pytest.mark.parametrize("grid", ["u2r2", "r2-pp2"])
 def test_bf16_stays_in_its_own_spread(host: HostServer, grid: str) -> None:
     losses, norms = measure(host, grid, 1, "gpt", "--bf16", STEPS)

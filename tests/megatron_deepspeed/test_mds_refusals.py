@@ -28,7 +28,12 @@ REFUSED = [
     (SP2, "--seq-length 1", "1 tokens leave a rank of ulysses 1 x ring 2 (zigzag) without any"),
     (SP2, "--attention-dropout 0.1", "Set --attention-dropout 0"),
     (SP2, "--attention-dropout 0.1 --use-flash-attn-v2", "Set --attention-dropout 0"),
-    (SP2, "--reset-attention-mask", "needs a mask for each sequence"),
+    ({**SP2, "pipe": True}, "--reset-attention-mask", "Add --no-pipeline-parallel"),
+    (
+        {"sp": 2, "u": 2},
+        "--reset-attention-mask --attention-dropout 0.1 --use-flash-attn-v2",
+        "Set --attention-dropout 0",
+    ),
     (
         {},
         "--reset-position-ids --use-rotary-position-embeddings",

@@ -21,11 +21,13 @@ FLAGS = """
     --hidden-size --init-method-std --layernorm-epsilon --load --local-rank --local_rank
     --log-interval --lr --lr-decay-iters --lr-decay-style --lr-warmup-iters
     --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size --min-lr
-    --no-bf16 --no-disable-bias-linear --no-eod-mask-loss --no-swiglu
+    --no-bf16 --no-disable-bias-linear --no-eod-mask-loss --no-reset-attention-mask
+    --no-reset-position-ids --no-swiglu
     --no-untie-embeddings-and-output-weights --no-use-rotary-position-embeddings
     --normalization --num-attention-heads --num-key-value-heads --num-layers --num-processes
-    --optimizer --output-dir --pipeline-model-parallel-size --quickstart --quiet --rotary-base
-    --save --save-interval --seed --seq-length --sgd-momentum --split --swiglu
+    --optimizer --output-dir --pipeline-model-parallel-size --quickstart --quiet
+    --reset-attention-mask --reset-position-ids --rotary-base --save --save-interval --seed
+    --seq-length --sgd-momentum --split --swiglu
     --tensor-model-parallel-size --train-iters --ulysses-degree
     --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-kernel
     --usp-layout --vocab-size --weight-decay --zero-stage
@@ -76,6 +78,10 @@ REFUSED = {
     "--attention-dropout 0.1": "Use 0 for both",
     "--hidden-dropout 0.1": "Use 0 for both",
     "--max-position-embeddings 100": "below --seq-length 1024",
+    "--reset-attention-mask --pipeline-model-parallel-size 2 --zero-stage 1": (
+        "Use --pipeline-model-parallel-size 1"
+    ),
+    "--reset-position-ids --use-rotary-position-embeddings": "Add --reset-attention-mask",
     "--train-iters 0": "--train-iters 0: must be 1 or more",
     "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
 }

@@ -204,6 +204,18 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     add("--data-cache-path", metavar="DIR", help="encoded text (default: OUTPUT_DIR/data)")
     add("--eod-mask-loss", action=SWITCH, default=False, help="no loss on end-of-document inputs")
+    add(
+        "--reset-attention-mask",
+        action=SWITCH,
+        default=False,
+        help="attention sees its own document only",
+    )
+    add(
+        "--reset-position-ids",
+        action=SWITCH,
+        default=False,
+        help="positions start anew with each document",
+    )
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
@@ -258,6 +270,7 @@ def check(args: Namespace, world_size: int) -> Namespace:
     _check_world(args, world_size)
     _check_batch(args)
     _check_model(args)
+    _check_documents(args)
     return args
 
 
@@ -314,6 +327,21 @@ def _check_degrees(args: Namespace) -> None:
     TokenLayout(
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
+
+
+def _check_documents(args: Namespace) -> None:
+    resets = args.reset_attention_mask or args.reset_position_ids
+    if resets and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "--reset-attention-mask and --reset-position-ids: documents do not travel from stage "
+            "to stage. Use --pipeline-model-parallel-size 1 and more sequence parallelism"
+        )
+    rotary = args.use_rotary_position_embeddings
+    if args.reset_position_ids and rotary and not args.reset_attention_mask:
+        raise ConfigError(
+            "--reset-position-ids with rotary positions changes what a token sees of the documents "
+            "before its own. Add --reset-attention-mask, or leave it out"
+        )
 
 
 def _check_world(args: Namespace, world_size: int) -> None:

@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from ds_usp import DataError, TokenLayout
-from ds_usp.training import SequenceBatch, shard_batch
+from ds_usp.training import SequenceBatch, document_borders, document_positions, shard_batch
 from usp_trainer.launch import from_rank0
 
 EOD = 256  # end of document; the ids below it are the 256 bytes
@@ -43,6 +43,22 @@ class TokenIds:
         return {"class": type(self).__name__, "vocab_size": self.vocab_size}
 
 
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One rank's share of a micro batch, and what is packed in it.
+
+    Args:
+        positions: ``[b, s_local]``, where positions start anew with each document; None: they
+            count from the first token of the sequence.
+        documents: borders of the documents of each sample, in tokens of the whole sequence;
+            None: attention sees all of it.
+    """
+
+    share: SequenceBatch
+    positions: torch.Tensor | None = None
+    documents: list[list[int]] | None = None
+
+
 class TokenData:
     """The sequences of one data-parallel replica, in an order that no parallel degree changes.
 
@@ -63,11 +79,11 @@ class TokenData:
             )
         self._epoch, self._order = -1, numpy.arange(0)
 
-    def training_batches(self, first_sample: int) -> list[SequenceBatch]:
+    def training_batches(self, first_sample: int) -> list[TrainingBatch]:
         """This rank's micro batches of the step whose global batch starts at ``first_sample``."""
         return self._batches(self._training_sample, first_sample)
 
-    def validation_batches(self, index: int) -> list[SequenceBatch]:
+    def validation_batches(self, index: int) -> list[TrainingBatch]:
         """This rank's micro batches of the ``index``-th global batch held out, from the front
         again when they are used up."""
         return self._batches(
@@ -75,7 +91,7 @@ class TokenData:
             index * self._args.global_batch_size,
         )
 
-    def _batches(self, sample: Any, first: int) -> list[SequenceBatch]:
+    def _batches(self, sample: Any, first: int) -> list[TrainingBatch]:
         args = self._args
         size, replicas = args.micro_batch_size, args.data_parallel_size
         batches = []
@@ -84,8 +100,18 @@ class TokenData:
             rows = [sample(index) for index in range(begin, begin + size)]
             fields = ("tokens", "labels", "loss_mask")
             full = [torch.stack([row[field] for row in rows]) for field in fields]
-            batches.append(shard_batch(*full, layout=self._layout, rank=self._sp_rank))
+            share = shard_batch(*full, layout=self._layout, rank=self._sp_rank)
+            batches.append(TrainingBatch(share, *self._packing(full[0])))
         return batches
+
+    def _packing(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, list[list[int]] | None]:
+        """This rank's positions and all documents, as far as the flags ask for them."""
+        args = self._args
+        borders = document_borders(tokens, TokenIds(self.vocab_size).eod)
+        positions = None
+        if args.reset_position_ids:
+            positions = self._layout.shard(document_positions(borders), dim=1, rank=self._sp_rank)
+        return positions, borders if args.reset_attention_mask else None
 
     def _training_sample(self, index: int) -> dict[str, torch.Tensor]:
         epoch, offset = divmod(index, len(self._train))

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ds_usp import DataError
 from ds_usp.training import (
     ParallelGroups,
-    SequenceBatch,
     initialize_deepspeed,
     loss_token_weight,
     mean_loss,
     weighted_loss,
 )
+from usp_trainer.data import TrainingBatch
 
 
 class Trainer:
@@ -43,7 +43,7 @@ class Trainer:
         )
         self._scale = rule.loss_scale(args.accumulation_steps)
 
-    def train(self, batches: Sequence[SequenceBatch], lr: float) -> tuple[float, float]:
+    def train(self, batches: Sequence[TrainingBatch], lr: float) -> tuple[float, float]:
         """One optimizer step over this rank's micro batches.
 
         Returns:
@@ -65,7 +65,7 @@ class Trainer:
         return loss, float(self.engine.get_global_grad_norm())
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[SequenceBatch]) -> float:
+    def evaluate(self, batches: Sequence[TrainingBatch]) -> float:
         """The mean loss over a global batch."""
         weighted = self._weighted(batches)
         self.engine.eval()
@@ -74,14 +74,15 @@ class Trainer:
         losses = [weighted_loss(self.engine(*batch), weights) for *batch, weights in weighted]
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
-    def _weighted(self, batches: Sequence[SequenceBatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens, labels and loss weights on the device.
+    def _weighted(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
+        """Tokens, labels, positions, documents and loss weights, tensors on the device.
 
         Raises:
             DataError: on every rank alike, if any rank has a token id beyond the vocabulary.
         """
-        largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in batches)
-        count = sum(float(b.loss_mask.sum()) for b in batches)
+        shares = [batch.share for batch in batches]
+        largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in shares)
+        count = sum(float(b.loss_mask.sum()) for b in shares)
         facts = torch.tensor(
             [count, largest >= self._vocab_size], dtype=torch.float64, device=self._device
         )
@@ -94,14 +95,22 @@ class Trainer:
                 f"{self._vocab_size}"
             )
         weight = loss_token_weight(loss_tokens, self._scale)
-        rows = [(b.tokens, b.labels, b.loss_mask * weight) for b in batches]
-        return [tuple(x.to(self._device) for x in row) for row in rows]
+        return [
+            (
+                b.share.tokens.to(self._device),
+                b.share.labels.to(self._device),
+                None if b.positions is None else b.positions.to(self._device),
+                b.documents,
+                (b.share.loss_mask * weight).to(self._device),
+            )
+            for b in batches
+        ]
 
 
 def _pipeline_batches(
-    weighted: Sequence[tuple[Tensor, Tensor, Tensor]],
+    weighted: Sequence[tuple[Any, ...]],
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    for tokens, labels, weights in weighted:
+    for tokens, labels, _, _, weights in weighted:
         yield tokens, (labels, weights)
 
 

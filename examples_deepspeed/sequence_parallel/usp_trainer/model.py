@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,11 +28,33 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
 
 
+class Packing:
+    """What is packed in the batch that is computed, where all layers of this rank look it up.
+
+    Attributes:
+        params: the documents, as megatron-core's layers take them; None: one a sequence.
+        positions: ``[s_local]``, or ``[b, s_local]`` where they start anew with each document.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._plain = positions
+        self.positions, self.params = positions, None
+
+    def begin(self, positions: Tensor | None, documents: list[list[int]] | None) -> None:
+        """A batch: its positions and the borders of each sample's documents."""
+        self.positions = self._plain if positions is None else positions
+        self.params = None
+        if documents is not None:
+            longest = max(map(len, documents))
+            rows = [[*each, *each[-1:] * (longest - len(each))] for each in documents]
+            self.params = PackedSeqParams("sbhd", torch.tensor(rows, dtype=torch.int32))
+
+
 class Embedding(nn.Module):
     """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``."""
 
     def __init__(
-        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
+        self, seed: int, config: TransformerConfig, args: Namespace, packing: Packing
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -44,10 +67,10 @@ class Embedding(nn.Module):
         )
         if not args.untie_embeddings_and_output_weights:
             self.output = output_matrix(config, args, own_weight=False)
-        self.positions = positions
+        self.packing = packing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens, self.positions.expand_as(tokens))
+        return self.embedding(tokens, self.packing.positions.expand_as(tokens))
 
 
 class Layer(nn.Module):
@@ -60,14 +83,20 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
+        packing: Packing,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary = rotary
+        self.rotary, self.packing = rotary, packing
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
+        hidden, _ = self.layer(
+            hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary,
+            packed_seq_params=self.packing.params,
+        )
         return hidden
 
 
@@ -134,8 +163,9 @@ def pipeline_loss(logits: Tensor, labels_and_weights: Sequence[Tensor]) -> Tenso
 class GPT(nn.Module):
     """All layers in a row; returns the loss of every token."""
 
-    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], packing: Packing) -> None:
         super().__init__()
+        self.packing = packing
         self.layers = nn.ModuleList()
         self.calls = []
         built: dict[Any, nn.Module] = {}
@@ -147,7 +177,14 @@ class GPT(nn.Module):
             forward = getattr(spec, "forward_fn", None)
             self.calls.append(partial(forward, built[key]) if forward else built[key])
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        documents: list[list[int]] | None = None,
+    ) -> Tensor:
+        self.packing.begin(positions, documents)
         hidden = tokens
         for call in self.calls:
             hidden = call(hidden)
@@ -162,9 +199,10 @@ def build_model(
     device: torch.device,
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
-    specs = layer_specs(args, mesh, layout, device)
+    packing = Packing(local_positions(layout, mesh.rank, device))
+    specs = layer_specs(args, packing)
     if groups.stages == 1:
-        return GPT(specs)
+        return GPT(specs, packing)
     deepspeed.init_distributed(
         dist.get_backend(), verbose=False
     )  # PipelineModule asks it for ranks
@@ -181,18 +219,15 @@ def build_model(
         )
 
 
-def layer_specs(
-    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device
-) -> list[LayerSpec]:
+def layer_specs(args: Namespace, packing: Packing) -> list[LayerSpec]:
     """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
     degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
     config = transformer_config(args)
-    positions = local_positions(layout, mesh.rank, device)
     rotary = None
-    if args.use_rotary_position_embeddings:
-        rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
+    if args.use_rotary_position_embeddings:  # relative: the same from any first position
+        rotary = rotary_frequencies(packing.positions, config.kv_channels, args.rotary_base)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    embedding = [Embedding, args.seed, config, args, positions]
+    embedding = [Embedding, args.seed, config, args, packing]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args)
@@ -205,7 +240,7 @@ def layer_specs(
     numbers = range(1, args.num_layers + 1)
     return [
         first,
-        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary) for n in numbers),
+        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, packing) for n in numbers),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]
