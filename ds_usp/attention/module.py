@@ -239,6 +239,7 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
+            scores=attention.scores(q.device),
             kv_layout=self._layout_of(k),
         )
 
@@ -286,7 +287,8 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        out, _ = UnifiedAttention.apply(self.mesh, call, NO_SCORES, q, k, v)
+        scores = NO_SCORES if self._host is None else self._host.attention.scores(q.device)
+        out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
         flat = self._host is not None and self._host.attention.flat_output
         return out.flatten(2) if flat else out
 
