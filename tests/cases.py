@@ -148,25 +148,26 @@ def sinks(case: Case) -> torch.Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def truth(case: Case) -> dict[str, torch.Tensor]:
+def truth(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The oracle's fp64 results for the full tensors, from the inputs as the ranks see them."""
-    full = inputs(case)
+    full = {name: x.to(device) for name, x in inputs(case).items()}
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
     bias, sink = slopes(case), sinks(case)
-    sink = None if sink is None else sink.double().requires_grad_()
+    bias = None if bias is None else oracle.alibi(bias, range(case.seq_len)).to(device)
+    sink = None if sink is None else sink.double().to(device).requires_grad_()
     weights = None
     if case.dropout_p:
         keys = case.keys[0] if case.keys else case.seq_len
         size = case.batch, case.heads, case.seq_len, keys
-        weights = oracle.dropout(SEED, size, case.dropout_p)
+        weights = oracle.dropout(SEED, size, case.dropout_p).to(device)
     out, lse = oracle.dense_attention(
         q,
         k,
         v,
-        case.allowed,
+        case.allowed.to(device),
         case.softmax_scale,
         softcap=case.softcap,
-        bias=None if bias is None else oracle.alibi(bias, range(case.seq_len)),
+        bias=bias,
         sinks=sink,
         weights=weights,
     )
@@ -188,16 +189,16 @@ def layouts(mesh: ds_usp.SequenceMesh, case: Case) -> tuple[ds_usp.TokenLayout, 
     return layout, mesh.layout(case.keys[1], case.keys[0]) if case.keys else layout
 
 
-def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     """This rank's share of out, lse, dq, dk and dv as the package computes them, and its sinks'
     whole gradient, summed over the ranks as that of a weight is."""
     layout, kv_layout = layouts(mesh, case)
     mine = {
-        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
+        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank).to(device)
         for name, x in inputs(case).items()
     }
     q, k, v = (mine[name].requires_grad_() for name in "qkv")
-    sink = sinks(case)
+    slope, sink = (None if x is None else x.to(device) for x in (slopes(case), sinks(case)))
     wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
     out, lse = ds_usp.usp_attention(
         q,
@@ -211,7 +212,7 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
         kernel=case.kernel,
         tuning=case.tuning,
         return_lse=True,
-        scores=ds_usp.Scores(case.softcap, slopes(case), sink, SEED if case.dropout_p else None),
+        scores=ds_usp.Scores(case.softcap, slope, sink, SEED if case.dropout_p else None),
         kv_layout=kv_layout,
     )
     grads = torch.autograd.grad(out, wanted, mine["dout"])

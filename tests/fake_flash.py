@@ -53,6 +53,7 @@ def backward_26(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, *window_size)
     fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
@@ -76,6 +77,7 @@ def varlen_backward_26(
     max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
     deterministic, rng_state=None,
 ):  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert not dropout_p and alibi_slopes is None and rng_state is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, *window_size)
@@ -107,6 +109,7 @@ def backward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     deterministic: bool, rng_state: MAYBE = None,
 ) -> Tensor:  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert not dropout_p and alibi_slopes is None and rng_state is None
     seen = version2(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap))
@@ -136,6 +139,7 @@ def varlen_backward_28(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: MAYBE,
     deterministic: bool, rng_state: MAYBE = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert not dropout_p and alibi_slopes is None and rng_state is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     seen = packed2(max_seqlen_k, causal, window_size_left, window_size_right)
@@ -174,6 +178,7 @@ def backward_3_old(
     max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
     sink_token_length=0, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert sequed_q is None and sequed_k is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
@@ -222,6 +227,7 @@ def backward_3(
     window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
     deterministic: bool = False, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert sequed_q is None and sequed_k is None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
@@ -242,34 +248,36 @@ def backward_3(
 
 def forward_4(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False,
+    max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False, softcap=None,
     window_size_left=None, window_size_right=None, return_lse=False, **unused,
 ):  # fmt: skip
+    softcap = softcap or 0.0
     assert return_lse and not unused and (qv, seqused_q, seqused_k) == (None, None, None)
     window = window4(causal, window_size_left, window_size_right)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = partial(allowed, left=window[0], right=window[1])
-        return *attend_packed(q, k, v, softmax_scale, seen, *lengths), None, None
+        return *attend_packed(q, k, v, softmax_scale, seen, *lengths, softcap=softcap), None, None
     assert lengths == (None,) * 4
     seen = allowed(q.shape[1], k.shape[1], *window)
-    return *attend(q, k, v, softmax_scale, seen), None, None
+    return *attend(q, k, v, softmax_scale, seen, softcap), None, None
 
 
 def backward_4(
     q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
     window_size_left=None, window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=None, max_seqlen_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
 ):  # fmt: skip
-    assert not softcap
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     window = window4(causal, window_size_left, window_size_right)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is not None:
         seen = partial(allowed, left=window[0], right=window[1])
-        return gradients_packed(dout, q, k, v, out, lse, softmax_scale, seen, *lengths)
+        grads = dout, q, k, v, out, lse, softmax_scale, seen
+        return gradients_packed(*grads, *lengths, softcap=softcap)
     assert lengths == (None,) * 4
     seen = allowed(q.shape[1], k.shape[1], *window)
-    return gradients(dout, q, k, v, out, lse, softmax_scale, seen)
+    return gradients(dout, q, k, v, out, lse, softmax_scale, seen, softcap)
 
 
 def window4(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:

@@ -36,24 +36,26 @@ class Joint:
 
 
 def run(ctx: RankContext, cases: list[Joint], ulysses: int) -> list[dict[str, float]]:
-    return [errors(ctx, case, mesh_of(ulysses)) for case in cases]
+    return [errors(ctx.world, case, mesh_of(ulysses)) for case in cases]
 
 
-def errors(ctx: RankContext, case: Joint, mesh: ds_usp.SequenceMesh) -> dict[str, float]:
+def errors(
+    world: int, case: Joint, mesh: ds_usp.SequenceMesh, device: str = "cpu"
+) -> dict[str, float]:
     """Relative errors of this rank's outputs and gradients; gradients of joint tensors, to which
     every rank's joint_out has contributed, summed over the ranks."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(tokens: int, heads: int, dim: int) -> torch.Tensor:
         drawn = torch.randn(2, tokens, heads, dim, generator=generator, dtype=torch.float64)
-        return drawn.to(case.dtype)
+        return drawn.to(device, case.dtype)
 
     shapes = [(8, 16), (case.kv_heads, 16), (case.kv_heads, case.value_dim)]
     full = [draw(case.tokens, *shape) for shape in shapes]
     joint = [draw(case.joint, *shape).requires_grad_() for shape in shapes]
     dout = draw(case.tokens, 8, case.value_dim)
-    djoint = [draw(case.joint, 8, case.value_dim) for _ in range(ctx.world)]
-    sinks = torch.linspace(-1.0, 3.0, 8) if case.sinks else None
+    djoint = [draw(case.joint, 8, case.value_dim) for _ in range(world)]
+    sinks = torch.linspace(-1.0, 3.0, 8, device=device) if case.sinks else None
 
     layout = mesh.layout(case.layout, case.tokens)
     mine = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full]
@@ -97,10 +99,12 @@ def truth(
     order = slice(None) if case.front else slice(None, None, -1)
     q, k, v = (torch.cat([x, y][order], dim=1) for x, y in zip(others, own, strict=True))
     positions = range(case.tokens + case.joint)
-    allowed = oracle.window(positions, positions, case.mask.left, case.mask.right)
+    allowed = oracle.window(positions, positions, case.mask.left, case.mask.right).to(q.device)
     weights = None
     if case.dropout_p:
-        weights = oracle.dropout(SEED, (2, 8, len(positions), len(positions)), case.dropout_p)
+        weights = oracle.dropout(SEED, (2, 8, len(positions), len(positions)), case.dropout_p).to(
+            q.device
+        )
     out, _ = oracle.dense_attention(q, k, v, allowed, sinks=sinks, weights=weights)
     at = case.joint if case.front else case.tokens
     joint_out, own_out = (out[:, :at], out[:, at:])[order]

@@ -103,7 +103,7 @@ def core_attention(
     )
 
 
-def megatron_core(kind: str = "causal", layer: int = 1, sink: bool = False, **config: Any) -> Any:
+def megatron_core(kind: str = "causal", layer: int = 1, sinks: Any = None, **config: Any) -> Any:
     """The real ``DotProductAttention`` of megatron-core."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -122,8 +122,8 @@ def megatron_core(kind: str = "causal", layer: int = 1, sink: bool = False, **co
     local = DotProductAttention(
         settings, layer, AttnMaskType[kind], "self", softmax_scale=scale, pg_collection=groups
     )
-    if sink:
-        local.softmax_offset = torch.zeros(HEADS)
+    if sinks is not None:  # as with softmax_type="learnable", which is made on GPUs
+        local.softmax_offset = torch.nn.Parameter(torch.tensor(sinks))
     return local
 
 

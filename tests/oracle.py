@@ -6,6 +6,7 @@ It imports nothing from ds_usp, so that no mistake can be on both sides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -93,6 +94,7 @@ def alibi(slopes: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     return -slopes.double()[:, None, None] * (at[None, :] - at[:, None]).abs()
 
 
+@lru_cache(maxsize=8)
 def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
     """Return `size` [b, h, s, t]: 0 for a dropped weight, 1 / (1 - dropout_p) for the others.
 

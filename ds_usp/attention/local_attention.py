@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
+
+
+def _no_scores(device: torch.device) -> Scores:
+    return NO_SCORES
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class LocalAttention:
         dropout_p: its attention dropout in training.
         flat_output: it returns ``h * d`` as one dim.
         true_hides: what True means in a bool mask handed to it: Megatron hides, torch shows.
+        scores: what it does to its scores, on a device; asked at each call, as weights may move.
     """
 
     mask: MaskSpec
@@ -32,6 +41,7 @@ class LocalAttention:
     dropout_p: float
     flat_output: bool = False
     true_hides: bool = False
+    scores: Callable[[torch.device], Scores] = _no_scores
 
 
 def known_attention(module: Any) -> LocalAttention | None:
@@ -101,10 +111,20 @@ def check_given(
             )
 
 
+def _scores_of(module: Any, device: torch.device, **attributes: str) -> Scores:
+    """Scores from the tensors that a module keeps under some names, where it does."""
+    found = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
+    return Scores(**{name: x if x is None else x.to(device) for name, x in found.items()})
+
+
 def _flash_self_attention(module: Any) -> LocalAttention:
     """``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package."""
-    if getattr(module, "alibi_slopes", None) is not None:
-        raise UnsupportedAttentionError("ALiBi slopes are not supported with a ring yet")
+    slopes = getattr(module, "alibi_slopes", None)
+    if slopes is not None and getattr(slopes, "ndim", 0) != 1:
+        raise UnsupportedAttentionError(
+            f"ALiBi slopes {slopes} are not one for each head, the same for every sample, as a "
+            "ring needs them"
+        )
     right = 0 if module.causal else None
     left, window_right = getattr(module, "window_size", (-1, -1))
     mask = MaskSpec(None if left < 0 else left, right if window_right < 0 else window_right)
@@ -112,7 +132,8 @@ def _flash_self_attention(module: Any) -> LocalAttention:
         mask = MaskSpec(mask.left, 0)
     dropout = getattr(module, "drop", None)
     dropout_p = module.dropout_p if dropout is None else dropout.p
-    return LocalAttention(mask, module.softmax_scale, float(dropout_p))
+    scores = partial(_scores_of, module, alibi_slopes="alibi_slopes")
+    return LocalAttention(mask, module.softmax_scale, float(dropout_p), scores=scores)
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
@@ -133,15 +154,14 @@ def _core_attention(module: Any) -> LocalAttention:
 
 def _dot_product_attention(module: Any) -> LocalAttention:
     """``DotProductAttention`` of megatron-core."""
-    if getattr(module, "softmax_offset", None) is not None:
-        raise UnsupportedAttentionError("attention sinks are not supported with a ring yet")
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
     if softmax.window_size is not None:  # it stands for the whole mask there, on both sides
         mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)
-    return LocalAttention(mask, scale, dropout_p, flat_output=True)
+    scores = partial(_scores_of, module, sinks="softmax_offset")
+    return LocalAttention(mask, scale, dropout_p, flat_output=True, scores=scores)
 
 
 def _megatron_mask(kind: Any) -> MaskSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from ds_usp.attention.request import (
     head_traffic,
 )
 from ds_usp.attention.rotary import apply_rotary, check_rotary
-from ds_usp.attention.scores import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
@@ -48,7 +47,7 @@ class _Plan:
     args: tuple[Any, ...]
     rotary: Rotary | None
     call: USPCall | HeadTraffic
-    flat_output: bool = False
+    attention: LocalAttention | None
 
 
 class USPAttention(torch.nn.Module):
@@ -253,8 +252,8 @@ class USPAttention(torch.nn.Module):
             texts.append(host.check(layout.seq_len, q.shape[3], args, kwargs))
             text, call = self._plan_ring(q, k, v, layout, host)
             texts.append(text)
-        flat = host is not None and host.attention.flat_output
-        return ", ".join(texts), _Plan(swap, layout, args, rotary, call, flat)
+        attention = None if host is None else host.attention
+        return ", ".join(texts), _Plan(swap, layout, args, rotary, call, attention)
 
     def _computed(self) -> LocalAttention:
         """What the local attention computes."""
@@ -264,8 +263,8 @@ class USPAttention(torch.nn.Module):
     def _within(self, documents: Any) -> HostArguments:
         """What the local attention computes, within documents."""
         attention = self._computed() if self._host is None else self._host.attention
-        left, right = attention.mask.left, attention.mask.right
-        return HostArguments(replace(attention, mask=MaskSpec(left, right, documents)))
+        mask = replace(attention.mask, documents=documents)
+        return HostArguments(replace(attention, mask=mask))
 
     def _plan_ring(
         self,
@@ -288,6 +287,7 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
+            scores=attention.scores(q.device),
             kv_layout=self._layout_of(k),
         )
 
@@ -335,8 +335,10 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        out, _ = UnifiedAttention.apply(self.mesh, call, NO_SCORES, q, k, v)
-        return out.flatten(2) if plan.flat_output else out
+        attention = cast(LocalAttention, plan.attention)
+        scores = attention.scores(q.device)
+        out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
+        return out.flatten(2) if attention.flat_output else out
 
     def _wait_for_stream(self, *tensors: torch.Tensor) -> None:
         """Order this call after the overlap stream's work, and that stream after our gradients."""

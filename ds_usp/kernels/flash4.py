@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 
 from ds_usp.kernels.api import KernelCaps, require_capability
+from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 
@@ -19,6 +23,8 @@ class Flash4Kernel(VarlenKernel):
         # Others go through, with wrong gradients (4.0.0b36 on H200, head dims 40, 72, 80, 104).
         head_dim_multiple=32,
         varlen=True,
+        scores=frozenset({SOFTCAP}),
+        deterministic=True,
     )
 
     def __init__(self) -> None:
@@ -26,6 +32,18 @@ class Flash4Kernel(VarlenKernel):
         from flash_attn.cute import interface
 
         self._fwd, self._bwd = interface._flash_attn_fwd, interface._flash_attn_bwd
+        self._softcap = 0.0  # none
+        # Before this helper came, Hopper's backward left a soft cap out and had no fixed order of
+        # sums; on consumer Blackwell (12.x) it has neither.
+        recent = hasattr(interface.utils, "create_softcap_scoremod_bwd")
+        if not recent or torch.cuda.get_device_capability()[0] >= 12:
+            self.caps = replace(self.caps, scores=frozenset(), deterministic=False)
+
+    def with_scores(self, change: ScoreChange) -> Flash4Kernel:
+        """See :meth:`AttentionKernel.with_scores`."""
+        changed = copy(self)
+        changed._softcap = change.spec.softcap or 0.0
+        return changed
 
     def tile_forward(
         self,
@@ -45,6 +63,7 @@ class Flash4Kernel(VarlenKernel):
             causal=tile.is_causal,
             window_size_left=None if tile.is_causal else left,
             window_size_right=None if tile.is_causal else right,
+            softcap=self._softcap or None,
             return_lse=True,
             **named(lengths),
         )
@@ -63,6 +82,7 @@ class Flash4Kernel(VarlenKernel):
         lengths: Lengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, right = tile.window
+        exactly = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
         dq, dk, dv = self._bwd(
             q,
             k,
@@ -74,6 +94,8 @@ class Flash4Kernel(VarlenKernel):
             causal=tile.is_causal,
             window_size_left=None if tile.is_causal else left,
             window_size_right=None if tile.is_causal else right,
+            softcap=self._softcap,
             **named(lengths),
+            **exactly,
         )
         return dq, dk, dv

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 import ds_usp
@@ -57,6 +61,9 @@ class USPCoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.attn_mask_type = attn_mask_type
         self.mask = _mask(attn_mask_type, config, layer_number)
+        self.softmax_type = config.softmax_type
+        if config.softmax_type == "learnable":
+            self.softmax_offset = _softmax_offset(config)
 
     def forward(
         self,
@@ -105,11 +112,46 @@ class USPCoreAttention(torch.nn.Module):
             mask=mask,
             softmax_scale=self.softmax_scale,
             kernel=self.kernel,
+            scores=ds_usp.Scores(sinks=self._sinks(query)),
         )
         return out.transpose(0, 1).flatten(2)
 
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """What stands beside the scores in the softmax, ``[h]``."""
+        if self.softmax_type == "learnable":
+            return self.softmax_offset
+        return query.new_zeros(query.shape[2]) if self.softmax_type == "off-by-one" else None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """For megatron-core's checkpoints: the learnt offset, cut by heads as its own module's."""
+        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            **groups,
+        )
+
     def extra_repr(self) -> str:
         return f"{self.mesh}, {self.layout}, {self.mask}, kernel {self.kernel}"
+
+
+def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter:
+    """A learnt attention sink a head of this tensor-parallel rank, as megatron-core makes it."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+    device = torch.cuda.current_device() if on_gpu else "cpu"
+    offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(offset, True, 0, 1)
+    if config.perform_initialization:
+        config.init_method(offset)
+    return offset
 
 
 def _mask(
@@ -140,10 +182,6 @@ def _refuse_what_is_not_exact(
         f"attention_dropout={attention_dropout}": (
             attention_dropout > 0.0,
             "ranks would drop different entries in forward and backward; set attention_dropout=0",
-        ),
-        f"softmax_type={config.softmax_type!r}": (
-            config.softmax_type != "vanilla",
-            "blocks cannot be merged with an added softmax term; set softmax_type='vanilla'",
         ),
         "log_max_attention_logit / qk_clip": (
             config.log_max_attention_logit or config.qk_clip,

@@ -15,7 +15,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp import MaskSpec
 
-MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (2, 1), (1, 2), (4, 2), (3, 2)]
+MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
 BASE = Case(batch=2, seq_len=43, heads=6, kv_heads=3, head_dim=16)
 GATHER = ds_usp.Tuning(gather=True)
 

@@ -85,7 +85,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
         {},
         ["window right=-1", "None leaves that side open"],
     ),
-    "sinks": (megatron_core, {"sink": True}, {}, ["attention sinks"]),
     "dropout": (
         flash_self_attention,
         {"dropout": 0.1},

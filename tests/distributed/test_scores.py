@@ -30,7 +30,7 @@ TUNINGS = (
     ds_usp.Tuning(chunks=2, gather=True),
     ds_usp.Tuning(chunks=2, gather=False),
 )
-MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (2, 1), (1, 2), (4, 2), (8, 1)]
+MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
 
 
 def cases(ulysses: int) -> list[Case]:

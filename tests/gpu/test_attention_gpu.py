@@ -8,26 +8,31 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import oracle
+import cases
+import joint_cases
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case, inputs
+from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case
+from joint_cases import Joint
 from oracle import relative_error
 
 import ds_usp
 from ds_usp import Tuning
 from ds_usp.attention.tuning import AUTO_TUNING
-from ds_usp.kernels.registry import available_kernels
+from ds_usp.kernels.registry import _load, available_kernels
+from ds_usp.kernels.scores import SOFTCAP
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
-KERNELS = [row.name for row in available_kernels("cuda")]
-WINDOWED = [kernel for kernel in KERNELS if kernel not in ("cudnn", "efficient")]
+CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in _load(row)[:1]}
+KERNELS = list(CAPS)
+WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
+CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.scores]
+WIDE = [name for name, caps in CAPS.items() if (caps.max_head_dim or 192) >= 192]
 LIMITED = ("out", "dq", "dk", "dv")
 # Long enough that the host runs ahead of the GPU: what waits for nothing shows.
 LONG = replace(LOW, seq_len=6144, head_dim=128, kernel="cudnn")
@@ -67,42 +72,31 @@ CASES = [
     *(replace(PACKED, kernel=kernel, mask="window") for kernel in WINDOWED),
     replace(PACKED, tuning=Tuning(2, True), heads=8, kv_heads=8),
     replace(PACKED, dtype=torch.float32),
+    *(replace(LOW, kernel=kernel, sinks=True, kv_heads=2) for kernel in KERNELS),
+    *(replace(PACKED, kernel=kernel, sinks=True) for kernel in KERNELS),
+    *(replace(LOW, kernel=kernel, head_dim=128, value_dim=64) for kernel in KERNELS),
+    *(replace(LOW, kernel=kernel, head_dim=192, value_dim=128) for kernel in ("auto", *WIDE)),
+    *(replace(PACKED, kernel=kernel, head_dim=192, value_dim=128) for kernel in WIDE),
+    *(replace(LOW, kernel=kernel, softcap=3.0) for kernel in ("auto", *CAPPED)),
+    *(replace(PACKED, kernel=kernel, softcap=3.0) for kernel in CAPPED),
+    *(replace(LOW, kernel=kernel, prefix=200) for kernel in KERNELS),
+    *(replace(LOW, kernel=kernel, mask="full", keys=(301, "zigzag")) for kernel in KERNELS),
+    replace(LOW, alibi=True, seq_len=131),
+    replace(LOW, dropout_p=0.2, seq_len=67),
+    replace(LOW, dtype=torch.float32, seq_len=131, sinks=True, value_dim=24, softcap=3.0),
+    replace(LOW, tuning=Tuning(2, True), sinks=True, value_dim=128),
 ]
 
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
     """This rank's share of the results, computed on its GPU."""
-    layout = case.layout_on(mesh)
-    mine = {name: layout.shard(x, 1, mesh.rank).cuda() for name, x in inputs(case).items()}
-    q, k, v = (mine[name].requires_grad_() for name in "qkv")
-    out, lse = ds_usp.usp_attention(
-        q,
-        k,
-        v,
-        mesh=mesh,
-        layout=layout,
-        mask=case.mask_spec,
-        kernel=case.kernel,
-        tuning=case.tuning,
-        return_lse=True,
-    )
-    grads = torch.autograd.grad(out, (q, k, v), mine["dout"])
-    return dict(zip(RESULTS, (out, lse, *grads), strict=True))
+    return cases.attend(mesh, case, "cuda")
 
 
 def errors(full: dict[str, torch.Tensor], case: Case) -> dict[str, float]:
-    true = truth(replace(case, tuning=AUTO_TUNING, kernel="auto"))
-    return {name: relative_error(full[name].cuda(), true[name]) for name in RESULTS}
-
-
-@lru_cache(maxsize=16)
-def truth(case: Case) -> dict[str, torch.Tensor]:
-    """The oracle's fp64 results, computed on the GPU; the same for every kernel and tuning."""
-    full = {name: x.cuda() for name, x in inputs(case).items()}
-    q, k, v = (full[name].double().requires_grad_() for name in "qkv")
-    out, lse = oracle.dense_attention(q, k, v, case.allowed.cuda(), case.softmax_scale)
-    grads = torch.autograd.grad(out, (q, k, v), full["dout"].double())
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
+    """Against the oracle in fp64 on the GPU, whose results are the same for every kernel."""
+    true = cases.truth(replace(case, tuning=AUTO_TUNING, kernel="auto"), "cuda")
+    return {name: relative_error(full[name].cuda(), true[name]) for name in true}
 
 
 def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> None:
@@ -113,13 +107,16 @@ def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> Non
     for ulysses in (u for u in (1, 2, 4) if world % u == 0):
         mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
         for case in (case for case in CASES if case.kernel == kernel):
-            layout = case.layout_on(mesh)
+            layout, kv_layout = cases.layouts(mesh, case)
+            places = dict.fromkeys(RESULTS, layout) | {"dk": kv_layout, "dv": kv_layout}
             parts: list[Any] = [None] * world
             mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
             dist.all_gather_object(parts, mine)
             whole = {
-                name: layout.gather([part[name] for part in parts], TOKEN_DIM[name])
-                for name in RESULTS
+                name: places[name].gather([part[name] for part in parts], TOKEN_DIM[name])
+                if name in places
+                else part  # the gradient of the sinks, whole on each rank
+                for name, part in mine.items()
             }
             if rank == 0:
                 results[ulysses, str(case)] = errors(whole, case)
@@ -153,6 +150,7 @@ def test_equals_the_oracle_as_well_as_the_dense_kernel(
             continue
         assert found["lse"] <= 1e-5, shown
         assert all(found[each] <= 1.5 * dense[each] for each in LIMITED), shown
+        assert found.get("dsinks", 0.0) <= 2e-2, shown  # a few numbers, whose errors scatter
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -205,3 +203,25 @@ def graph_main(rank: int, world: int, port: int) -> None:
 def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
     world = WORLDS[-1]
     mp.spawn(graph_main, (world, free_port()), nprocs=world)
+
+
+def joint_main(rank: int, world: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    found = [
+        joint_cases.errors(world, case, ds_usp.SequenceMesh.from_group(None, ulysses), "cuda")
+        for ulysses in (1, 2)
+        if world % ulysses == 0
+        for case in (Joint(), Joint(front=False, mask=ds_usp.MaskSpec.causal(), sinks=True))
+    ]
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_joint_tokens_equal_the_oracle(world: int, tmp_path: Path) -> None:
+    mp.spawn(joint_main, (world, free_port(), str(tmp_path)), nprocs=world)
+    for rank in range(world):
+        for found in torch.load(tmp_path / f"{rank}.pt", weights_only=False):
+            assert max(found.values()) <= 1e-5, found

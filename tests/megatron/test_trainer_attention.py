@@ -25,10 +25,11 @@ SERVED = {
         "layer_number": 2,
     },
     "own scale": {"softmax_scale": 0.2},
+    "softmax off by one": {"config": {"softmax_type": "off-by-one"}},
+    "learnt softmax offset": {"config": {"softmax_type": "learnable"}},
 }
 REFUSED = {
     "dropout": ({"config": {"attention_dropout": 0.1}}, "set attention_dropout=0"),
-    "added softmax term": ({"config": {"softmax_type": "off-by-one"}}, "'vanilla'"),
     "logged logits": ({"config": {"log_max_attention_logit": True}}, "switch both off"),
     "window into the future": ({"config": {"window_size": (5, 3)}}, "window_size=(5, 0)"),
     "padding mask": ({"mask": "padding"}, "AttnMaskType.causal"),
@@ -78,6 +79,8 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     else:
         layout = mesh.layout("zigzag", seq_len=S)
         core = USPCoreAttention(mesh=mesh, layout=layout, **common)
+    for learnt in core.parameters():
+        learnt.data = torch.linspace(-1.0, 3.0, H)
     call = dict(case.get("call", {}))
     if "attn_mask_type" in call:
         call["attn_mask_type"] = AttnMaskType[call["attn_mask_type"]]
@@ -88,8 +91,9 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     torch.manual_seed(1)
     q, k, v = (torch.randn(S, B, heads, D, requires_grad=True) for heads in (H, G, G))
     out = core(q, k, v, **{"attention_mask": None, **call})
-    out.backward(torch.randn_like(out))
-    return [out.detach(), q.grad, k.grad, v.grad]
+    out.backward(torch.randn(out.shape))
+    grads = [x.grad for x in (q, k, v, *core.parameters())]
+    return [out.detach(), *grads]
 
 
 PACKED = {

@@ -128,9 +128,11 @@ def flash3_new(machine: Machine) -> AttentionKernel:
     return Flash3Kernel()
 
 
-def flash4(machine: Machine) -> AttentionKernel:
+def flash4(machine: Machine, **helpers: object) -> AttentionKernel:
+    helpers = helpers or {"create_softcap_scoremod_bwd": None}
     functions = {"_flash_attn_fwd": fake_flash.forward_4, "_flash_attn_bwd": fake_flash.backward_4}
-    interface = fake_flash.module("flash_attn.cute.interface", **functions)
+    utils = fake_flash.module("flash_attn.cute.utils", **helpers)
+    interface = fake_flash.module("flash_attn.cute.interface", utils=utils, **functions)
     package = fake_flash.module("flash_attn.cute", interface=interface)
     machine.install("flash_attn", fake_flash.module("flash_attn", cute=package))
     machine.install("flash_attn.cute", package)
