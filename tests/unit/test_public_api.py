@@ -40,7 +40,8 @@ PARAMETERS = {
     "usp_attention": "q k v mesh layout mask softmax_scale dropout_p kernel return_lse tuning",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
-    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents kwargs",
+    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents "
+    "kwargs",
     "SequenceMesh.from_group": "group ulysses_degree order",
     "SequenceMesh.build": "grid",
     "SequenceMesh.single": "",
