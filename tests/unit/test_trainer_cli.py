@@ -28,7 +28,8 @@ FLAGS = """
     --save --save-interval --seed --seq-length --sgd-momentum --split --swiglu
     --tensor-model-parallel-size --train-iters --ulysses-degree
     --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-kernel
-    --usp-layout --usp-loss-chunks --usp-recompute --vocab-size --weight-decay --zero-stage
+    --usp-layout --usp-loss-chunks --usp-offload-ratio --usp-recompute --vocab-size --weight-decay
+    --zero-stage
 """
 
 

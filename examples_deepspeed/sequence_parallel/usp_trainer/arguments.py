@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from ds_usp import ConfigError, TokenLayout
-from ds_usp.memory import RECOMPUTE
 from ds_usp.training import check_zero_stage
+from usp_trainer import memory
 
 SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
 
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "GPUs, alone, under torchrun or under the deepspeed launcher.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for add in (_start, _parallel, _memory, _model, _training, _data, _output):
+    for add in (_start, _parallel, memory.add_flags, _model, _training, _data, _output):
         add(parser)
     return parser
 
@@ -109,25 +109,6 @@ def _parallel(parser: argparse.ArgumentParser) -> None:
         help="which rank holds which token",
     )
     add("--usp-kernel", default="auto", metavar="NAME", help="attention kernel; auto: the fastest")
-
-
-def _memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory", "what a layer does not keep for its backward pass")
-    add = group.add_argument
-    add(
-        "--usp-recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
-        "but attention and its exchanges (attention), or all (full)",
-    )
-    add(
-        "--usp-loss-chunks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
-    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +254,7 @@ def check(args: Namespace, world_size: int) -> Namespace:
     """
     args = Namespace(**vars(args))
     _check_positive(args)
+    memory.check_flags(args)
     _check_heads(args)
     _check_degrees(args)
     _check_world(args, world_size)
@@ -293,8 +275,6 @@ def _check_positive(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} {value}: must be 1 or more")
-    if args.usp_loss_chunks < 0:
-        raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
 
 
 def _check_heads(args: Namespace) -> None:

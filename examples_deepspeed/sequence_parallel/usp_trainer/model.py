@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
-from ds_usp.memory import checkpointed_layer
+from ds_usp.memory import LayerMemory
 from ds_usp.training import (
     ParallelGroups,
     chunked_weighted_loss,
@@ -34,6 +34,7 @@ from ds_usp.training import (
     weighted_loss,
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+from usp_trainer.memory import layer_memory
 
 
 class Embedding(nn.Module):
@@ -69,17 +70,17 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
-        recompute: str,
+        memory: LayerMemory,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary, self.recompute = rotary, recompute
-        if recompute == "gemm-last":
+        self.number, self.rotary, self.memory = number, rotary, memory
+        if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return checkpointed_layer(self._run, hidden, self.recompute)
+        return self.memory.run(self.number, self._run, hidden)
 
     def _run(self, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=self.rotary)
@@ -253,12 +254,10 @@ def layer_specs(
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
+    memory = layer_memory(args, device)
     return [
         first,
-        *(
-            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute)
-            for n in numbers
-        ),
+        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory) for n in numbers),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]
