@@ -2,12 +2,14 @@
 
 from ds_usp.memory.gemm_last import GemmLast, recompute_before
 from ds_usp.memory.keep import keep_attention
-from ds_usp.memory.layers import RECOMPUTE, checkpointed_layer
+from ds_usp.memory.layers import RECOMPUTE, LayerMemory
+from ds_usp.memory.offload import Offload
 
 __all__ = [
     "RECOMPUTE",
     "GemmLast",
-    "checkpointed_layer",
+    "LayerMemory",
+    "Offload",
     "keep_attention",
     "recompute_before",
 ]

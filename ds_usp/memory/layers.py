@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory.keep import keep_attention
+from ds_usp.memory.offload import Offload
 
 # What is computed again in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")
@@ -22,27 +25,41 @@ def reentrant(run: Callable[..., Any], hidden: torch.Tensor) -> Any:
     return checkpoint(run, hidden, use_reentrant=True)
 
 
-def checkpointed_layer(
-    run: Callable[..., Any],
-    hidden: torch.Tensor,
-    recompute: str,
-    how: Checkpoint = reentrant,
-) -> Any:
-    """``run(hidden)`` of one layer, of which backward finds what the policy keeps.
-
-    ``none`` and ``gemm-last`` keep what autograd saves; for ``gemm-last`` the layer's linear
-    layers are to be called by :func:`recompute_before` or :class:`GemmLast`. ``attention`` keeps
-    the layer's input and what attention computed, ``full`` the input alone.
+@dataclass(frozen=True)
+class LayerMemory:
+    """What becomes of what a host's transformer layers would keep for backward.
 
     Args:
-        run: the layer; its only input with a gradient is ``hidden``.
-        how: the host's activation checkpoint, which may know more random states.
+        recompute: ``none`` and ``gemm-last`` keep what autograd saves; for ``gemm-last`` the
+            layers' linear modules are to be called by :func:`recompute_before` or linked by
+            :class:`GemmLast`. ``attention`` keeps a layer's input and what attention computed,
+            ``full`` the input alone.
+        offload: a share of what is kept waits on the host; None: nothing does.
+        checkpoint: the host's activation checkpoint, which may know more random states.
 
     Raises:
         ConfigError: another policy.
     """
-    if recompute not in RECOMPUTE:
-        raise ConfigError(f"recompute={recompute!r} is unknown; there are {', '.join(RECOMPUTE)}")
-    if recompute in ("none", "gemm-last") or not torch.is_grad_enabled():
-        return run(hidden)
-    return how(keep_attention(run) if recompute == "attention" else run, hidden)
+
+    recompute: str = "none"
+    offload: Offload | None = None
+    checkpoint: Checkpoint = reentrant
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(
+                f"recompute={self.recompute!r} is unknown; there are {', '.join(RECOMPUTE)}"
+            )
+
+    def run(self, number: int, layer: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
+        """``layer(hidden)``, keeping what the policy says.
+
+        Args:
+            number: the layer's place among those of this rank.
+            layer: its only input with a gradient is ``hidden``.
+        """
+        with self.offload.layer(number) if self.offload else nullcontext():
+            if self.recompute in ("none", "gemm-last") or not torch.is_grad_enabled():
+                return layer(hidden)
+            keeps = keep_attention(layer) if self.recompute == "attention" else layer
+            return self.checkpoint(keeps, hidden)

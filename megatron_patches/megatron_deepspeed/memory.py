@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
-from ds_usp.memory import RECOMPUTE, GemmLast, checkpointed_layer, recompute_before
+from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
+from megatron_patches.megatron_deepspeed.state import host_state
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -22,6 +24,12 @@ def add_flags(parser: ArgumentParser) -> None:
         default="none",
         help="What each layer computes again in backward: nothing, norms and activation functions "
         "(gemm-last), all but attention and its exchanges (attention), or all (full).",
+    )
+    group.add_argument(
+        "--usp-offload-ratio",
+        type=float,
+        default=0.0,
+        help="Share, 0 to 1, of what layers keep that waits in host memory.",
     )
     group.add_argument(
         "--usp-loss-chunks",
@@ -39,6 +47,8 @@ def check_flags(args: Any) -> None:
         ConfigError: recomputation by two hands, or what GEMM-last cannot see into.
     """
     _check_chunks(args)
+    if not 0 <= args.usp_offload_ratio <= 1:
+        raise ConfigError(f"--usp-offload-ratio {args.usp_offload_ratio}: must be from 0 to 1")
     if args.usp_recompute == "none":
         return
     host = {
@@ -80,11 +90,24 @@ def _check_chunks(args: Any) -> None:
             raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
 
 
+def layer_memory(args: Any) -> LayerMemory:
+    """What the flags say, with the host's own activation checkpoint, which knows its dropout."""
+    from deepspeed.accelerator import get_accelerator
+    from megatron.core import tensor_parallel
+
+    def checkpoint(run: Callable[..., Any], hidden: Tensor) -> Any:
+        return tensor_parallel.checkpoint(run, False, hidden)
+
+    device = torch.device(get_accelerator().current_device_name())
+    offload = Offload(args.usp_offload_ratio, device)
+    return LayerMemory(args.usp_recompute, offload, checkpoint)
+
+
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
     """``ParallelTransformerLayer.__init__``: norms that run again before the product they are
     for."""
     original(layer, *args, **kwargs)
-    if _policy() == "gemm-last":
+    if host_state().memory.recompute == "gemm-last":
         GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
         GemmLast.between(layer.post_attention_layernorm, layer.mlp.dense_h_to_4h)
 
@@ -92,21 +115,17 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
 def run_layer(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """``ParallelTransformerLayer.forward``, under the host's own activation checkpoint."""
-    from megatron.core import tensor_parallel
+    """``ParallelTransformerLayer.forward``, keeping what the policy says."""
 
     def run(hidden: Tensor) -> Any:
         return original(layer, hidden, *args, **kwargs)
 
-    def checkpoint(again: Callable[..., Any], hidden: Tensor) -> Any:
-        return tensor_parallel.checkpoint(again, False, hidden)
-
-    return checkpointed_layer(run, hidden_states, _policy(), checkpoint)
+    return host_state().memory.run(layer.layer_number, run, hidden_states)
 
 
 def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> Any:
     """``ParallelMLP.forward``: the activation function runs again before the second product."""
-    if _policy() != "gemm-last":
+    if host_state().memory.recompute != "gemm-last":
         return original(mlp, hidden_states)
     given, bias = mlp.dense_h_to_4h(hidden_states)
     return recompute_before(partial(_activate, mlp, bias), mlp.dense_4h_to_h, given)
@@ -122,10 +141,3 @@ def _activate(mlp: Any, bias: Tensor | None, given: Tensor) -> Tensor:
         return activated
     activated = mlp.activation_func(given if bias is None else given + bias)
     return activated
-
-
-def _policy() -> str:
-    from megatron import get_args
-
-    policy: str = get_args().usp_recompute
-    return policy

@@ -6,12 +6,13 @@ One value, made when the host makes its groups and kept where the host keeps the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import ds_usp
 from ds_usp.errors import MeshError
+from ds_usp.memory import LayerMemory
 
 _NAME, _MASK = "_USP_STATE", "_USP_MASK"
 
@@ -26,6 +27,7 @@ class HostState:
         layout: where each token of a sequence is.
         kernel: what computes attention.
         active: whether attention is ours: sequences are spread, or the host's own is wrong.
+        memory: what layers keep for their backward pass.
     """
 
     grid: ds_usp.RankGrid
@@ -33,6 +35,7 @@ class HostState:
     layout: ds_usp.TokenLayout
     kernel: str
     active: bool
+    memory: LayerMemory = field(default_factory=LayerMemory)
 
     @property
     def spread(self) -> bool:

@@ -105,9 +105,14 @@ def test_it_trains_as_one_rank_does(
 @pytest.mark.parametrize(
     ("grid", "zero", "model", "more"),
     [
-        ("u2r2", 1, "llama", "--usp-recompute gemm-last --usp-loss-chunks 3"),
+        (
+            "u2r2",
+            1,
+            "llama",
+            "--usp-recompute gemm-last --usp-loss-chunks 3 --usp-offload-ratio 0.5",
+        ),
         ("u2r2", 3, "gpt", "--usp-recompute gemm-last --usp-loss-chunks 2"),
-        ("r2-pp2", 1, "llama", "--usp-recompute attention"),
+        ("r2-pp2", 1, "llama", "--usp-recompute attention --usp-offload-ratio 1"),
         ("u2-tp2", 2, "gpt", "--usp-recompute attention --usp-loss-chunks 5"),
         ("u2r2", 3, "llama", "--usp-recompute attention --deepspeed-activation-checkpointing"),
         ("u2-pp2", 1, "gpt", "--usp-recompute full"),

@@ -32,7 +32,8 @@ FLAGS = """
     --seq-length --sgd-momentum --split --swiglu
     --tensor-model-parallel-size --train-iters --ulysses-degree
     --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-cluster
-    --usp-kernel --usp-layout --usp-loss-chunks --usp-recompute --vocab-size --weight-decay
+    --usp-kernel --usp-layout --usp-loss-chunks --usp-offload-ratio --usp-recompute --vocab-size
+    --weight-decay
     --zero-stage
 """
 

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from ds_usp.memory import RECOMPUTE
 from ds_usp.planner import degree_or_auto
+from usp_trainer import memory
 
 SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
 
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "GPUs, alone, under torchrun or under the deepspeed launcher.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for add in (_start, _parallel, _memory, _model, _training, _data, _output):
+    for add in (_start, _parallel, memory.add_flags, _model, _training, _data, _output):
         add(parser)
     return parser
 
@@ -113,25 +113,6 @@ def _parallel(parser: argparse.ArgumentParser) -> None:
         help="which rank holds which token",
     )
     add("--usp-kernel", default="auto", metavar="NAME", help="attention kernel; auto: the fastest")
-
-
-def _memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory", "what a layer does not keep for its backward pass")
-    add = group.add_argument
-    add(
-        "--usp-recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
-        "but attention and its exchanges (attention), or all (full)",
-    )
-    add(
-        "--usp-loss-chunks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
-    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

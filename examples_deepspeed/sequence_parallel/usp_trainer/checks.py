@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, TokenLayout
 from ds_usp.training import check_zero_stage
+from usp_trainer import memory
 
 
 def replica_size(args: Namespace) -> int:
@@ -28,6 +29,7 @@ def check(args: Namespace, world_size: int) -> Namespace:
     """
     args = Namespace(**vars(args))
     _check_positive(args)
+    memory.check_flags(args)
     _check_heads(args)
     _check_degrees(args)
     _check_world(args, world_size)
@@ -49,8 +51,6 @@ def _check_positive(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} {value}: must be 1 or more")
-    if args.usp_loss_chunks < 0:
-        raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
 
 
 def _check_heads(args: Namespace) -> None:

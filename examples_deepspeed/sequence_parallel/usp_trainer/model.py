@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
-from ds_usp.memory import checkpointed_layer
+from ds_usp.memory import LayerMemory
 from ds_usp.training import (
     ParallelGroups,
     chunked_weighted_loss,
@@ -35,6 +35,7 @@ from ds_usp.training import (
     weighted_loss,
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+from usp_trainer.memory import layer_memory
 
 
 class Packing:
@@ -92,20 +93,20 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
-        recompute: str,
+        memory: LayerMemory,
         packing: Packing,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary, self.recompute, self.packing = rotary, recompute, packing
-        if recompute == "gemm-last":
+        self.number, self.rotary, self.memory, self.packing = number, rotary, memory, packing
+        if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
         # Taken now: when it is computed again, the next batch's documents may be there.
         run = partial(self._run, self.packing.params)
-        return checkpointed_layer(run, hidden, self.recompute)
+        return self.memory.run(self.number, run, hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(
@@ -291,10 +292,11 @@ def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
+    memory = layer_memory(args, packing.positions.device)
     return [
         first,
         *(
-            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, args.usp_recompute, packing)
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, packing)
             for n in numbers
         ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
