@@ -135,7 +135,7 @@ class Host:
             seconds.append(session.reduced([clock.elapsed_s - begin], dist.ReduceOp.MAX)[0])
         most = torch.cuda.max_memory_allocated() - left if session.on_gpu else 0
         most = int(session.reduced([most], dist.ReduceOp.MAX)[0])
-        trainer.engine.destroy()
+        _let_go(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
     def _batch(self, case: Case) -> SequenceBatch:
@@ -188,6 +188,15 @@ class _Queries(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return query.contiguous().flatten(2)
+
+
+def _let_go(engine: Any) -> None:
+    """DeepSpeed's bf16 optimizer leaves a parameter alive, and with it all flat buffers."""
+    engine.destroy()
+    for p in engine.module.parameters():
+        p.grad = None
+        vars(p).clear()
+        p.data = p.data.new_empty(0)
 
 
 def _without_drawing(config: Any, args: Namespace) -> Any:
