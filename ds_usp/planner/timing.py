@@ -237,7 +237,8 @@ def _measured_step(cluster: Cluster, work: Workload, split: Split) -> float | No
 
 def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> float:
     """ZeRO-3 fetches under the layers; the others reduce at the end, or under the last micro
-    batch's backward, and gather parameters then."""
+    batch's backward, and gather parameters then. DeepSpeed's bf16 optimizer always does at the
+    end."""
     sent, group = step_traffic(work, split), groups(split)["zero"]
     micro_batches = split.micro_batches(work.global_batch)
     if split.zero == 3:
@@ -249,7 +250,8 @@ def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float
         )
     parameters = exchange_s(cluster, group, sent.parameters, COLLECTIVE)
     reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
-    if split.overlap_gradients:
+    at_the_end = split.whole_reduction and split.zero == 1
+    if split.overlap_gradients and not at_the_end:
         batches = micro_batches if split.zero == 2 else 1
         reduce = _beneath(cluster, reduce, layers_s * 2 / 3 / micro_batches * batches)
     return reduce + parameters

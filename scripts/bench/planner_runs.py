@@ -118,7 +118,7 @@ class Host:
         trainer = Trainer(
             self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
         )
-        batch = self._batch(case)
+        batch = self.batch(case)
         clock = Clock(session.device, 3600.0)
         for _ in range(2):
             trainer.train([batch], 1e-5)
@@ -137,7 +137,8 @@ class Host:
         _let_go(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
-    def _batch(self, case: Case) -> SequenceBatch:
+    def batch(self, case: Case) -> SequenceBatch:
+        """Random tokens, this rank's share."""
         length = self.mesh.layout("zigzag", case.seq_len).length(self.mesh.rank)
         tokens = torch.randint(VOCABULARY, (1, length))
         return SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length))
