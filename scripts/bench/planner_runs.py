@@ -263,7 +263,7 @@ def measure_host(
     cluster = load_cluster(str(path))
     add_rows(profile, "steps", [step_row(cluster, run) for run in runs], source)
     if session.on_gpu:
-        kept = {"value": workspace_bytes(runs), "origin": "measured", "source": source}
+        kept = {"value": max(workspace_bytes(runs), 0.0), "origin": "measured", "source": source}
         profile["workspace_bytes"] = kept
     _write(session, profile, path)
 
