@@ -77,8 +77,16 @@ class Case:
     @property
     def mask_spec(self) -> ds_usp.MaskSpec:
         """The mask as the package takes it."""
-        borders = [[0, *accumulate(lengths)] for lengths in self.documents]
-        return ds_usp.MaskSpec(*MASKS[self.mask], borders, self.prefix)
+        return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix)
+
+    @property
+    def _borders(self) -> list[list[int]]:
+        return [[0, *accumulate(lengths)] for lengths in self.documents]
+
+    def layout_on(self, mesh: ds_usp.SequenceMesh) -> ds_usp.TokenLayout:
+        """The layout; of documents, for the first sample's."""
+        documents = self._borders[:1] if self.layout == "balanced" else ()
+        return mesh.layout(self.layout, self.seq_len, documents)
 
     @property
     def allowed(self) -> torch.Tensor:
@@ -177,7 +185,7 @@ def mesh_of(ulysses_degree: int, order: str = ALL_ORDERS[0]) -> ds_usp.SequenceM
 
 def layouts(mesh: ds_usp.SequenceMesh, case: Case) -> tuple[ds_usp.TokenLayout, ds_usp.TokenLayout]:
     """Of the queries and of the keys."""
-    layout = mesh.layout(case.layout, case.seq_len)
+    layout = case.layout_on(mesh)
     return layout, mesh.layout(case.keys[1], case.keys[0]) if case.keys else layout
 
 

@@ -146,6 +146,8 @@ def rows() -> Iterator[Row]:
 
     for layout in ALL_LAYOUTS:
         yield row("layout", f"`{layout}`", replace(base, layout=layout))
+    lengths = ((1, 7, 30, 26),)
+    yield row("layout", "`balanced`", replace(base, layout="balanced", documents=lengths))
     yield row("mask", "causal", base)
     yield row("mask", "full", replace(base, mask="full"))
     yield row("mask", "sliding window, left", replace(base, mask="window"))
@@ -157,7 +159,7 @@ def rows() -> Iterator[Row]:
     for front in (True, False):
         label = f"joint tokens {'before' if front else 'after'} it, on every rank"
         yield Row("two sequences", label, joint_tokens, (("front", front),))
-    packed = replace(base, documents=((1, 7, 30, 26),))
+    packed = replace(base, documents=lengths)
     yield row("documents", "causal, one across all ranks", packed)
     yield row("documents", "full", replace(packed, mask="full"))
     yield row("documents", "sliding window", replace(packed, mask="window both sides"))

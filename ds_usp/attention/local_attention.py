@@ -92,8 +92,14 @@ def check_given(
     """Check that what was given of a known local attention is what it computes.
 
     Raises:
-        ConfigError: it is not; the result would depend on the degrees.
+        ConfigError: it is not; the result would depend on the degrees. Documents, which are
+            another batch's at the next call.
     """
+    if mask is not None and mask.documents:
+        raise ConfigError(
+            f"mask={mask} was given to the module, and documents belong to a batch: give "
+            "documents=borders to each call"
+        )
     given = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
     for name, value in given.items():
         found = value if known is None else getattr(known, name)

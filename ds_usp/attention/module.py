@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 from ds_usp.attention.functional import UnifiedAttention, exchange, plan_call
 from ds_usp.attention.host_arguments import HostArguments
-from ds_usp.attention.local_attention import check_given, known_attention, ring_attention
+from ds_usp.attention.local_attention import (
+    LocalAttention,
+    check_given,
+    known_attention,
+    ring_attention,
+)
 from ds_usp.attention.pipeline import USPCall
 from ds_usp.attention.request import (
     HeadTraffic,
@@ -22,7 +27,7 @@ from ds_usp.attention.request import (
     head_traffic,
 )
 from ds_usp.attention.rotary import apply_rotary, check_rotary
-from ds_usp.attention.scores import NO_SCORES
+from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
@@ -42,6 +47,8 @@ class _Plan:
     args: tuple[Any, ...]
     rotary: Rotary | None
     call: USPCall | HeadTraffic
+    flat_output: bool = False
+    scores: Scores = NO_SCORES
 
 
 class USPAttention(torch.nn.Module):
@@ -117,11 +124,11 @@ class USPAttention(torch.nn.Module):
             check_given(known, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
                 return "a USPAttention", None
-            given = ring_attention(local_attention, known, mask, softmax_scale, dropout_p)
-            return "a USPAttention", HostArguments(given)
+            return "a USPAttention", HostArguments(self._computed())
 
-        self._host = agreed(mesh, check)
         self.local_attn = local_attention
+        self._given = mask, softmax_scale, dropout_p
+        self._host = agreed(mesh, check)
         self.mesh = mesh
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
@@ -139,6 +146,7 @@ class USPAttention(torch.nn.Module):
         batch_dim_idx: int | torch.Tensor | None = None,
         rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         *args: Any,
+        documents: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of this rank's tokens with the whole sequence. Collective over the mesh.
@@ -153,13 +161,17 @@ class USPAttention(torch.nn.Module):
                 Megatron-DeepSpeed's path without flash attention passes it; the batch dim then
                 is the one that ``gather_idx`` leaves.
             rotary_pos_emb: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence.
+            documents: borders of packed documents, as of ``MaskSpec``. The own kernels compute
+                attention then, with and without a ring.
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
         self._wait_for_stream(query, key, value)
         plan = agreed(
             self.mesh,
-            lambda: self._plan(query, key, value, batch_dim_idx, rotary_pos_emb, args, kwargs),
+            lambda: self._plan(
+                query, key, value, batch_dim_idx, rotary_pos_emb, documents, args, kwargs
+            ),
             query,
         )
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
@@ -176,6 +188,7 @@ class USPAttention(torch.nn.Module):
         value: torch.Tensor,
         batch_dim_idx: int | torch.Tensor | None,
         rotary: Rotary | None,
+        documents: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[str, _Plan]:
@@ -196,6 +209,7 @@ class USPAttention(torch.nn.Module):
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
         texts = [check_tensors(q, k, v), f"batch dim {batch_dim_idx}"]
         layout = self._layout_of(q)
+        host = self._host if documents is None else self._within(documents)
         if rotary is not None:
             if q.shape[1] != k.shape[1]:
                 raise ConfigError(
@@ -204,19 +218,32 @@ class USPAttention(torch.nn.Module):
                 )
             check_rotary(rotary, layout.seq_len, q.shape[3])
             texts.append("rotary")
-            rotary = self._rotary_of(rotary, layout)
+            rotary = self._rotary_of(rotary, layout, sharded=host is not None)
         call: USPCall | HeadTraffic
-        if self._host is None:
+        if host is None:
             kv_layout = self._layout_of(k)
             texts.append(check_layout(q, "queries", self.mesh, layout))
             texts.append(check_layout(k, "keys", self.mesh, kv_layout))
             split = head_split(q.shape[2], k.shape[2], self.mesh)
             (call,) = head_traffic(split, self.mesh, layout, kv_layout)
         else:
-            texts.append(self._host.check(layout.seq_len, q.shape[3], args, kwargs))
-            text, call = self._plan_ring(q, k, v, layout, self._host)
+            texts.append(host.check(layout.seq_len, q.shape[3], args, kwargs))
+            scores = host.attention.scores(q.device)
+            text, call = self._plan_ring(q, k, v, layout, host, scores)
             texts.append(text)
+            flat = host.attention.flat_output
+            return ", ".join(texts), _Plan(swap, layout, args, rotary, call, flat, scores)
         return ", ".join(texts), _Plan(swap, layout, args, rotary, call)
+
+    def _computed(self) -> LocalAttention:
+        """What the local attention computes."""
+        known = known_attention(self.local_attn)
+        return ring_attention(self.local_attn, known, *self._given)
+
+    def _within(self, documents: Any) -> HostArguments:
+        """What the local attention computes, within documents."""
+        attention = self._computed() if self._host is None else self._host.attention
+        return HostArguments(replace(attention, mask=replace(attention.mask, documents=documents)))
 
     def _plan_ring(
         self,
@@ -225,6 +252,7 @@ class USPAttention(torch.nn.Module):
         v: torch.Tensor,
         layout: TokenLayout,
         host: HostArguments,
+        scores: Scores,
     ) -> tuple[str, USPCall]:
         training = getattr(self.local_attn, "training", self.training)
         attention = host.attention
@@ -239,15 +267,15 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
-            scores=attention.scores(q.device),
+            scores=scores,
             kv_layout=self._layout_of(k),
         )
 
-    def _rotary_of(self, rotary: Rotary, layout: TokenLayout) -> Rotary:
-        """Cos and sin of the tokens that are rotated here: with a ring before the exchange, as
-        the local attention's after it."""
+    def _rotary_of(self, rotary: Rotary, layout: TokenLayout, *, sharded: bool) -> Rotary:
+        """Cos and sin of the tokens that are rotated here: for the package's kernels before the
+        exchange, for the local attention after it."""
         cos, sin = (part[: layout.seq_len] for part in rotary)
-        if self._host is None:
+        if not sharded:
             return cos, sin
         rank = self.mesh.rank
         return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)
@@ -287,10 +315,9 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        scores = NO_SCORES if self._host is None else self._host.attention.scores(q.device)
+        scores = plan.scores
         out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
-        flat = self._host is not None and self._host.attention.flat_output
-        return out.flatten(2) if flat else out
+        return out.flatten(2) if plan.flat_output else out
 
     def _wait_for_stream(self, *tensors: torch.Tensor) -> None:
         """Order this call after the overlap stream's work, and that stream after our gradients."""
@@ -319,7 +346,7 @@ def _check_dims(scatter_idx: int, gather_idx: int) -> None:
 def _check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
     """Refuse at construction what cannot be right for the mesh."""
     if isinstance(layout, TokenLayout):
-        fits = mesh.layout(layout.kind, layout.seq_len)
+        fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
         if layout != fits:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:

@@ -246,9 +246,10 @@ class SequenceMesh:
             "ring_dkv": self.dkv_group,
         }[kind]
 
-    def layout(self, kind: str, seq_len: int) -> TokenLayout:
-        """The token layout of that kind that fits this mesh."""
-        return TokenLayout(kind, seq_len, self.ulysses_degree, self.ring_degree, self.order)
+    def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
+        """The token layout of that kind that fits this mesh; see there."""
+        degrees = self.ulysses_degree, self.ring_degree
+        return TokenLayout(kind, seq_len, *degrees, self.order, documents)
 
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank of the mesh says the same; collective over it.

@@ -9,10 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import LayoutError
+from ds_usp.geometry.balance import balanced_shares
+from ds_usp.geometry.masks import Borders, borders_of, shown
 from ds_usp.geometry.segments import Segment, balanced, cut, join
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
+_OF_DOCUMENTS = "balanced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +46,27 @@ class TokenLayout:
               (Striped Attention, arXiv 2311.09431).
             * ``context_parallel``: megatron-core's order, a zigzag over all ranks of the group,
               so that its RoPE and batch slicing stay valid.
+            * ``balanced``: made for the documents of one batch. Ring ranks hold as many tokens and
+              have as much causal work within documents: short documents are whole on one of
+              them, long ones a zigzag each.
 
-            In the first three a ring rank's tokens are cut evenly among its Ulysses ranks.
+            In all but ``context_parallel`` a ring rank's tokens are cut evenly among its Ulysses
+            ranks.
         seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then,
             by two where a shard is two chunks (``zigzag``, ``context_parallel``).
         ulysses: ranks that exchange heads for sequence.
         ring: ranks that pass keys and values around.
         order: which of the two axes varies fastest over the ranks of the group.
+        documents: cumulative borders, as of ``MaskSpec``; for ``balanced`` alone. All samples of
+            a batch share a layout, and so these documents.
 
     Invariant: the shards of the Ulysses ranks of one ring rank together are that ring rank's
     tokens; :meth:`runs` says in which order.
 
     Raises:
-        LayoutError: an unknown name, a size below 1, or fewer tokens than every rank needs.
+        LayoutError: an unknown name, a size below 1, fewer tokens than every rank needs, or
+            documents that the layout has no use for or that do not end with the sequence.
+        ConfigError: documents that are no borders.
     """
 
     kind: str
@@ -63,6 +74,7 @@ class TokenLayout:
     ulysses: int = 1
     ring: int = 1
     order: str = DEFAULT_SP_ORDER
+    documents: Borders = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,6 +85,7 @@ class TokenLayout:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
+        object.__setattr__(self, "documents", self._checked_documents())
         shortest = min(self.length(rank) for rank in range(self.degree))
         if shortest < 1:
             raise LayoutError(
@@ -80,6 +93,20 @@ class TokenLayout:
                 f"({self.kind}) without any. Use a sequence of at least {2 * self.degree} tokens "
                 "or smaller degrees."
             )
+
+    def _checked_documents(self) -> Borders:
+        found = borders_of(self.documents)
+        if (self.kind == _OF_DOCUMENTS) != bool(found) or len(found) > 1:
+            raise LayoutError(
+                f"the layout {self.kind!r} with the documents of {len(found)} samples: "
+                f"{_OF_DOCUMENTS!r} is made for one list of borders, which all samples share "
+                f"(mesh.layout({_OF_DOCUMENTS!r}, seq_len, documents=borders)), others for none"
+            )
+        if found and found[0][-1] != self.seq_len:
+            raise LayoutError(
+                f"the documents end at {found[0][-1]}, the sequence has {self.seq_len} tokens"
+            )
+        return found[0] if found else ()
 
     @property
     def degree(self) -> int:
@@ -195,7 +222,9 @@ class TokenLayout:
         return dim
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.seq_len} tokens, ulysses {self.ulysses} x ring {self.ring})"
+        documents = f" in {shown((self.documents,))}" if self.documents else ""
+        degrees = f"ulysses {self.ulysses} x ring {self.ring}"
+        return f"{self.kind}({self.seq_len} tokens{documents}, {degrees})"
 
 
 def _contiguous(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
@@ -210,6 +239,10 @@ def _zigzag(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
 def _striped(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
     length = len(range(ring_rank, layout.seq_len, layout.ring))
     return (Segment(ring_rank, length, layout.ring),)
+
+
+def _balanced(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
+    return balanced_shares(layout.documents, layout.ring)[ring_rank]
 
 
 def _cut_among_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
@@ -242,6 +275,7 @@ _TABLES: Mapping[str, _Table] = MappingProxyType(
         "zigzag": _cut_among_ulysses(_zigzag),
         "striped": _cut_among_ulysses(_striped),
         "context_parallel": _context_parallel,
+        _OF_DOCUMENTS: _cut_among_ulysses(_balanced),
     }
 )
 KINDS = tuple(_TABLES)
@@ -256,12 +290,12 @@ def _offsets(segments: Sequence[Segment]) -> list[tuple[int, Segment]]:
     return found
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
     return join(_TABLES[layout.kind](layout, *layout.coords(rank)))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
     pieces = [
         (segment, Run(ulysses_rank, begin, segment.length))

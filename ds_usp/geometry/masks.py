@@ -140,7 +140,7 @@ class MaskSpec:
         if self.left is None and self.right in (0, None):
             text = "causal" if self.right == 0 else "full"
         text += f" with a prefix of {self.prefix}" if self.prefix else ""
-        return f"{text} in {_shown(self.documents)}" if self.documents else text
+        return f"{text} in {shown(self.documents)}" if self.documents else text
 
 
 def borders_of(documents: Any) -> tuple[Borders, ...]:
@@ -192,7 +192,8 @@ def _short(borders: Sequence[Any]) -> str:
     return f"{shown}" if len(borders) == len(shown) else f"{str(shown)[:-1]}, ...]"
 
 
-def _shown(documents: tuple[Borders, ...]) -> str:
+def shown(documents: tuple[Borders, ...]) -> str:
+    """Documents in a line that no others have."""
     count = sum(len(borders) - 1 for borders in documents)
     if count <= _PRINTED:
         return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)

@@ -6,11 +6,23 @@ import random
 from dataclasses import replace
 
 import pytest
-from cases import ALL_LAYOUTS, ALL_ORDERS, MASKS, RESULTS, Case, run_cases
-from harness import WorkerPool
+import torch
+from cases import (
+    ALL_LAYOUTS,
+    ALL_ORDERS,
+    MASKS,
+    RESULTS,
+    Case,
+    errors_of,
+    inputs,
+    mesh_of,
+    run_cases,
+)
+from harness import RankContext, WorkerPool
 
 import ds_usp
 
+LAYOUTS = (*ALL_LAYOUTS, "balanced")
 GATHERED = ds_usp.Tuning(1, True)
 TUNINGS = (ds_usp.Tuning(1, False), GATHERED, ds_usp.Tuning(2, False), ds_usp.Tuning(2, True))
 
@@ -38,7 +50,7 @@ def random_cases(seed: int, count: int, ulysses: int, ring: int) -> list[Case]:
                 kv_heads=kv_heads,
                 head_dim=8,
                 batch=batch,
-                layout=ALL_LAYOUTS[index % len(ALL_LAYOUTS)],
+                layout=LAYOUTS[index % len(LAYOUTS)],
                 mask=draw.choice(list(MASKS)),
                 kernel=draw.choice(["auto", "eager"]),
                 tuning=draw.choice(TUNINGS if kv_heads >= 2 * ulysses else TUNINGS[:2]),
@@ -103,3 +115,65 @@ def test_a_rank_may_hold_padding_alone_and_a_block_may_be_masked_for_all(
         replace(base, documents=((1,) * 64, (64,)), tuning=GATHERED),
     ]
     check(pool, cases, 1, 4)
+
+
+class Causal(torch.nn.Module):
+    """A local attention of no known class; documents must not reach it."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the local attention was called")
+
+
+def drop_in(ctx: RankContext, *, case: Case, ulysses: int, batch_dim: int) -> list[float]:
+    """Relative errors of out and gradients of ``USPAttention(...)(q, k, v, documents=borders)``."""
+    mesh = mesh_of(ulysses)
+    layout, full = case.layout_on(mesh), inputs(case)
+    attention = ds_usp.USPAttention(
+        Causal(), mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), dropout_p=0.0
+    )
+    mine = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
+    given = (x.transpose(0, 1) if batch_dim else x for x in mine)
+    out = attention(*given, batch_dim, documents=case.mask_spec.documents)
+    out = out.transpose(0, 1) if batch_dim else out
+    grads = torch.autograd.grad(out, mine, layout.shard(full["dout"], 1, mesh.rank))
+    got = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+    return list(errors_of(mesh, case, got).values())
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_the_drop_in_takes_documents_with_each_call(pool: WorkerPool, ulysses: int) -> None:
+    for layout, batch_dim in (("zigzag", 0), ("balanced", 1)):
+        case = Case(layout=layout, documents=((20, 4, 40), (64,)))
+        found = pool.run(drop_in, 4, case=case, ulysses=ulysses, batch_dim=batch_dim)
+        assert max(max(errors) for errors in found) <= 1e-5
+
+
+def refused_by_the_drop_in(ctx: RankContext, *, how: str, ulysses: int) -> None:
+    mesh = mesh_of(ulysses)
+    x = torch.randn(1, 16, 4, 8)
+    known = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0}
+    if how == "at construction":
+        ds_usp.USPAttention(Causal(), mesh=mesh, mask=ds_usp.MaskSpec.causal([0, 64]), dropout_p=0)
+    elif how == "unknown":
+        ds_usp.USPAttention(Causal(), mesh=mesh)(x, x, x, 0, documents=[0, 64])
+    elif how == "a mask, too":
+        mask = torch.ones(64, 64).tril().bool()
+        ds_usp.USPAttention(Causal(), mesh=mesh, **known)(x, x, x, 0, None, mask, documents=[0, 64])
+    else:
+        documents = [0, 63] if how == "short" else [[0, 64]] * 2
+        ds_usp.USPAttention(Causal(), mesh=mesh, **known)(x, x, x, 0, documents=documents)
+
+
+REFUSED = {
+    "at construction": "give documents=borders to each call",
+    "unknown": "Say what it does",
+    "a mask, too": "Leave it out",
+    "short": "end at 63, the sequence has 64 tokens",
+    "two samples": "given for 2 samples, the batch has 1",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_the_drop_in_cannot_serve_is_refused_on_every_rank(pool: WorkerPool, how: str) -> None:
+    for error in pool.errors(refused_by_the_drop_in, 4, how=how, ulysses=4):
+        assert isinstance(error, ds_usp.USPError) and REFUSED[how] in str(error), error

@@ -62,7 +62,7 @@ CASES = [
     *(
         replace(PACKED, kernel=kernel, layout=layout)
         for kernel in ("auto", *KERNELS)
-        for layout in ALL_LAYOUTS
+        for layout in (*ALL_LAYOUTS, "balanced")
     ),
     *(replace(PACKED, kernel=kernel, mask="full", batch=2) for kernel in KERNELS),
     *(

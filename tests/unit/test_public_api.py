@@ -45,13 +45,14 @@ PARAMETERS = {
     "softmax_scale dropout_p kernel tuning scores",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
-    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args kwargs",
+    "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents "
+    "kwargs",
     "SequenceMesh.from_group": "group ulysses_degree order",
     "SequenceMesh.build": "grid",
     "SequenceMesh.single": "",
-    "SequenceMesh.layout": "self kind seq_len",
+    "SequenceMesh.layout": "self kind seq_len documents",
     "SequenceMesh.agree": "self text error",
-    "TokenLayout": "kind seq_len ulysses ring order",
+    "TokenLayout": "kind seq_len ulysses ring order documents",
     "TokenLayout.shard": "self x dim rank",
     "TokenLayout.gather": "self shards dim",
     "TokenLayout.positions": "self rank",

@@ -13,12 +13,14 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
+from ds_usp.geometry.balance import balanced_shares
 from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.geometry.visible import visible_runs
 
 Borders = list[int]
+LAYOUTS = (*ALL_LAYOUTS, "balanced")
 
 
 def random_borders(draw: random.Random, tokens: int) -> Borders:
@@ -186,12 +188,14 @@ def test_every_allowed_pair_is_computed_exactly_once(seed: int) -> None:
     for index in range(2500):
         ulysses, ring = draw.choice(MESHES)
         tokens = 2 * ulysses * ring + draw.randint(0, 12)
-        kind = ALL_LAYOUTS[index % len(ALL_LAYOUTS)]
+        kind = LAYOUTS[index % len(LAYOUTS)]
         samples = [random_borders(draw, tokens) for _ in range(draw.choice([1, 1, 2]))]
         left, right = draw.randint(0, 9), draw.randint(0, 4)
         bounds = [(None, 0), (None, None), (left, 0), (left, right), (None, right), (left, None)]
         mask = MaskSpec(*draw.choice(bounds), samples if draw.random() < 0.8 else ())
-        layout = TokenLayout(kind, tokens, ulysses, ring, draw.choice(ALL_ORDERS))
+        cut = draw.choice([samples[0], random_borders(draw, tokens)])  # for these, or for others
+        order, cut = draw.choice(ALL_ORDERS), cut if kind == "balanced" else ()
+        layout = TokenLayout(kind, tokens, ulysses, ring, order, cut)
         window = mask.left is not None or draw.random() < 0.5
         support = TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
         gather, alone = draw.random() < 0.5, draw.random() < 0.5
@@ -278,9 +282,10 @@ def test_far_tiles_are_calls_of_their_own() -> None:
 def test_planning_is_fast() -> None:
     tokens = 1 << 17
     mask = MaskSpec.causal(range(0, tokens + 1, 32))
-    layout = TokenLayout("zigzag", tokens, 2, 4)
+    layout = TokenLayout("balanced", tokens, 2, 4, documents=mask.documents)
     best = 9.0
     for _ in range(3):  # the machine is shared
+        balanced_shares.cache_clear()
         visible_runs.cache_clear()
         ring_schedule.cache_clear()
         began = time.process_time()

@@ -1,0 +1,148 @@
+"""Cuts of packed documents that give ring ranks as many tokens and as much attention each.
+
+Short documents stay whole, so that nothing of them travels; those whose work would not balance
+otherwise are cut into a zigzag each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+from ds_usp.geometry.segments import Segment, join
+
+# Work of the busiest rank, over the mean, that is not worth more cuts.
+_TOLERATED = 1.05
+# Short documents next to each other stay together up to this part of a rank's tokens.
+_PARTS_OF_A_RANK = 32
+
+
+@dataclass
+class _Share:
+    """What one ring rank gets."""
+
+    room: int = 0
+    work: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def take(self, start: int, stop: int, work: int) -> None:
+        if stop > start:
+            self.runs.append((start, stop))
+            self.work += work
+
+
+@lru_cache(maxsize=64)
+def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segment, ...], ...]:
+    """The tokens of every ring rank, ascending.
+
+    Ranks hold as many tokens as an even cut gives them, to one. Documents longer than a rank's
+    tokens are cut; as long as a rank has more than 1.05 of the mean work (causal pairs), those of
+    half that length are, and so on.
+
+    Args:
+        documents: cumulative borders.
+    """
+    longest = -(-documents[-1] // ring)
+    best: list[_Share] = []
+    while True:
+        shares = _shared_out(documents, ring, longest)
+        if not best or _imbalance(shares) < _imbalance(best):
+            best = shares
+        longest //= 2
+        if _imbalance(best) <= _TOLERATED or longest < 2 * ring:
+            break
+    return tuple(
+        join(Segment(start, stop - start) for start, stop in sorted(share.runs)) for share in best
+    )
+
+
+def _imbalance(shares: list[_Share]) -> float:
+    work = [share.work for share in shares]
+    return max(work) * len(work) / sum(work)
+
+
+def _shared_out(documents: tuple[int, ...], ring: int, longest: int) -> list[_Share]:
+    """Shares in which documents of more tokens than ``longest`` are cut."""
+    shares = [_Share() for _ in range(ring)]
+    for start, stop in pairwise(documents):
+        if ring > 1 and stop - start > longest:
+            _zigzag(start, stop, shares)
+    _make_room(documents[-1], shares)
+    bundles = list(_bundles(documents, longest if ring > 1 else documents[-1], ring))
+    bundles.sort(key=lambda bundle: (bundle[0] - bundle[-1], bundle[0]))
+    for bundle in bundles:
+        _place(bundle, shares)
+    return shares
+
+
+def _zigzag(start: int, stop: int, shares: list[_Share]) -> None:
+    """Cut a document into two chunks for each rank; what does not divide goes where least is."""
+    ring = len(shares)
+    each, rest = divmod(stop - start, 2 * ring)
+    lengths, tokens = [each] * 2 * ring, [share.tokens for share in shares]
+    for _ in range(rest):
+        open_ranks = (r for r in range(ring) if lengths[2 * ring - 1 - r] == each)
+        rank = min(open_ranks, key=lambda r: (tokens[r], r))
+        tokens[rank] += 1
+        lengths[rank if lengths[rank] == each else 2 * ring - 1 - rank] += 1
+    at = start
+    for chunk, length in enumerate(lengths):
+        share = shares[min(chunk, 2 * ring - 1 - chunk)]
+        share.take(at, at + length, _pairs(at - start, at + length - start))
+        at += length
+
+
+def _make_room(total: int, shares: list[_Share]) -> None:
+    """Room for as many tokens as an even cut gives; who has more already gets what is over."""
+    each, rest = divmod(total, len(shares))
+    for index, share in enumerate(sorted(shares, key=lambda share: -share.tokens)):
+        share.room = each + (index < rest) - share.tokens
+
+
+def _bundles(documents: tuple[int, ...], longest: int, ring: int) -> Iterator[list[int]]:
+    """Borders of short documents, those next to each other together as long as they are few
+    tokens."""
+    most = -(-documents[-1] // (ring * _PARTS_OF_A_RANK))
+    bundle: list[int] = []
+    for start, stop in pairwise(documents):
+        short = stop - start <= longest
+        if bundle and not (short and stop - bundle[0] <= most):
+            yield bundle
+            bundle = []
+        if short:
+            bundle = [*bundle, stop] if bundle else [start, stop]
+    if bundle:
+        yield bundle
+
+
+def _place(borders: list[int], shares: list[_Share]) -> None:
+    """Give documents to the rank with the least work that has room for them, or cut them where the
+    room of the one with most of it ends."""
+    at = borders[0]
+    while at < borders[-1]:
+        fits = [share for share in shares if share.room >= borders[-1] - at]
+        share = min(fits or shares, key=lambda each: each.work if fits else -each.room)
+        stop = min(borders[-1], at + share.room)
+        share.take(at, stop, _work(borders, at, stop))
+        share.room -= stop - at
+        at = stop
+
+
+def _work(borders: list[int], start: int, stop: int) -> int:
+    """Causal pairs whose queries are there."""
+    return sum(
+        _pairs(max(begin, start) - begin, min(end, stop) - begin)
+        for begin, end in pairwise(borders)
+        if begin < stop and start < end
+    )
+
+
+def _pairs(start: int, stop: int) -> int:
+    """Causal pairs of a document's tokens from ``start`` to ``stop``."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2

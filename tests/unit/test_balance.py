@@ -1,0 +1,101 @@
+"""The layout that is made for documents: as many tokens and as much work on every ring rank."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
+from ds_usp.geometry.schedule import ring_schedule
+
+
+def log_uniform(seed: int, tokens: int, shortest: int, longest: int) -> list[int]:
+    """Borders of documents whose lengths are log-uniform, the last one cut."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        length = int(shortest * (longest / shortest) ** draw.random())
+        borders.append(min(tokens, borders[-1] + length))
+    return borders
+
+
+def test_every_token_is_on_one_rank_and_ranks_hold_as_many() -> None:
+    draw = random.Random(0)
+    for seed in range(400):
+        ulysses, ring = draw.choice([(1, 1), (1, 2), (2, 2), (1, 3), (2, 4), (1, 7), (4, 1)])
+        tokens = 2 * ulysses * ring + draw.randint(0, 300)
+        borders = log_uniform(seed, tokens, 1, draw.choice([3, 40, tokens]))
+        layout = TokenLayout("balanced", tokens, ulysses, ring, documents=borders)
+        permutation = layout.permutation()
+        assert sorted(permutation) == list(range(tokens))
+        assert [permutation[i] for i in layout.inverse()] == list(range(tokens))
+        rings = [layout.ring_length(rank) for rank in range(ring)]
+        assert max(rings) - min(rings) <= 1, layout
+        for rank in range(ring):
+            assert layout.ring_positions(rank) == sorted(layout.ring_positions(rank))
+        x = torch.arange(tokens)[None]
+        shards = [layout.shard(x, 1, rank) for rank in range(layout.degree)]
+        assert torch.equal(layout.gather(shards, 1), x)
+        assert torch.equal(torch.cat(shards, 1)[0], torch.tensor(permutation))
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+@pytest.mark.parametrize("longest", [512, 8192, 32768])
+def test_work_is_balanced(ring: int, longest: int) -> None:
+    tokens = 1 << 17
+    for seed in range(4):
+        borders = log_uniform(seed, tokens, 64, longest)
+        layout = TokenLayout("balanced", tokens, 2, ring, documents=borders)
+        plans = [ring_schedule(layout, MaskSpec.causal(borders), rank) for rank in range(ring)]
+        work = [plan.pairs for plan in plans]
+        assert max(work) * ring / sum(work) <= 1.05
+
+
+def test_short_documents_stay_whole_and_nothing_of_them_travels() -> None:
+    tokens = 1 << 14
+    borders = list(range(0, tokens + 1, 128))
+    layout = TokenLayout("balanced", tokens, 1, 4, documents=borders)
+    plans = [ring_schedule(layout, MaskSpec.causal(borders), rank) for rank in range(4)]
+    assert all(len(plan.steps) == 1 and len(plan.steps[0].calls) == 1 for plan in plans)
+    assert {plan.pairs for plan in plans} == {32 * 128 * 129 // 2}
+    # Neighbours stay together: shards are few runs, which copies go by.
+    assert all(len(layout.ring_segments(rank)) <= 32 for rank in range(4))
+
+
+def test_one_document_is_a_zigzag() -> None:
+    for ring in (1, 2, 5):
+        one = TokenLayout("balanced", 60 * ring, 1, ring, documents=[0, 60 * ring])
+        zigzag = TokenLayout("zigzag", 60 * ring, 1, ring)
+        assert [one.segments(r) for r in range(ring)] == [zigzag.segments(r) for r in range(ring)]
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "no documents": (("balanced", 16, 1, 2), LayoutError, "documents of 0 samples"),
+    "of each sample": (
+        ("balanced", 16, 1, 2, "ulysses-ring", [[0, 16], [0, 4, 16]]),
+        LayoutError,
+        "documents of 2 samples",
+    ),
+    "another length": (
+        ("balanced", 16, 1, 2, "ulysses-ring", [0, 15]),
+        LayoutError,
+        "end at 15, the sequence has 16",
+    ),
+    "another layout": (("zigzag", 16, 1, 2, "ulysses-ring", [0, 16]), LayoutError, "'zigzag'"),
+    "no borders": (("balanced", 16, 1, 2, "ulysses-ring", [3, 16]), ConfigError, "from 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    arguments, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        TokenLayout(*arguments)
+
+
+def test_a_layout_of_documents_is_a_value_that_prints() -> None:
+    layout = TokenLayout("balanced", 8, 1, 2, documents=torch.tensor([0, 3, 8]))
+    assert layout == TokenLayout("balanced", 8, 1, 2, documents=[0, 3, 3, 8])
+    assert str(layout) == "balanced(8 tokens in documents 0-3-8, ulysses 1 x ring 2)"
