@@ -1,13 +1,13 @@
-"""Unified Sequence Parallel: Ring Attention x DeepSpeed-Ulysses, exact or refused."""
+"""Unified Sequence Parallel: Ring Attention x DeepSpeed-Ulysses, exact or refused.
+
+What needs torch is loaded when it is first asked for (PEP 562): the planner starts without it.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ds_usp._version import __version__
-from ds_usp.attention.functional import usp_attention
-from ds_usp.attention.joint import usp_joint_attention
-from ds_usp.attention.module import USPAttention
-from ds_usp.attention.scores import Scores
-from ds_usp.attention.tuning import Tuning
-from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import USPConfig
 from ds_usp.errors import (
     CheckpointError,
@@ -16,12 +16,43 @@ from ds_usp.errors import (
     LayoutError,
     MeshError,
     PatchError,
+    RecomputeError,
     UnsupportedAttentionError,
     USPError,
 )
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
+
+if TYPE_CHECKING:
+    from ds_usp.attention.functional import usp_attention
+    from ds_usp.attention.joint import usp_joint_attention
+    from ds_usp.attention.module import USPAttention
+    from ds_usp.attention.scores import Scores
+    from ds_usp.attention.tuning import Tuning
+    from ds_usp.comm.ledger import CommLedger
+    from ds_usp.comm.mesh import SequenceMesh
+else:
+    _LATER = MappingProxyType(
+        {
+            "CommLedger": "ds_usp.comm.ledger",
+            "Scores": "ds_usp.attention.scores",
+            "SequenceMesh": "ds_usp.comm.mesh",
+            "Tuning": "ds_usp.attention.tuning",
+            "USPAttention": "ds_usp.attention.module",
+            "usp_attention": "ds_usp.attention.functional",
+            "usp_joint_attention": "ds_usp.attention.joint",
+        }
+    )
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_LATER[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "CheckpointError",
@@ -33,6 +64,7 @@ __all__ = [
     "MeshError",
     "PatchError",
     "RankGrid",
+    "RecomputeError",
     "Scores",
     "SequenceMesh",
     "TokenLayout",

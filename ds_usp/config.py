@@ -94,6 +94,32 @@ def without_multicast() -> Iterator[None]:
             os.environ[_MULTICAST] = before
 
 
+@dataclass(frozen=True)
+class Launched:
+    """This process among those that a launcher started; alone, if none did."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+def launched() -> Launched:
+    """What torchrun says of this process.
+
+    Raises:
+        ConfigError: some of its words are missing, as where another launcher ran.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = [os.environ.get(name) for name in names]
+    if given[:2] == [None, None]:
+        return Launched()
+    if None in given:
+        missing = ", ".join(name for name, word in zip(names, given, strict=True) if word is None)
+        raise ConfigError(f"this rank has no {missing} in its environment: start it with torchrun")
+    return Launched(*(int(word) for word in given if word is not None))
+
+
 def peer_copies_disabled() -> bool:
     """True where the user told NCCL that GPUs must not reach each other's memory."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"

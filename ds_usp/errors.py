@@ -23,6 +23,10 @@ class UnsupportedAttentionError(USPError):
     """An attention that no kernel here computes exactly under the asked degrees."""
 
 
+class RecomputeError(USPError):
+    """A backward pass that needs what was not kept, or a recomputation that does something else."""
+
+
 class DataError(USPError):
     """Training data that cannot be read as what it claims to be."""
 

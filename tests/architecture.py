@@ -20,23 +20,33 @@ MAX_FUNCTION_LINES = 60  # without the docstring
 
 # Which parts of ds_usp a part may import. `__init__` gathers the public names from all of them.
 _BASE = {"errors", "notices", "_version"}
-_FLOOR_1 = _BASE | {"geometry"}
-_FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config"}
+_FLOOR_1 = _BASE | {"geometry", "dense"}
+_FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config", "memory"}
 FLOORS = {
     "_version": set(),
     "errors": set(),
     "notices": set(),
+    "dense": set(),
     "geometry": _BASE | {"geometry"},
     "config": _FLOOR_1,
     "planner": _FLOOR_1 | {"planner"},
     "kernels": _FLOOR_1 | {"kernels"},
     "comm": _FLOOR_1 | {"comm"},
+    "memory": _BASE | {"memory"},
     "attention": _FLOOR_2 | {"attention"},
     "training": _FLOOR_2 | {"training"},
+    "profiling": _FLOOR_2 | {"attention", "profiling"},
 }
 STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
+NO_GROUPS = {"kernels", "memory"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
-PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.planner", "ds_usp.training"}
+PUBLIC_MODULES = {
+    "ds_usp",
+    "ds_usp.errors",
+    "ds_usp.memory",
+    "ds_usp.planner",
+    "ds_usp.training",
+}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}
 CONSTANT_TYPES = {"Final", "Mapping", "Sequence", "tuple"}
 
@@ -121,6 +131,8 @@ def floors(source: Source) -> Iterator[str]:
         return
     for item in source.imports:
         if within(item.target, "ds_usp"):
+            if source.path.name == "__main__.py" and not item.at_load:
+                continue  # a program stands on top of its part: what one command needs, it fetches
             part = item.target.split(".")[1] if "." in item.target else ""
             if part not in FLOORS[source.part]:
                 yield f"{item.line}: {source.part} may not import {item.target}"
@@ -129,7 +141,7 @@ def floors(source: Source) -> Iterator[str]:
 
 
 def external_imports(source: Source) -> Iterator[str]:
-    """Geometry and the like: stdlib only. Planner: no torch. Kernels: no process groups."""
+    """Geometry and the like: stdlib only. Planner: no torch. Kernels, memory: no process groups."""
     for item in source.imports:
         root = item.target.split(".")[0]
         if item.for_types or root == "ds_usp":
@@ -138,12 +150,12 @@ def external_imports(source: Source) -> Iterator[str]:
             yield f"{item.line}: {source.part} imports only the standard library, not {root}"
         elif source.part == "planner" and root in {"torch", *OPTIONAL}:
             yield f"{item.line}: the planner does without {root}"
-        elif source.part == "kernels" and within(item.target, "torch.distributed"):
-            yield f"{item.line}: kernels know no process groups"
-    if source.part == "kernels":
+        elif source.part in NO_GROUPS and within(item.target, "torch.distributed"):
+            yield f"{item.line}: {source.part} knows no process groups"
+    if source.part in NO_GROUPS:
         for node in nodes(source, ast.Attribute):
             if ast.unparse(node) == "torch.distributed":
-                yield f"{node.lineno}: kernels know no process groups"
+                yield f"{node.lineno}: {source.part} knows no process groups"
 
 
 def optional_libraries(source: Source) -> Iterator[str]:
@@ -174,7 +186,7 @@ def public_names(source: Source) -> Iterator[str]:
 
 
 def exported(module: str) -> set[str]:
-    """The names that a public module binds at its top, submodules not counted."""
+    """What a public module's `__all__` says, or else the names that it binds at its top."""
     base = ROOT / module.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     names: set[str] = set()
@@ -184,8 +196,10 @@ def exported(module: str) -> set[str]:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
+            if ast.unparse(node.targets[0]) == "__all__":
+                return set(ast.literal_eval(node.value))
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return {name for name in names if not name.startswith("_") or name == "__version__"}
+    return {name for name in names if not name.startswith("_")}
 
 
 def no_global(source: Source) -> Iterator[str]:

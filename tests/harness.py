@@ -50,7 +50,8 @@ PRELOAD = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.datasets.gpt_dataset",
-    "ds_usp",
+    "ds_usp.attention.module",
+    "ds_usp.training",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -33,6 +34,7 @@ from ds_usp.geometry.schedule import ring_schedule
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.merge import fallback
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.memory.keep import kept
 from ds_usp.notices import notice
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
@@ -211,8 +213,6 @@ def _new_plan(
     chosen = select_kernel(request, kernel)
     _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
     cut = tuning.resolve(split, layout, q, mesh, kv_layout.seq_len)
-    support, alone = chosen.caps.tiles, cut.chunks == 1
-    schedule = ring_schedule(layout, mask, mesh.ring_rank, support, cut.gather, alone, kv_layout)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
     parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
@@ -220,8 +220,19 @@ def _new_plan(
     texts.append(f"{spec}, {'no' if scores.sinks is None else 'with'} sinks")
     texts.append(str(cut))
     texts.append("with lse" if with_lse else "without lse")
-    ring = RingCall(held, schedule, chosen, scale, cut.copies)
-    return ", ".join(texts), USPCall(parts, ring, with_lse, staging(parts, ring, q, v), spec)
+    plan = partial(
+        ring_schedule,
+        layout,
+        mask,
+        mesh.ring_rank,
+        chosen.caps.tiles,
+        cut.gather,
+        kv_layout=kv_layout,
+    )
+    rings = tuple(
+        RingCall(held, plan(place=place), chosen, scale, cut.copies) for place in cut.places
+    )
+    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
 
 
 def _tell(q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None) -> None:
@@ -303,7 +314,7 @@ def usp_attention(
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORES,
     kv_layout: TokenLayout | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
     Collective over the mesh: all its ranks make the same call with their own tokens.
@@ -342,24 +353,32 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
 
-    call = agreed(
-        mesh,
-        lambda: plan_call(
+    options = layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, kv_layout
+
+    def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
+        call = agreed(
+            mesh,
+            lambda: plan_call(
+                *qkv,
+                mesh=mesh,
+                layout=layout,
+                mask=mask,
+                softmax_scale=softmax_scale,
+                dropout_p=dropout_p,
+                kernel=kernel,
+                with_lse=return_lse,
+                tuning=tuning,
+                scores=learned,
+                kv_layout=kv_layout,
+            ),
             q,
-            k,
-            v,
-            mesh=mesh,
-            layout=layout,
-            mask=mask,
-            softmax_scale=softmax_scale,
-            dropout_p=dropout_p,
-            kernel=kernel,
-            with_lse=return_lse,
-            tuning=tuning,
-            scores=scores,
-            kv_layout=kv_layout,
-        ),
-        q,
-    )
-    out, lse = UnifiedAttention.apply(mesh, call, scores, q, k, v, scores.sinks)
-    return (out, lse) if return_lse else out
+        )
+        out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
+        return (out, lse) if return_lse else (out,)
+
+    # What is no Scores is refused with the rest, on every rank.
+    known = scores if isinstance(scores, Scores) else NO_SCORES
+    inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
+    outputs = kept(compute, inputs, (mesh, *options, known.kind, known.dropout_seed))
+    return (outputs[0], outputs[1]) if return_lse else outputs[0]

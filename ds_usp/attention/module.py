@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,13 @@ from ds_usp.attention.request import (
     head_traffic,
 )
 from ds_usp.attention.rotary import apply_rotary, check_rotary
-from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO, check_name
+from ds_usp.memory.keep import check_only_inputs_learn, kept
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,8 +47,7 @@ class _Plan:
     args: tuple[Any, ...]
     rotary: Rotary | None
     call: USPCall | HeadTraffic
-    flat_output: bool = False
-    scores: Scores = NO_SCORES
+    attention: LocalAttention | None
 
 
 class USPAttention(torch.nn.Module):
@@ -166,6 +165,29 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
+
+        def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+            given = batch_dim_idx, rotary_pos_emb, documents, args, kwargs
+            return (self._attend(q, k, v, *given),)
+
+        check_only_inputs_learn(self.local_attn, (*args, *kwargs.values(), batch_dim_idx))
+        comparable = (
+            x if isinstance(x, (int, list, tuple)) else None for x in (batch_dim_idx, documents)
+        )
+        (out,) = kept(compute, (query, key, value), (self, *comparable))
+        return out
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | torch.Tensor | None,
+        rotary_pos_emb: Rotary | None,
+        documents: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
         self._wait_for_stream(query, key, value)
         plan = agreed(
             self.mesh,
@@ -228,12 +250,10 @@ class USPAttention(torch.nn.Module):
             (call,) = head_traffic(split, self.mesh, layout, kv_layout)
         else:
             texts.append(host.check(layout.seq_len, q.shape[3], args, kwargs))
-            scores = host.attention.scores(q.device)
-            text, call = self._plan_ring(q, k, v, layout, host, scores)
+            text, call = self._plan_ring(q, k, v, layout, host)
             texts.append(text)
-            flat = host.attention.flat_output
-            return ", ".join(texts), _Plan(swap, layout, args, rotary, call, flat, scores)
-        return ", ".join(texts), _Plan(swap, layout, args, rotary, call)
+        attention = None if host is None else host.attention
+        return ", ".join(texts), _Plan(swap, layout, args, rotary, call, attention)
 
     def _computed(self) -> LocalAttention:
         """What the local attention computes."""
@@ -243,7 +263,8 @@ class USPAttention(torch.nn.Module):
     def _within(self, documents: Any) -> HostArguments:
         """What the local attention computes, within documents."""
         attention = self._computed() if self._host is None else self._host.attention
-        return HostArguments(replace(attention, mask=replace(attention.mask, documents=documents)))
+        mask = replace(attention.mask, documents=documents)
+        return HostArguments(replace(attention, mask=mask))
 
     def _plan_ring(
         self,
@@ -252,7 +273,6 @@ class USPAttention(torch.nn.Module):
         v: torch.Tensor,
         layout: TokenLayout,
         host: HostArguments,
-        scores: Scores,
     ) -> tuple[str, USPCall]:
         training = getattr(self.local_attn, "training", self.training)
         attention = host.attention
@@ -267,7 +287,7 @@ class USPAttention(torch.nn.Module):
             dropout_p=attention.dropout_p if training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
-            scores=scores,
+            scores=attention.scores(q.device),
             kv_layout=self._layout_of(k),
         )
 
@@ -315,9 +335,10 @@ class USPAttention(torch.nn.Module):
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
-        scores = plan.scores
+        attention = cast(LocalAttention, plan.attention)
+        scores = attention.scores(q.device)
         out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
-        return out.flatten(2) if plan.flat_output else out
+        return out.flatten(2) if attention.flat_output else out
 
     def _wait_for_stream(self, *tensors: torch.Tensor) -> None:
         """Order this call after the overlap stream's work, and that stream after our gradients."""

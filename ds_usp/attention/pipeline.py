@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -28,11 +28,10 @@ from ds_usp.attention.ring import (
 )
 from ds_usp.attention.scores import PartScores, Scores
 from ds_usp.comm.lane import Cargo, Lane
+from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
 from ds_usp.kernels.scores import PLAIN, ScoreSpec
 from ds_usp.kernels.sinks import sink_gradient, with_sinks
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class USPCall:
 
     Args:
         parts: the heads, in the parts in which they are computed.
-        ring: the attention of one part.
+        rings: the attention of each part.
         with_lse: the log-sum-exp is asked for.
         staging: bytes that copy engines need on each rank, by kind of traffic.
         spec: what the kernel does to scores.
     """
 
     parts: tuple[HeadTraffic, ...]
-    ring: RingCall
+    rings: tuple[RingCall, ...]
     with_lse: bool
     staging: Mapping[str, int]
     spec: ScoreSpec = PLAIN
@@ -56,7 +55,12 @@ class USPCall:
     @property
     def stays(self) -> bool:
         """The heads of this rank's tokens are all computed here: no exchange, all ring or none."""
-        return self.ring.mesh.ulysses_degree == 1
+        return self.mesh.ulysses_degree == 1
+
+    @property
+    def mesh(self) -> SequenceMesh:
+        """The ranks."""
+        return self.rings[0].mesh
 
     @property
     def in_place(self) -> bool:
@@ -65,19 +69,19 @@ class USPCall:
 
     def prepare(self, device: torch.device) -> None:
         """Make room for copy engines; collective where there is not enough yet."""
-        if self.staging:
+        if self.staging and self.mesh.lacks(self.staging):
             with without_multicast():
-                self.ring.mesh.reserve(self.staging, device)
+                self.mesh.reserve(self.staging, device)
 
     def passed(self) -> None:
         """Note that a pass by copy engines has ended well."""
         if self.staging:
-            self.ring.mesh.agreement.passes += 1
+            self.mesh.agreement.passes += 1
 
     def scores_of(self, index: int, scores: Scores, x: torch.Tensor) -> PartScores:
         """The scores of one part of a call on tensors of this batch and device."""
         part = self.parts[index]
-        return PartScores(self.ring.mesh, part, self.spec, scores, x.shape[0], x.device)
+        return PartScores(self.mesh, part, self.spec, scores, x.shape[0], x.device)
 
     def lane(self, device: torch.device) -> Lane:
         """Where exchanges run: with one part there is nothing to run them beside."""
@@ -107,9 +111,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Kept]]:
     """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
 
-    def arrive(part: HeadTraffic) -> _Come:
-        mine = part.qkv.to_heads((q, k, v))
-        return _Come(mine, BlockWalk(call.ring, call.ring.schedule.steps, *mine[1:]))
+    def arrive(index: int) -> _Come:
+        mine, ring = call.parts[index].qkv.to_heads((q, k, v)), call.rings[index]
+        return _Come(mine, BlockWalk(ring, ring.schedule.steps, *mine[1:]))
 
     def leave(part: HeadTraffic, mine: Kept) -> None:
         part.out.to_sequence((mine.out,), (out,))
@@ -121,10 +125,10 @@ def attend(
     out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    with closing(_one_ahead(lane, call.parts, arrive)) as parts:
+    with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
         for index, come in parts:
             part = call.scores_of(index, scores, q)
-            result = ring_forward(call.ring, come.tensors[0], come.walk, part)
+            result = ring_forward(call.rings[index], come.tensors[0], come.walk, part)
             if scores.sinks is not None:
                 result = with_sinks(*result, part.of_heads(scores.sinks))
             mine = Kept._make((*come.tensors, *result))
@@ -151,7 +155,8 @@ def attend_backward(
     def arrive(index: int) -> _Come:
         (mine,) = call.parts[index].out.to_heads((dout,))
         k, v = kept[index][1:3]
-        return _Come((mine,), BlockWalk(call.ring, call.ring.schedule.backward_steps, k, v))
+        ring = call.rings[index]
+        return _Come((mine,), BlockWalk(ring, ring.schedule.backward_steps, k, v))
 
     def leave(part: HeadTraffic, mine: RingGradients) -> None:
         part.qkv.to_sequence(mine.result(), grads)
@@ -161,10 +166,10 @@ def attend_backward(
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
     lane = call.lane(dout.device)
-    with closing(_one_ahead(lane, range(len(call.parts)), arrive)) as parts:
+    with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
         for index, come in parts:
             part = call.scores_of(index, scores, dout)
-            mine = ring_backward(call.ring, come.tensors[0], *kept[index], come.walk, part)
+            mine = ring_backward(call.rings[index], come.tensors[0], *kept[index], come.walk, part)
             try:
                 if sinks is not None and dsinks is not None:
                     share = sink_gradient(come.tensors[0], *kept[index][3:], part.of_heads(sinks))
@@ -184,17 +189,17 @@ def attend_backward(
 
 
 def _one_ahead(
-    lane: Lane, parts: Sequence[Part], arrive: Callable[[Part], _Come]
+    lane: Lane, parts: int, arrive: Callable[[int], _Come]
 ) -> Generator[tuple[int, _Come], None, None]:
     """Each part when it has come; the one after it is on its way by then. At the end the current
     stream has waited for all that was run on the lane."""
     coming: list[Cargo[_Come]] = []
     try:
-        for index in range(len(parts)):
+        for index in range(parts):
             if not coming:
-                coming.append(lane.run(partial(arrive, parts[index])))
-            if index + 1 < len(parts):
-                coming.append(lane.run(partial(arrive, parts[index + 1])))
+                coming.append(lane.run(partial(arrive, index)))
+            if index + 1 < parts:
+                coming.append(lane.run(partial(arrive, index + 1)))
             yield index, lane.take(coming.pop(0))
     finally:
         for cargo in coming:

@@ -22,7 +22,7 @@ import torch
 
 from ds_usp.attention.scores import PartScores
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import dense_copy
+from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import Piece, RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
@@ -58,7 +58,7 @@ class BlockWalk:
     def __init__(
         self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._steps, self._own = steps, (k, v)
+        self._steps, self._own, self._rank = steps, (k, v), call.schedule.ring_rank
         self._channel = call.mesh.channel("ring_kv", call.copies)
         travelling = [step for step in steps if not step.own]
         self._waiting = enumerate(travelling)
@@ -102,12 +102,15 @@ class BlockWalk:
             return
         self._coming = self._buffers[index % 2][: step.columns]
         token = self._packed[:1].numel()
+        arriving = []
+        for piece, place in _split(self._coming, step.takes):
+            if piece.rank == self._rank:
+                place.copy_(self._packed)
+            else:
+                arriving.append((piece.rank, place, piece.start * token, 0))
         self._channel.post(
             [(piece.rank, self._packed[piece.start : piece.stop]) for piece in step.gives],
-            [
-                (piece.rank, place, piece.start * token, 0)
-                for piece, place in _split(self._coming, step.takes)
-            ],
+            arriving,
         )
 
 
@@ -174,7 +177,7 @@ class RingGradients:
     """
 
     def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._own = k, v
+        self._own, self._rank = (k, v), call.schedule.ring_rank
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
         self._channel = call.mesh.channel("ring_dkv", call.copies)
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -197,17 +200,21 @@ class RingGradients:
         """Send a step's gradients to the owners of its keys and expect one's own from their
         users."""
         self._settle()
-        dk, dv = gradients
         if self._keeps:
             self._buffer = self._room(step.given)
-        shape = (step.columns, *self._buffer.shape[1:])
+        takes = [piece for piece in step.takes if piece.rank != self._rank]
+        away = sum(piece.length for piece in takes)
+        shape = (away, *self._buffer.shape[1:])
         self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        for total, place in zip((dk, dv), _unpacked(self._leaving, *self._own), strict=True):
+        places = _unpacked(self._leaving, *self._own)
+        for total, place, own in zip(gradients, places, self._sums[1:], strict=True):
             total.write(place)
+            if away < step.columns:  # this rank's own keys come last
+                total.hand_over(away, own)
         token = self._buffer.shape[1:].numel()
         self._coming = _split(self._buffer[: step.given], step.gives)
         self._channel.post(
-            [(piece.rank, part) for piece, part in _split(self._leaving, step.takes)],
+            [(piece.rank, part) for piece, part in _split(self._leaving, takes)],
             [
                 (piece.rank, part, at * token, 0)
                 for (piece, part), at in zip(self._coming, step.given_at, strict=True)

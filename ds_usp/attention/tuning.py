@@ -12,12 +12,8 @@ from ds_usp.config import peer_copies_disabled
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
-
-# A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
-# hide nothing more.
-_PART_FLOP, _MOST_PARTS = 7e11, 8
-# Keys and values that may be gathered at once whatever the number of parts.
-_GATHER_BYTES = 128 * 2**20
+from ds_usp.geometry.parts import comes_at_once, parts_of_heads
+from ds_usp.geometry.schedule import Place
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,8 @@ class Tuning:
             not grow with the ring. ``"auto"``: at once where that takes no more memory, or little.
         copies: exchanges go by the GPUs' copy engines, which reach each other's memory, and leave
             the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
-            ``NCCL_P2P_DISABLE=1`` and in a CUDA graph.
+            ``NCCL_P2P_DISABLE=1``. A call that a CUDA graph captures needs ``False``, and so do
+            the calls that warm it up.
     """
 
     chunks: int | Literal["auto"] = "auto"
@@ -80,12 +77,11 @@ class Tuning:
             chunks = self.chunks
         elif not alone:
             flop = 2 * batch * heads * dim * layout.seq_len * keys / layout.degree
-            chunks = max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+            chunks = parts_of_heads(flop, most, split.ulysses)
         gather = self.gather
         if gather == "auto":
             token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-            small = keys * token // chunks <= _GATHER_BYTES
-            gather = not alone and (chunks >= layout.ring or small)
+            gather = not alone and comes_at_once(keys * token, chunks, layout.ring)
         return Cut(chunks, gather and layout.ring > 1, self._copies(q, mesh))
 
     def _copies(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
@@ -94,11 +90,15 @@ class Tuning:
             why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
-        if why_not is None and torch.cuda.is_current_stream_capturing():
-            why_not = "a CUDA graph is being captured"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
-        return self.copies is not False and why_not is None
+        copies = self.copies is not False and why_not is None
+        if copies and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph cannot hold an exchange by copy engines, which number their "
+                "exchanges. Use Tuning(copies=False) here and in the calls that warm it up"
+            )
+        return copies
 
 
 class Cut(NamedTuple):
@@ -107,6 +107,12 @@ class Cut(NamedTuple):
     chunks: int
     gather: bool
     copies: bool
+
+    @property
+    def places(self) -> list[Place]:
+        """Each part's place among them."""
+        later: list[Place] = ["later"] * (self.chunks - 1)
+        return ["first", *later] if later else ["alone"]
 
     def __str__(self) -> str:
         how = "gathered" if self.gather else "block by block"

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import Channel, dense_copy
+from ds_usp.comm.ring import Channel
+from ds_usp.dense import dense_copy
 from ds_usp.geometry.layout import Run, TokenLayout
 
 HeadRanges = tuple[tuple[int, int], ...]
@@ -100,9 +101,12 @@ class HeadExchange:
 
     def widths(self) -> tuple[int, ...]:
         """Heads of each tensor that this rank computes."""
-        return tuple(
-            end - begin for begin, end in (each[self.mesh.ulysses_rank] for each in self.ranges)
-        )
+        return self._widths
+
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        mine = self.mesh.ulysses_rank
+        return tuple(each[mine][1] - each[mine][0] for each in self.ranges)
 
     @staticmethod
     def _accumulator(place: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
@@ -155,15 +159,14 @@ class HeadExchange:
         parts = [_by_heads(x, each) for x, each in zip(tensors, self.ranges, strict=True)]
         got = tensors[0].new_empty(shape)
         if self.copies:
-            channel, sent = self._packed_for_others(parts, shape)
+            channel, sent = self._packed(parts, shape)
             mine, piece = self.mesh.ulysses_rank, sent[0].numel()
             channel.post(
                 [(rank, sent[rank]) for rank in self._others],
                 [(rank, got[rank], mine * piece, 0) for rank in self._others],
             )
             with closing(channel):  # which waits for what has been posted
-                for place, part in zip(self._unpacked(got[mine], dims), parts, strict=True):
-                    dense_copy(place, part[mine])
+                got[mine].copy_(sent[mine])
         else:
             sent = torch.empty_like(got)
             for place, part in zip(self._unpacked(sent, dims), parts, strict=True):
@@ -204,7 +207,7 @@ class HeadExchange:
         shape: tuple[int, ...],
     ) -> None:
         """Each rank's tokens ``[ranks, s, B, h, D]`` to their places there, by copy engines."""
-        channel, sent = self._packed_for_others(parts, shape)
+        channel, sent = self._packed(parts, shape)
         mine, piece, token = self.mesh.ulysses_rank, sent[0].numel(), sent[0, 0].numel()
         starts = accumulate((goal.shape[3:].numel() for goal in goals), initial=0)
         placed = list(zip(goals, starts, strict=False))
@@ -220,19 +223,16 @@ class HeadExchange:
             for goal, part in zip(goals, parts, strict=True):
                 dense_copy(goal[mine], part[mine])
 
-    def _packed_for_others(
+    def _packed(
         self, parts: Sequence[torch.Tensor], shape: tuple[int, ...]
     ) -> tuple[Channel, torch.Tensor]:
-        """A channel, and what the other ranks get of ``[ranks, s, B, h, D]``, packed in its room;
-        this rank's own place stays empty."""
-        dims = [part.shape[4] for part in parts]
+        """A channel, and what every rank gets of ``[ranks, s, B, h, D]``, packed in its room. This
+        rank's own is there too: to leave it out takes twice the calls, which the host pays for."""
         channel = self.mesh.channel("all_to_all", self.copies)
         sent = channel.room(shape, parts[0], parts[0].dtype)
-        mine = self.mesh.ulysses_rank
+        dims = [part.shape[4] for part in parts]
         for place, part in zip(self._unpacked(sent, dims), parts, strict=True):
-            for ranks in (slice(0, mine), slice(mine + 1, None)):
-                if len(part[ranks]):
-                    dense_copy(place[ranks], part[ranks])
+            dense_copy(place, part)
         return channel, sent
 
     def _packed_shape(self, tokens: int, batch: int, dims: Sequence[int]) -> tuple[int, ...]:
@@ -247,7 +247,7 @@ class HeadExchange:
         parts = packed.split([width * dim for width, dim in shapes], -1)
         return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
 
-    @property
+    @cached_property
     def _others(self) -> list[int]:
         """The other Ulysses ranks, the next one first."""
         ranks, mine = self.mesh.ulysses_degree, self.mesh.ulysses_rank

@@ -22,22 +22,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_usp.comm.lane import current_stream
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.ring import Arrivals, Parcels
 from ds_usp.errors import MeshError
 
 _SLOTS = 2  # one is filled while the other one is still being pulled from
 _ALIGN = 512
+_MOST_VIEWS = 256
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 @dataclass
 class _Slot:
-    """A part of this rank's symmetric memory: where, and the last exchange that each rank pulled
-    from it."""
+    """A part of this rank's symmetric memory: which, where, the last exchange that each rank pulled
+    from it, and the tensors that were made of it before."""
 
+    index: int
     start: int
     users: dict[int, int] = field(default_factory=dict)
+    views: dict[tuple[Sequence[int], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
 
 class CopyEngine:
@@ -51,7 +55,8 @@ class CopyEngine:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
         self._stream = torch.cuda.Stream(device, priority=-1)
         # words[0, r]: the last exchange for which rank r has packed; words[1, r]: the last one
@@ -72,23 +77,31 @@ class CopyEngine:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._words.own.fill_(self._exchange + 2**30)
 
+    def current_stream(self) -> torch.cuda.Stream:
+        """Of this rank's GPU."""
+        return current_stream(self._device)
+
     @property
     def reserved_bytes(self) -> int:
         """Symmetric memory of this rank."""
         return 0 if self._memory is None else self._memory.own.numel()
 
+    def has_room(self, size: int) -> bool:
+        """Whether exchanges of up to ``size`` bytes a rank fit."""
+        return -(-size // _ALIGN) * _ALIGN * _SLOTS <= self.reserved_bytes
+
     def reserve(self, size: int) -> None:
         """Make room for exchanges of up to ``size`` bytes a rank. Collective, rarely: it waits for
         all that is under way."""
-        size = -(-size // _ALIGN) * _ALIGN
-        if size * _SLOTS <= self.reserved_bytes:
+        if self.has_room(size):
             return
+        size = -(-size // _ALIGN) * _ALIGN
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
         self._memory = None
         own = _symmetric((size * _SLOTS,), torch.uint8, self._device, self._group)
         self._memory = _Shared(own, self._group)
-        self._slots = [_Slot(index * size) for index in range(_SLOTS)]
+        self._slots = [_Slot(index, index * size) for index in range(_SLOTS)]
         dist.barrier(self._group)
 
     def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, _Slot]:
@@ -98,16 +111,21 @@ class CopyEngine:
             raise MeshError("the copy engine was asked for room before any was reserved")
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = current_stream(self._device).cuda_stream
         for rank, exchange in slot.users.items():
             _wait(stream, self._words.address(self.rank, self._world + rank), exchange)
         slot.users.clear()
-        size = torch.Size(shape).numel() * dtype.itemsize
-        most = self._memory.own.numel() // _SLOTS
-        if size > most:
-            raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
-        flat = self._memory.own[slot.start : slot.start + size]
-        return flat.view(dtype).view(*shape), slot
+        key = tuple(shape), dtype
+        if key not in slot.views:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            most = self._memory.own.numel() // _SLOTS
+            if size > most:
+                raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
+            flat = self._memory.own[slot.start : slot.start + size]
+            if len(slot.views) >= _MOST_VIEWS:  # lengths may differ from call to call
+                slot.views.clear()
+            slot.views[key] = flat.view(dtype).view(*shape)
+        return slot.views[key], slot
 
     def start(
         self,
@@ -128,26 +146,24 @@ class CopyEngine:
         """
         self._exchange += 1
         # Exchanges are announced in their order: a word says that all before it are packed too.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(current_stream(self._device))
         raw = self._stream.cuda_stream
         for user in users:
             _write(raw, self._words.address(user, self.rank), self._exchange)
             slot.users[user] = self._exchange
-        with torch.cuda.stream(self._stream):
-            for source, parcels in groupby(arriving, key=itemgetter(0)):
-                _wait(raw, self._words.address(self.rank, source), self._exchange)
-                for _, index, offset, place, pitch in parcels:
-                    self._pull(raw, source, self._slots[index].start + offset, place, pitch)
-                _write(raw, self._words.address(source, self._world + self.rank), self._exchange)
-            return self._stream.record_event()
+        for source, parcels in groupby(arriving, key=itemgetter(0)):
+            _wait(raw, self._words.address(self.rank, source), self._exchange)
+            for _, index, offset, place, pitch in parcels:
+                self._pull(raw, source, self._slots[index].start + offset, place, pitch)
+            _write(raw, self._words.address(source, self._world + self.rank), self._exchange)
+        return self._stream.record_event()
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
         if self._memory is None:
             raise MeshError("the copy engine was asked for data before any room was reserved")
-        size = place.element_size()
+        size, theirs = place.element_size(), self._memory.address(source, start)
         if not pitch:
-            theirs = self._memory.of(source)[start : start + place.numel() * size]
-            place.copy_(theirs.view(place.dtype).view(place.shape))
+            _copy(stream, place.data_ptr(), theirs, place.numel() * size)
             return
         rows, batch = place.shape[:2]
         width = place.shape[2:].numel() * size
@@ -156,15 +172,11 @@ class CopyEngine:
                 stream,
                 place.data_ptr() + sample * place.stride(1) * size,
                 place.stride(0) * size,
-                self._memory.address(source, start) + sample * (pitch // batch),
+                theirs + sample * (pitch // batch),
                 pitch,
                 width,
                 rows,
             )
-
-    def index(self, slot: _Slot) -> int:
-        """Which slot it is; the same on every rank in the same exchange."""
-        return self._slots.index(slot)
 
 
 class CopyChannel:
@@ -199,7 +211,7 @@ class CopyChannel:
         if self.busy or self._slot is None:
             why = "before the last one was taken" if self.busy else "without room"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
-        index, mine = self._engine.index(self._slot), self._engine.rank
+        index, mine = self._slot.index, self._engine.rank  # the same slot on every rank
         pulls = [
             (source, index, at * x.element_size(), x, pitch * x.element_size())
             for source, x, at, pitch in arriving
@@ -216,7 +228,7 @@ class CopyChannel:
         """See :meth:`ds_usp.comm.ring.RingChannel.take`."""
         if not self.busy or self._done is None:
             raise MeshError(f"no {self._kind} exchange was posted")
-        torch.cuda.current_stream().wait_event(self._done)
+        self._engine.current_stream().wait_event(self._done)
         self._done, self._places, self.busy = None, [], False
 
     def close(self) -> None:
@@ -238,10 +250,6 @@ class _Shared:
             self._handle.get_buffer(rank, shape, own.dtype) for rank in range(group.size())
         ]
         self._addresses = [x.data_ptr() for x in self._all]
-
-    def of(self, rank: int) -> torch.Tensor:
-        """The tensor of a rank of the group."""
-        return self._all[rank]
 
     def address(self, rank: int, index: int) -> int:
         """Where in this process's addresses an element of a rank's tensor is."""
@@ -324,7 +332,19 @@ def _driver() -> Any:
         function.restype = ctypes.c_int
     driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
     driver.cuMemcpy2DAsync_v2.restype = ctypes.c_int
+    driver.cuMemcpyDtoDAsync_v2.argtypes = (
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
+    driver.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
     return driver
+
+
+def _copy(stream: int, dst: int, src: int, size: int) -> None:
+    """Copy bytes."""
+    _call("cuMemcpyDtoDAsync_v2", dst, src, size, stream)
 
 
 def _copy_rows(
@@ -333,9 +353,9 @@ def _copy_rows(
     """Copy rows of ``width`` bytes that lie a pitch apart."""
     device = 2  # CU_MEMORYTYPE_DEVICE
     job = _Rows(
-        src_kind=device, src=src, src_pitch=src_pitch,
-        dst_kind=device, dst=dst, dst_pitch=dst_pitch,
-        width=width, rows=rows,
+        0, 0, device, None, src, None, src_pitch,
+        0, 0, device, None, dst, None, dst_pitch,
+        width, rows,
     )  # fmt: skip
     _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
 

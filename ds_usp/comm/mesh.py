@@ -211,6 +211,16 @@ class SequenceMesh:
                     f"{error}. Use Tuning(copies=False)"
                 ) from error
 
+    def lacks(self, sizes: Mapping[str, int]) -> bool:
+        """Whether :meth:`reserve` would have to make room for these; the same on every rank."""
+        return any(
+            size and self._group_of(kind) is not None and not self._has_room(kind, size)
+            for kind, size in sizes.items()
+        )
+
+    def _has_room(self, kind: str, size: int) -> bool:
+        return kind in self.engines and self.engines[kind].has_room(size)
+
     def flat(self) -> SequenceMesh:
         """The same ranks and communicators as one Ulysses axis, for what all of them exchange."""
         return replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.layout import TokenLayout
@@ -13,6 +13,8 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment, cut
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
 from ds_usp.geometry.visible import visible_runs
+
+Place = Literal["alone", "first", "later"]
 
 
 class Piece(NamedTuple):
@@ -40,7 +42,8 @@ class RingStep:
 
     Args:
         own: the keys are this rank's own, all of them, where they stand; nothing travels.
-        takes: whose tokens the keys are, in the order in which they lie.
+        takes: whose tokens the keys are, in the order in which they lie. This rank's own may come
+            last among those of others; only the others' travel.
         gives: this rank's tokens that others take in this step.
         given_at: for each of them, the first of its tokens among all that the other one takes.
         calls: what kernels are called with. The own step's cover every query row.
@@ -99,8 +102,14 @@ class RingSchedule:
 
     @property
     def most_taken(self) -> int:
-        """Tokens of the largest block that comes here in one step: what a buffer must hold."""
-        return max((step.columns for step in self.steps if not step.own), default=0)
+        """Most tokens of others that come here in one step."""
+        return max(
+            (
+                sum(piece.length for piece in step.takes if piece.rank != self.ring_rank)
+                for step in self.steps
+            ),
+            default=0,
+        )
 
     @property
     def most_given(self) -> int:
@@ -119,7 +128,7 @@ def ring_schedule(
     ring_rank: int,
     support: TileSupport = ANY_BAND,
     gather: bool = False,
-    alone: bool = True,
+    place: Place = "alone",
     kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
     """Plan one rank's steps.
@@ -131,10 +140,13 @@ def ring_schedule(
     Args:
         gather: the blocks of all other ranks in one step: fewer, larger kernel calls and fewer
             sums over steps, for memory that grows with the ring.
-        alone: no other part of the heads is computed while this one's blocks travel. The own
-            block's backward is then cut in two, so that its first part hides the first block's
-            arrival and its last part the way home of the last gradients; and of gathered blocks
-            one comes first, which hides the others' arrival.
+        place: of this part among the parts of the heads. ``"alone"``: nothing else is computed
+            while its blocks travel. The own block's backward is then cut in two, so that its
+            first part hides the first block's arrival and its last part the way home of the last
+            gradients; and of gathered blocks one comes first, which hides the others' arrival.
+            ``"first"``: only the own block hides the arrival. ``"later"``: the part before hides
+            it, so the own block is computed together with gathered ones where that takes fewer
+            kernel calls: they are larger, and there are fewer sums.
         kv_layout: where the keys are, if they are of another sequence than the queries.
     """
     shards = _Shards(layout, kv_layout or layout, mask)
@@ -142,11 +154,11 @@ def ring_schedule(
     useful = [offset for offset in _useful_offsets(shards) if offset]
     visits = [[offset] for offset in useful]
     if gather:
-        visits = [useful[:1], useful[1:]] if alone else [useful]
+        visits = [useful[:1], useful[1:]] if place == "alone" else [useful]
     visits = [visit for visit in visits if visit]
     others = tuple(_step(shards, ring_rank, visit, support) for visit in visits)
-    backward = (own, *others)
-    if others and alone:
+    steps = backward = (own, *others)
+    if others and place == "alone":
         length = layout.ring_length(ring_rank)
         first, last = (
             _own_step(shards, ring_rank, support, rows)
@@ -158,8 +170,11 @@ def ring_schedule(
         for visit in visits
         for rank in range(layout.ring)
     )
+    if gather and place == "later" and others and others[0].takes:
+        whole = _step(shards, ring_rank, [*useful, 0], support)
+        if len(whole.calls) < len(own.calls) + len(others[0].calls):
+            steps = backward = (whole,)
     owned = max(shards.keys.ring_length(rank) for rank in range(layout.ring))
-    steps = (own, *others)
     return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
 
 
@@ -190,11 +205,13 @@ def _step(
     offsets: Sequence[int],
     support: TileSupport,
 ) -> RingStep:
-    """The blocks of the ranks some offsets before this one, in the order of the ranks."""
+    """The blocks of the ranks some offsets before this one; offset 0 is this rank itself."""
     takes = _taken(shards, ring_rank, offsets)
     users = sorted((ring_rank + offset) % shards.keys.ring for offset in offsets)
     gives, given_at = [], []
     for user in users:
+        if user == ring_rank:
+            continue
         at = 0
         for owner, start, stop in _taken(shards, user, offsets):
             if owner == ring_rank:
@@ -232,10 +249,18 @@ def _calls(
 
 
 def _taken(shards: _Shards, ring_rank: int, offsets: Sequence[int]) -> tuple[Piece, ...]:
-    """What a rank takes from those some offsets before it, in the order of the ranks."""
+    """What a rank takes from those some offsets before it, the farthest first.
+
+    In this order the keys that a causal zigzag's front half sees lie next to each other, and those
+    of both halves end at their diagonals.
+    """
     runs = visible_runs(shards.queries, shards.mask, shards.keys)[ring_rank]
-    owners = sorted((ring_rank - offset) % shards.keys.ring for offset in offsets)
-    return tuple(Piece(owner, *run) for owner in owners for run in runs[owner])
+    pieces: list[Piece] = []
+    for offset in sorted(offsets, reverse=True):
+        owner = (ring_rank - offset) % shards.keys.ring
+        seen = runs[owner] if offset else ((0, shards.keys.ring_length(owner)),)
+        pieces += (Piece(owner, *run) for run in seen)
+    return tuple(pieces)
 
 
 def _useful_offsets(shards: _Shards) -> tuple[int, ...]:

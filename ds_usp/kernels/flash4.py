@@ -20,7 +20,8 @@ class Flash4Kernel(VarlenKernel):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=128,
-        head_dim_multiple=8,
+        # Others go through, with wrong gradients (4.0.0b36 on H200, head dims 40, 72, 80, 104).
+        head_dim_multiple=32,
         varlen=True,
         scores=frozenset({SOFTCAP}),
         deterministic=True,

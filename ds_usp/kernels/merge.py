@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from ds_usp.dense import dense_copy
+
 _NO_LSE = torch.empty(0, 0, 0)
 
 
@@ -29,6 +31,8 @@ class _Part(NamedTuple):
 
     def cut(self, start: int, stop: int) -> _Part:
         """The rows ``start : stop`` of them, counted in the shard."""
+        if (start, stop) == (self.start, self.stop):
+            return self
         rows = slice(start - self.start, stop - self.start)
         return _Part(start, stop, self.value[:, rows], self.lse[:, :, rows])
 
@@ -83,7 +87,7 @@ class OutputSum:
             if not parts:
                 place.zero_()
             elif len(parts) == 1:
-                place.copy_(parts[0].value)
+                dense_copy(place, parts[0].value)
                 place_lse.copy_(parts[0].lse)
             else:
                 old, new = parts
@@ -150,11 +154,26 @@ class GradientSum:
         return total
 
     def write(self, place: torch.Tensor) -> None:
-        """Write the sum into a tensor of the shard's shape."""
-        tokens = self._like.shape[1]
-        whole = [] if self._total is None else [_Part(0, tokens, self._total)]
-        for start, stop, parts in _covered([*whole, *self._parts], tokens):
-            _sum(place[:, start:stop], [part.value for part in parts])
+        """Write the sum into a tensor of the shard's shape, or of its first tokens."""
+        tokens = place.shape[1]
+        parts = [
+            part.cut(part.start, min(part.stop, tokens))
+            for part in self._all()
+            if part.start < tokens
+        ]
+        for start, stop, inside in _covered(parts, tokens):
+            _sum(place[:, start:stop], [part.value for part in inside])
+
+    def hand_over(self, start: int, other: GradientSum) -> None:
+        """Add what there is from token ``start`` on to another sum, as its first tokens."""
+        for part in self._all():
+            if part.stop > start:
+                rest = part.cut(max(part.start, start), part.stop)
+                other.add(rest.value, [(rest.start - start, rest.stop - start)], held=True)
+
+    def _all(self) -> list[_Part]:
+        whole = [] if self._total is None else [_Part(0, self._like.shape[1], self._total)]
+        return [*whole, *self._parts]
 
     def _fold(self) -> None:
         """Sum the parts into the accumulator."""
@@ -182,6 +201,9 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
 
 def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, list[_Part]]]:
     """Runs of rows between which the set of parts that cover them changes, with the parts."""
+    if all(part.start == 0 and part.stop == tokens for part in parts):
+        yield 0, tokens, list(parts)
+        return
     edges = sorted({0, tokens, *(edge for part in parts for edge in part[:2])})
     for start, stop in pairwise(edges):
         inside = [part for part in parts if part.start <= start and stop <= part.stop]
@@ -197,6 +219,8 @@ def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once."""
     if not parts:
         place.zero_()
+    elif len(parts) == 1:
+        dense_copy(place, parts[0])
     elif (fused := _fused_for(place, *parts)) is not None:
         fused.sum_fused(place, parts)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -65,7 +66,7 @@ def merge_fused(
     """
     batch, rows, heads, dim = out.shape
     wide = tl.float64 if lse.dtype == torch.float64 else tl.float32
-    with torch.cuda.device(out.device):
+    with _on(out.device):
         _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
             out, lse, old, old_lse, new, new_lse,
             rows, dim,
@@ -74,6 +75,24 @@ def merge_fused(
             *new.stride()[:3], *new_lse.stride()[:2],
             ROWS=_ROWS, DIM=triton.next_power_of_2(dim), WIDE=wide,
         )  # fmt: skip
+
+
+@triton.jit
+def _sum_of_few(  # type: ignore[no-untyped-def]
+    out, p0, p1,
+    rows, dim,
+    out_batch, out_row, out_head, b0, r0, h0, b1, r1, h1,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    inside = (row < rows) & (column < dim)
+    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(WIDE)
+    if COUNT > 1:
+        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(WIDE)
+    out_at = out + batch * out_batch + head * out_head + row * out_row + column
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -118,11 +137,21 @@ def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         sum_fused(total, parts[:_MOST_PARTS])
         parts = [total, *parts[_MOST_PARTS:]]
     batch, rows, heads, dim = out.shape
-    filled = [*parts, *[parts[0]] * (_MOST_PARTS - len(parts))]
-    strides = [stride for part in filled for stride in part.stride()[:3]]
-    with torch.cuda.device(out.device):
-        _sum[(triton.cdiv(rows, _ROWS), heads, batch)](
-            out, *filled, rows, dim, *out.stride()[:3], *strides,
+    grid = (triton.cdiv(rows, _ROWS), heads, batch)
+    # Every argument costs host time, and sums of more than two are rare.
+    kernel, slots = (_sum_of_few, 2) if len(parts) <= 2 else (_sum, _MOST_PARTS)
+    filled = [*parts, *[parts[0]] * (slots - len(parts))]
+    strides = [stride for x in (out, *filled) for stride in x.stride()[:3]]
+    with _on(out.device):
+        kernel[grid](
+            out, *filled, rows, dim, *strides,
             COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
             WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         )  # fmt: skip
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device as the current one, on which Triton launches."""
+    if device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

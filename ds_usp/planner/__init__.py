@@ -3,6 +3,7 @@
 Geometry and the standard library only; ``python -m ds_usp.planner`` is the way in for people.
 """
 
+from ds_usp.planner.choice import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.engines import engine
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import Cluster, load_cluster
@@ -11,12 +12,17 @@ from ds_usp.planner.search import Found, Plan, search
 from ds_usp.planner.split import Split, Workload
 
 __all__ = [
+    "AUTO",
+    "Choice",
     "Cluster",
     "Found",
     "ModelShape",
     "Plan",
     "Split",
     "Workload",
+    "choose_ulysses",
+    "cluster_of",
+    "degree_or_auto",
     "engine",
     "explain",
     "load_cluster",

@@ -1,13 +1,16 @@
-"""``python -m ds_usp.planner``: memory, plan, comm, table."""
+"""``python -m ds_usp.planner``: memory, plan, comm, table, profile."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from types import MappingProxyType
 
 from ds_usp.errors import ConfigError, USPError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
@@ -31,7 +34,7 @@ def build_parser() -> ArgumentParser:
     """The command line."""
     parser = ArgumentParser(prog="python -m ds_usp.planner", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_memory_parser, _plan_parser, _comm_parser):
+    for add in (_memory_parser, _plan_parser, _comm_parser, _profile_parser):
         add(commands)
     _command(commands, "table", "what each kind of parallelism sends and holds (USP paper)")
     return parser
@@ -121,6 +124,16 @@ def _comm_parser(commands: object) -> None:
     add("--zero", type=int, default=1, help="ZeRO's stage")
 
 
+def _profile_parser(commands: object) -> None:
+    text = "measure this machine, alone or under torchrun, and write what --cluster FILE reads"
+    parser = _command(commands, "profile", text)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="the JSON file")
+    add("--seconds", type=float, default=90.0, help="for everything, starting up aside")
+    add("--model", nargs="*", default=["gpt-1.3b", "llama3-8b"], help="whose layers are measured")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")
+
+
 # ------------------------------------------------------------------ the commands
 
 
@@ -133,6 +146,10 @@ def _memory(args: Namespace) -> int:
             f"--gpus {args.gpus} is not a multiple of tp {args.tp} x ulysses {args.ulysses} x "
             f"ring {args.ring} x pp {args.pp} = {degrees}"
         )
+    for name in ("gpus", "dp", "global_batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(args, name)} must be 1 or more")
     dp = args.dp or (args.gpus or degrees) // degrees
     split = Split(
         tp=args.tp,
@@ -158,6 +175,8 @@ def _memory(args: Namespace) -> int:
     workspace = load_cluster(args.cluster).workspace_bytes
     if args.workspace_gib is not None:
         workspace = args.workspace_gib * GIB
+    if not 0 <= workspace < inf:
+        raise ConfigError(f"--workspace-gib {args.workspace_gib} must be 0 or more")
     if not -1 <= args.stage < split.pp:
         raise ConfigError(f"--stage {args.stage} is outside the {split.pp} stages")
     fullest = memory(work, split, workspace)
@@ -191,7 +210,10 @@ def _plan(args: Namespace) -> int:
         how = replace(how, offloads=False)
     found = _search(args, cluster, work, how)
     if args.svg and found.plans:
-        args.svg.write_text(picture(found, args.top), encoding="utf-8")
+        try:
+            args.svg.write_text(picture(found, args.top), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write --svg {args.svg}: {error.strerror}") from error
     if args.json:
         whole = report.found_json(found, args.top)
         if args.explain:
@@ -258,15 +280,52 @@ def _table(args: Namespace) -> int:
     return 0
 
 
+def _profile(args: Namespace) -> int:
+    from ds_usp.profiling.start import run  # the one command that loads torch
+
+    if args.out.suffix != ".json":
+        raise ConfigError(f"--out {args.out} must end in .json: that is how --cluster knows a file")
+    stream = sys.stderr if args.json else sys.stdout
+    models = [load_model(name) for name in args.model]
+    cluster = run(
+        args.out,
+        models,
+        device=args.device,
+        seconds=args.seconds,
+        say=lambda line: print(line, file=stream, flush=True),
+    )
+    if cluster and args.json:
+        print(args.out.read_text(encoding="utf-8"))
+    elif cluster:
+        print(f"wrote {args.out}; plan with --cluster {args.out}")
+    return 0
+
+
+_COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
+    {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table, "profile": _profile}
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what the user can mend is one line on stderr and the exit code 2."""
     args = build_parser().parse_args(argv)
-    commands = {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table}
+    commands = {
+        "memory": _memory,
+        "plan": _plan,
+        "comm": _comm,
+        "table": _table,
+        "profile": _profile,
+    }
     try:
-        return commands[args.command](args)
+        status = commands[args.command](args)
+        sys.stdout.flush()
+        return status
     except USPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read enough; what is left has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

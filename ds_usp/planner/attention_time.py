@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ds_usp.geometry.parts import comes_at_once, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
+from ds_usp.planner.measured import ratio_at
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic
-
-# As attention/tuning.py cuts a call.
-_PART_FLOP, _MOST_PARTS, _GATHER_BYTES = 7e11, 8, 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,53 @@ class AttentionTime:
 def attention_s(
     cluster: Cluster, work: Workload, split: Split, *, backward: bool, engine: Engine = OURS
 ) -> AttentionTime:
-    """Attention of one layer and one micro batch, in one direction, causal zigzag."""
+    """Attention of one layer and one micro batch, in one direction, causal zigzag.
+
+    Where the cluster's profile has calls on this pair of degrees, the formula is multiplied by what
+    they took over what it says of them, between calls of fewer and of more FLOP.
+    """
+    found = _formula(cluster, work, split, backward, engine)
+    points = _measured_over_formula(cluster, split.ulysses, split.ring, backward)
+    if engine is not OURS or not points:
+        return found
+    ratio = ratio_at(points, _rank_flop(work, split))
+    return AttentionTime(*(ratio * getattr(found, name) for name in found.__dataclass_fields__))
+
+
+@lru_cache(maxsize=256)
+def _measured_over_formula(
+    cluster: Cluster, ulysses: int, ring: int, backward: bool
+) -> tuple[tuple[float, float], ...]:
+    """(forward FLOP of a rank, measured over predicted seconds), the fewest FLOP first."""
+    points = {}
+    for row in cluster.calls:
+        if (row.ulysses, row.ring) != (ulysses, ring):
+            continue
+        width = row.heads * row.head_dim
+        shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 1, row.head_dim)
+        work, split = Workload(shape, row.seq_len), Split(ulysses=ulysses, ring=ring)
+        predicted = _formula(cluster, work, split, backward, OURS).total
+        measured = row.backward_s if backward else row.forward_s
+        points[_rank_flop(work, split)] = measured / predicted
+    return tuple(sorted(points.items()))
+
+
+def _rank_flop(work: Workload, split: Split) -> float:
+    """Forward FLOP of one rank in one call."""
+    tokens = split.micro_batch * work.seq_len / split.sp
+    return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / split.tp
+
+
+def _formula(
+    cluster: Cluster, work: Workload, split: Split, backward: bool, engine: Engine
+) -> AttentionTime:
     traffic = layer_traffic(work, split, engine.relay)
     tokens = split.micro_batch * work.seq_len / split.sp
-    flop = tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / split.tp
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * split.ring if split.ring > 1 else 1)
     share = at(cluster.attention_efficiency, length)
-    kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * share)
+    flop = _rank_flop(work, split) * (2.5 if backward else 1.0)
+    kernel = flop / (cluster.peak_flop_per_s * share)
     parts = _parts(work, split) if engine.parts else 1
     steps = split.ring - 1
     if engine.parts and steps and _gathers(work, split, parts):
@@ -98,10 +138,10 @@ def _parts(work: Workload, split: Split) -> int:
     if split.sp == 1:
         return 1
     flop = 2 * split.micro_batch * model.q_width / split.tp * work.seq_len**2 / split.sp
-    return max(1, min(most, _MOST_PARTS, round(flop / _PART_FLOP)))
+    return parts_of_heads(flop, most, split.ulysses)
 
 
 def _gathers(work: Workload, split: Split, parts: int) -> bool:
     kv = max(work.model.kv_heads / split.tp / split.ulysses, 1.0) * work.model.head_dim
     block = work.seq_len * 2 * split.micro_batch * kv * split.param_bytes
-    return parts >= split.ring or block / parts <= _GATHER_BYTES
+    return comes_at_once(int(block), parts, split.ring)

@@ -20,6 +20,9 @@ class Engine:
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
+        reduction_bytes: for each element while it reduces gradients in ZeRO-1: DeepSpeed's bf16
+            optimizer keeps them as backward made them until its step, and sends a copy in bf16
+            (runtime/bf16_optimizer.py and ``allreduce_bucket`` of 0.19).
     """
 
     name: str
@@ -32,6 +35,7 @@ class Engine:
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
+    reduction_bytes: int = 0
 
 
 ENGINES = (
@@ -46,6 +50,7 @@ ENGINES = (
         offloads=False,
         tp_sequence=False,
         orders=ORDERS[:1],
+        reduction_bytes=4,
     ),
     Engine(
         "megatron-core",

@@ -31,7 +31,9 @@ def explain(found: Found) -> list[str]:
 
 
 def _choice(found: Found, best: Plan, axis: str) -> Iterator[str]:
-    """A value of the best plan against the best plan with another one."""
+    """A value of the best plan against the best plan with another one, where it was free."""
+    if axis in found.given:
+        return
     mine = getattr(best.split, axis)
     others = [
         (value, plan)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from math import log
+from math import inf, log
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.measured import (
+    MeasuredAttention,
+    MeasuredEnds,
+    MeasuredExchange,
+    MeasuredLayer,
+    MeasuredStep,
+)
 
+VERSION = 1  # of the files
 ORIGINS = ("datasheet", "measured", "assumed", "given")
 Curve = tuple[tuple[float, float], ...]
 
@@ -36,21 +44,7 @@ class Level:
     latency_s: float
 
 
-@dataclass(frozen=True)
-class MeasuredLayer:
-    """Time of one transformer layer, both directions, recomputation and exchanges included.
-
-    What ``profile`` will write; where there is one, it stands for the formulas.
-    """
-
-    model: str
-    seq_len: int
-    tp: int
-    ulysses: int
-    ring: int
-    recompute: str
-    micro_batch: int
-    layer_s: float
+_POSITIVE = ("peak_flop_per_s", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +67,8 @@ class Cluster:
         contention: share of an exchange's time that the computation above it loses.
         workspace_bytes: what no formula sees: libraries, fragments, temporaries.
         origins: field -> (datasheet | measured | assumed | given, where from).
-        layers: measured layers.
+        exchanges, layers, calls, ends, steps: what ``profile`` measured as a whole; where there
+            are rows that serve, they stand for the formulas.
     """
 
     name: str
@@ -91,18 +86,36 @@ class Cluster:
     contention: float
     workspace_bytes: float
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    exchanges: tuple[MeasuredExchange, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
+    calls: tuple[MeasuredAttention, ...] = ()
+    ends: tuple[MeasuredEnds, ...] = ()
+    steps: tuple[MeasuredStep, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("peak_flop_per_s", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node"):
-            if not getattr(self, name) > 0:
+        for name in _POSITIVE:
+            if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"cluster {self.name}: {name} must be more than 0")
+        for name in ("host_bytes_per_s", "host_memory_bytes", "network_latency_s", "nics"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"cluster {self.name}: {name} must be 0 or more")
+        if not 0 <= self.contention <= 1:
+            raise ConfigError(
+                f"cluster {self.name}: contention={self.contention} must be a share between 0 and 1"
+            )
+        for name in ("gemm_efficiency", "attention_efficiency"):
+            _check_curve(f"cluster {self.name}: {name}", getattr(self, name))
         if not self.levels or self.levels[-1].gpus != self.gpus_per_node:
             raise ConfigError(
                 f"cluster {self.name}: the last of its levels must be the node of "
                 f"{self.gpus_per_node} GPUs"
             )
         for level in self.levels:
+            if level.port_bytes_per_s <= 0 or level.uplink_bytes_per_s < 0 or level.latency_s < 0:
+                raise ConfigError(
+                    f"cluster {self.name}: level {level.name}: what a GPU sends must be above 0, "
+                    "uplink and latency not below"
+                )
             if level.gpus < 1 or self.gpus_per_node % level.gpus:
                 raise ConfigError(
                     f"cluster {self.name}: level {level.name} of {level.gpus} GPUs does not "
@@ -142,6 +155,16 @@ class Cluster:
         return Cluster(**{**{f.name: getattr(self, f.name) for f in fields(self)}, **changed})
 
 
+def _check_curve(name: str, curve: Curve) -> None:
+    """Points in the order of their sizes; a share of the peak that is above 1 is another unit."""
+    sizes = [size for size, _ in curve]
+    if not curve or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        raise ConfigError(f"{name} needs points (size, share) with sizes that ascend, got {sizes}")
+    wrong = [share for _, share in curve if not 0 < share <= 1.1]
+    if wrong:
+        raise ConfigError(f"{name} has {wrong[0]:g}: a share of the peak lies between 0 and 1")
+
+
 def at(curve: Curve, size: float) -> float:
     """Value of a curve between its points, linear in the logarithm of the size."""
     if size <= curve[0][0]:
@@ -156,10 +179,12 @@ def load_cluster(given: str) -> Cluster:
     """A built-in name, or a JSON file as ``profile`` writes it.
 
     A file has the fields of :class:`Cluster`, each a number or ``{"value", "origin", "source"}``;
-    with ``"base": NAME`` it needs only those in which it differs from a built-in one.
+    with ``"base": NAME`` it needs only those in which it differs from a built-in one. ``version``
+    is that of the file's form, 1 if it is left out.
 
     Raises:
-        ConfigError: nothing of that name, or a file that describes no cluster.
+        ConfigError: nothing of that name, or a file that describes no cluster, or one of another
+            version.
     """
     name = given.strip().lower()
     if name in CLUSTERS:
@@ -176,6 +201,12 @@ def load_cluster(given: str) -> Cluster:
         raise ConfigError(f"{given} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{given} must be an object with the fields of a cluster")
+    content = dict(content)
+    version = content.pop("version", VERSION)
+    if version != VERSION:
+        raise ConfigError(
+            f"{given} is of version {version!r}, this planner reads version {VERSION}: profile anew"
+        )
     base = content.get("base")
     if base is not None and base not in CLUSTERS:
         raise ConfigError(f"{given}: base {base!r} is none of {', '.join(CLUSTERS)}")
@@ -187,7 +218,7 @@ def load_cluster(given: str) -> Cluster:
 def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
     known = {f.name for f in fields(Cluster)} - {"name", "origins"}
     unknown = sorted(set(content) - known)
-    missing = sorted(known - set(content) - {"layers"})
+    missing = sorted(known - set(content) - set(_ROWS))
     if unknown or missing:
         wrong = [f"unknown {', '.join(unknown)}"] if unknown else []
         wrong += [f"missing {', '.join(missing)}"] if missing else []
@@ -205,12 +236,36 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
         values["levels"] = tuple(
             Level(**x) if isinstance(x, Mapping) else Level(*x) for x in values["levels"]
         )
-        values["layers"] = tuple(MeasuredLayer(**x) for x in values.get("layers", ()))
+        for rows, kind in _ROWS.items():
+            values[rows] = tuple(kind(**row) for row in values.get(rows, ()))
+            _check_rows(rows, values[rows])
         for curve in ("gemm_efficiency", "attention_efficiency"):
             values[curve] = tuple((float(size), float(share)) for size, share in values[curve])
         return Cluster(name=name, origins=MappingProxyType(origins), **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: cluster {name}: {error}") from error
+
+
+_ROWS: Mapping[str, type] = MappingProxyType(
+    {
+        "exchanges": MeasuredExchange,
+        "layers": MeasuredLayer,
+        "calls": MeasuredAttention,
+        "ends": MeasuredEnds,
+        "steps": MeasuredStep,
+    }
+)
+
+
+def _check_rows(name: str, rows: Sequence[object]) -> None:
+    """Every number of a row counts something or says how long it took; ZeRO may be 0."""
+    for row in rows:
+        for field_, value in vars(row).items():
+            if field_ == "collective":
+                continue
+            least = 0 if field_ in ("zero", "gated") else 1e-12
+            if not isinstance(value, (int, float)) or not value >= least:
+                raise ValueError(f"{name}: {field_}={value!r} must be a number above 0")
 
 
 def _figure(given: Any) -> tuple[Any, str, str]:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.measured import MeasuredExchange, exchange_rows, seconds_at
 from ds_usp.planner.split import Split
 
 DIRECT, RELAY, COLLECTIVE = "direct", "relay", "collective"
+_COLLECTIVES: Mapping[str, str] = MappingProxyType(
+    {DIRECT: "all_to_all", RELAY: "p2p", COLLECTIVE: "all_gather"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +97,29 @@ def exchange_s(
 ) -> float:
     """Seconds of an exchange in which every rank of every such group sends so much.
 
+    Inside a node from the cluster's profile, if it has measured groups of that size.
+
     Args:
         messages: exchanges into which it is cut; each costs a latency.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
+    rows = _measured(cluster, group, pattern)
+    if rows:
+        one = seconds_at(
+            rows, lambda row: row.sent_bytes, lambda row: row.seconds, sent_bytes / messages
+        )
+        return messages * one
     return sent_bytes * _seconds_per_byte(cluster, group, pattern) + messages * _latency_s(
         cluster, group
     )
+
+
+@lru_cache(maxsize=65536)
+def _measured(cluster: Cluster, group: Group, pattern: str) -> tuple[MeasuredExchange, ...]:
+    if not crossing(group, cluster.gpus_per_node, RELAY).inside:
+        return ()
+    return exchange_rows(cluster.exchanges, _COLLECTIVES[pattern], group.size)
 
 
 @lru_cache(maxsize=65536)

@@ -15,14 +15,16 @@ from ds_usp.planner.split import Split, Workload
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank of one pipeline stage.
+    """Bytes on one rank of one pipeline stage at its worst moment.
 
     Args:
-        weights, gradients, optimizer: after ZeRO's cut.
+        weights, gradients, optimizer: after ZeRO's cut; gradients with the copies that reducing
+            them takes, where that is the worst moment.
         activations: kept for backward, with offload taken off.
-        logits: of the last stage, and their gradient's fp32.
+        logits: of the last stage, and their gradient's fp32; 0 where a layer's backward is worse.
         exchange: buffers of one attention call.
-        transient: what lives while one layer is computed: a recomputed layer, gathered weights.
+        transient: what lives while one layer is computed: a recomputed layer, gathered weights;
+            both 0 where the loss is worse.
         workspace: what no formula sees.
         stage: which pipeline stage it is.
         offloaded: bytes on the host, not part of the total.
@@ -96,6 +98,10 @@ def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: floa
     shares them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a share ``a`` leaves
     ``n (1 - a) + min(4, n) a`` of n chunks: the current one, the leaving and the two coming ones
     stay (it reproduces Megatron-Kwai's figure 7); of layers three stay.
+
+    The worst moment is the loss or a layer's backward: the logits are gone when a layer's exchanges
+    and what it computes again come, so only the larger of the two counts. Or it is the step, when
+    activations are gone and gradients are there once more.
     """
     return _stage(work, split, stage, _parts(work, split), workspace_bytes)
 
@@ -107,14 +113,21 @@ def _stage(
     weights, gradients, optimizer = states_bytes(elements, split)
     units, kept, unit_bytes = _units(work, split, stage, parts)
     resident = units * (1 - split.offload_ratio) + kept * split.offload_ratio
+    logits = parts.logits if stage == split.pp - 1 else 0.0
+    copies = elements * split.reduction_bytes if split.zero == 1 else 0.0
+    passing = max(logits, parts.exchange + parts.transient)
+    if copies > resident * unit_bytes + passing:
+        states = (weights, gradients + copies, optimizer)
+        return Memory(*states, 0.0, 0.0, 0.0, 0.0, workspace_bytes, stage, 0.0)
+    at_the_loss = logits > parts.exchange + parts.transient
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=resident * unit_bytes,
-        logits=parts.logits if stage == split.pp - 1 else 0.0,
-        exchange=parts.exchange,
-        transient=parts.transient,
+        logits=logits if at_the_loss else 0.0,
+        exchange=0.0 if at_the_loss else parts.exchange,
+        transient=0.0 if at_the_loss else parts.transient,
         workspace=workspace_bytes,
         stage=stage,
         offloaded=(units - resident) * unit_bytes,

@@ -29,6 +29,7 @@ class ModelShape:
         tied: the head multiplies by the embedding's weights.
         learned_positions: a table of position embeddings, as long as the sequence.
         biases: linear layers have biases and norms have them too (GPT).
+        window: tokens that a query sees back at most in some layer; 0: all of them.
 
     Raises:
         ConfigError: sizes that make no model; the text names the constraint.
@@ -46,6 +47,7 @@ class ModelShape:
     tied: bool = False
     learned_positions: bool = False
     biases: bool = False
+    window: int = 0
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
@@ -53,6 +55,17 @@ class ModelShape:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(
                     f"model {self.name}: {field}={size!r} must be a whole number of 1 or more"
+                )
+        for field in ("head_dim", "window"):
+            size = getattr(self, field)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ConfigError(
+                    f"model {self.name}: {field}={size!r} must be a whole number of 0 or more"
+                )
+        for field in ("gated", "tied", "learned_positions", "biases"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(
+                    f"model {self.name}: {field}={getattr(self, field)!r} must be true or false"
                 )
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -244,29 +257,68 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "biases": ("biases",),
     }
 )
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+# HuggingFace's model_type -> what its configurations leave unsaid. Only decoders whose layers are
+# attention and one MLP, counted as ModelShape counts them.
+_LLAMA: Mapping[str, bool] = MappingProxyType({})
+_GEMMA: Mapping[str, bool] = MappingProxyType({"tied": True})
+_GPT: Mapping[str, bool] = MappingProxyType(
+    {"gated": False, "tied": True, "learned_positions": True, "biases": True}
+)
+_FAMILIES: Mapping[str, Mapping[str, bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite"), _LLAMA),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+        **dict.fromkeys(("gpt2", "opt"), _GPT),
+        "gpt_neox": MappingProxyType({"gated": False, "biases": True}),
+        "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
+    }
+)
 
 
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
-    experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
-    if experts:
-        raise ConfigError(
-            f"{path}: {experts[0]}={entry[experts[0]]}: only dense models are planned"
-        )
+    defaults = _family(name, entry, path)
     found: dict[str, Any] = {}
     for field, names in _NAMES.items():
         given = [entry[alias] for alias in names if entry.get(alias) is not None]
         if given:
             found[field] = given[0]
-    if str(entry.get("model_type", "")).startswith("gpt"):
-        gpt = {"gated": False, "tied": True, "learned_positions": True, "biases": True}
-        found = {**gpt, **found}
+    found = {**defaults, **found}
+    if defaults == _GPT:
         found.setdefault("ffn", 4 * found.get("hidden", 0))
+    if entry.get("use_sliding_window", True):
+        found["window"] = entry.get("sliding_window") or entry.get("window") or 0
     found.setdefault("kv_heads", found.get("heads"))
     missing = [field for field in ("layers", "hidden", "ffn", "heads") if not found.get(field)]
     if missing or not found.get("vocab"):
         missing += [] if found.get("vocab") else ["vocab"]
         raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
     return ModelShape(name=name or path.stem, **found)
+
+
+def _family(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, bool]:
+    """What is unsaid in a HuggingFace configuration of this kind; nothing without a kind.
+
+    Raises:
+        ConfigError: layers that are not attention and one MLP.
+    """
+    experts = [key for key in _EXPERTS if (entry.get(key) or 0) > 1]
+    if experts:
+        raise ConfigError(
+            f"{path}: {experts[0]}={entry[experts[0]]}: only dense models are planned"
+        )
+    if entry.get("text_config"):
+        raise ConfigError(
+            f"{path}: model {name} has several parts; give its text_config as a file of its own"
+        )
+    kind = entry.get("model_type")
+    if kind is not None and kind not in _FAMILIES:
+        raise ConfigError(
+            f"{path}: the layers of model_type {kind!r} are not known; known are "
+            f"{', '.join(_FAMILIES)}. Leave model_type out and say gated, tied, learned_positions "
+            "and biases to plan it as such a model"
+        )
+    return _FAMILIES.get(kind, _LLAMA) if kind else _LLAMA

@@ -58,6 +58,7 @@ class Found:
         too_large: the fastest that do not fit.
         nearest: the one that lacks least.
         best_with: (axis, value) -> the best plan that has it.
+        given: axes that were not free to be chosen.
     """
 
     cluster: Cluster
@@ -70,6 +71,7 @@ class Found:
     too_large: list[Plan] = field(default_factory=list)
     nearest: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
+    given: Mapping[str, object] = field(default_factory=dict)
 
 
 def search(
@@ -100,10 +102,11 @@ def search(
         )
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
     budget = 0.96 * cluster.memory_bytes if budget_bytes is None else budget_bytes
-    if budget <= 0:
+    if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
-    found = Found(cluster, work, gpus, budget)
-    collector, given = _Collector(found, how), fixed or {}
+    given = fixed or {}
+    found = Found(cluster, work, gpus, budget, given=given)
+    collector = _Collector(found, how)
     families = list(_families(found, how, given, base or Split()))
     for family in families:
         collector.family(family, given)
@@ -125,7 +128,12 @@ def _families(
     """Degrees, and what decides a layer's time."""
     work, gpus = found.work, found.gpus
     model = work.model
-    plain = replace(base, grad_bytes=how.grad_bytes, tp_sequence=how.tp_sequence)
+    plain = replace(
+        base,
+        grad_bytes=how.grad_bytes,
+        reduction_bytes=how.reduction_bytes,
+        tp_sequence=how.tp_sequence,
+    )
     for tp in _given(fixed, "tp", divisors(gpus)):
         if tp > found.cluster.gpus_per_node:
             found.refused["tp beyond a node"] += 1

@@ -32,6 +32,13 @@ class Workload:
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        window = self.model.window
+        if 0 < window < self.seq_len:
+            raise ConfigError(
+                f"model {self.model.name} looks back {window} tokens in some layers, which is not "
+                f"planned for {self.seq_len}: set its sliding_window to null to count as if all "
+                "layers saw everything"
+            )
         if self.documents and sum(self.documents) != self.seq_len:
             raise ConfigError(
                 f"documents of {sum(self.documents)} tokens do not fill a sequence of "
@@ -59,6 +66,7 @@ class Split:
         fused_loss: the logits are never held whole.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
+        reduction_bytes: of an element, beside its states, while gradients are reduced.
     """
 
     tp: int = 1
@@ -80,6 +88,7 @@ class Split:
     overlap_gradients: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
+    reduction_bytes: int = 0
 
     @property
     def sp(self) -> int:

@@ -8,10 +8,14 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import COLLECTIVE, DIRECT, exchange_s, groups
+from ds_usp.planner.measured import ends_rows, layer_rows, other_tp, seconds_at, step_rows
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, stage_boundary_bytes, step_traffic
 
 _HBM_SHARE = 0.8  # of the bandwidth that elementwise kernels reach
+# Read and written for each logit by Megatron's cross entropy: to fp32, maximum, difference,
+# exponential, sum, quotient, and in backward the product and back to bf16.
+_LOSS_BYTES = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class LayerTime:
         elementwise: norms, activation functions, sums over blocks.
         tp, sp: exchanges that nothing hides.
         recompute: what is computed again.
-        measured: taken from a profile; then all of it is in ``matrices``.
+        measured: all but the attention is from a profile, and is in ``matrices``.
     """
 
     matrices: float
@@ -43,44 +47,85 @@ class LayerTime:
 
 
 def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
-    """A layer from the cluster's profile if it was measured there, else from formulas."""
-    for known in cluster.layers:
-        asked = (work.model.name, work.seq_len, split.tp, split.ulysses, split.ring)
-        how = (split.recompute, split.micro_batch)
-        here = (known.model, known.seq_len, known.tp, known.ulysses, known.ring)
-        if (asked, how) == (here, (known.recompute, known.micro_batch)):
-            return LayerTime(known.layer_s, 0.0, 0.0, 0.0, 0.0, 0.0, True)
-    return _layer_time(cluster, work, split)
+    """Forward, twice the products backward, 2.5 times the attention, and what is done again.
 
-
-def _layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
-    """Forward, twice the products backward, 2.5 times the attention, and what is done again."""
-    tokens = split.micro_batch * work.seq_len / split.sp
-    products = _product_s(cluster, tokens, tokens * work.model.matrix_elements / split.tp)
+    All but the attention core comes from the cluster's profile if such a layer is in it. Of a layer
+    that was measured at another tensor-parallel degree the formula is multiplied by what it took
+    there over what the formula says: guesses must not look faster than what is known.
+    """
     forward, backward = (
         attention_s(cluster, work, split, backward=direction) for direction in (False, True)
     )
-    plain = layer_bytes(work, replace(split, recompute="none", fused_activation=True))
-    passes = 2 * plain / (_HBM_SHARE * cluster.hbm_bytes_per_s)
-    traffic, group = layer_traffic(work, split), groups(split)["tp"]
-    tp_forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
-    tp_backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
+    outside = _measured_outside(cluster, work, split) or _scaled_outside(cluster, work, split)
     again = 0.0
     if split.recompute == "full":
-        again = products + forward.total + passes + tp_forward
+        again = forward.total + outside.again
     elif split.recompute == "attention-only":
         again = forward.total
     elif split.recompute == "gemm-last":
-        dropped = plain - layer_bytes(work, split)
-        again = 2 * max(dropped, 0.0) / (_HBM_SHARE * cluster.hbm_bytes_per_s)
+        plain = layer_bytes(work, replace(split, recompute="none", fused_activation=True))
+        again = _passes_s(cluster, 2 * max(plain - layer_bytes(work, split), 0.0))
     return LayerTime(
-        matrices=3 * products,
+        matrices=outside.matrices,
         attention=forward.kernel + backward.kernel,
-        elementwise=3 * passes + forward.merge + backward.merge,
-        tp=tp_forward + tp_backward,
+        elementwise=outside.elementwise + forward.merge + backward.merge,
+        tp=outside.tp,
         sp=forward.exposed + backward.exposed,
         recompute=again,
+        measured=outside.measured,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """A layer but for its attention core, both directions; ``again`` is one forward of it."""
+
+    matrices: float
+    elementwise: float
+    tp: float
+    again: float
+    measured: bool
+
+
+def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside | None:
+    rows = layer_rows(cluster.layers, work.model, split.tp)
+    if not rows:
+        return None
+    tokens = split.micro_batch * work.seq_len / split.sp
+    forward = seconds_at(rows, lambda row: row.tokens, lambda row: row.forward_s, tokens)
+    backward = seconds_at(rows, lambda row: row.tokens, lambda row: row.backward_s, tokens)
+    return _Outside(forward + backward, 0.0, 0.0, forward, True)
+
+
+def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
+    found, tp = _outside(cluster, work, split), other_tp(cluster.layers, work.model, split.tp)
+    if tp is None:
+        return found
+    there = replace(split, tp=tp)
+    measured, formula = _measured_outside(cluster, work, there), _outside(cluster, work, there)
+    if measured is None:
+        return found
+    whole = formula.matrices + formula.elementwise + formula.tp
+    ratio, ratio_again = measured.matrices / whole, measured.again / formula.again
+    times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
+    return _Outside(*times, ratio_again * found.again, False)
+
+
+def _outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
+    tokens = split.micro_batch * work.seq_len / split.sp
+    products = _product_s(cluster, tokens, tokens * work.model.matrix_elements / split.tp)
+    plain = layer_bytes(work, replace(split, recompute="none", fused_activation=True))
+    passes = _passes_s(cluster, 2 * plain)
+    traffic, group = layer_traffic(work, split), groups(split)["tp"]
+    tp_forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
+    tp_backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
+    again = products + passes + tp_forward
+    return _Outside(3 * products, 3 * passes, tp_forward + tp_backward, again, False)
+
+
+def _passes_s(cluster: Cluster, moved_bytes: float) -> float:
+    """Elementwise kernels that read and write so much."""
+    return moved_bytes / (_HBM_SHARE * cluster.hbm_bytes_per_s)
 
 
 def _product_s(cluster: Cluster, tokens: float, multiplications: float) -> float:
@@ -102,7 +147,7 @@ class StepTime:
         pipeline: activations between stages that nothing hides.
         gradients: exchange of gradients and parameters that nothing hides.
         offload: waiting for host memory.
-        optimizer: Adam.
+        optimizer: Adam; from a profile the exchange is part of it.
     """
 
     layers: float
@@ -130,10 +175,17 @@ def head_layers(work: Workload) -> float:
 
 
 def head_time(cluster: Cluster, work: Workload, split: Split) -> float:
-    """Seconds of the output head for one micro batch, forward and backward."""
+    """Seconds of the output head for one micro batch, forward and backward.
+
+    From a profile the embedding, the last norm and the loss are part of it.
+    """
     tokens = split.micro_batch * work.seq_len / split.sp
-    width = work.model.hidden * work.model.vocab / split.tp
-    return 3 * _product_s(cluster, tokens, tokens * width)
+    rows = ends_rows(cluster.ends, work.model, split.tp)
+    if rows:
+        return seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
+    logits = tokens * work.model.vocab / split.tp
+    passes = 0.0 if split.fused_loss else _passes_s(cluster, logits * _LOSS_BYTES)
+    return 3 * _product_s(cluster, tokens, logits * work.model.hidden) + passes
 
 
 def step_time(
@@ -159,15 +211,28 @@ def step_time(
     boundary = exchange_s(
         cluster, groups(split)["pp"], stage_boundary_bytes(work, split), DIRECT, 1
     )
+    optimizer = _measured_step(cluster, work, split)
+    gradients = 0.0
+    if optimizer is None:
+        gradients = _gradients_s(cluster, work, split, layers)
+        optimizer = _optimizer_s(cluster, work, split)
     return StepTime(
         layers=layers,
         head=m * head,
         bubble=bubble,
         pipeline=2 * (split.pp - 1) * boundary,
-        gradients=_gradients_s(cluster, work, split, layers),
+        gradients=gradients,
         offload=_offload_s(cluster, work, split, layers),
-        optimizer=_optimizer_s(cluster, work, split),
+        optimizer=optimizer,
     )
+
+
+def _measured_step(cluster: Cluster, work: Workload, split: Split) -> float | None:
+    rows = step_rows(cluster.steps, split.zero, split.zero_ranks)
+    if not rows:
+        return None
+    elements = stage_elements(work, split, 0)
+    return seconds_at(rows, lambda row: row.elements, lambda row: row.seconds, elements)
 
 
 def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> float:

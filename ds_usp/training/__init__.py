@@ -8,6 +8,7 @@ from ds_usp.training.batch import (
     rotary_frequencies,
     shard_batch,
 )
+from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -27,6 +28,8 @@ __all__ = [
     "ParallelGroups",
     "SequenceBatch",
     "check_zero_stage",
+    "chunked_token_losses",
+    "chunked_weighted_loss",
     "deepspeed_mpu",
     "document_borders",
     "document_positions",

@@ -24,7 +24,7 @@ defaults=(
   seq_length= model_size= num_layers= hidden_size= num_attn_heads= num_kv_heads= global_batch_size=
   lr= min_lr=0 init_std=0.02 rotary=false rope_theta=10000 train_tokens_in_billion= train_iters=
   lr_warmup_tokens_in_million= lr_warmup_iters= lr_decay_tokens_in_billion= lr_decay_iters=
-  lr_decay_style=cosine mp_size=1 sp_size=1 ulysses_degree= usp_layout=zigzag usp_kernel=auto
+  lr_decay_style=cosine mp_size=1 sp_size=1 ulysses_degree= usp_layout=zigzag usp_kernel=auto usp_cluster=
   pp_size=1 zero_stage=1 num_gpus= hostfile= master_port=29500 batch_size=1 precision=bf16
   device=auto log_interval=10 eval_iters=10 eval_interval=100 save_interval=100 clip_grad=1.0
   weight_decay=0.1 activation_checkpoint=false seed=1234 num_workers=0 data_path= "split=949,50,1"
@@ -45,9 +45,11 @@ check_numbers() {
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] ||
       fail "${name^^}='${!name}' must be a whole number of 1 or more"
   done
-  for name in ulysses_degree num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters; do
+  for name in num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters; do
     [[ "${!name}" =~ ^[0-9]*$ ]] || fail "${name^^}='${!name}' must be a whole number, or empty"
   done
+  [[ "$ulysses_degree" =~ ^([0-9]*|auto)$ ]] ||
+    fail "ULYSSES_DEGREE='$ulysses_degree' must be a whole number, auto, or empty"
   [[ "$zero_stage" =~ ^[0-3]$ ]] || fail "ZERO_STAGE='$zero_stage' must be 0, 1, 2 or 3"
   [[ "$precision" == bf16 || "$precision" == fp32 ]] ||
     fail "PRECISION='$precision' must be bf16 or fp32"
@@ -104,7 +106,8 @@ check_degrees() {
     ((sp_size % u == 0 && u <= heads_per_rank)) && possible+=("$u (ring $((sp_size / u)))")
   done
   : "${ulysses_degree:=${possible[0]%% *}}"
-  ((ulysses_degree >= 1 && sp_size % ulysses_degree == 0 && ulysses_degree <= heads_per_rank)) ||
+  [[ "$ulysses_degree" == auto ]] ||
+    ((ulysses_degree >= 1 && sp_size % ulysses_degree == 0 && ulysses_degree <= heads_per_rank)) ||
     fail "ULYSSES_DEGREE=$ulysses_degree must divide SP_SIZE=$sp_size and not exceed the" \
       "$heads_per_rank heads of a rank ($num_attn_heads heads, MP_SIZE=$mp_size)." \
       "Possible: $(printf '%s, ' "${possible[@]}" | sed 's/, $//')"
@@ -190,6 +193,7 @@ common_flags() {
     --split "$split"
     --save "$checkpoint_path"
   )
+  [[ -z "$usp_cluster" ]] || flags+=(--usp-cluster "$usp_cluster")
   [[ "$rotary" != true ]] || flags+=(--use-rotary-position-embeddings)
   [[ "$precision" != bf16 ]] || flags+=(--bf16)
   [[ ! -f "$checkpoint_path/latest" ]] || flags+=(--load "$checkpoint_path")

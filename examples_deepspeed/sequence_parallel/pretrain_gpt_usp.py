@@ -10,7 +10,8 @@ Demonstration:     python pretrain_gpt_usp.py --quickstart
 import sys
 
 from usp_trainer import launch
-from usp_trainer.arguments import parse, replica_size
+from usp_trainer.arguments import parse
+from usp_trainer.checks import replica_size
 from usp_trainer.quickstart import quickstart
 
 from ds_usp import ConfigError, USPError

@@ -46,6 +46,7 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
             *rows.start(read_settings(HOST, MeshSettings, settings)),
             *rows.rank_groups(),
             *rows.model(),
+            *rows.layers(),
             *rows.engine(),
         ),
         later=rows.script_functions(),

@@ -12,8 +12,11 @@ from typing import Any
 
 import ds_usp
 from ds_usp.errors import ConfigError
+from ds_usp.planner import AUTO, degree_or_auto
 from ds_usp.training import check_zero_stage
+from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
+from megatron_patches.megatron_deepspeed.planned import planned_degree
 from megatron_patches.megatron_deepspeed.refusals import refuse
 from megatron_patches.megatron_deepspeed.script import patch_script
 from megatron_patches.megatron_deepspeed.state import is_active
@@ -42,10 +45,15 @@ def _add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     group = parser.add_argument_group(title="unified sequence parallel")
     group.add_argument(
         "--ulysses-degree",
-        type=int,
+        type=degree_or_auto,
         default=settings.ulysses_degree,
         help="Ranks of --ds-sequence-parallel-size that exchange heads; the ring takes the rest. "
-        "Default: all of them.",
+        "auto: what the planner finds fastest. Default: all of them.",
+    )
+    group.add_argument(
+        "--usp-cluster",
+        help="What auto plans for: a built-in cluster of ds_usp.planner, or a profile. Default: by "
+        "the GPU's name.",
     )
     group.add_argument(
         "--usp-layout",
@@ -58,6 +66,7 @@ def _add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
         default=settings.kernel,
         help="What computes attention; auto takes the fastest that can.",
     )
+    memory.add_flags(parser)
 
 
 def validate_args(
@@ -72,15 +81,17 @@ def validate_args(
     _refuse_before(args)
     switch_off_missing_fusions(args)
     validated = original(args, defaults)
+    memory.check_flags(args)
+    stage = _zero_stage(args)
+    if args.ulysses_degree == AUTO:
+        args.ulysses_degree = planned_degree(args, stage)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
         _check_heads(args, config)
         ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
         _choose_flash(args, config)
-        deepspeed_config = _deepspeed_config(args)
-        stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
         check_zero_stage(stage, stages=args.pipeline_model_parallel_size, bf16=False)
-        refuse(args, deepspeed_config)
+        refuse(args, _deepspeed_config(args))
         patch_script()
     return validated
 
@@ -88,7 +99,12 @@ def validate_args(
 def _refuse_before(args: Any) -> None:
     """What the host's own checks would overwrite or trip over."""
     sp = args.ds_sequence_parallel_size
-    ds_usp.USPConfig.from_args(args)
+    if args.ulysses_degree != AUTO:
+        ds_usp.USPConfig.from_args(args)
+        if args.usp_cluster:
+            raise ConfigError(
+                f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
+            )
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel (Megatron's) cuts the sequence over tensor-parallel ranks, and "
@@ -121,6 +137,10 @@ def _deepspeed_config(args: Any) -> Mapping[str, Any]:
         with open(config, encoding="utf-8") as file:
             config = json.load(file)
     return config or {}
+
+
+def _zero_stage(args: Any) -> int:
+    return int(_deepspeed_config(args).get("zero_optimization", {}).get("stage", 0))
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ds_usp
 from ds_usp.errors import ConfigError
+from megatron_patches.megatron_deepspeed.memory import layer_memory
 from megatron_patches.megatron_deepspeed.state import HostState, host_state, is_active, keep_state
 
 Ranks = tuple[int, ...]
@@ -94,7 +95,8 @@ def initialize_model_parallel(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
     )
     layout = mesh.layout(config.layout, args.seq_length)
-    keep_state(HostState(grid, mesh, layout, config.kernel, is_active(args)))
+    memory = layer_memory(args)
+    keep_state(HostState(grid, mesh, layout, config.kernel, is_active(args), memory))
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_usp.training import chunked_token_losses
 from megatron_patches.megatron_deepspeed.state import HostState, host_state
 
 
@@ -47,6 +48,37 @@ def vocab_sequence_parallel_cross_entropy(
         vocab_parallel_logits, target, label_smoothing
     )
     return gather_losses(losses, host_state())
+
+
+def losses_of_hidden(
+    original: Callable[..., Tensor],
+    lm_output: Tensor,
+    labels: Tensor | None,
+    logit_weights: Tensor,
+    parallel_output: bool,
+    fp16_lm_cross_entropy: bool,
+) -> Tensor:
+    """``post_language_model_processing``: with ``--usp-loss-chunks`` the losses without logits.
+
+    Shapes:
+        lm_output ``[s_local, b, h]``, labels ``[b, s_local]``; result ``[b, s]``.
+    """
+    from megatron import get_args
+    from megatron.core import parallel_state
+
+    chunks = get_args().usp_loss_chunks
+    if not chunks or labels is None:
+        return original(lm_output, labels, logit_weights, parallel_output, fp16_lm_cross_entropy)
+    losses = chunked_token_losses(
+        lm_output,
+        logit_weights,
+        labels.transpose(0, 1),
+        chunks=chunks,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    state = host_state()
+    whole = gather_losses(losses, state) if state.spread else losses
+    return whole.transpose(0, 1).contiguous()
 
 
 def pipeline_loss(

@@ -15,6 +15,7 @@ from megatron_patches.megatron_deepspeed import (
     kernels,
     local_rank,
     loss,
+    memory,
     pipeline,
     rotary,
     script,
@@ -38,7 +39,8 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             also_in=("megatron.initialize:parse_args",),
             guard=_checkout("b1e5ef6da0124ff0"),
-            reason="adds --ulysses-degree, --usp-layout and --usp-kernel",
+            reason="adds --ulysses-degree, --usp-layout, --usp-kernel, --usp-cluster and the "
+            "memory flags",
         ),
         Patch(
             "megatron.arguments:validate_args",
@@ -180,6 +182,41 @@ def model() -> tuple[Patch, ...]:
             "wrap",
             guard=_checkout("c2358aeebdebeb7b"),
             reason="dropout would hit the same places of every shard of a sequence",
+        ),
+    )
+
+
+def layers() -> tuple[Patch, ...]:
+    """What layers and the loss keep for their backward pass."""
+    return (
+        Patch(
+            f"{_LAYER}:ParallelTransformerLayer.__init__",
+            memory.build_layer,
+            "wrap",
+            guard=_checkout("04eb5488bebcd10b"),
+            reason="--usp-recompute gemm-last: norms are computed again, not kept",
+        ),
+        Patch(
+            f"{_LAYER}:ParallelTransformerLayer.forward",
+            memory.run_layer,
+            "wrap",
+            guard=_checkout("e182c5c1633245ce"),
+            reason="--usp-recompute attention, full: a checkpoint around each layer; the host's "
+            "own computes attention and its exchanges again",
+        ),
+        Patch(
+            f"{_LAYER}:ParallelMLP.forward",
+            memory.run_mlp,
+            "wrap",
+            guard=_checkout("f50daafe84ee07fd"),
+            reason="--usp-recompute gemm-last: the activation function is computed again, not kept",
+        ),
+        Patch(
+            "megatron.model.gpt_model:post_language_model_processing",
+            loss.losses_of_hidden,
+            "wrap",
+            guard=_checkout("a1806a024e168ae1"),
+            reason="--usp-loss-chunks: no logits, whose fp32 copy is larger than a layer",
         ),
     )
 

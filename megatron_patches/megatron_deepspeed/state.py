@@ -6,12 +6,13 @@ One value, made when the host makes its groups and kept where the host keeps the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import ds_usp
 from ds_usp.errors import MeshError
+from ds_usp.memory import LayerMemory
 
 _NAME, _MASK = "_USP_STATE", "_USP_MASK"
 
@@ -26,6 +27,7 @@ class HostState:
         layout: where each token of a sequence is.
         kernel: what computes attention.
         active: whether attention is ours: sequences are spread, or the host's own is wrong.
+        memory: what layers keep for their backward pass.
     """
 
     grid: ds_usp.RankGrid
@@ -33,6 +35,7 @@ class HostState:
     layout: ds_usp.TokenLayout
     kernel: str
     active: bool
+    memory: LayerMemory = field(default_factory=LayerMemory)
 
     @property
     def spread(self) -> bool:
@@ -44,12 +47,14 @@ def is_active(args: Any) -> bool:
     """Whether attention has to be ours for these arguments of the host.
 
     With one rank a sequence the host is left alone, but for rotary positions (it takes the cosine
-    of a cosine) and for grouped queries (it cuts the projection into three equal parts).
+    of a cosine) and for grouped queries (it cuts the projection into three equal parts). Only ours
+    can be kept over an activation checkpoint.
     """
     return bool(
         args.ds_sequence_parallel_size > 1
         or args.use_rotary_position_embeddings
         or args.num_key_value_heads != args.num_attention_heads
+        or args.usp_recompute == "attention"
     )
 
 

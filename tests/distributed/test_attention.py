@@ -42,6 +42,11 @@ def cases_on(ulysses: int) -> list[Case]:
         replace(base, dtype=torch.float64, seq_len=67, **heads_of("GQA")),
         replace(base, dtype=torch.float64, mask="window both sides", **heads_of("6 heads of 2")),
         replace(base, dtype=torch.float64, mask="full", kernel="eager"),
+        # A kernel of rectangular causal tiles computes later parts in one step.
+        *(
+            tuned(replace(base, kernel="eager", seq_len=n, kv_heads=4), ulysses, 1)
+            for n in (64, 67)
+        ),
     ]
     return (
         product_cases

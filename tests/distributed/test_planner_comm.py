@@ -26,7 +26,13 @@ def counted(
     order: str,
 ) -> tuple[LEDGER, LEDGER]:
     """The ledger after forward, and after backward, of one tensor-parallel rank's heads."""
-    mesh = mesh_of(ulysses, order)
+    return over(mesh_of(ulysses, order), tp, shape, seq_len, layout)
+
+
+def over(
+    mesh: ds_usp.SequenceMesh, tp: int, shape: ModelShape, seq_len: int, layout: str
+) -> tuple[LEDGER, LEDGER]:
+    """The same over any mesh."""
     mesh.ledger.reset()
     tokens = mesh.layout(layout, seq_len)
     q, k, v = (
@@ -67,6 +73,35 @@ def test_comm_is_the_ledger(
     pool: WorkerPool, world: int, ulysses: int, tp: int, kv_heads: int
 ) -> None:
     compare(pool, world, ulysses, tp, model(HEADS, kv_heads), 96, "zigzag", "ulysses-ring")
+
+
+def on_the_grid(
+    ctx: RankContext, tp: int, ulysses: int, shape: ModelShape, seq_len: int
+) -> tuple[int, tuple[LEDGER, LEDGER]]:
+    """This rank's place among those that share its sequence, and its ledger: tensor-parallel
+    ranks are there too, next to each other, and call at the same time."""
+    grid = ds_usp.RankGrid({"tp": tp, "ulysses": ulysses, "ring": ctx.world // tp // ulysses})
+    mesh = ds_usp.SequenceMesh.build(grid)
+    return mesh.rank, over(mesh, tp, shape, seq_len, "zigzag")
+
+
+# Worlds of odd sizes, whose Ulysses ranks have unequal heads, and every tp x ulysses x ring of 8.
+@pytest.mark.parametrize(
+    ("world", "tp", "ulysses"),
+    [
+        *((world, 1, ulysses) for world in (5, 7) for ulysses in (1, world)),
+        *((8, tp, u) for tp in (2, 4, 8) for u in (1, 2, 4) if u <= 8 // tp),
+    ],
+)
+def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
+    pool: WorkerPool, world: int, tp: int, ulysses: int
+) -> None:
+    shape = model(HEADS, 8)
+    split = Split(tp=tp, ulysses=ulysses, ring=world // tp // ulysses, micro_batch=B)
+    results = pool.run(on_the_grid, world, tp=tp, ulysses=ulysses, shape=shape, seq_len=96)
+    for rank, (place, ledgers) in enumerate(results):
+        assert place == rank // tp
+        assert ledgers == told(attention_bytes(Workload(shape, 96), split, place, "zigzag"))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])

@@ -12,6 +12,8 @@ from harness import RankContext, WorkerPool
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
+from ds_usp.memory.gemm_last import recompute_before
+from ds_usp.memory.hooks import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
@@ -40,10 +42,10 @@ class FusedNorm(torch.autograd.Function):
 class Layer(torch.nn.Module):
     """A Llama layer around :func:`ds_usp.usp_attention`; ``recompute`` is the planner's."""
 
-    def __init__(self, mesh: ds_usp.SequenceMesh, recompute: str) -> None:
+    def __init__(self, mesh: ds_usp.SequenceMesh, shape: ModelShape, recompute: str) -> None:
         super().__init__()
-        h, f, q, k = SHAPE.hidden, SHAPE.ffn, SHAPE.q_width, SHAPE.kv_width
-        self.mesh, self.recompute = mesh, recompute
+        h, f, q, k = shape.hidden, shape.ffn, shape.q_width, shape.kv_width
+        self.mesh, self.shape, self.recompute = mesh, shape, recompute
         shapes = {"norm1": (h,), "norm2": (h,), "qkv": (h, q + 2 * k), "out": (q, h)}
         shapes |= {"fc1": (h, 2 * f), "fc2": (f, h)}
         self.weights = torch.nn.ParameterDict(
@@ -56,44 +58,49 @@ class Layer(torch.nn.Module):
             q, k, v, mesh=self.mesh, layout=layout, mask=ds_usp.MaskSpec.causal()
         )
 
+    def before(self, producer: Any, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """The producer is computed again in front of the product, if that is what is."""
+        if self.recompute == "gemm-last":
+            return recompute_before(producer, linear, x)
+        return linear(producer(x))
+
     def again(self, on: str, fn: Any, *args: torch.Tensor) -> Any:
-        """Under a checkpoint if that is what is computed again; the last product then is not,
-        because recomputation stops early."""
+        """Under a checkpoint if that is what is computed again."""
         return checkpoint(fn, *args, use_reentrant=False) if self.recompute == on else fn(*args)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         w, (batch, tokens, _) = self.weights, x.shape
-        q_width, k_width = SHAPE.q_width, SHAPE.kv_width
+        q_width, k_width = self.shape.q_width, self.shape.kv_width
 
-        def project(y: torch.Tensor) -> torch.Tensor:
-            return FusedNorm.apply(y, w["norm1"]) @ w["qkv"]
+        def norm(name: str) -> Any:
+            return lambda y: FusedNorm.apply(y, w[name])
 
-        def up(y: torch.Tensor) -> torch.Tensor:
-            return FusedNorm.apply(y, w["norm2"]) @ w["fc1"]
+        def linear(name: str) -> Any:
+            return lambda y: y @ w[name]
 
-        def down(y: torch.Tensor) -> torch.Tensor:
+        def gate(y: torch.Tensor) -> torch.Tensor:
             gate, value = y.chunk(2, -1)
-            return (F.silu(gate) * value) @ w["fc2"]
+            return F.silu(gate) * value
 
-        qkv = self.again("gemm-last", project, x).split((q_width, k_width, k_width), -1)
+        qkv = self.before(norm("norm1"), linear("qkv"), x).split((q_width, k_width, k_width), -1)
         # Rotary embeddings and the like make tensors of their own out of the split.
-        heads = [part.unflatten(-1, (-1, SHAPE.head_dim)).clone() for part in qkv]
+        heads = [part.unflatten(-1, (-1, self.shape.head_dim)).clone() for part in qkv]
         mixed = self.again("attention-only", self.attention, *heads)
         x = x + mixed.reshape(batch, tokens, q_width) @ w["out"]
-        fc1 = self.again("gemm-last", up, x)
-        return x + self.again("gemm-last", down, fc1)
+        fc1 = self.before(norm("norm2"), linear("fc1"), x)
+        return x + self.before(gate, linear("fc2"), fc1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again("full", self.body, x)
 
 
-def saved_bytes(ctx: RankContext, ulysses: int, recompute: str) -> int:
+def saved_bytes(ctx: RankContext, ulysses: int, recompute: str, shape: ModelShape = SHAPE) -> int:
     """Of all storages that autograd keeps, once each, parameters aside."""
     mesh = mesh_of(ulysses)
-    layer = Layer(mesh, recompute)
+    layer = Layer(mesh, shape, recompute)
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     tokens = mesh.layout("zigzag", SEQ_LEN).length(mesh.rank)
-    x = torch.randn(B, tokens, SHAPE.hidden, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(B, tokens, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +109,7 @@ def saved_bytes(ctx: RankContext, ulysses: int, recompute: str) -> int:
             kept[storage.data_ptr()] = storage  # alive, so that no address comes twice
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors(pack, lambda tensor: tensor):
         y = layer(x.clone())
     total = sum(storage.nbytes() for storage in kept.values())
     y.sum().backward()
@@ -120,3 +127,13 @@ def test_saved_bytes_are_the_formula(
     split = Split(ulysses=ulysses, ring=world // ulysses, recompute=recompute, micro_batch=B)
     for counted in pool.run(saved_bytes, world, ulysses=ulysses, recompute=recompute):
         assert counted == pytest.approx(layer_bytes(work, split), rel=0.01)
+
+
+def test_gemm_last_keeps_the_part_that_the_formula_says(pool: WorkerPool) -> None:
+    """(6 h + 2 f) / (8 h + 4 f) with f = 8/3 h, as many KV heads as heads, no exchange."""
+    shape = ModelShape("llama", 1, 384, 1024, 8, 8, 100)
+    kept, everything = (
+        pool.run(saved_bytes, 1, ulysses=1, recompute=recompute, shape=shape)[0]
+        for recompute in ("gemm-last", "none")
+    )
+    assert kept / everything == pytest.approx(0.607, abs=0.01)

@@ -10,6 +10,7 @@ from ds_usp import MaskSpec
 from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
+from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
 from ds_usp.kernels.registry import _load, available_kernels
@@ -76,3 +77,20 @@ def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type:
             if true.abs().max() > 1e-9:  # nothing flows back to q and k through a single pair
                 error = relative_error(mine.cpu(), true.cpu())
                 assert error <= (1e-5 if name == "lse" else TOLERANCE[dtype]), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 56, 72, 80, 96, 112, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: ignore[no-untyped-def]
+    asked = KernelRequest("cuda", torch.bfloat16, head_dim, MaskSpec.causal())
+    if kernel.caps.refusal(asked):
+        pytest.skip("the kernel does not claim it")
+    for heads in ((2, 2), (6, 2)):
+        counts = ((300, heads[0]), (300, heads[1]), (300, heads[1]), (300, heads[0]))
+        tensors = [torch.randn(2, *n, head_dim, device="cuda").bfloat16() for n in counts]
+        got = attend(kernel, tensors, (300, 300, 0, MaskSpec.causal()))
+        exact = [each.double() for each in tensors]
+        want = attend(EagerKernel(), exact, (300, 300, 0, MaskSpec.causal()))
+        for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            error = relative_error(mine.cpu(), true.cpu())
+            assert error <= (1e-5 if name == "lse" else 2e-2), f"{name}: {error}"

@@ -56,6 +56,8 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
 
 def token_losses_on_rank(ctx: RankContext, *, runs: list[str], folder: str) -> list[list]:
     """Loss of every token of two sequences that differ in one token, for each run."""
+    from usp_trainer.model import token_losses
+
     found = []
     for flags in runs:
         run = start(flags + PLAIN_SGD, folder)
@@ -65,9 +67,11 @@ def token_losses_on_rank(ctx: RankContext, *, runs: list[str], folder: str) -> l
         changed[0, CHANGED] = 200
         both = []
         for full in (tokens, changed):
-            local = [layout.shard(x, dim=1, rank=ctx.rank) for x in (full, labels)]
+            given, aimed = (layout.shard(x, dim=1, rank=ctx.rank) for x in (full, labels))
             with torch.no_grad():
-                both.append(run.trainer.engine(*local))
+                for call in run.trainer.engine.module.calls:
+                    given = call(given)
+                both.append(token_losses(given, aimed))
         found.append(both)
     return found
 

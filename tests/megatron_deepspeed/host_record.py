@@ -17,6 +17,7 @@ import torch
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run
+from megatron_patches.megatron_deepspeed.state import host_state
 
 STD = 0.1
 
@@ -85,6 +86,7 @@ class Recorder:
         PatchSet("recorder", (Patch(target, fn, "wrap") for target, fn in pairs)).apply()
         if request.patched:
             run.main([request.script, *request.flags])
+            self.seen["sent"] = sum(host_state().mesh.ledger.bytes.values())
         else:
             sys.argv = [request.script, *request.flags]
             runpy.run_path(request.script, run_name="__main__")

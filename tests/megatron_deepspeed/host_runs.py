@@ -34,7 +34,7 @@ SGD = "--optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0"
 def flags(
     *,
     sp: int = 1,
-    u: int | None = None,
+    u: int | str | None = None,
     tp: int = 1,
     pp: int = 1,
     zero: int = 0,

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from host_runs import HERE, HostServer, flags, numbers, relative_difference
 
+from ds_usp.planner import AUTO
+
 LAUNCHERS = {
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_patches.run",
     "deepspeed": "-m deepspeed.launcher.runner --num_gpus 2 --master_port {port} "
@@ -20,7 +22,8 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_starts_the_script(host: HostServer, tmp_path: Path, launcher: str) -> None:
-    arguments = host.arguments(flags(sp=2, u=1, zero=1), tmp_path)
+    degree = AUTO if launcher == "torchrun" else 1
+    arguments = host.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
     words = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
     done = subprocess.run(
         [sys.executable, *words, str(host.checkout / "pretrain_gpt.py"), *arguments],
@@ -37,6 +40,8 @@ def test_a_launcher_starts_the_script(host: HostServer, tmp_path: Path, launcher
         },
         timeout=300,
     )
+    if degree == AUTO:
+        assert done.stdout.count("planner: ulysses 1 x ring 2 on cpu (predicted step") == 1
     losses = [float(x) for x in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
     assert len(losses) == 4, done.stdout[-2000:] + done.stderr[-2000:]
     ranks = host.run(2, flags(sp=2, u=1, zero=1), own_weights=True)

@@ -102,6 +102,37 @@ def test_it_trains_as_one_rank_does(
     check(host, grid, zero, model, RECOMPUTE[recompute])
 
 
+@pytest.mark.parametrize(
+    ("grid", "zero", "model", "more"),
+    [
+        (
+            "u2r2",
+            1,
+            "llama",
+            "--usp-recompute gemm-last --usp-loss-chunks 3 --usp-offload-ratio 0.5",
+        ),
+        ("u2r2", 3, "gpt", "--usp-recompute gemm-last --usp-loss-chunks 2"),
+        ("r2-pp2", 1, "llama", "--usp-recompute attention --usp-offload-ratio 1"),
+        ("u2-tp2", 2, "gpt", "--usp-recompute attention --usp-loss-chunks 5"),
+        ("u2r2", 3, "llama", "--usp-recompute attention --deepspeed-activation-checkpointing"),
+        ("u2-pp2", 1, "gpt", "--usp-recompute full"),
+    ],
+)
+def test_every_memory_policy_trains_as_one_rank_does(
+    host: HostServer, grid: str, zero: int, model: str, more: str
+) -> None:
+    check(host, grid, zero, model, more)
+
+
+def test_kept_attention_sends_what_a_plain_run_does(host: HostServer) -> None:
+    plain, kept, full = (
+        host.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
+        for recompute in ("none", "attention", "full")
+    )
+    for rank in range(4):
+        assert 0 < plain[rank]["sent"] == kept[rank]["sent"] < full[rank]["sent"]
+
+
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_layout_changes_nothing(host: HostServer, model: str) -> None:
     check(host, "u2r2", 1, model, "--usp-layout contiguous")

@@ -18,6 +18,13 @@ REFUSED = [
     (SP2, "--sequence-parallel", "cuts the sequence over tensor-parallel ranks"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
+    ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),
+    (
+        {"sp": 2, "u": "auto"},
+        "--usp-cluster l20 --seq-length 9999999 --max-position-embeddings 9999999",
+        "--ulysses-degree auto: nothing fits into 46.1 GiB",
+    ),
+    (SP2, "--usp-cluster l20", "--usp-cluster l20 is for --ulysses-degree auto"),
     ({"sp": 2, "u": 0}, "", "ulysses_degree=0 must be a whole number of 1 or more"),
     (
         {"sp": 2},
@@ -43,6 +50,13 @@ REFUSED = [
     (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
     (SP2, "--kd", "Train a plain GPT"),
     (SP2, "--inference", "one token at a time"),
+    ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
+    (SP2, "--usp-recompute full --checkpoint-activations", "leave one of them out"),
+    (
+        {},
+        "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",
+        "--apply-residual-connection-post-layernorm do not go together",
+    ),
 ]
 
 

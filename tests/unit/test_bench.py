@@ -22,6 +22,7 @@ BENCH = ROOT / "scripts" / "bench"
 sys.path.append(str(BENCH))
 
 import bench_attention  # noqa: E402 - found through the path above
+import bench_documents  # noqa: E402
 import overlap  # noqa: E402
 import plot  # noqa: E402
 import session  # noqa: E402
@@ -235,6 +236,30 @@ def test_attention_and_its_errors_on_two_ranks(tmp_path: Path) -> None:
     done = torchrun("bench_attention.py", *shape, "--errors", "--out", str(path))
     assert done.returncode == 0, done.stderr
     assert [row["contender"] for row in plot.read(path)[1]] == splits[1:]
+
+
+def test_documents_and_windows_on_two_ranks(tmp_path: Path) -> None:
+    sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
+    path = tmp_path / "found.csv"
+    done = torchrun("bench_documents.py", *sizes, "--rounds", "1", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = plot.read(path)[1]
+    for workload, layout in (("documents", "balanced"), ("window 8", "contiguous")):
+        assert [row["contender"] for row in rows if row["workload"] == workload] == [
+            "one GPU, eager",
+            "ds_usp 2x1 zigzag, eager",
+            f"ds_usp 1x2 {layout}, eager",
+            "ds_usp 1x2 zigzag, eager",
+        ]
+    assert len(rows) == 12
+
+
+def test_lengths_are_the_same_on_every_run() -> None:
+    borders = bench_documents.packed(1 << 17, 2048, 32768, seed=0)
+    assert borders == bench_documents.packed(1 << 17, 2048, 32768, seed=0)
+    lengths = [end - start for start, end in pairwise(borders)]
+    assert borders[0] == 0 and borders[-1] == 1 << 17
+    assert min(lengths[:-1]) >= 2048 and max(lengths) <= 32768
 
 
 def test_nothing_checked_is_a_failure() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_usp import ConfigError, USPConfig
+from ds_usp.config import Launched, launched
 
 
 def test_defaults_are_one_rank_with_zigzag() -> None:
@@ -76,3 +77,16 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], messages: 
 def test_from_args_refuses_too() -> None:
     with pytest.raises(ConfigError, match="--ulysses-degree 3 does not divide"):
         USPConfig.from_args(Namespace(ds_sequence_parallel_size=4, ulysses_degree=3))
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == Launched(0, 1, 0, 1)
+    for name, value in zip(names, ("5", "8", "1", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launched() == Launched(5, 8, 1, 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(ConfigError, match="no LOCAL_WORLD_SIZE in its environment"):
+        launched()

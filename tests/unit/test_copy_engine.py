@@ -91,7 +91,7 @@ class World:
             _stream=FakeStream(),
             _words=FakeWords(kind),
             _memory=FakeMemory(),
-            _slots=[_Slot(0), _Slot(SLOT)],
+            _slots=[_Slot(0, 0), _Slot(1, SLOT)],
             _next=0,
             _exchange=self.first,
             kind=kind,
@@ -121,8 +121,7 @@ class World:
             mock.patch.object(copy_engine, "_wait", wait),
             mock.patch.object(copy_engine, "_write", write),
             mock.patch.object(CopyEngine, "_pull", pull),
-            mock.patch.object(torch.cuda, "current_stream", lambda *_: self.current),
-            mock.patch.object(torch.cuda, "stream", self.on),
+            mock.patch.object(copy_engine, "current_stream", lambda *_: self.current),
         ):
             yield
 
@@ -145,7 +144,7 @@ class FakeChannel:
         return self
 
     def post(self, pairs: set[tuple[int, int]], *cell: Any) -> None:
-        index = self.engine.index(self.slot)
+        index = self.slot.index
         sources = sorted(a for a, b in pairs if b == self.rank)
         self.places = [
             Place((self.rank, *cell, source), (*self.name, source)) for source in sources

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,12 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan --model 7b --seq-len 8192 --gpus 12", "do not fill nodes of 8"),
         ("plan --model 7b --seq-len 8192 --gpus 0", "--gpus 0 must be 1 or more"),
         ("plan --model 7b --seq-len 8192 --gpus 8 --memory-gib 0", "holds nothing"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --memory-gib nan", "holds nothing"),
+        ("plan --model 7b --seq-len 8192 --gpus 8 --svg no/where.svg", "cannot write --svg no/wh"),
+        ("memory --model 7b --seq-len 8192 --workspace-gib nan", "--workspace-gib nan must be 0"),
+        ("memory --model 7b --seq-len 8192 --dp 0", "--dp 0 must be 1 or more"),
+        ("memory --model 7b --seq-len 8192 --gpus 0", "--gpus 0 must be 1 or more"),
+        ("memory --model 7b --seq-len 8192 --global-batch 0", "--global-batch 0 must be 1 or"),
         ("plan --model 7b --seq-len 0 --gpus 8", "seq_len=0 must be 1 or more"),
         ("plan --model 7b --seq-len 8192 --gpus 8 --documents 1,x", "--documents"),
         ("plan --model 7b --seq-len 8192 --gpus 8 --top 0", "--top 0"),
@@ -184,3 +191,75 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, sa
     assert captured.out == ""
     assert captured.err.startswith("error: ") and says in captured.err
     assert captured.err.count("\n") == 1
+
+
+STARTED = """
+import sys, time
+begin = time.process_time()
+from ds_usp.planner.__main__ import main
+main(["table"])
+print(time.process_time() - begin, *(name for name in ("torch", "numpy") if name in sys.modules))
+"""
+
+
+def test_it_starts_at_once() -> None:
+    """No torch, and half a second of a core at most; the whole process, as a shell sees it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, *loaded = done.stdout.splitlines()[-1].split()
+    assert float(seconds) < 0.5 and loaded == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """As `| head -1` does: the reader goes before the text is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "ds_usp.planner", "table"],
+            cwd=ROOT,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.process_time()
+    line = "plan --model 175b --seq-len 131072 --gpus 1024 --cluster h800 --global-batch 256"
+    assert json.loads(run(capsys, line + " --json"))["considered"] > 1e4
+    assert time.process_time() - begin < 5
+
+
+def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One process without links; the file serves the other commands at once."""
+    out = tmp_path / "here.json"
+    text = run(capsys, f"profile --out {out} --seconds 0.2 --device cpu --model")
+    assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
+    line = f"plan --model gpt-1.3b --seq-len 4096 --gpus 1 --cluster {out} --memory-gib 999"
+    assert json.loads(run(capsys, line + " --json"))["plans"]
+    found = json.loads(
+        run(capsys, f"profile --out {out} --seconds 0.1 --device cpu --json --model")
+    )
+    assert found["version"] == 1 and found["levels"]["origin"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--out profile.txt", "must end in .json"),
+        ("--out nowhere/profile.json", "there is no folder nowhere"),
+        ("--out profile.json --seconds 0", "must be more than 0"),
+        ("--out profile.json --model b9000", "no model 'b9000'"),
+    ],
+)
+def test_profiles_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], line: str, says: str, tmp_path: Path
+) -> None:
+    words = line.replace("profile.json", str(tmp_path / "profile.json")).split()
+    words = ["nowhere/profile.json" if "nowhere" in word else word for word in words]
+    assert main(["profile", "--device", "cpu", *words]) == 2
+    assert says in capsys.readouterr().err

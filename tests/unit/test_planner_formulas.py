@@ -271,3 +271,31 @@ def test_degrees_must_use_all_gpus() -> None:
         Workload(SMALL, 512, 1, (100,))
     with pytest.raises(ConfigError, match="seq_len=0"):
         Workload(SMALL, 0)
+
+
+def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
+    """Logits and a layer's buffers are never there together."""
+    split = Split(ulysses=2, ring=2)
+    work = Workload(load_model("gpt-1.3b"), 32768)
+    loss = memory(work, split)
+    assert loss.logits == 8192 * 50304 * 6 and loss.exchange == loss.transient == 0
+    layer = memory(work, replace(split, fused_loss=True))
+    one = 16384 * 1024 * 2  # q, k or v of a ring rank's tokens and a Ulysses rank's heads
+    assert layer.logits == 0 and layer.exchange == 2 * 3 * one + 5 * 2 * one
+    again = memory(work, replace(split, fused_loss=True, recompute="full"))
+    kept = memory(work, replace(split, fused_loss=True)).activations / 24
+    assert again.transient == pytest.approx(kept)
+
+
+def test_or_the_worst_moment_is_the_step() -> None:
+    """DeepSpeed's bf16 optimizer: 4 bytes more an element, when the activations are gone."""
+    work = Workload(load_model("gpt-6.7b"), 2048, 8)
+    plain = Split(dp=8, zero=1)
+    copied = replace(plain, reduction_bytes=4)
+    elements = stage_elements(work, plain, 0)
+    found = memory(work, copied)
+    assert found.activations == found.logits == 0
+    assert found.gradients == 8 * elements and found.weights == 2 * elements
+    assert memory(work, replace(copied, zero=2)) == memory(work, replace(plain, zero=2))
+    long = Workload(load_model("gpt-6.7b"), 131072, 8)
+    assert memory(long, copied) == memory(long, plain)

@@ -136,7 +136,8 @@ def test_own_attention_on_h200() -> None:
 
 
 def test_own_training_on_h200_in_the_order_of_speed() -> None:
-    """Seconds are a fifth too few: that host's elementwise work is not fused. Their order holds."""
+    """Seconds are a fifth too few: what that host does beside products and attention is in no
+    formula, only in a profile of it. Their order holds."""
     cluster, runs = load_cluster("h200").with_gpus_per_node(4), own_training_runs()
     pairs = [(step_time(cluster, work, split).total, true) for work, split, true in runs]
     assert [true for _, true in sorted(pairs)] == sorted(true for _, true in pairs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.links import (
@@ -21,42 +23,148 @@ from ds_usp.planner.links import (
     groups,
     straddles,
 )
+from ds_usp.planner.measured import seconds_at
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import layer_time
+from ds_usp.planner.timing import head_time, layer_time, step_time
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_number_says_where_it_is_from(name: str) -> None:
     cluster = load_cluster(name)
-    given = {f.name for f in fields(Cluster)} - {"name", "origins", "layers"}
+    given = {f.name for f in fields(Cluster)} - {"name", "origins", *ROWS}
     assert set(cluster.origins) == given
     for origin, source in cluster.origins.values():
         assert origin in ORIGINS and source
 
 
-def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
-    layer = {
-        "model": "llama3-8b",
-        "seq_len": 65536,
-        "tp": 1,
-        "ulysses": 2,
-        "ring": 2,
-        "recompute": "none",
-        "micro_batch": 1,
-        "layer_s": 0.125,
-    }
+SHAPE = {"hidden": 4096, "ffn": 14336, "q_width": 4096, "kv_width": 1024, "gated": True, "tp": 1}
+ROWS: dict[str, list[dict[str, float | str]]] = {
+    "exchanges": [
+        {"collective": "all_gather", "ranks": 4, "sent_bytes": size, "seconds": seconds}
+        for size, seconds in ((2**20, 1e-4), (2**26, 1e-3))
+    ],
+    "layers": [
+        {**SHAPE, "tokens": 8192, "forward_s": 0.010, "backward_s": 0.020},
+        {**SHAPE, "tokens": 32768, "forward_s": 0.034, "backward_s": 0.068},
+    ],
+    "calls": [
+        {
+            "ulysses": 2,
+            "ring": 2,
+            "seq_len": length,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "forward_s": forward,
+            "backward_s": 2.5 * forward,
+        }
+        for length, forward in ((32768, 0.005), (131072, 0.064))
+    ],
+    "ends": [{"hidden": 4096, "vocab": 128256, "tp": 1, "tokens": 8192, "seconds": 0.03}],
+    "steps": [
+        {"elements": 10**9, "zero": 1, "zero_ranks": 4, "seconds": 0.02},
+        {"elements": 3 * 10**9, "zero": 1, "zero_ranks": 4, "seconds": 0.05},
+    ],
+}
+
+
+def profiled(tmp_path: Path, **more: object) -> Cluster:
     file = tmp_path / "mine.json"
     contention = {"value": 0.2, "origin": "measured", "source": "today"}
-    file.write_text(json.dumps({"base": "h200", "contention": contention, "layers": [layer]}))
-    cluster = load_cluster(str(file))
+    file.write_text(json.dumps({"base": "h200", "contention": contention, **ROWS, **more}))
+    return load_cluster(str(file))
+
+
+def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
+    cluster = profiled(tmp_path, version=1)
     assert cluster.name == "mine"
     assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
     assert cluster.peak_flop_per_s == load_cluster("h200").peak_flop_per_s
-    work = Workload(load_model("llama3-8b"), 65536)
-    measured = layer_time(cluster, work, Split(ulysses=2, ring=2))
-    assert measured.measured and measured.total == 0.125
-    assert not layer_time(cluster, work, Split(ulysses=4)).measured
+    work, split = Workload(load_model("llama3-8b"), 65536), Split(ulysses=2, ring=2)
+    found = layer_time(cluster, work, split)
+    # 16384 tokens of a rank lie a third of the way between the two rows.
+    assert found.measured and found.matrices == pytest.approx(0.030 + (0.102 - 0.030) / 3)
+    assert found.elementwise < found.matrices / 20 and found.tp == found.recompute == 0
+    again = layer_time(cluster, work, replace(split, recompute="full")).recompute
+    forward = attention_s(cluster, work, split, backward=False).total
+    assert again == pytest.approx(0.018 + forward)
+    assert not layer_time(cluster, work, Split(tp=2, ulysses=2)).measured
+    assert not layer_time(cluster, Workload(load_model("7b"), 65536), split).measured
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [(5, 0.5), (10, 1.0), (15, 2.5), (20, 4.0), (30, 3.0), (60, 3.0)]
+)
+def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
+    """Also of rows that noise has bent: the last one took less than the one before."""
+    rows = [(10.0, 1.0), (20.0, 4.0), (30.0, 3.0)]
+    found = seconds_at(rows, lambda row: row[0], lambda row: row[1], asked)
+    assert found == pytest.approx(seconds)
+    assert seconds_at(rows[:1], lambda row: row[0], lambda row: row[1], 30) == 3.0
+    assert seconds_at(rows[:2], lambda row: row[0], lambda row: row[1], 30) == 7.0
+
+
+def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
+    """Else a host that is slower than the formulas would look faster wherever it was not run."""
+    cluster, plain = profiled(tmp_path), load_cluster("h200")
+    work, known, guessed = Workload(load_model("llama3-8b"), 65536), Split(), Split(tp=2)
+    formula, measured = layer_time(plain, work, known), layer_time(cluster, work, known)
+    ratio = measured.matrices / (formula.matrices + formula.elementwise)
+    assert ratio != pytest.approx(1, abs=0.05)
+    found, alone = layer_time(cluster, work, guessed), layer_time(plain, work, guessed)
+    assert not found.measured
+    assert found.matrices == pytest.approx(ratio * alone.matrices)
+    assert found.elementwise == pytest.approx(ratio * alone.elementwise)
+
+
+def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
+    cluster, model = profiled(tmp_path), load_model("llama3-8b")
+    split = Split(ulysses=2, ring=2)
+    for length, forward in ((32768, 0.005), (131072, 0.064)):
+        for backward, seconds in ((False, forward), (True, 2.5 * forward)):
+            found = attention_s(cluster, Workload(model, length), split, backward=backward)
+            assert found.total == pytest.approx(seconds)
+    between = attention_s(cluster, Workload(model, 65536), split, backward=False).total
+    assert 0.005 * 4 * 0.8 < between < 0.064 / 4 * 1.2
+    formula = load_cluster("h200")
+    for pair in (Split(ulysses=4), Split(ulysses=2, ring=2, tp=2)):
+        work = Workload(model, 65536)
+        same = attention_s(cluster, work, pair, backward=False).kernel
+        plain = attention_s(formula, work, pair, backward=False).kernel
+        assert (same == plain) == (pair.ulysses == 4)
+
+
+def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: Path) -> None:
+    cluster, plain = profiled(tmp_path), load_cluster("h200")
+    middle, slope = (2**20 + 2**26) / 2, 9e-4 / (2**26 - 2**20)
+    for stride in (1, 2):
+        found = exchange_s(cluster, Group(4, stride), middle, COLLECTIVE)
+        assert found == pytest.approx((1e-4 + 1e-3) / 2)
+    assert exchange_s(cluster, Group(4, 1), 2**27, COLLECTIVE) == pytest.approx(
+        1e-3 + slope * 2**26
+    )
+    # Cut into messages, each of them has its latency.
+    twice = exchange_s(cluster, Group(4, 1), 2 * middle, COLLECTIVE, 2)
+    assert twice == pytest.approx(2 * (1e-4 + 1e-3) / 2)
+    for group, pattern in (
+        (Group(4, 4), COLLECTIVE),
+        (Group(2, 1), COLLECTIVE),
+        (Group(4, 1), RELAY),
+    ):
+        assert exchange_s(cluster, group, 1e6, pattern) == exchange_s(plain, group, 1e6, pattern)
+
+
+def test_measured_ends_and_steps(tmp_path: Path) -> None:
+    cluster, model = profiled(tmp_path), load_model("llama3-8b")
+    split = Split(ulysses=2, ring=2, zero=1)
+    assert head_time(cluster, Workload(model, 65536), split) == pytest.approx(0.06)
+    work = Workload(replace(model, layers=8), 65536)
+    elements = stage_elements(work, split, 0)
+    time = step_time(cluster, work, split)
+    assert time.optimizer == pytest.approx(0.02 + (elements - 1e9) / 2e9 * 0.03)
+    assert time.gradients == 0
+    assert step_time(cluster, work, replace(split, zero=3)).gradients > 0
 
 
 @pytest.mark.parametrize(
@@ -68,7 +176,16 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
         ({"base": "h100", "peak_flop_per_s": 0}, "must be more than 0"),
         ({"base": "h100", "gpus_per_node": 4}, "last of its levels must be the node of 4"),
         ({"base": "h100", "contention": {"value": 1, "origin": "guessed"}}, "origin 'guessed'"),
-        ({"base": "h100", "layers": [{"model": "x"}]}, "missing"),
+        ({"base": "h100", "contention": -1}, "contention=-1 must be a share"),
+        ({"base": "h100", "host_bytes_per_s": -1}, "host_bytes_per_s must be 0 or more"),
+        ({"base": "h100", "memory_bytes": float("nan")}, "memory_bytes must be more than 0"),
+        ({"base": "h100", "attention_efficiency": []}, "attention_efficiency needs points"),
+        ({"base": "h100", "gemm_efficiency": [[9, 0.5], [2, 0.4]]}, "with sizes that ascend"),
+        ({"base": "h100", "gemm_efficiency": [[256, 70]]}, "has 70: a share of the peak lies"),
+        ({"base": "h100", "layers": [{"tokens": 1}]}, "missing"),
+        ({"base": "h100", "version": 2}, "is of version 2, this planner reads version 1"),
+        ({"base": "h100", "steps": [{**ROWS["steps"][0], "seconds": 0}]}, "seconds=0 must be"),
+        ({"base": "h100", "levels": [["node", 8, 0, 1, 1]]}, "what a GPU sends must be above 0"),
         ([], "must be an object"),
     ],
 )

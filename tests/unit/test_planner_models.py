@@ -10,6 +10,7 @@ from planner_facts import rows
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.models import MODELS, ModelShape, load_model
+from ds_usp.planner.split import Workload
 
 # Parameters as their makers count them.
 PARAMETERS = {
@@ -93,14 +94,70 @@ def test_gpt2s_config(tmp_path: Path) -> None:
     assert shape.parameters(1024) == pytest.approx(1.558e9, rel=0.001)
 
 
+def config(kind: str, sizes: str, **more: object) -> dict[str, object]:
+    """A configuration with the names that most of HuggingFace's have."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size")
+    return {"model_type": kind, **dict(zip(names, map(int, sizes.split()), strict=True)), **more}
+
+
+# Configurations as published, and the parameters that their makers count.
+PUBLISHED = [
+    (config("mistral", "32 4096 14336 32 8 32000", sliding_window=4096), 7.24e9),
+    (config("qwen2", "28 3584 18944 28 4 152064", sliding_window=131072), 7.62e9),
+    (config("qwen2", "24 896 4864 14 2 151936", tie_word_embeddings=True), 0.494e9),
+    (config("qwen3", "28 1024 3072 16 8 151936", head_dim=128, tie_word_embeddings=True), 0.596e9),
+    (config("qwen3", "36 4096 12288 32 8 151936", head_dim=128), 8.19e9),
+    (config("gemma", "28 3072 24576 16 16 256000", head_dim=256), 8.54e9),
+    (config("gemma", "18 2048 16384 8 1 256000", head_dim=256), 2.51e9),
+    (config("phi3", "32 3072 8192 32 32 32064", sliding_window=2047), 3.82e9),
+    (config("starcoder2", "30 3072 12288 24 2 49152"), 3.03e9),
+    (
+        {
+            "model_type": "gpt_neox",
+            "num_hidden_layers": 44,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 64,
+            "vocab_size": 50432,
+        },
+        20.6e9,
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "parameters"), PUBLISHED)
+def test_published_configurations_have_their_size(
+    tmp_path: Path, content: dict[str, object], parameters: float
+) -> None:
+    shape = load_model(write(tmp_path / "config.json", content))
+    assert shape.parameters() == pytest.approx(parameters, rel=0.005)
+
+
+def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
+    windowed = load_model(write(tmp_path / "config.json", PUBLISHED[0][0]))
+    assert Workload(windowed, 4096).seq_len == 4096
+    with pytest.raises(ConfigError, match=r"looks back 4096 tokens .* set its sliding_window"):
+        Workload(windowed, 4097)
+    off = {**PUBLISHED[0][0], "use_sliding_window": False}
+    assert Workload(load_model(write(tmp_path / "config.json", off)), 131072).seq_len == 131072
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        (config("mixtral", "32 4096 14336 32 8 32000", num_local_experts=8), "only dense models"),
+        (config("deepseek_v3", "61 7168 18432 128 128 129280", n_routed_experts=256), "only dense"),
+        (config("falcon_mamba", "64 4096 8192 32 8 65024"), "model_type 'falcon_mamba' are not kn"),
+        ({"model_type": "llava", "text_config": LLAMA}, "give its text_config as a file"),
         ({**LLAMA, "num_local_experts": 8}, "only dense models"),
         ({**LLAMA, "num_key_value_heads": 5}, "heads must be a multiple of kv_heads"),
         ({**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 8}, "give head_dim"),
         ({**LLAMA, "num_hidden_layers": 0}, "layers"),
         ({**LLAMA, "num_hidden_layers": 2.5}, "whole number"),
+        ({**LLAMA, "head_dim": -128}, "head_dim=-128 must be a whole number of 0"),
+        ({**LLAMA, "sliding_window": "4k"}, "window='4k' must be a whole number"),
+        ({**LLAMA, "tie_word_embeddings": "no"}, "tied='no' must be true or false"),
         ({"hidden_size": 64}, "has no layers, ffn, heads, vocab"),
         ([1, 2], "must be an object"),
     ],

@@ -24,6 +24,7 @@ NAMES = {
     "MeshError",
     "PatchError",
     "RankGrid",
+    "RecomputeError",
     "Scores",
     "SequenceMesh",
     "TokenLayout",
@@ -118,3 +119,14 @@ def test_import_has_no_side_effects_and_needs_no_host() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]"]
+
+
+def test_names_that_need_torch_come_when_they_are_asked_for() -> None:
+    probe = "import sys, ds_usp; print('torch' in sys.modules, ds_usp.Tuning(), dir(ds_usp))"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("False Tuning(")
+    assert all(name in done.stdout for name in NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'uspattention'"):
+        ds_usp.uspattention  # noqa: B018

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import doctest
 import random
-from pathlib import Path
+from itertools import accumulate
+from typing import get_args
 
 import oracle
 import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
-import ds_usp
 from ds_usp import LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.schedule import Piece, Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
-README = Path(__file__).resolve().parents[2] / "README.md"
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 def schedules(
@@ -26,12 +25,11 @@ def schedules(
     mask: MaskSpec,
     support: TileSupport = ANY_BAND,
     gather: bool = False,
-    alone: bool | None = None,
+    place: Place = "alone",
 ) -> list[RingSchedule]:
-    """Every ring rank's plan; gathered as between other parts, if nothing else is said."""
-    alone = not gather if alone is None else alone
+    """Every ring rank's plan."""
     return [
-        ring_schedule(layout, mask, rank, support, gather, alone) for rank in range(layout.ring)
+        ring_schedule(layout, mask, rank, support, gather, place) for rank in range(layout.ring)
     ]
 
 
@@ -44,6 +42,11 @@ def random_mask(draw: random.Random) -> MaskSpec:
 def random_support(draw: random.Random, mask: MaskSpec) -> TileSupport:
     window = mask.left is not None or draw.random() < 0.5
     return TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
+
+
+def travelling(plan: RingSchedule) -> list[RingStep]:
+    """The steps in which something may travel."""
+    return [step for step in plan.steps if not step.own]
 
 
 Walks = list[tuple[int, tuple[RingStep, ...]]]
@@ -98,27 +101,32 @@ def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring(seed: int
         kind, order = ALL_LAYOUTS[index % 4], draw.choice(ALL_ORDERS)
         layout, mask = TokenLayout(kind, seq_len, ulysses, ring, order), random_mask(draw)
         support = random_support(draw, mask)
-        gather, alone = draw.random() < 0.5, draw.random() < 0.5
-        plans = schedules(layout, mask, support, gather, alone)
+        gather, place = draw.random() < 0.6, draw.choice(PLACES)
+        plans = schedules(layout, mask, support, gather, place)
         allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right)
         for walks in (forward(plans), backward(plans)):
             assert torch.equal(computed(layout, walks), allowed.long()), (layout, mask, support)
         assert sum(plan.pairs for plan in plans) == int(allowed.sum())
-        check_own_blocks(layout, plans, alone)
-        check_visits(plans, 1 + alone if gather else None)
+        check_own_blocks(layout, plans, place)
+        check_visits(plans, 1 + (place == "alone") if gather else None)
         check_travel(layout, plans, allowed)
 
 
-def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], alone: bool) -> None:
+def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Place) -> None:
     """The own block comes first, where it stands; backward and alone, its rows in two halves around
-    the others."""
+    the others. Later than another part it may come with the others', the last of them."""
     for rank, plan in enumerate(plans):
         assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
         first, *others = plan.steps
         length = layout.ring_length(rank)
-        assert first.own and not any(step.own for step in others)
+        assert not any(step.own for step in others)
+        if not first.own:
+            assert place == "later" and not others and plan.backward_steps == plan.steps
+            assert first.takes[-1] == (rank, 0, length) and len(first.takes) > 1
+            continue
+        assert all(piece.rank != rank for step in others for piece in step.takes)
         early, *middle = plan.backward_steps
-        late = [middle.pop()] if others and alone else []
+        late = [middle.pop()] if others and place == "alone" else []
         assert middle == others
         for step in (first, early, *late):
             assert step.own and step.takes == ((rank, 0, length),) and step.gives == ()
@@ -129,15 +137,14 @@ def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], alone: bool
 
 def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
     """All ranks walk together and no step is in vain; gathered, there is a step or two."""
-    assert len({len(plan.steps) for plan in plans}) == 1
-    for at in range(1, len(plans[0].steps)):
-        assert any(plan.steps[at].pairs for plan in plans), at
+    steps = list(zip(*map(travelling, plans), strict=True))
+    assert all(any(step.pairs for step in each) for each in steps)
     if gathered:
-        assert len(plans[0].steps) <= 1 + gathered
+        assert len(steps) <= gathered
         for plan in plans:
-            for pieces in (p for step in plan.steps for p in (step.takes, step.gives)):
-                owners = [piece.rank for piece in pieces]
-                assert owners == sorted(owners)
+            for step in travelling(plan):
+                apart = [(plan.ring_rank - piece.rank) % len(plans) for piece in step.takes]
+                assert apart == sorted(apart, reverse=True)
     else:
         visited = offsets(plans)
         assert visited[0] == 0 and visited == sorted(set(visited)), visited
@@ -149,28 +156,29 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     ring = layout.ring
     taken, given = [0] * ring, [0] * ring
     for user, plan in enumerate(plans):
-        came = [piece for step in plan.steps[1:] for piece in step.takes]
+        came = [piece for step in plan.steps for piece in step.takes if piece.rank != user]
         wanted = []
         for owner in (rank for rank in range(ring) if rank != user):
             q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
             seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
             wanted += [(owner, *run) for run in runs_of(seen, len(k))]
         assert sorted(came) == wanted
-    for at in range(1, len(plans[0].steps)):
-        for owner, plan in enumerate(plans):
-            sent = plan.steps[at].gives
-            # A user's pieces lie one after the other: those of the owners before come first.
-            assert list(plan.steps[at].given_at) == [
-                sum(
-                    p.stop - p.start
-                    for p in plans[piece.rank].steps[at].takes
-                    if (p.rank, p.start) < (owner, piece.start)
-                )
-                for piece in sent
+    for steps in zip(*map(travelling, plans), strict=True):
+        for owner, step in enumerate(steps):
+            sent = step.gives
+            # A user's pieces lie one after the other.
+            assert list(step.given_at) == [
+                start
+                for user in range(ring)
+                if user != owner
+                for start, piece in placed(steps[user].takes)
+                if piece.rank == owner
             ]
             given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
             for user in range(ring):
-                takes = plans[user].steps[at].takes
+                if user == owner:
+                    continue
+                takes = [piece for piece in steps[user].takes if piece.rank != user]
                 assert [piece[1:] for piece in sent if piece.rank == user] == [
                     piece[1:] for piece in takes if piece.rank == owner
                 ]
@@ -180,6 +188,12 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     longest = max(map(layout.ring_length, range(ring)))
     assert {plan.most_owned for plan in plans} == {longest}
     assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
+
+
+def placed(takes: tuple[Piece, ...]) -> list[tuple[int, Piece]]:
+    """Each piece with the first of its tokens among all."""
+    starts = accumulate((piece.length for piece in takes), initial=0)
+    return list(zip(starts, takes, strict=False))
 
 
 def runs_of(seen: list[int], owned: int) -> list[tuple[int, int]]:
@@ -230,24 +244,29 @@ def test_causal_takes_one_kernel_call_a_step(kind: str, order: str, support: Til
 
 # Kernel calls of every rank of a ring of 5 with all other blocks at once, causal, where the
 # sequence divides. A zigzag rank sees the front halves of all with all its queries, and the back
-# halves of the ranks behind it with its back half. Stripes do not join: a call a block.
+# halves of the ranks behind it with its back half. Stripes do not join: a call a block. Then with
+# the own block among them, for a kernel that computes rectangular causal tiles: each half of a
+# zigzag rank sees keys up to its own diagonal, and the halves of the last rank are one run.
 GATHERED = {
-    "contiguous": [0, 1, 1, 1, 1],
-    "zigzag": [1, 2, 2, 2, 1],
-    "context_parallel": [1, 2, 2, 2, 1],
-    "striped": [4, 4, 4, 4, 4],
+    "contiguous": ([0, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    "zigzag": ([1, 2, 2, 2, 1], [2, 2, 2, 2, 1]),
+    "context_parallel": ([1, 2, 2, 2, 1], [2, 2, 2, 2, 1]),
+    "striped": ([4, 4, 4, 4, 4], [5, 5, 5, 5, 5]),
 }
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
-@pytest.mark.parametrize("support", [TileSupport(False, False), ANY_BAND], ids=["plain", "any"])
-def test_all_blocks_at_once_take_few_kernel_calls(kind: str, support: TileSupport) -> None:
-    for ulysses in (1, 2, 3):
-        plans = schedules(TokenLayout(kind, 60 * ulysses, ulysses, 5), CAUSAL, support, gather=True)
-        assert [len(plan.steps[0].calls) for plan in plans] == [1] * 5
-        assert [[len(step.calls) for step in plan.steps[1:]] for plan in plans] == [
-            [calls] for calls in GATHERED[kind]
-        ]
+def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
+    others, whole = GATHERED[kind]
+    plain = TileSupport(False, False)
+    for layout in (TokenLayout(kind, 60 * ulysses, ulysses, 5) for ulysses in (1, 2, 3)):
+        apart = (("first", plain), ("first", ANY_BAND), ("later", plain))
+        for plans in (schedules(layout, CAUSAL, can, True, place) for place, can in apart):
+            calls = [[len(step.calls) for step in plan.steps] for plan in plans]
+            assert calls == [[1, each] for each in others]
+        plans = schedules(layout, CAUSAL, gather=True, place="later")
+        assert [sum(len(step.calls) for step in plan.steps) for plan in plans] == whole
+        assert {len(plan.steps) for plan in plans[1:]} == {2 if kind == "striped" else 1}
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
@@ -304,18 +323,16 @@ SHORT_RINGS = [
 def test_a_window_shortens_the_ring(kind: str, local: int, left: int, visited: list[int]) -> None:
     layout, mask = TokenLayout(kind, 8 * local, 1, 8), MaskSpec.window(left)
     assert offsets(schedules(layout, mask)) == visited
-    gathered = schedules(layout, mask, gather=True)
+    gathered = schedules(layout, mask, gather=True, place="first")
     assert {len(plan.steps) for plan in gathered} == {min(len(visited), 2)}
 
 
 def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
-    for plan in schedules(
-        TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True, alone=True
-    ):
+    for plan in schedules(TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True):
         before = (plan.ring_rank - 1) % 5
         assert [[piece.rank for piece in step.takes] for step in plan.steps[1:]] == [
             [before],
-            [rank for rank in range(5) if rank not in (before, plan.ring_rank)],
+            [(plan.ring_rank + apart) % 5 for apart in (1, 2, 3)],
         ]
 
 
@@ -324,7 +341,7 @@ def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)
         assert len(plan.steps) == 1 and plan.pairs == 16 * 17 // 2
         for gather, steps in ((False, 4), (True, 2)):
-            plans = schedules(TokenLayout(kind, 64, 1, 4), CAUSAL, gather=gather)
+            plans = schedules(TokenLayout(kind, 64, 1, 4), CAUSAL, gather=gather, place="first")
             assert {len(plan.steps) for plan in plans} == {steps}
 
 
@@ -347,34 +364,8 @@ def test_only_what_is_used_travels(
     plans = schedules(layout, mask)[:2]
     assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == gives
     together = [[sorted(piece for pieces in steps for piece in pieces)] for steps in gives]
-    plans = schedules(layout, mask, gather=True)[:2]
+    plans = schedules(layout, mask, gather=True, place="first")[:2]
     assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == together
-
-
-def test_a_schedule_prints_as_a_table() -> None:
-    layout = TokenLayout("contiguous", 16, 1, 2)
-    first, last = schedules(layout, CAUSAL)
-    assert str(first).splitlines() == [
-        "ring rank 0 of 2, 36 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of nobody: nothing, gives 1[0:8]",
-    ]
-    assert str(last).splitlines()[-1] == "  of 0[0:8]: q[0:8] k[0:8] full"
-    windowed = schedules(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1))[0]
-    assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
-    assert str(schedules(TokenLayout("zigzag", 24, 1, 3), CAUSAL, gather=True)[1]).splitlines() == [
-        "ring rank 1 of 3, 100 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of 0[0:4] 2[0:8]: q[0:8] k[0:4] full; q[4:8] k[4:12] full, gives 0[0:8] 2[0:4]",
-    ]
-
-
-def test_the_readme_shows_what_is_printed() -> None:
-    text = README.read_text(encoding="utf-8").replace("```", "")
-    examples = doctest.DocTestParser().get_doctest(text, {"ds_usp": ds_usp}, "README", None, 0)
-    assert any("ring_schedule(" in example.source for example in examples.examples)
-    said: list[str] = []
-    assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)
 
 
 def test_equal_questions_share_one_plan() -> None:

@@ -12,7 +12,9 @@ from ds_usp import ConfigError, LayoutError
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer.arguments import QUICKSTART, build_parser, check, parse  # noqa: E402
+from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
+from usp_trainer.checks import check  # noqa: E402
+from usp_trainer.planned import choose, decide, model_shape  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --clip-grad --data-cache-path
@@ -29,8 +31,10 @@ FLAGS = """
     --reset-attention-mask --reset-position-ids --rotary-base --save --save-interval --seed
     --seq-length --sgd-momentum --split --swiglu
     --tensor-model-parallel-size --train-iters --ulysses-degree
-    --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-kernel
-    --usp-layout --vocab-size --weight-decay --zero-stage
+    --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-cluster
+    --usp-kernel --usp-layout --usp-loss-chunks --usp-offload-ratio --usp-recompute --vocab-size
+    --weight-decay
+    --zero-stage
 """
 
 
@@ -98,3 +102,52 @@ def test_a_sequence_that_no_layout_can_cut_is_refused() -> None:
     flags = "--ds-sequence-parallel-size 8 --num-attention-heads 8 --seq-length 5"
     with pytest.raises(LayoutError, match="at least 16 tokens"):
         check(parse(flags.split()), 8)
+
+
+BIG = """
+    --ds-sequence-parallel-size 8 --num-layers 4 --hidden-size 4096 --num-attention-heads 32
+    --num-key-value-heads 8 --seq-length 32768 --bf16 --device cpu --ulysses-degree auto
+    --usp-cluster
+"""
+
+
+def chosen(cluster: str, flags: str = "", world: int = 8) -> tuple[int, str]:
+    args = parse([*BIG.split(), cluster, *flags.split()])
+    args.ulysses_degree = None
+    choice = choose(check(args, world), world)
+    return choice.ulysses, "\n".join(choice.why)
+
+
+def test_auto_follows_the_cluster() -> None:
+    """NVLink carries the heads anywhere; on PCIe only the ring, which hides, leaves a switch."""
+    nvlink, why = chosen("a100")
+    assert nvlink == 8 and why.startswith("planner: ulysses 8 x ring 1 on a100")
+    for pair in ("8 x 1", "4 x 2", "2 x 4", "1 x 8"):
+        assert f"{pair} " in why
+    assert "ulysses 8, because ulysses 4 reaches" in why
+    for given in ("tp", "pp", "dp", "zero", "recompute"):
+        assert f"planner: {given} 1, because" not in why
+    assert chosen("l20")[0] == 2
+
+
+def test_auto_of_one_rank_a_sequence() -> None:
+    assert chosen("h200", "--ds-sequence-parallel-size 1")[0] == 1
+
+
+def test_auto_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"nothing fits into 46.1 GiB.*lacks .* GiB.*is taken"):
+        chosen("l20", "--seq-length 4194304")
+
+
+def test_a_cluster_without_auto_is_refused() -> None:
+    flags = "--usp-cluster h200 --ds-sequence-parallel-size 2"
+    with pytest.raises(ConfigError, match="is for --ulysses-degree auto"):
+        decide(parse(flags.split()), 2)
+
+
+def test_the_planner_knows_the_trainers_model() -> None:
+    args = parse(["--num-key-value-heads", "2", "--swiglu", "--vocab-size", "500"])
+    args = check(args, 1)
+    shape = model_shape(args)
+    assert (shape.kv_heads, shape.ffn, shape.vocab) == (2, args.ffn_hidden_size, 500)
+    assert shape.gated and shape.tied and shape.learned_positions and shape.biases

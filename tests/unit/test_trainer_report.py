@@ -14,7 +14,8 @@ TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence
 sys.path.insert(0, str(TRAINER))
 
 from usp_trainer import quickstart, report  # noqa: E402
-from usp_trainer.arguments import check, parse, replica_size  # noqa: E402
+from usp_trainer.arguments import parse  # noqa: E402
+from usp_trainer.checks import check, replica_size  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer.arguments import check, parse  # noqa: E402
+from usp_trainer.arguments import parse  # noqa: E402
+from usp_trainer.checks import check  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
 
 

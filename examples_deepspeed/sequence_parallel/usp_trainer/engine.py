@@ -17,7 +17,6 @@ from ds_usp.training import (
     initialize_deepspeed,
     loss_token_weight,
     mean_loss,
-    weighted_loss,
 )
 from usp_trainer.data import TrainingBatch
 
@@ -57,8 +56,8 @@ class Trainer:
             loss = self.engine.train_batch(iter(_pipeline_batches(weighted))).item()
         else:
             losses = []
-            for *batch, weights in weighted:
-                losses.append(weighted_loss(self.engine(*batch), weights))
+            for batch in weighted:
+                losses.append(self.engine(*batch))
                 self.engine.backward(losses[-1])
                 self.engine.step()
             loss = mean_loss(losses, self._scale, self._groups.sp_dp)
@@ -71,7 +70,7 @@ class Trainer:
         self.engine.eval()
         if self._groups.stages > 1:
             return self.engine.eval_batch(iter(_pipeline_batches(weighted))).item()
-        losses = [weighted_loss(self.engine(*batch), weights) for *batch, weights in weighted]
+        losses = [self.engine(*batch) for batch in weighted]
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
     def _weighted(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:

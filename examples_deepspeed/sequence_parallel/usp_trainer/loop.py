@@ -14,25 +14,27 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, owned_parameters
 from megatron_patches.megatron_core.groups import initialize_groups
 from usp_trainer import checkpoint, report
-from usp_trainer.arguments import check
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
 from usp_trainer.engine import Trainer, learning_rate
 from usp_trainer.model import build_model, padded_vocab_size
+from usp_trainer.planned import decide
 
 
 class Run:
     """Everything a rank holds between steps. Collective: every rank makes one and calls it alike.
 
     Args:
-        args: as parsed; :attr:`args` has what follows from it.
+        args: as parsed; :attr:`args` has what follows from it, :attr:`why` what the planner says
+            of its choice, if it had one.
 
     Raises:
         USPError: on every rank; whatever is wrong with the flags, the data or the checkpoint.
     """
 
     def __init__(self, args: Namespace) -> None:
-        self.args = args = check(args, dist.get_world_size())
+        self.args, self.why = decide(args, dist.get_world_size())
+        args = self.args
         layout = TokenLayout(
             args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
         )
@@ -96,7 +98,7 @@ def pretrain(args: Namespace) -> None:
     if dist.get_rank() == 0:
         if not args.quiet:
             named = _ranks(run.mesh, run.groups)
-            print(report.start_block(args, named, run.parameters), flush=True)
+            print(*run.why, report.start_block(args, named, run.parameters), sep="\n", flush=True)
         reporter = report.Reporter(args, run.progress.step)
     while run.progress.step < args.train_iters:
         row = run.step()

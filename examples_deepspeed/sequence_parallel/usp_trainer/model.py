@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_usp import SequenceMesh, TokenLayout
-from ds_usp.training import ParallelGroups, local_positions, rotary_frequencies, weighted_loss
+from ds_usp.memory import LayerMemory
+from ds_usp.training import (
+    ParallelGroups,
+    chunked_weighted_loss,
+    local_positions,
+    rotary_frequencies,
+    weighted_loss,
+)
+from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+from usp_trainer.memory import layer_memory
 
 
 class Packing:
@@ -83,19 +93,27 @@ class Layer(nn.Module):
         spec: ModuleSpec,
         number: int,
         rotary: Tensor | None,
+        memory: LayerMemory,
         packing: Packing,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.rotary, self.packing = rotary, packing
+        self.number, self.rotary, self.memory, self.packing = number, rotary, memory, packing
+        if memory.recompute == "gemm-last":
+            recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # Taken now: when it is computed again, the next batch's documents may be there.
+        run = partial(self._run, self.packing.params)
+        return self.memory.run(self.number, run, hidden)
+
+    def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(
             hidden,
             attention_mask=None,
             rotary_pos_emb=self.rotary,
-            packed_seq_params=self.packing.params,
+            packed_seq_params=documents,
         )
         return hidden
 
@@ -114,20 +132,22 @@ class FinalNorm(nn.Module):
 
 
 class Output(nn.Module):
-    """Hidden states to logits ``[s_local, b, vocab / tp]``, with a matrix of its own."""
+    """Hidden states to what the loss is computed from, with a matrix of its own."""
 
-    def __init__(self, seed: int, config: TransformerConfig, args: Namespace) -> None:
+    def __init__(self, seed: int, config: TransformerConfig, args: Namespace, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.output = output_matrix(config, args, own_weight=True)
+        self.loss = loss
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(hidden)[0]
+    def forward(self, hidden: Tensor, *targets: Tensor) -> Tensor:
+        return self.loss.of_output(self.output, hidden, self.output.weight, *targets)
 
 
-def tied_output(embedding: Embedding, hidden: Tensor) -> Tensor:
-    """Hidden states to logits with the matrix of the embedding."""
-    return embedding.output(hidden, weight=embedding.embedding.word_embeddings.weight)[0]
+def tied_output(loss: Loss, embedding: Embedding, hidden: Tensor, *targets: Tensor) -> Tensor:
+    """The same with the matrix of the embedding."""
+    weight = embedding.embedding.word_embeddings.weight
+    return loss.of_output(embedding.output, hidden, weight, *targets)
 
 
 def output_matrix(
@@ -154,14 +174,45 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
 
 
-def pipeline_loss(logits: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
-    """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
-    labels, weights = labels_and_weights
-    return weighted_loss(token_losses(logits, labels), weights)
+class Loss:
+    """This rank's part of the loss: from the logits, or in chunks of tokens that never have them.
+
+    Args:
+        chunks: how many; 0: all logits at once.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self._weight: Tensor | None = None
+
+    def of_output(
+        self, output: nn.Module, hidden: Tensor, weight: Tensor, *targets: Tensor
+    ) -> Tensor:
+        """The last layer. With labels and loss weights ``[b, s_local]`` the loss; without them (the
+        pipeline hands them to :meth:`of_stage`) logits ``[s_local, b, vocab / tp]``, or in chunks
+        the hidden states."""
+        if self.chunks:
+            self._weight = None if targets else weight
+            return self._chunked(hidden, weight, *targets) if targets else hidden
+        logits = output(hidden, weight=weight)[0]
+        return self.of_stage(logits, targets) if targets else logits
+
+    def of_stage(self, given: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
+        """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
+        if self.chunks:
+            return self._chunked(given, self._weight, *labels_and_weights)
+        labels, weights = labels_and_weights
+        return weighted_loss(token_losses(given, labels), weights)
+
+    def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        group = get_tensor_model_parallel_group()
+        return chunked_weighted_loss(
+            hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
+        )
 
 
 class GPT(nn.Module):
-    """All layers in a row; returns the loss of every token."""
+    """All layers in a row; returns this rank's part of the loss."""
 
     def __init__(self, specs: Sequence[LayerSpec], packing: Packing) -> None:
         super().__init__()
@@ -181,14 +232,16 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor,
-        positions: Tensor | None = None,
-        documents: list[list[int]] | None = None,
+        positions: Tensor | None,
+        documents: list[list[int]] | None,
+        weights: Tensor,
     ) -> Tensor:
         self.packing.begin(positions, documents)
+        *calls, output = self.calls
         hidden = tokens
-        for call in self.calls:
+        for call in calls:
             hidden = call(hidden)
-        return token_losses(hidden, labels)
+        return output(hidden, labels, weights)
 
 
 def build_model(
@@ -199,8 +252,9 @@ def build_model(
     device: torch.device,
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
+    loss = Loss(args.usp_loss_chunks)
     packing = Packing(local_positions(layout, mesh.rank, device))
-    specs = layer_specs(args, packing)
+    specs = layer_specs(args, packing, loss)
     if groups.stages == 1:
         return GPT(specs, packing)
     deepspeed.init_distributed(
@@ -214,12 +268,12 @@ def build_model(
                 num_mp=dist.get_world_size(groups.tp),
                 num_dp=dist.get_world_size(groups.sp_dp),
             ),
-            loss_fn=pipeline_loss,
+            loss_fn=loss.of_stage,
             partition_method="type:^layer$",
         )
 
 
-def layer_specs(args: Namespace, packing: Packing) -> list[LayerSpec]:
+def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec]:
     """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
     degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
     config = transformer_config(args)
@@ -230,17 +284,21 @@ def layer_specs(args: Namespace, packing: Packing) -> list[LayerSpec]:
     embedding = [Embedding, args.seed, config, args, packing]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
-        last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args)
+        last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
     else:
         weight = "embedding.word_embeddings.weight"
         first, last = (
             TiedLayerSpec("embedding", *embedding, forward_fn=forward, tied_weight_attr=weight)
-            for forward in (None, tied_output)
+            for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
+    memory = layer_memory(args, packing.positions.device)
     return [
         first,
-        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, packing) for n in numbers),
+        *(
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, packing)
+            for n in numbers
+        ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]

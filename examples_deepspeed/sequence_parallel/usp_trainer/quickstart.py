@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from usp_trainer.arguments import replica_size
+from usp_trainer.checks import replica_size
 from usp_trainer.launch import Main, run_forked
 from usp_trainer.report import METRICS
 
@@ -24,10 +24,11 @@ PROOFS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Adam": {"optimizer": "adam", "lr": 1e-3, "clip_grad": 1.0},
     }
 )
-ONE_RANK: Mapping[str, int] = MappingProxyType(
+ONE_RANK: Mapping[str, int | None] = MappingProxyType(
     {
         "ds_sequence_parallel_size": 1,
         "ulysses_degree": 1,
+        "usp_cluster": None,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }

@@ -1,0 +1,15 @@
+"""Floor 1: what is kept for the backward pass, computed again, or waits on the host."""
+
+from ds_usp.memory.gemm_last import GemmLast, recompute_before
+from ds_usp.memory.keep import keep_attention
+from ds_usp.memory.layers import RECOMPUTE, LayerMemory
+from ds_usp.memory.offload import Offload
+
+__all__ = [
+    "RECOMPUTE",
+    "GemmLast",
+    "LayerMemory",
+    "Offload",
+    "keep_attention",
+    "recompute_before",
+]

@@ -1,0 +1,104 @@
+"""Bytes between a device and the host, beside the stream that computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+_BLOCK_BYTES = 1 << 26  # a power of two: torch rounds pinned memory up to one
+
+
+class HostBlocks:
+    """Host memory in blocks of one size, used again: to pin memory takes longer than to fill it.
+
+    Args:
+        pinned: the memory can be reached by a GPU.
+    """
+
+    def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES) -> None:
+        self.block_bytes = block_bytes
+        self._pinned = pinned
+        self._free: list[torch.Tensor] = []
+        self.made = 0
+
+    def take(self, size: int) -> Parcel:
+        """Room for so many bytes; free again when nobody refers to it any more."""
+        count = -(-size // self.block_bytes)
+        blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
+        parcel = Parcel(tuple(blocks), self.block_bytes)
+        weakref.finalize(parcel, self._free.extend, blocks)
+        return parcel
+
+    def _new(self) -> torch.Tensor:
+        self.made += 1
+        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+class Parcel:
+    """Blocks that are addressed as one run of bytes."""
+
+    def __init__(self, blocks: tuple[torch.Tensor, ...], block_bytes: int) -> None:
+        self._blocks, self._size = blocks, block_bytes
+
+    def pieces(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The bytes from start to stop, a piece a block."""
+        found = []
+        for index in range(start // self._size, -(-stop // self._size)):
+            first = index * self._size
+            found.append(self._blocks[index][max(start - first, 0) : min(stop - first, self._size)])
+        return found
+
+
+class Copies:
+    """Copies in both directions, each on a stream of its own; on a CPU at once.
+
+    Memory is handed over by events alone: copies start after all that the current stream was given
+    so far, and what they read or write is held by the caller until the current stream has waited
+    for them. So the allocator, which knows the current stream only, is never wrong.
+
+    Args:
+        device: where tensors are when they are not on the host.
+    """
+
+    def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
+        on_gpu = device.type == "cuda"
+        self.blocks = HostBlocks(on_gpu, block_bytes)
+        self.device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
+
+    def to_host(self, data: Sequence[torch.Tensor]) -> tuple[Parcel, Done]:
+        """Copy runs of bytes (uint8, 1-D), one behind the other."""
+        parcel = self.blocks.take(sum(len(each) for each in data))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at = 0
+        for each in data:
+            pieces = parcel.pieces(at, at + len(each))
+            pairs += zip(pieces, each.split([len(piece) for piece in pieces]), strict=True)
+            at += len(each)
+        return parcel, self._run(0, pairs)
+
+    def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
+        """Copy into each first tensor the second one."""
+        return self._run(1, pairs)
+
+    def wait(self, done: Done) -> None:
+        """Let the current stream wait for copies."""
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
+        if not self._streams:
+            for into, data in pairs:
+                into.copy_(data)
+            return None
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for into, data in pairs:
+                into.copy_(data, non_blocking=True)
+            return stream.record_event()
+
+
+Done = torch.cuda.Event | None

@@ -1,0 +1,35 @@
+"""The random generators that code may draw from without saying so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RandomState(NamedTuple):
+    """States of the CPU's generator and of one GPU's."""
+
+    device: torch.device
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The states of this moment; the host knows both, nothing waits for the GPU."""
+        gpu = None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            gpu = torch.cuda.get_rng_state(device)
+        return cls(device, torch.get_rng_state(), gpu)
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState.now(self.device)
+        same = self.gpu is None or now.gpu is None or torch.equal(self.gpu, now.gpu)
+        return same and torch.equal(self.cpu, now.cpu)
+
+    def restore(self) -> None:
+        """Draw from here on as if it were that moment."""
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)

@@ -1,0 +1,220 @@
+"""Cross entropy over a vocabulary without the logits: tokens in chunks, each chunk's logits for a
+moment.
+
+Logits of s tokens over V words are ``s V`` numbers, and once more in fp32: at 32K tokens of a 128K
+vocabulary more than all other activations of a layer. Here a chunk's logits become its losses and
+at once its gradients. Under tensor parallelism each rank has its words.
+
+Source: the chunked linear cross entropy of Liger Kernel (Hsu et al., 2410.10989); the sums over a
+cut vocabulary are Megatron's (1909.08053).
+
+Letters of the shapes: T tokens, h hidden, V words of this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_usp.errors import ConfigError
+
+Group = dist.ProcessGroup | None
+
+
+def chunked_weighted_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    *,
+    chunks: int,
+    tp_group: Group = None,
+) -> Tensor:
+    """``sum(loss_weights * cross_entropy(hidden @ weight.T, labels))``, in fp32.
+
+    The gradients are computed in the forward pass, so that no logits are computed twice.
+
+    Shapes:
+        hidden ``[..., h]``, weight ``[V, h]``, labels and loss_weights ``[...]``; a scalar.
+
+    Args:
+        labels: word ids of the whole vocabulary.
+        chunks: parts into which the tokens are cut.
+        tp_group: the ranks among which the words are cut, in rank order, and which all have these
+            tokens; None: one rank has them all. Collective over it.
+
+    Raises:
+        ConfigError: shapes that do not fit, fp16, or chunks below 1.
+    """
+    rows = _checked(hidden, weight, labels, chunks)
+    if loss_weights.shape != labels.shape:
+        raise ConfigError(f"labels {list(labels.shape)}, loss_weights {list(loss_weights.shape)}")
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    factors = loss_weights.reshape(-1).float()
+    loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, learns)
+    return loss
+
+
+def chunked_token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, tp_group: Group = None
+) -> Tensor:
+    """The cross entropy of every token, for hosts that weigh it later.
+
+    How much each token counts is known in the backward pass only, so each chunk's logits are
+    computed there once more: ``2 h V`` FLOP a token.
+
+    Shapes, arguments and errors: as for :func:`chunked_weighted_loss`; the result is ``[...]``.
+    """
+    rows = _checked(hidden, weight, labels, chunks)
+    losses: Tensor = TokenLosses.apply(*rows, chunks, tp_group)
+    return losses.view(labels.shape)
+
+
+class WeightedLoss(torch.autograd.Function):
+    """The weighted sum of losses, whose gradients wait from the forward pass on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor,
+        chunks: int,
+        group: Group,
+        learns: bool,
+    ) -> Tensor:
+        """See :func:`chunked_weighted_loss`; hidden ``[T, h]``."""
+        loss = loss_weights.new_zeros(())
+        grads = _Gradients(hidden, weight) if learns else None
+        for rows, logits in _chunks(hidden, weight, labels, chunks, group):
+            loss += logits.losses @ loss_weights[rows]
+            if grads:
+                grads.add(rows, logits.gradient(loss_weights[rows]))
+        if grads:
+            ctx.save_for_backward(*grads.result(group))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradients that wait, scaled."""
+        dhidden, dweight = ctx.saved_tensors
+        return dhidden * grad.to(dhidden), dweight * grad.to(dweight), *[None] * 5
+
+
+class TokenLosses(torch.autograd.Function):
+    """Losses of tokens, whose logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
+    ) -> Tensor:
+        """See :func:`chunked_token_losses`; hidden ``[T, h]``, the result ``[T]``."""
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.cut = chunks, group
+        parts = _chunks(hidden, weight, labels, chunks, group)
+        return torch.cat([logits.losses for _, logits in parts])
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
+        """Gradients chunk by chunk."""
+        hidden, weight, labels = ctx.saved_tensors
+        grads = _Gradients(hidden, weight)
+        for rows, logits in _chunks(hidden, weight, labels, *ctx.cut):
+            grads.add(rows, logits.gradient(dlosses[rows]))
+        return *grads.result(ctx.cut[1]), None, None, None
+
+
+class _Logits(NamedTuple):
+    """One chunk: ``exp(logits - largest)`` ``[t, V]`` in fp32, their sum over all words, the losses
+    ``[t]``; which labels are words of this rank, and which words."""
+
+    exponentials: Tensor
+    total: Tensor
+    losses: Tensor
+    mine: Tensor
+    words: Tensor
+
+    def gradient(self, dlosses: Tensor) -> Tensor:
+        """Of the logits; overwrites the exponentials, whose memory it takes."""
+        probabilities = self.exponentials.div_(self.total.unsqueeze(1))
+        rows = torch.arange(len(self.words), device=self.words.device)
+        probabilities[rows, self.words] -= self.mine.to(probabilities.dtype)
+        return probabilities.mul_(dlosses.unsqueeze(1))
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
+) -> Iterator[tuple[slice, _Logits]]:
+    """Each part of the tokens with its logits."""
+    size = -(-len(labels) // chunks)
+    for start in range(0, len(labels), size):
+        rows = slice(start, min(start + size, len(labels)))
+        yield rows, _logits(hidden[rows] @ weight.t(), labels[rows], group)
+
+
+def _logits(scores: Tensor, labels: Tensor, group: Group) -> _Logits:
+    logits = scores.float() if scores.dtype != torch.float64 else scores
+    largest = logits.max(dim=1).values
+    several = group is not None and dist.get_world_size(group) > 1
+    if several:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    logits = logits - largest.unsqueeze(1)
+    first = dist.get_rank(group) * logits.shape[1] if several else 0
+    words = labels - first
+    mine = (words >= 0) & (words < logits.shape[1])
+    words = words.clamp(0, logits.shape[1] - 1)
+    aimed = logits.gather(1, words.unsqueeze(1)).squeeze(1) * mine
+    exponentials = logits.exp_()
+    sums = torch.stack([exponentials.sum(dim=1), aimed])
+    if several:
+        dist.all_reduce(sums, group=group)
+    return _Logits(exponentials, sums[0], sums[0].log() - sums[1], mine, words)
+
+
+class _Gradients:
+    """Sums over the chunks: of the weight in fp32, because every chunk adds to all of it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._dhidden = torch.empty_like(hidden)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+
+    def add(self, rows: slice, dlogits: Tensor) -> None:
+        """What a chunk gives."""
+        dlogits = dlogits.to(self._weight.dtype)
+        self._dhidden[rows] = dlogits @ self._weight
+        if self._dweight.dtype == self._weight.dtype:
+            self._dweight.addmm_(dlogits.t(), self._hidden[rows])
+        else:
+            self._dweight += dlogits.t() @ self._hidden[rows]
+
+    def result(self, group: Group) -> tuple[Tensor, Tensor]:
+        """Of hidden, summed over the ranks that have other words, and of the weight."""
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(self._dhidden, group=group)
+        return self._dhidden, self._dweight.to(self._weight.dtype)
+
+
+def _checked(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden ``[T, h]``, weight, labels ``[T]``."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ConfigError(f"chunks={chunks!r} must be a whole number of 1 or more")
+    if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
+        raise ConfigError(
+            f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels "
+            f"{list(labels.shape)}: hidden must be [..., h], weight [V, h], labels [...]"
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype == torch.float16:
+        raise ConfigError(
+            f"hidden {hidden.dtype}, weight {weight.dtype}: both must be fp32 or bf16; in fp16 "
+            "gradients of single tokens vanish before the loss scale reaches them"
+        )
+    return hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)

@@ -1,0 +1,163 @@
+"""Every check across the trainer's flags, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+from ds_usp import ConfigError, TokenLayout
+from ds_usp.training import check_zero_stage
+from usp_trainer import memory
+
+
+def replica_size(args: Namespace) -> int:
+    """Ranks that hold one copy of the model and one batch of sequences."""
+    return (
+        args.tensor_model_parallel_size
+        * args.ds_sequence_parallel_size
+        * args.pipeline_model_parallel_size
+    )
+
+
+def check(args: Namespace, world_size: int) -> Namespace:
+    """Fill in what follows from other flags and from the number of ranks, or refuse.
+
+    Adds ``ring_degree``, ``data_parallel_size`` and ``accumulation_steps``.
+
+    Raises:
+        ConfigError, LayoutError: the flags contradict each other; the message has the fix.
+    """
+    args = Namespace(**vars(args))
+    _check_positive(args)
+    memory.check_flags(args)
+    _check_heads(args)
+    _check_degrees(args)
+    _check_world(args, world_size)
+    _check_batch(args)
+    _check_model(args)
+    _check_documents(args)
+    return args
+
+
+def _check_positive(args: Namespace) -> None:
+    names = (
+        "ds_sequence_parallel_size ulysses_degree tensor_model_parallel_size "
+        "pipeline_model_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads "
+        "num_key_value_heads seq_length micro_batch_size global_batch_size train_iters "
+        "save_interval log_interval eval_interval eval_iters make_vocab_size_divisible_by "
+        "lr_decay_iters num_processes"
+    )
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: must be 1 or more")
+
+
+def _check_heads(args: Namespace) -> None:
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    args.num_key_value_heads = args.num_key_value_heads or heads
+    if heads % tp or heads % args.num_key_value_heads or args.hidden_size % heads:
+        raise ConfigError(
+            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
+            f"{tp} and of --num-key-value-heads {args.num_key_value_heads}, and divide "
+            f"--hidden-size {args.hidden_size}"
+        )
+    if args.use_rotary_position_embeddings and args.hidden_size // heads % 2:
+        raise ConfigError(
+            f"rotary position embeddings need an even head dimension, --hidden-size "
+            f"{args.hidden_size} over {heads} heads gives {args.hidden_size // heads}"
+        )
+    if args.num_key_value_heads % tp:
+        raise ConfigError(
+            f"--num-key-value-heads {args.num_key_value_heads} cannot be split over "
+            f"--tensor-model-parallel-size {tp}. Use tp "
+            f"{math.gcd(args.num_key_value_heads, tp)} and more sequence parallelism: it serves "
+            "any number of KV heads"
+        )
+
+
+def _check_degrees(args: Namespace) -> None:
+    sp, tp = args.ds_sequence_parallel_size, args.tensor_model_parallel_size
+    heads = args.num_attention_heads // tp
+    possible = [u for u in range(min(sp, heads), 0, -1) if sp % u == 0]
+    args.ulysses_degree = args.ulysses_degree or possible[0]
+    if args.ulysses_degree not in possible:
+        raise ConfigError(
+            f"--ulysses-degree {args.ulysses_degree} must divide --ds-sequence-parallel-size {sp} "
+            f"and not exceed the {heads} query heads of a tensor-parallel rank "
+            f"({args.num_attention_heads} heads, tp {tp}). Possible: "
+            + ", ".join(f"{u} (ring {sp // u})" for u in possible)
+        )
+    args.ring_degree = sp // args.ulysses_degree
+    TokenLayout(
+        args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
+    )
+
+
+def _check_documents(args: Namespace) -> None:
+    resets = args.reset_attention_mask or args.reset_position_ids
+    if resets and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "--reset-attention-mask and --reset-position-ids: documents do not travel from stage "
+            "to stage. Use --pipeline-model-parallel-size 1 and more sequence parallelism"
+        )
+    rotary = args.use_rotary_position_embeddings
+    if args.reset_position_ids and rotary and not args.reset_attention_mask:
+        raise ConfigError(
+            "--reset-position-ids with rotary positions changes what a token sees of the documents "
+            "before its own. Add --reset-attention-mask, or leave it out"
+        )
+
+
+def _check_world(args: Namespace, world_size: int) -> None:
+    replica = replica_size(args)
+    if world_size % replica:
+        raise ConfigError(
+            f"{world_size} ranks cannot hold tensor {args.tensor_model_parallel_size} x sequence "
+            f"{args.ds_sequence_parallel_size} x pipeline {args.pipeline_model_parallel_size} = "
+            f"{replica} ranks. Start a multiple of {replica}, or lower a degree"
+        )
+    args.data_parallel_size = world_size // replica
+
+
+def _check_batch(args: Namespace) -> None:
+    one_pass = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or one_pass
+    if args.global_batch_size % one_pass:
+        nearest = max(one_pass, args.global_batch_size // one_pass * one_pass)
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas = "
+            f"{one_pass}. Use --global-batch-size {nearest}"
+        )
+    args.accumulation_steps = args.global_batch_size // one_pass
+
+
+def _check_model(args: Namespace) -> None:
+    width = 8 * args.hidden_size // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    args.ffn_hidden_size = args.ffn_hidden_size or max(width, 64)
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if args.num_layers < pp:
+        raise ConfigError(f"--num-layers {args.num_layers} cannot fill {pp} pipeline stages")
+    check_zero_stage(args.zero_stage, stages=pp, bf16=args.bf16)
+    if args.ffn_hidden_size % tp:
+        raise ConfigError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} is not a multiple of "
+            f"--tensor-model-parallel-size {tp}"
+        )
+    if args.max_position_embeddings < args.seq_length:
+        raise ConfigError(
+            f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
+            f"{args.seq_length}"
+        )
+    if args.attention_dropout or args.hidden_dropout:
+        raise ConfigError(
+            f"--attention-dropout {args.attention_dropout} --hidden-dropout {args.hidden_dropout}: "
+            "dropout over sharded sequences would differ from one rank's. Use 0 for both"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,77 @@
+"""GEMM-last recomputation in megatron-core's transformer layers, of local and of TE's linear class.
+
+megatron-core 0.16 has it for norms (``recompute_modules=["layernorm"]``), on GPUs; the activation
+function of a dense MLP it recomputes together with the first product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from ds_usp.errors import ConfigError
+from ds_usp.memory import GemmLast, recompute_before
+
+
+def recompute_gemm_last(layer: TransformerLayer) -> None:
+    """Let a layer compute its norms and its activation function again in the backward pass.
+
+    Raises:
+        ConfigError: a layer that recomputes them already, or whose MLP is another one.
+    """
+    _refuse(layer)
+    for norm, linear in (
+        (layer.input_layernorm, layer.self_attention.linear_qkv),
+        (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+    ):
+        if not isinstance(norm, IdentityOp):  # fused into the linear layer
+            GemmLast.between(norm, linear)
+    layer.mlp.forward = partial(_mlp, layer.mlp)
+
+
+def _refuse(layer: TransformerLayer) -> None:
+    config = layer.config
+    refused = {
+        f"{type(layer.mlp).__name__}": type(layer.mlp) is not MLP,
+        "recompute_granularity": config.recompute_granularity is not None,
+        "bias_activation_fusion": config.bias_activation_fusion,
+        "use_te_activation_func": config.use_te_activation_func,
+        "fp8": config.fp8,
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
+        "cuda_graph_impl": config.cuda_graph_impl != "none",
+    }
+    for name, found in refused.items():
+        if found:
+            raise ConfigError(
+                f"GEMM-last recomputation and {name} of megatron-core do not go together: use a "
+                "dense MLP and set none of recompute_granularity, bias_activation_fusion, "
+                "use_te_activation_func, fp8, gradient_accumulation_fusion and CUDA graphs"
+            )
+
+
+def _mlp(mlp: Any, hidden: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
+    """``MLP.forward`` of a dense layer."""
+    given, bias = mlp.linear_fc1(hidden)
+    result: tuple[Tensor, Tensor | None] = recompute_before(
+        partial(_activate, mlp.config, bias), mlp.linear_fc2, given
+    )
+    return result
+
+
+def _activate(config: Any, bias: Tensor | None, given: Tensor) -> Tensor:
+    """The activation function as ``MLP.forward`` applies it, without fusion."""
+    given = given if bias is None else given + bias
+    if not config.gated_linear_unit:
+        activated: Tensor = config.activation_func(given)
+        return activated
+    gate, value = torch.chunk(given, 2, dim=-1)
+    if (limit := config.activation_func_clamp_value) is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
+    product: Tensor = config.activation_func(gate) * (value + config.glu_linear_offset)
+    return product

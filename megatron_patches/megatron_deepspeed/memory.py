@@ -1,0 +1,143 @@
+"""What the host's layers keep for their backward pass: ``--usp-recompute``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_usp.errors import ConfigError
+from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
+from megatron_patches.megatron_deepspeed.state import host_state
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags, with the trainer's names and meanings."""
+    group = parser.add_argument_group(title="unified sequence parallel, memory")
+    group.add_argument(
+        "--usp-recompute",
+        choices=RECOMPUTE,
+        default="none",
+        help="What each layer computes again in backward: nothing, norms and activation functions "
+        "(gemm-last), all but attention and its exchanges (attention), or all (full).",
+    )
+    group.add_argument(
+        "--usp-offload-ratio",
+        type=float,
+        default=0.0,
+        help="Share, 0 to 1, of what layers keep that waits in host memory.",
+    )
+    group.add_argument(
+        "--usp-loss-chunks",
+        type=int,
+        default=0,
+        help="Compute the loss in so many parts of the tokens and never hold all logits; 0: at "
+        "once.",
+    )
+
+
+def check_flags(args: Any) -> None:
+    """Look at the host's validated arguments.
+
+    Raises:
+        ConfigError: recomputation by two hands, or what GEMM-last cannot see into.
+    """
+    _check_chunks(args)
+    if not 0 <= args.usp_offload_ratio <= 1:
+        raise ConfigError(f"--usp-offload-ratio {args.usp_offload_ratio}: must be from 0 to 1")
+    if args.usp_recompute == "none":
+        return
+    host = {
+        "--checkpoint-activations": args.checkpoint_activations,
+        f"--recompute-granularity {args.recompute_granularity}": args.recompute_granularity,
+    }
+    gemm_last = {
+        "--transformer-impl transformer_engine": args.transformer_impl == "transformer_engine",
+        "--apply-residual-connection-post-layernorm": (
+            args.apply_residual_connection_post_layernorm
+        ),
+        "gradient accumulation fusion": args.gradient_accumulation_fusion,
+        "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
+        "more than one expert": max(args.num_experts) > 1 or args.num_experts_switch,
+    }
+    refused = host | (gemm_last if args.usp_recompute == "gemm-last" else {})
+    for name, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"--usp-recompute {args.usp_recompute} and {name} do not go together: leave one "
+                "of them out"
+            )
+
+
+def _check_chunks(args: Any) -> None:
+    chunks = args.usp_loss_chunks
+    if chunks < 0:
+        raise ConfigError(f"--usp-loss-chunks {chunks}: must be 0 or more")
+    refused = {
+        "a pipeline, whose last stage hands logits to its loss: --no-pipeline-parallel": (
+            not args.no_pipeline_parallel
+        ),
+        "--fp16: use --bf16": args.fp16,
+        "--sequence-parallel (Megatron's)": args.sequence_parallel,
+        "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
+    }
+    for name, given in refused.items():
+        if chunks and given:
+            raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
+
+
+def layer_memory(args: Any) -> LayerMemory:
+    """What the flags say, with the host's own activation checkpoint, which knows its dropout."""
+    from deepspeed.accelerator import get_accelerator
+    from megatron.core import tensor_parallel
+
+    def checkpoint(run: Callable[..., Any], hidden: Tensor) -> Any:
+        return tensor_parallel.checkpoint(run, False, hidden)
+
+    device = torch.device(get_accelerator().current_device_name())
+    offload = Offload(args.usp_offload_ratio, device)
+    return LayerMemory(args.usp_recompute, offload, checkpoint)
+
+
+def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """``ParallelTransformerLayer.__init__``: norms that run again before the product they are
+    for."""
+    original(layer, *args, **kwargs)
+    if host_state().memory.recompute == "gemm-last":
+        GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
+        GemmLast.between(layer.post_attention_layernorm, layer.mlp.dense_h_to_4h)
+
+
+def run_layer(
+    original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """``ParallelTransformerLayer.forward``, keeping what the policy says."""
+
+    def run(hidden: Tensor) -> Any:
+        return original(layer, hidden, *args, **kwargs)
+
+    return host_state().memory.run(layer.layer_number, run, hidden_states)
+
+
+def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> Any:
+    """``ParallelMLP.forward``: the activation function runs again before the second product."""
+    if host_state().memory.recompute != "gemm-last":
+        return original(mlp, hidden_states)
+    given, bias = mlp.dense_h_to_4h(hidden_states)
+    return recompute_before(partial(_activate, mlp, bias), mlp.dense_4h_to_h, given)
+
+
+def _activate(mlp: Any, bias: Tensor | None, given: Tensor) -> Tensor:
+    """What stands between the two products of ``ParallelMLP.forward``."""
+    activated: Tensor
+    if mlp.bias_gelu_fusion:
+        from megatron.model.fused_bias_gelu import bias_gelu_impl
+
+        activated = bias_gelu_impl(given, bias)
+        return activated
+    activated = mlp.activation_func(given if bias is None else given + bias)
+    return activated

@@ -1,0 +1,70 @@
+"""``--ulysses-degree auto``: the planner's word on the host's arguments.
+
+Each rank asks for itself, before there are groups, with the same arguments; ranks on GPUs of
+different kinds that come to different degrees are refused when they make their mesh.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_usp.planner import ModelShape, Split, Workload, choose_ulysses, cluster_of, engine
+
+GPT2_VOCABULARY = 50257  # the host reads its vocabulary later, and it weighs the same on any split
+
+
+def planned_degree(args: Any, zero_stage: int) -> int:
+    """The degree, told on rank 0 with its reasons.
+
+    Args:
+        args: of the host, validated by it.
+
+    Raises:
+        ConfigError: the planner knows no such cluster, or finds that no degree fits.
+    """
+    gpus_per_node, device, memory = args.world_size, "", 0.0
+    if torch.cuda.is_available():
+        gpus_per_node = min(args.world_size, torch.cuda.device_count())
+        device = torch.cuda.get_device_name()
+        memory = float(torch.cuda.get_device_properties().total_memory)
+    split = Split(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.world_size
+        // args.tensor_model_parallel_size
+        // args.pipeline_model_parallel_size
+        // args.ds_sequence_parallel_size,
+        zero=zero_stage,
+        recompute="full" if args.checkpoint_activations else "none",
+        micro_batch=args.micro_batch_size,
+        param_bytes=2 if args.fp16 or args.bf16 else 4,
+    )
+    choice = choose_ulysses(
+        cluster_of(args.usp_cluster, device, gpus_per_node, memory),
+        Workload(_shape(args), args.seq_length, args.global_batch_size),
+        engine("megatron-deepspeed"),
+        split,
+        args.world_size,
+    )
+    if args.rank == 0:
+        print("\n".join(choice.why), flush=True)  # noqa: T201 - beside the host's own lines
+    return choice.ulysses
+
+
+def _shape(args: Any) -> ModelShape:
+    return ModelShape(
+        name="this model",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        vocab=args.vocab_size or GPT2_VOCABULARY,
+        head_dim=args.kv_channels,
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        learned_positions=not args.use_rotary_position_embeddings,
+        biases=args.add_bias_linear,
+    )

@@ -1,0 +1,338 @@
+"""Trains many small models in one process, mesh by mesh, for the planner to be judged by.
+
+    torchrun --nproc-per-node 4 scripts/bench/planner_runs.py --profile cluster.json \\
+        --out-profile trainer.json --out runs.csv
+
+First what the trainer's host adds to a profile is measured: its layers but for attention, its
+embedding and head, and, from runs that are not held out, what a step costs beside them and which
+memory no formula sees. Then the held-out runs, one line each. The models are the trainer's of
+examples_deepspeed, on data of random tokens, with weights drawn on the device.
+On CPUs (--tiny) the figures mean little: they show that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from planner_cases import (
+    CASES,
+    FITTED,
+    TINY_CASES,
+    TINY_FITTED,
+    VOCABULARY,
+    Case,
+    Measured,
+    write,
+)
+from session import Session
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
+
+from usp_trainer.arguments import parse  # noqa: E402
+from usp_trainer.checks import check  # noqa: E402
+from usp_trainer.launch import select_device  # noqa: E402
+
+import megatron_patches  # noqa: E402
+from ds_usp.planner import Cluster, load_cluster  # noqa: E402
+from ds_usp.planner.formulas import stage_elements  # noqa: E402
+from ds_usp.planner.measured import MeasuredEnds, MeasuredLayer, MeasuredStep  # noqa: E402
+from ds_usp.planner.memory import memory  # noqa: E402
+from ds_usp.planner.timing import step_time  # noqa: E402
+from ds_usp.profiling import Clock, layer_seconds  # noqa: E402
+from ds_usp.training import SequenceBatch, prepare_deepspeed  # noqa: E402
+
+LAYER_TOKENS, ENDS_TOKENS = (3072, 12288, 40960), (3072, 12288, 24576)
+TINY_TOKENS = (48, 192)
+
+
+class Host:
+    """The trainer's parts on one mesh."""
+
+    def __init__(self, session: Session, mesh: tuple[int, int, int]) -> None:
+        from megatron.core import parallel_state
+
+        from megatron_patches.megatron_core.groups import initialize_groups
+
+        tp, ulysses, ring = mesh
+        parallel_state.destroy_model_parallel()
+        megatron_patches.restore()
+        megatron_patches.apply(
+            "megatron_core", ulysses_degree=ulysses, layout="zigzag", everywhere=True
+        )
+        self._session = session
+        self.mesh, self.groups = initialize_groups(tensor=tp, sequence=ulysses * ring, pipeline=1)
+
+    def arguments(self, case: Case) -> Namespace:
+        """Checked, as the trainer has them."""
+        args = check(parse(case.flags(self._session.device.type)), self._session.world)
+        step = args.make_vocab_size_divisible_by
+        args.padded_vocab_size = -(-VOCABULARY // step) * step
+        return args
+
+    def model(self, case: Case) -> nn.Module:
+        """The trainer's GPT, its weights made on the device: a CPU would draw them for minutes."""
+        from usp_trainer import model as trainer_model
+
+        args = self.arguments(case)
+        config = trainer_model.transformer_config
+        plain = partial(_without_drawing, config)
+        layout = self.mesh.layout("zigzag", case.seq_len)
+        with mock.patch.object(trainer_model, "transformer_config", plain), self._session.device:
+            gpt = trainer_model.build_model(
+                args, self.mesh, layout, self.groups, self._session.device
+            )
+        with torch.no_grad():
+            for name, p in gpt.named_parameters():
+                p.normal_(0.0, 0.02) if p.ndim > 1 else p.fill_(name.endswith("weight"))
+        if case.recompute == "full":
+            gpt.calls = [
+                partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
+                if isinstance(call, trainer_model.Layer)
+                else call
+                for call in gpt.calls
+            ]
+        return gpt
+
+    def run(self, case: Case, steps: int) -> Measured:
+        """Train for some steps after two that warm up."""
+        from usp_trainer.engine import Trainer
+
+        session = self._session
+        left = _cleared(session)
+        trainer = Trainer(
+            self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
+        )
+        batch = self._batch(case)
+        clock = Clock(session.device, 3600.0)
+        for _ in range(2):
+            trainer.train([batch], 1e-5)
+        if session.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(steps):
+            clock.synchronize()
+            dist.barrier()
+            begin = clock.elapsed_s
+            trainer.train([batch], 1e-5)
+            clock.synchronize()
+            seconds.append(session.reduced([clock.elapsed_s - begin], dist.ReduceOp.MAX)[0])
+        most = torch.cuda.max_memory_allocated() - left if session.on_gpu else 0
+        most = int(session.reduced([most], dist.ReduceOp.MAX)[0])
+        _let_go(trainer.engine)
+        return Measured(case, statistics.median(seconds), most)
+
+    def _batch(self, case: Case) -> SequenceBatch:
+        length = self.mesh.layout("zigzag", case.seq_len).length(self.mesh.rank)
+        tokens = torch.randint(VOCABULARY, (1, length))
+        return SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length))
+
+    # -------------------------------------------------------------- what the host adds
+
+    def layers(self, case: Case, tokens: Sequence[int], clock: Clock) -> Iterator[MeasuredLayer]:
+        """Rows of one layer, of which the queries stand for what attention makes of them."""
+        from usp_trainer.model import Layer
+
+        dtype = torch.bfloat16 if self._session.on_gpu else torch.float32
+        layer = next(part for part in self.model(case).layers if isinstance(part, Layer)).to(dtype)
+        layer.layer.self_attention.core_attention = _Queries()
+        shape = case.shape()
+        sizes = shape.hidden, shape.ffn, shape.q_width, shape.kv_width, shape.gated, case.tp
+        for count in tokens:
+            x = torch.randn(count, 1, shape.hidden, dtype=dtype, device=self._session.device)
+            times = layer_seconds(clock, layer, list(layer.parameters()), x, 0.4)
+            yield MeasuredLayer(*sizes, count, *times)
+
+    def ends(self, case: Case, tokens: Sequence[int], clock: Clock) -> Iterator[MeasuredEnds]:
+        """Rows of embedding, last norm, head and loss: the model without its layers."""
+        from usp_trainer.model import Layer
+
+        dtype = torch.bfloat16 if self._session.on_gpu else torch.float32
+        for count in tokens:
+            one = replace(case, seq_len=count * case.ulysses * case.ring)
+            gpt = self.model(one).to(dtype)
+            gpt.calls = [call for call in gpt.calls if not isinstance(call, Layer)]
+            parameters = [
+                p for part in gpt.layers if not isinstance(part, Layer) for p in part.parameters()
+            ]
+            ids = torch.randint(VOCABULARY, (1, count), device=self._session.device)
+
+            def step(
+                gpt: nn.Module = gpt, ids: Tensor = ids, wanted: list[Tensor] = parameters
+            ) -> None:
+                torch.autograd.grad(gpt(ids, ids).sum(), wanted)
+
+            seconds = clock.seconds(step, 0.4)
+            shape = case.shape()
+            yield MeasuredEnds(shape.hidden, shape.vocab, case.tp, count, seconds)
+
+
+class _Queries(nn.Module):
+    """In attention's place; keys and values get gradients of zeros."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return query.contiguous().flatten(2)
+
+
+def _let_go(engine: Any) -> None:
+    """DeepSpeed's bf16 optimizer leaves a parameter alive, and with it all flat buffers."""
+    engine.destroy()
+    for p in engine.module.parameters():
+        p.grad = None
+        vars(p).clear()
+        p.data = p.data.new_empty(0)
+
+
+def _without_drawing(config: Any, args: Namespace) -> Any:
+    return replace(config(args), perform_initialization=False)
+
+
+def _cleared(session: Session) -> int:
+    """Free what earlier runs left; the bytes that stay."""
+    gc.collect()
+    if not session.on_gpu:
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+# ------------------------------------------------------------------ the profile of this host
+
+
+def add_rows(profile: dict[str, Any], name: str, rows: Iterable[object], source: str) -> None:
+    """Rows of a kind, in place of all that were there."""
+    profile[name] = {
+        "value": [asdict(row) for row in rows],  # type: ignore[call-overload]
+        "origin": "measured",
+        "source": source,
+    }
+
+
+def step_row(cluster: Cluster, run: Measured) -> MeasuredStep:
+    """What a run took beside its layers, embedding and head as the profile has them."""
+    work, split = run.case.plan()
+    predicted = step_time(replace(cluster, steps=()), work, split)
+    rest = max(run.seconds - predicted.layers - predicted.head, 1e-6)
+    elements = stage_elements(work, split, 0)
+    return MeasuredStep(elements, split.zero, split.zero_ranks, rest)
+
+
+def workspace_bytes(runs: Sequence[Measured]) -> float:
+    """What no formula sees, in the mean."""
+    return statistics.fmean(run.memory_bytes - memory(*run.case.plan()).formula for run in runs)
+
+
+def measure_host(
+    session: Session, profile: dict[str, Any], fitted: Sequence[Case], tiny: bool, path: Path
+) -> None:
+    """Layers, ends, steps and workspace of the trainer into the profile's file."""
+    source, clock = "the trainer of examples_deepspeed", Clock(session.device, 3600.0)
+    layers, ends, runs = [], [], []
+    for mesh, cases in by_mesh(fitted):
+        host = Host(session, mesh)
+        for model in sorted({case.model for case in cases}):
+            case = next(case for case in cases if case.model == model)
+            one = replace(case, layers=1)
+            layers += list(host.layers(one, TINY_TOKENS if tiny else LAYER_TOKENS, clock))
+            ends += list(host.ends(one, TINY_TOKENS if tiny else ENDS_TOKENS, clock))
+            session.say(f"[{clock.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
+            _cleared(session)
+        for case in cases:
+            runs.append(host.run(case, 3))
+            session.say(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")
+        host.mesh.release()
+    add_rows(profile, "layers", layers, source)
+    add_rows(profile, "ends", ends, source)
+    _write(session, profile, path)
+    cluster = load_cluster(str(path))
+    add_rows(profile, "steps", [step_row(cluster, run) for run in runs], source)
+    if session.on_gpu:
+        kept = {"value": workspace_bytes(runs), "origin": "measured", "source": source}
+        profile["workspace_bytes"] = kept
+    _write(session, profile, path)
+
+
+def _write(session: Session, profile: dict[str, Any], path: Path) -> None:
+    if session.rank == 0:
+        path.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+
+
+def by_mesh(cases: Iterable[Case]) -> Iterator[tuple[tuple[int, int, int], list[Case]]]:
+    """The cases of each mesh."""
+    for mesh, group in groupby(sorted(cases, key=lambda case: case.mesh), lambda case: case.mesh):
+        yield mesh, list(group)
+
+
+def line(run: Measured) -> str:
+    """One run for the reader."""
+    case = run.case
+    return (
+        f"{case.model} x {case.layers} layers, {case.seq_len} tokens, tp {case.tp}, ulysses "
+        f"{case.ulysses}, ring {case.ring}, recompute {case.recompute}: "
+        f"{run.seconds * 1e3:.1f} ms, {run.memory_bytes / 2**30:.2f} GiB"
+    )
+
+
+def main() -> None:
+    """Measure the host, then run what is held out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--profile", type=Path, required=True, help="of this machine, from the planner's profile")
+    add("--out-profile", type=Path, required=True, help="the same with the trainer's rows")
+    add("--out", type=Path, required=True, help="the table of the held-out runs")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="what trains")
+    add("--tiny", action="store_true", help="models that a CPU trains")
+    add("--steps", type=int, default=4, help="of each run, after two")
+    add("--seconds", type=float, default=400.0, help="after which no further run begins")
+    args = parser.parse_args()
+    select_device(args.device)
+    prepare_deepspeed()
+    session = Session.start(args.device)
+    torch.manual_seed(session.rank)
+    if not session.on_gpu:
+        torch.set_num_threads(1)
+    clock = Clock(session.device, 3600.0)
+    fitted, held_out = (TINY_FITTED, TINY_CASES) if args.tiny else (FITTED, CASES)
+    profile = json.loads(args.profile.read_text(encoding="utf-8"))
+    measure_host(session, profile, fitted, args.tiny, args.out_profile)
+    runs: list[Measured] = []
+    where = torch.cuda.get_device_name() if session.on_gpu else "CPU"
+    comment = (
+        f"torchrun --nproc-per-node {session.world} {' '.join(sys.argv)}\n"
+        f"{session.world} x {where}, torch {torch.__version__}; trainer of examples_deepspeed, "
+        "bf16, ZeRO-1, one sequence a step"
+    )
+    for mesh, cases in by_mesh(held_out):
+        host = Host(session, mesh)
+        for case in cases:
+            if session.reduced([clock.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
+                session.say(f"left out, after {args.seconds:g} s: {case}")
+                continue
+            runs.append(host.run(case, args.steps))
+            session.say(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])}")
+            if session.rank == 0:
+                write(args.out, comment, runs)
+        host.mesh.release()
+    dist.barrier()
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""How far the planner's predictions are from runs that its profile has not seen.
+
+    python scripts/bench/planner_validation.py --profile trainer.json --out validation.csv runs.csv
+
+Reads tables of ``planner_runs.py``, asks the planner for the same runs on the profile's cluster and
+writes both side by side: seconds of a step, bytes of the fullest GPU, and the place of each cut
+among those of its workload (the same model and length, recomputed or not). No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from statistics import fmean
+
+from planner_cases import Case, Measured, read
+
+from ds_usp.planner import Cluster, load_cluster
+from ds_usp.planner.memory import memory
+from ds_usp.planner.timing import step_time
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run and what was said of it; places count from 1 among the runs of its workload."""
+
+    run: Measured
+    seconds: float
+    memory_bytes: float
+    place: int = 0
+    predicted_place: int = 0
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.seconds / self.run.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the memory; None where none was measured."""
+        measured = self.run.memory_bytes
+        return self.memory_bytes / measured - 1 if measured else None
+
+
+def judge(cluster: Cluster, runs: Iterable[Measured]) -> list[Judged]:
+    """The planner's word on every run, in the order of the runs."""
+    found = []
+    for run in runs:
+        work, split = run.case.plan()
+        small = cluster.with_gpus_per_node(min(split.gpus, cluster.gpus_per_node))
+        needs = memory(work, split, small.workspace_bytes).total
+        found.append(Judged(run, step_time(small, work, split).total, needs))
+    return _with_places(found)
+
+
+def _with_places(found: Sequence[Judged]) -> list[Judged]:
+    groups = workloads(found)
+    placed = []
+    for judged in found:
+        group = groups[judged.run.case.workload]
+        place = 1 + sum(other.run.seconds < judged.run.seconds for other in group)
+        predicted = 1 + sum(other.seconds < judged.seconds for other in group)
+        placed.append(Judged(judged.run, judged.seconds, judged.memory_bytes, place, predicted))
+    return placed
+
+
+def workloads(found: Iterable[Judged]) -> Mapping[tuple[str, int, int], list[Judged]]:
+    """The runs of each model and length."""
+    groups: dict[tuple[str, int, int], list[Judged]] = defaultdict(list)
+    for judged in found:
+        groups[judged.run.case.workload].append(judged)
+    return groups
+
+
+def summary(found: Sequence[Judged]) -> list[str]:
+    """What the issue asks of the planner, with the numbers."""
+    times = [abs(judged.time_error) for judged in found]
+    close = sum(error <= 0.05 for error in times) / len(times)
+    lines = [
+        f"{len(found)} held-out runs",
+        f"time: error {fmean(times):.1%} in the mean, {max(times):.1%} at most, {close:.0%} within "
+        "5 % (wanted: 3 %, 90 %)",
+    ]
+    sizes = [abs(judged.memory_error) for judged in found if judged.memory_error is not None]
+    if sizes:
+        within = sum(error <= 0.03 for error in sizes)
+        lines.append(
+            f"memory: error {fmean(sizes):.1%} in the mean, {max(sizes):.1%} at most, {within} of "
+            f"{len(sizes)} within 3 % (wanted: all)"
+        )
+    for (model, layers, seq_len), group in workloads(found).items():
+        fastest = min(group, key=lambda judged: judged.run.seconds)
+        lines.append(
+            f"{model} x {layers}, {seq_len} tokens: the fastest of {len(group)} is predicted to be "
+            f"number {fastest.predicted_place} (wanted: 3 or better)"
+        )
+    return lines
+
+
+COLUMNS = (
+    *(f.name for f in fields(Case)),
+    *("seconds", "predicted_seconds", "time_error"),
+    *("memory_gib", "predicted_memory_gib", "memory_error", "place", "predicted_place"),
+)
+
+
+def write(path: Path, comment: Sequence[str], found: Iterable[Judged]) -> None:
+    """The table, with the summary above it."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.writelines(f"# {line}\n" for line in comment)
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for judged in found:
+            memory_error = judged.memory_error
+            table.writerow(
+                [
+                    *astuple(judged.run.case),
+                    *(f"{judged.run.seconds:.5f}", f"{judged.seconds:.5f}"),
+                    f"{judged.time_error:+.3f}",
+                    f"{judged.run.memory_bytes / GIB:.3f}",
+                    f"{judged.memory_bytes / GIB:.3f}",
+                    "" if memory_error is None else f"{memory_error:+.3f}",
+                    *(judged.place, judged.predicted_place),
+                ]
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Judge, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", help="tables of planner_runs.py")
+    add("--profile", required=True, help="the cluster that they ran on, with the host's rows")
+    add("--out", type=Path, required=True, help="the table of predicted and measured")
+    args = parser.parse_args(argv)
+    cluster = load_cluster(args.profile)
+    found = judge(cluster, [run for path in args.runs for run in read(path)])
+    lines = summary(found)
+    where = cluster.origins["gpus_per_node"][1]
+    command = f"python scripts/bench/planner_validation.py, profile and runs of {where}"
+    write(args.out, [command, *lines], found)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Losses and gradients without logits, against torch's own over the whole vocabulary."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_usp import ConfigError
+from ds_usp.training import chunked_token_losses, chunked_weighted_loss
+
+S, B, H, V = 13, 2, 16, 24
+LIMIT = 2e-5
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(S, B, H, generator=generator).to(dtype)
+    weight = torch.randn(V, H, generator=generator).to(dtype)
+    labels = torch.randint(0, V, (S, B), generator=generator)
+    weights = torch.rand(S, B, generator=generator)
+    weights[3:6] = 0
+    return hidden, weight, labels, weights
+
+
+def truth(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Loss, token losses and both gradients in fp64."""
+    hidden, weight, labels, weights = inputs(dtype)
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    logits = (hidden @ weight.t()).flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    loss = (losses.view(S, B) * weights).sum()
+    return loss.detach(), losses.detach().view(S, B), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def errors(ctx: RankContext, chunks: int, dtype: torch.dtype) -> list[float]:
+    """Relative errors of both ways, on this rank's words."""
+    hidden, weight, labels, weights = inputs(dtype)
+    words = slice(V // ctx.world * ctx.rank, V // ctx.world * (ctx.rank + 1))
+    loss, losses, dhidden, dweight = truth(dtype)
+    found = []
+    for token_wise in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight[words].clone().requires_grad_()
+        if token_wise:
+            each = chunked_token_losses(h, w, labels, chunks=chunks, tp_group=ctx.group)
+            found.append(oracle.relative_error(each.detach(), losses))
+            got = (each * weights).sum()
+        else:
+            got = chunked_weighted_loss(h, w, labels, weights, chunks=chunks, tp_group=ctx.group)
+        (got * 3).backward()
+        found.append(oracle.relative_error(got.detach(), loss))
+        found.append(oracle.relative_error(h.grad / 3, dhidden))
+        found.append(oracle.relative_error(w.grad / 3, dweight[words]))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 4, 100])
+def test_losses_and_gradients_are_those_of_the_whole(
+    pool: WorkerPool, world: int, chunks: int
+) -> None:
+    for rank in pool.run(errors, world, chunks=chunks, dtype=torch.float32):
+        assert max(rank) < LIMIT, rank
+
+
+def test_bf16_adds_chunks_in_fp32(pool: WorkerPool) -> None:
+    one, many = (pool.run(errors, 1, chunks=c, dtype=torch.bfloat16)[0] for c in (1, 26))
+    assert max(one) < 0.01
+    assert max(many) < 1.2 * max(one)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    hidden, weight, labels, weights = inputs()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    for chunks, most in ((1, S * B * V), (7, S * B * H)):
+        with Largest() as seen:
+            chunked_weighted_loss(hidden, weight, labels, weights, chunks=chunks).backward()
+            chunked_token_losses(hidden, weight, labels, chunks=chunks).sum().backward()
+        assert seen.elements == most
+
+
+def test_without_gradients_none_are_computed() -> None:
+    hidden, weight, labels, weights = inputs()
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        loss = chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
+    assert flops.get_total_flops() == 2 * S * B * H * V
+    assert oracle.relative_error(loss, truth()[0]) < LIMIT
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    hidden, weight, labels, weights = inputs()
+    for arguments, words in (
+        ((hidden, weight, labels[:3], weights), "labels"),
+        ((hidden, weight[:, :3], labels, weights), "weight"),
+        ((hidden.half(), weight.half(), labels, weights), "fp16"),
+        ((hidden, weight, labels, weights[:2]), "loss_weights"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            chunked_weighted_loss(*arguments, chunks=2)
+    with pytest.raises(ConfigError, match="chunks=0"):
+        chunked_token_losses(hidden, weight, labels, chunks=0)

@@ -1,0 +1,137 @@
+"""The profile on gloo ranks: what it measures is what the planner reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner import Split, Workload, load_cluster, search
+from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.links import COLLECTIVE, Group, exchange_s
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.timing import head_time, layer_time
+from ds_usp.profiling import Clock, profile
+from ds_usp.profiling.clock import Step
+
+MODEL = ModelShape("tiny", 2, 64, 128, 4, 2, 100)
+
+
+def on_rank(ctx: RankContext, gpus_per_node: int) -> tuple[dict[str, Any], list[str]]:
+    lines: list[str] = []
+    found = profile(
+        device=torch.device("cpu"),
+        models=[MODEL],
+        budget_s=0.5,
+        gpus_per_node=gpus_per_node,
+        base="cpu",
+        known=False,
+        name="mine",
+        say=lines.append,
+    )
+    return found, lines
+
+
+@pytest.fixture(scope="module")
+def ranks(pool: WorkerPool) -> list[tuple[dict[str, Any], list[str]]]:
+    """Four ranks on two "nodes" of two."""
+    return pool.run(on_rank, 4, gpus_per_node=2)
+
+
+@pytest.fixture
+def cluster(ranks: list[tuple[dict[str, Any], list[str]]], tmp_path: Path) -> Cluster:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(ranks[0][0]))
+    return load_cluster(str(file))
+
+
+def test_every_rank_has_measured_the_same(ranks: list[tuple[dict[str, Any], list[str]]]) -> None:
+    """Degrees are chosen from it: no rank may see other numbers."""
+    first, lines = ranks[0]
+    assert all(found == first for found, _ in ranks)
+    assert "4 ranks on cpu are warm" in lines[0] and lines[-1].endswith("done")
+
+
+def test_the_planner_reads_it(cluster: Cluster) -> None:
+    measured = {name for name, (origin, _) in cluster.origins.items() if origin == "measured"}
+    assert measured >= {
+        *("peak_flop_per_s", "hbm_bytes_per_s", "host_bytes_per_s", "gemm_efficiency"),
+        *("attention_efficiency", "levels", "contention", "network_latency_s", "gpus_per_node"),
+        *("exchanges", "layers", "calls", "ends"),
+    }
+    assert cluster.gpus_per_node == 2 and cluster.node.uplink_bytes_per_s > 0
+    assert {(row.ulysses, row.ring) for row in cluster.calls} == {(1, 1), (2, 1), (1, 2)}
+    collectives = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"}
+    assert {row.collective for row in cluster.exchanges} == collectives
+    assert {row.tp for row in cluster.layers} == {1, 2}
+    curves = (*cluster.gemm_efficiency, *cluster.attention_efficiency)
+    assert max(share for _, share in curves) == 1
+    assert search(cluster, Workload(MODEL, 384, 4), 4).plans
+
+
+def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
+    for row in cluster.calls:
+        width = row.heads * row.head_dim
+        shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 8)
+        split = Split(ulysses=row.ulysses, ring=row.ring)
+        for backward, seconds in ((False, row.forward_s), (True, row.backward_s)):
+            found = attention_s(cluster, Workload(shape, row.seq_len), split, backward=backward)
+            assert found.total == pytest.approx(seconds)
+    for row in cluster.layers:
+        split = Split(tp=row.tp)
+        found = layer_time(cluster, Workload(MODEL, row.tokens), split)
+        assert found.measured and found.matrices == pytest.approx(row.forward_s + row.backward_s)
+    for row in cluster.ends:
+        assert head_time(cluster, Workload(MODEL, row.tokens), Split()) == row.seconds
+    for row in cluster.exchanges:
+        if row.collective == "all_gather":
+            found = exchange_s(cluster, Group(row.ranks, 1), row.sent_bytes, COLLECTIVE)
+            assert found == pytest.approx(row.seconds)
+
+
+def count_steps(ctx: RankContext, budget_s: float, most_s: float) -> tuple[int, float]:
+    """Steps that one measurement runs, of which each takes 10 ms on rank 1 and none elsewhere."""
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        time.sleep(0.01 * ctx.rank)
+
+    seconds = Clock(torch.device("cpu"), budget_s).seconds(step, most_s)
+    return steps, seconds
+
+
+def test_the_clock_reads_the_slowest_rank(pool: WorkerPool) -> None:
+    (steps, seconds), other = pool.run(count_steps, 2, budget_s=60, most_s=0.15)
+    assert (steps, seconds) == other and 0.01 < seconds < 0.05
+    assert 2 + 3 * 1 < steps <= 2 + 3 * 5
+
+
+def test_a_spent_budget_leaves_one_lap(pool: WorkerPool) -> None:
+    (steps, seconds), other = pool.run(count_steps, 2, budget_s=0, most_s=0.5)
+    assert (steps, seconds) == other and steps == 3
+
+
+def test_a_clock_alone() -> None:
+    clock = Clock(torch.device("cpu"), 10)
+    step: Step = lambda: time.sleep(0.005)  # noqa: E731
+    assert 0.01 < clock.together(step, step, 0.1) < 0.05  # one after the other on a CPU
+    assert clock.elapsed_s > 0.05
+
+
+def refused(ctx: RankContext) -> str:
+    with pytest.raises(ConfigError) as error:
+        on_rank(ctx, 3)
+    return str(error.value)
+
+
+def test_ranks_that_fill_no_nodes_are_refused(pool: WorkerPool) -> None:
+    assert set(pool.run(refused, 4)) == {"4 ranks do not fill nodes of 3"}

@@ -1,0 +1,30 @@
+"""The profile on one GPU: rates that a GPU can have, in the time that it was given."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_usp.planner import load_cluster
+from ds_usp.planner.__main__ import main
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def test_a_profile_of_this_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    begin = time.monotonic()
+    assert main(["profile", "--out", str(out), "--seconds", "15", "--model", "gpt-1.3b"]) == 0
+    assert time.monotonic() - begin < 90  # with the start, and kernels that are compiled
+    cluster = load_cluster(str(out))
+    assert cluster.memory_bytes == torch.cuda.get_device_properties().total_memory
+    for curve in (cluster.gemm_efficiency, cluster.attention_efficiency):
+        assert 0.2 < max(share for _, share in curve) <= 1.1
+    assert 1e11 < cluster.hbm_bytes_per_s < 2e13
+    assert 1e9 < cluster.host_bytes_per_s < 2e11
+    assert {row.tokens for row in cluster.layers} == {3072, 12288, 40960}
+    for row in cluster.layers:  # more tokens, more time; backward takes longer than forward
+        assert row.forward_s < row.backward_s < 4 * row.forward_s

@@ -1,0 +1,45 @@
+"""The ring's plan as it prints, and as the README shows it."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import ds_usp
+from ds_usp import MaskSpec, TokenLayout
+from ds_usp.geometry.schedule import ring_schedule
+
+CAUSAL = MaskSpec.causal()
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_a_schedule_prints_as_a_table() -> None:
+    layout = TokenLayout("contiguous", 16, 1, 2)
+    first, last = (ring_schedule(layout, CAUSAL, rank) for rank in range(2))
+    assert str(first).splitlines() == [
+        "ring rank 0 of 2, 36 pairs",
+        "  own: q[0:8] k[0:8] causal",
+        "  of nobody: nothing, gives 1[0:8]",
+    ]
+    assert str(last).splitlines()[-1] == "  of 0[0:8]: q[0:8] k[0:8] full"
+    windowed = ring_schedule(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1), 0)
+    assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
+    zigzag = TokenLayout("zigzag", 24, 1, 3)
+    assert str(ring_schedule(zigzag, CAUSAL, 1, gather=True, place="first")).splitlines() == [
+        "ring rank 1 of 3, 100 pairs",
+        "  own: q[0:8] k[0:8] causal",
+        "  of 2[0:8] 0[0:4]: q[0:4] k[8:12] full; q[4:8] k[0:12] full, gives 0[0:8] 2[0:4]",
+    ]
+    assert str(ring_schedule(zigzag, CAUSAL, 1, gather=True, place="later")).splitlines() == [
+        "ring rank 1 of 3, 100 pairs",
+        "  of 2[0:8] 0[0:4] 1[0:8]: q[0:4] k[8:16] causal; q[4:8] k[0:20] causal, "
+        "gives 0[0:8] 2[0:4]",
+    ]
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    text = README.read_text(encoding="utf-8").replace("```", "")
+    examples = doctest.DocTestParser().get_doctest(text, {"ds_usp": ds_usp}, "README", None, 0)
+    assert any("ring_schedule(" in example.source for example in examples.examples)
+    said: list[str] = []
+    assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)
