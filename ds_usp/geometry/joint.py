@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.segments import Segment, join
 
@@ -29,7 +30,13 @@ class JointLayout(TokenLayout):
 
     @classmethod
     def of(cls, layout: TokenLayout, joint: int, front: bool) -> JointLayout:
-        """A sequence's layout with so many joint tokens before or after it."""
+        """A sequence's layout with so many joint tokens before or after it.
+
+        Raises:
+            LayoutError: a layout of documents, in none of which joint tokens are.
+        """
+        if layout.documents:
+            raise LayoutError(f"joint tokens are in no document of {layout}: use another layout")
         shape = layout.ulysses, layout.ring, layout.order
         return cls(layout.kind, layout.seq_len + joint, *shape, joint=joint, front=front)
 
@@ -65,7 +72,7 @@ class ShardsInOrder(TokenLayout):
     def of(cls, layout: TokenLayout) -> ShardsInOrder:
         """Of a layout, on the same ranks."""
         degrees = layout.ulysses, layout.ring
-        return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees)
+        return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees=degrees)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """See :meth:`TokenLayout.segments`."""

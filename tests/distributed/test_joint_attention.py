@@ -96,6 +96,11 @@ def test_what_does_not_fit_is_refused_everywhere(pool: WorkerPool, name: str) ->
         assert said.startswith(text), said
 
 
+def test_a_layout_of_documents_takes_no_joint_tokens() -> None:
+    with pytest.raises(ds_usp.LayoutError, match=r"joint tokens are in no document of balanced"):
+        JointLayout.of(TokenLayout("balanced", 32, documents=[0, 9, 32]), 8, True)
+
+
 LONGER = torch.randn(1, 7, 2, 8)
 
 

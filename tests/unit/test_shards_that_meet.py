@@ -7,9 +7,10 @@ from collections import Counter
 from itertools import product
 
 import pytest
+from cases import ALL_LAYOUTS
 
 from ds_usp.errors import LayoutError
-from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.schedule import RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
@@ -56,11 +57,11 @@ def test_every_allowed_pair_is_computed_once(seed: int) -> None:
         ulysses, ring = draw.choice([(1, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 4), (1, 7)])
         shortest = 2 * ulysses * ring
         tokens = draw.randint(shortest, shortest + 40)
-        layout = TokenLayout(draw.choice(KINDS), tokens, ulysses, ring)
+        layout = TokenLayout(draw.choice(ALL_LAYOUTS), tokens, ulysses, ring)
         kv_layout, mask = layout, MaskSpec.full()
         if draw.random() < 0.5:
             keys = draw.randint(shortest, shortest + 40)
-            kv_layout = TokenLayout(draw.choice(KINDS), keys, ulysses, ring)
+            kv_layout = TokenLayout(draw.choice(ALL_LAYOUTS), keys, ulysses, ring)
         else:
             window = draw.choice([(None, 0), (None, 0), (5, 0), (3, 2), (None, 4)])
             mask = MaskSpec(*window, prefix=draw.randint(0, tokens))
