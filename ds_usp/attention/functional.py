@@ -212,7 +212,7 @@ def _new_plan(
     )
     chosen = select_kernel(request, kernel)
     _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
-    cut = tuning.resolve(split, layout, q, mesh, kv_layout.seq_len)
+    cut = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
     parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)

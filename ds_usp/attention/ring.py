@@ -265,8 +265,10 @@ def _unpacked(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
-    keys, values = packed.transpose(0, 1).split([x.shape[2:].numel() for x in (k, v)], dim=2)
-    return keys.unflatten(2, k.shape[2:]), values.unflatten(2, v.shape[2:])
+    turned = packed.transpose(0, 1)
+    keys, values = turned.split([x.shape[2:].numel() for x in (k, v)], dim=2)
+    front = turned.shape[:2]
+    return keys.view(*front, *k.shape[2:]), values.view(*front, *v.shape[2:])
 
 
 def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:

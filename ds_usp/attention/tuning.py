@@ -12,7 +12,8 @@ from ds_usp.config import peer_copies_disabled
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.parts import comes_at_once, parts_of_heads
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.parts import comes_at_once, parts_of_heads, visible_pairs
 from ds_usp.geometry.schedule import Place
 
 
@@ -52,12 +53,14 @@ class Tuning:
         layout: TokenLayout,
         q: torch.Tensor,
         mesh: SequenceMesh,
+        mask: MaskSpec,
         keys: int | None = None,
     ) -> Cut:
         """How a call is cut, the same on every rank.
 
         Args:
             q: ``[b, s, h, d]``.
+            mask: who sees whom.
             keys: tokens of the keys' sequence; None: the queries'.
 
         Raises:
@@ -76,8 +79,9 @@ class Tuning:
         if self.chunks != "auto":
             chunks = self.chunks
         elif not alone:
-            flop = 2 * batch * heads * dim * layout.seq_len * keys / layout.degree
-            chunks = parts_of_heads(flop, most, split.ulysses)
+            pairs = visible_pairs(mask, layout.seq_len, keys)
+            flop = 4 * batch * heads * dim * pairs / layout.degree
+            chunks = parts_of_heads(flop, most, split.ulysses, layout.ring)
         gather = self.gather
         if gather == "auto":
             token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()

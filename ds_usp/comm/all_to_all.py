@@ -245,7 +245,8 @@ class HeadExchange:
         """The tensors ``[..., h, D]`` in ``[..., features]``, views."""
         shapes = list(zip(self.widths(), dims, strict=True))
         parts = packed.split([width * dim for width, dim in shapes], -1)
-        return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
+        front = packed.shape[:-1]
+        return tuple(x.view(*front, *shape) for x, shape in zip(parts, shapes, strict=True))
 
     @cached_property
     def _others(self) -> list[int]:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.tiles import Tile
+
 # A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
-# hide nothing more. Of a ring alone the own block hides what comes, so its parts only save memory.
-_PART_FLOP, _RING_PART_FLOP, _MOST_PARTS = 7e11, 3e12, 16
+# hide nothing more. With a ring each part costs more of the host's time. Of a ring alone the own
+# block hides what comes, so its parts only save memory. As 4 H200 have it at 32K and 128K tokens.
+_ULYSSES_FLOP, _BOTH_FLOP, _RING_FLOP, _MOST_PARTS = 7e11, 1.1e12, 3e12, 16
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
 
 
-def parts_of_heads(product_flop: float, most: int, ulysses: int) -> int:
+def parts_of_heads(flop: float, most: int, ulysses: int, ring: int) -> int:
     """The number of parts.
 
     Args:
-        product_flop: of one of the two matrix products of forward attention on one rank, all pairs
-            counted.
+        flop: of forward attention on one rank.
         most: as many as a rank has key/value heads to cut.
-        ulysses: the Ulysses degree.
+        ulysses, ring: the degrees.
     """
-    each = _RING_PART_FLOP if ulysses == 1 else _PART_FLOP
-    return max(1, min(most, _MOST_PARTS, round(product_flop / each)))
+    each = _RING_FLOP if ulysses == 1 else _ULYSSES_FLOP if ring == 1 else _BOTH_FLOP
+    return max(1, min(most, _MOST_PARTS, round(flop / each)))
+
+
+def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
+    """(query, key) pairs of one sample that attend, of several samples the mean; of a prefix only
+    what its own tokens see of it."""
+    samples = mask.documents or ((0, queries),)
+    pairs = 0
+    for borders in samples:
+        for start, stop in pairwise(borders):
+            rows = stop - start
+            columns = rows if mask.documents else keys
+            low = 1 - rows if mask.left is None else -mask.left
+            high = columns - 1 if mask.right is None else mask.right
+            pairs += Tile(0, rows, 0, columns, low, high).pairs
+    return pairs / len(samples) + mask.prefix * (mask.prefix - 1) / 2
 
 
 def comes_at_once(kv_bytes: int, parts: int, ring: int) -> bool:

@@ -165,8 +165,9 @@ def ring_schedule(
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *others, last)
+    runs = visible_runs(shards.queries, shards.mask, shards.keys)
     taken = (
-        sum(piece.length for piece in _taken(shards, rank, visit))
+        sum(b - a for offset in visit for a, b in runs[rank][(rank - offset) % layout.ring])
         for visit in visits
         for rank in range(layout.ring)
     )

@@ -227,16 +227,13 @@ def _join(a: Tile, b: Tile) -> Tile | None:
     """One tile with the pairs of two disjoint ones, if such a tile exists.
 
     The smallest band rectangle around both contains both, so it is their union exactly when it
-    holds as many pairs as they do.
+    holds as many pairs as they do. It has no empty row or column then, so none lies between them.
     """
-    around = Tile(
-        min(a.q_start, b.q_start),
-        max(a.q_stop, b.q_stop),
-        min(a.k_start, b.k_start),
-        max(a.k_stop, b.k_stop),
-        min(a.low, b.low),
-        max(a.high, b.high),
-    )
+    q_start, q_stop = min(a.q_start, b.q_start), max(a.q_stop, b.q_stop)
+    k_start, k_stop = min(a.k_start, b.k_start), max(a.k_stop, b.k_stop)
+    if q_stop - q_start > a.rows + b.rows or k_stop - k_start > a.columns + b.columns:
+        return None
+    around = Tile(q_start, q_stop, k_start, k_stop, min(a.low, b.low), max(a.high, b.high))
     return around if around.pairs == a.pairs + b.pairs else None
 
 

@@ -111,6 +111,12 @@ class Offload:
             if leaving is not None:
                 leaving.let_go()
 
+    @property
+    def bytes_away(self) -> int:
+        """Bytes that are on the host and nowhere else, now."""
+        layers = (layer for layers in self._passes for layer in layers)
+        return sum(item.cut for layer in layers for item in layer.items if item.data is None)
+
     def _begin_pass(self) -> None:
         """Forget the micro batches that are done."""
         for layers in self._passes:

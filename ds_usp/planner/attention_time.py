@@ -137,8 +137,7 @@ def _parts(work: Workload, split: Split) -> int:
     most = max(1, int(model.kv_heads / split.tp / split.ulysses))
     if split.sp == 1:
         return 1
-    flop = 2 * split.micro_batch * model.q_width / split.tp * work.seq_len**2 / split.sp
-    return parts_of_heads(flop, most, split.ulysses)
+    return parts_of_heads(_rank_flop(work, split), most, split.ulysses, split.ring)
 
 
 def _gathers(work: Workload, split: Split, parts: int) -> bool:

@@ -20,9 +20,7 @@ class Engine:
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
-        reduction_bytes: for each element while it reduces gradients in ZeRO-1: DeepSpeed's bf16
-            optimizer keeps them as backward made them until its step, and sends a copy in bf16
-            (runtime/bf16_optimizer.py and ``allreduce_bucket`` of 0.19).
+        whole_reduction: in ZeRO-1 gradients are all-reduced, not reduce-scattered (``Split``).
     """
 
     name: str
@@ -35,7 +33,7 @@ class Engine:
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
-    reduction_bytes: int = 0
+    whole_reduction: bool = False
 
 
 ENGINES = (
@@ -50,7 +48,7 @@ ENGINES = (
         offloads=False,
         tp_sequence=False,
         orders=ORDERS[:1],
-        reduction_bytes=4,
+        whole_reduction=True,
     ),
     Engine(
         "megatron-core",

@@ -109,10 +109,30 @@ def layer_rows(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> lis
     )
 
 
-def other_tp(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> int | None:
-    """The tensor-parallel degree nearest to this one for which a model's layers were measured."""
-    measured = {row.tp for row in rows if layer_rows([row], model, row.tp)}
+def nearest_tp(
+    rows: Iterable[MeasuredLayer] | Iterable[MeasuredEnds], model: ModelShape, tp: int
+) -> int | None:
+    """The tensor-parallel degree nearest to this one for which a model has rows."""
+    measured = set()
+    for row in rows:
+        if isinstance(row, MeasuredLayer):
+            mine = layer_rows([row], model, row.tp)
+        else:
+            mine = ends_rows([row], model, row.tp)  # type: ignore[assignment]
+        measured |= {found.tp for found in mine}
     return min(measured, key=lambda other: abs(log(other / tp)), default=None)
+
+
+def nearest_step(
+    rows: Iterable[MeasuredStep], zero: int, zero_ranks: int
+) -> tuple[int, int] | None:
+    """The stage of ZeRO and its ranks that were measured, nearest to these."""
+    measured = {(row.zero, row.zero_ranks) for row in rows}
+    return min(
+        measured,
+        key=lambda other: (abs(other[0] - zero), abs(log(other[1] / zero_ranks))),
+        default=None,
+    )
 
 
 def ends_rows(rows: Iterable[MeasuredEnds], model: ModelShape, tp: int) -> list[MeasuredEnds]:

@@ -12,6 +12,8 @@ from ds_usp.planner.formulas import (
 )
 from ds_usp.planner.split import Split, Workload
 
+_BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -114,7 +116,7 @@ def _stage(
     units, kept, unit_bytes = _units(work, split, stage, parts)
     resident = units * (1 - split.offload_ratio) + kept * split.offload_ratio
     logits = parts.logits if stage == split.pp - 1 else 0.0
-    copies = elements * split.reduction_bytes if split.zero == 1 else 0.0
+    copies = reduction_bytes(elements, split)
     passing = max(logits, parts.exchange + parts.transient)
     if copies > resident * unit_bytes + passing:
         states = (weights, gradients + copies, optimizer)
@@ -150,6 +152,15 @@ def states_bytes(elements: float, split: Split) -> tuple[float, float, float]:
         elements * split.grad_bytes / (ranks if split.zero >= 2 else 1),
         elements * 12 / (ranks if split.zero >= 1 else 1),
     )
+
+
+def reduction_bytes(elements: float, split: Split) -> float:
+    """Copies of all gradients while they are reduced whole: in the parameters' dtype, and as one
+    flat tensor, which DeepSpeed makes of what one of its buckets holds."""
+    if not split.whole_reduction or split.zero != 1 or split.zero_ranks == 1:
+        return 0.0
+    flat = split.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
+    return elements * (split.param_bytes + flat)
 
 
 def logits_bytes(work: Workload, split: Split) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ds_usp.planner.explain import helps, why_nothing_fits
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
+from ds_usp.planner.measured import nearest_tp
 from ds_usp.planner.memory import Memory
 from ds_usp.planner.search import GIB, Found, Plan
 from ds_usp.planner.split import Split, Workload
@@ -238,7 +239,7 @@ def plans_text(found: Found, top: int) -> str:
     lines = [
         f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
         f"{found.gpus} x {found.cluster.name}, {found.budget_bytes / GIB:.1f} GiB each: "
-        f"{found.considered} cuts looked at",
+        f"{found.considered} cuts looked at{_rows_text(found)}",
         table(_HEAD, [_plan_row(found, plan) for plan in found.plans[:top]]),
     ]
     larger = [plan for plan in found.too_large[:3] if plan.mfu > best.mfu]
@@ -250,6 +251,20 @@ def plans_text(found: Found, top: int) -> str:
     why = ", ".join(f"{why} {count}" for why, count in found.refused.most_common())
     lines += ["", f"refused: {why or 'none'}", "", _breakdown(found, best)]
     return "\n".join(lines)
+
+
+def _rows_text(found: Found) -> str:
+    """What of the times comes from rows of a profile."""
+    cluster, model = found.cluster, found.work.model
+    served = {
+        "exchanges": bool(cluster.exchanges),
+        "attention": bool(cluster.calls),
+        f"layers of {model.name}": nearest_tp(cluster.layers, model, 1) is not None,
+        "its head": nearest_tp(cluster.ends, model, 1) is not None,
+        "the step": bool(cluster.steps),
+    }
+    names = ", ".join(name for name, rows in served.items() if rows)
+    return f"; measured: {names}" if names else ""
 
 
 def _breakdown(found: Found, plan: Plan) -> str:

@@ -131,7 +131,7 @@ def _families(
     plain = replace(
         base,
         grad_bytes=how.grad_bytes,
-        reduction_bytes=how.reduction_bytes,
+        whole_reduction=how.whole_reduction,
         tp_sequence=how.tp_sequence,
     )
     for tp in _given(fixed, "tp", divisors(gpus)):

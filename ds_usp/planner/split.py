@@ -66,7 +66,9 @@ class Split:
         fused_loss: the logits are never held whole.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
-        reduction_bytes: of an element, beside its states, while gradients are reduced.
+        whole_reduction: in ZeRO-1 every rank reduces all gradients and keeps them as backward made
+            them until the step, as DeepSpeed's bf16 optimizer does where gradients are summed in
+            fp32 (runtime/bf16_optimizer.py of 0.19).
     """
 
     tp: int = 1
@@ -88,7 +90,7 @@ class Split:
     overlap_gradients: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
-    reduction_bytes: int = 0
+    whole_reduction: bool = False
 
     @property
     def sp(self) -> int:

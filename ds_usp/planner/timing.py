@@ -8,7 +8,14 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import COLLECTIVE, DIRECT, exchange_s, groups
-from ds_usp.planner.measured import ends_rows, layer_rows, other_tp, seconds_at, step_rows
+from ds_usp.planner.measured import (
+    ends_rows,
+    layer_rows,
+    nearest_step,
+    nearest_tp,
+    seconds_at,
+    step_rows,
+)
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, stage_boundary_bytes, step_traffic
 
@@ -98,7 +105,7 @@ def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outsid
 
 
 def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
-    found, tp = _outside(cluster, work, split), other_tp(cluster.layers, work.model, split.tp)
+    found, tp = _outside(cluster, work, split), nearest_tp(cluster.layers, work.model, split.tp)
     if tp is None:
         return found
     there = replace(split, tp=tp)
@@ -179,10 +186,27 @@ def head_time(cluster: Cluster, work: Workload, split: Split) -> float:
 
     From a profile the embedding, the last norm and the loss are part of it.
     """
-    tokens = split.micro_batch * work.seq_len / split.sp
+    measured = _measured_head(cluster, work, split)
+    if measured is not None:
+        return measured
+    found, tp = _head(cluster, work, split), nearest_tp(cluster.ends, work.model, split.tp)
+    if tp is None:
+        return found
+    there = replace(split, tp=tp)
+    known = _measured_head(cluster, work, there) or 0.0
+    return found * known / _head(cluster, work, there)
+
+
+def _measured_head(cluster: Cluster, work: Workload, split: Split) -> float | None:
     rows = ends_rows(cluster.ends, work.model, split.tp)
-    if rows:
-        return seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
+    if not rows:
+        return None
+    tokens = split.micro_batch * work.seq_len / split.sp
+    return seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
+
+
+def _head(cluster: Cluster, work: Workload, split: Split) -> float:
+    tokens = split.micro_batch * work.seq_len / split.sp
     logits = tokens * work.model.vocab / split.tp
     passes = 0.0 if split.fused_loss else _passes_s(cluster, logits * _LOSS_BYTES)
     return 3 * _product_s(cluster, tokens, logits * work.model.hidden) + passes
@@ -211,11 +235,7 @@ def step_time(
     boundary = exchange_s(
         cluster, groups(split)["pp"], stage_boundary_bytes(work, split), DIRECT, 1
     )
-    optimizer = _measured_step(cluster, work, split)
-    gradients = 0.0
-    if optimizer is None:
-        gradients = _gradients_s(cluster, work, split, layers)
-        optimizer = _optimizer_s(cluster, work, split)
+    gradients, optimizer = _step_s(cluster, work, split, layers)
     return StepTime(
         layers=layers,
         head=m * head,
@@ -225,6 +245,24 @@ def step_time(
         offload=_offload_s(cluster, work, split, layers),
         optimizer=optimizer,
     )
+
+
+def _step_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> tuple[float, float]:
+    """Gradients' exchange and optimizer: measured (all in the second), or the formulas', scaled by
+    what is known of another stage or number of ranks."""
+    measured = _measured_step(cluster, work, split)
+    if measured is not None:
+        return 0.0, measured
+    gradients = _gradients_s(cluster, work, split, layers_s)
+    optimizer = _optimizer_s(cluster, work, split)
+    known = nearest_step(cluster.steps, split.zero, split.zero_ranks)
+    if known is None:
+        return gradients, optimizer
+    zero, ranks = known
+    there = replace(split, zero=zero, ulysses=1, ring=ranks, dp=1)
+    formula = _gradients_s(cluster, work, there, layers_s) + _optimizer_s(cluster, work, there)
+    ratio = (_measured_step(cluster, work, there) or 0.0) / formula
+    return ratio * gradients, ratio * optimizer
 
 
 def _measured_step(cluster: Cluster, work: Workload, split: Split) -> float | None:
@@ -237,7 +275,8 @@ def _measured_step(cluster: Cluster, work: Workload, split: Split) -> float | No
 
 def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> float:
     """ZeRO-3 fetches under the layers; the others reduce at the end, or under the last micro
-    batch's backward, and gather parameters then."""
+    batch's backward, and gather parameters then. DeepSpeed's bf16 optimizer always does at the
+    end."""
     sent, group = step_traffic(work, split), groups(split)["zero"]
     micro_batches = split.micro_batches(work.global_batch)
     if split.zero == 3:
@@ -249,7 +288,8 @@ def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float
         )
     parameters = exchange_s(cluster, group, sent.parameters, COLLECTIVE)
     reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
-    if split.overlap_gradients:
+    at_the_end = split.whole_reduction and split.zero == 1
+    if split.overlap_gradients and not at_the_end:
         batches = micro_batches if split.zero == 2 else 1
         reduce = _beneath(cluster, reduce, layers_s * 2 / 3 / micro_batches * batches)
     return reduce + parameters

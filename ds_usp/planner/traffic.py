@@ -182,8 +182,8 @@ def step_traffic(work: Workload, split: Split) -> StepBytes:
     """Gradients and parameters over dp x sp of z ranks, per step.
 
     ZeRO-0: all-reduce, ``2 w_g P (z-1)/z``. ZeRO-1: reduce-scatter of gradients and all-gather of
-    parameters. ZeRO-2: DeepSpeed reduces at every micro batch (m times). ZeRO-3: two all-gathers
-    and a reduce-scatter, m times.
+    parameters; DeepSpeed's bf16 optimizer all-reduces them. ZeRO-2: DeepSpeed reduces at every
+    micro batch (m times). ZeRO-3: two all-gathers and a reduce-scatter, m times.
     """
     z, m = split.zero_ranks, split.micro_batches(work.global_batch)
     if z == 1:
@@ -194,7 +194,7 @@ def step_traffic(work: Workload, split: Split) -> StepBytes:
     if split.zero == 0:
         return StepBytes(2 * gradients, 0.0)
     if split.zero == 1:
-        return StepBytes(gradients, parameters)
+        return StepBytes(gradients * (2 if split.whole_reduction else 1), parameters)
     if split.zero == 2:
         return StepBytes(gradients * m, parameters)
     return StepBytes(gradients * m, 2 * parameters * m)

@@ -51,7 +51,7 @@ class Case:
             ring=self.ring,
             recompute=self.recompute,
             tp_sequence=False,
-            reduction_bytes=engine("megatron-deepspeed").reduction_bytes,
+            whole_reduction=engine("megatron-deepspeed").whole_reduction,
         )
         return Workload(self.shape(), self.seq_len), split
 

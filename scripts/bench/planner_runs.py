@@ -119,7 +119,7 @@ class Host:
         trainer = Trainer(
             self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
         )
-        batch = self._batch(case)
+        batch = self.batch(case)
         clock = Clock(session.device, 3600.0)
         for _ in range(2):
             trainer.train([batch], 1e-5)
@@ -138,7 +138,8 @@ class Host:
         _let_go(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
-    def _batch(self, case: Case) -> SequenceBatch:
+    def batch(self, case: Case) -> SequenceBatch:
+        """Random tokens, this rank's share."""
         length = self.mesh.layout("zigzag", case.seq_len).length(self.mesh.rank)
         tokens = torch.randint(VOCABULARY, (1, length))
         return SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length))
@@ -263,7 +264,7 @@ def measure_host(
     cluster = load_cluster(str(path))
     add_rows(profile, "steps", [step_row(cluster, run) for run in runs], source)
     if session.on_gpu:
-        kept = {"value": workspace_bytes(runs), "origin": "measured", "source": source}
+        kept = {"value": max(workspace_bytes(runs), 0.0), "origin": "measured", "source": source}
         profile["workspace_bytes"] = kept
     _write(session, profile, path)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +18,21 @@ BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 import planner_validation  # noqa: E402
-from planner_cases import CASES, FITTED, TINY_CASES, TINY_FITTED, Case, Measured, read, write  # noqa: E402
+from planner_cases import (  # noqa: E402
+    CASES,
+    FITTED,
+    TINY_CASES,
+    TINY_FITTED,
+    Case,
+    Measured,
+    read,
+    shape_of,
+    write,
+)
 
-from ds_usp.planner import load_cluster  # noqa: E402
-from ds_usp.planner.memory import memory  # noqa: E402
+from ds_usp.planner import ModelShape, load_cluster  # noqa: E402
+from ds_usp.planner.formulas import stage_elements  # noqa: E402
+from ds_usp.planner.memory import memory, states_bytes  # noqa: E402
 from ds_usp.planner.split import check  # noqa: E402
 from ds_usp.planner.timing import step_time  # noqa: E402
 
@@ -71,6 +84,60 @@ def test_runs_judge_the_planner(tmp_path: Path) -> None:
     out = tmp_path / "validation.csv"
     planner_validation.main(["--profile", str(profile), "--out", str(out), str(table)])
     assert "# 1 held-out runs" in out.read_text()
+
+
+# Of a wider model, so that the loss's logits, kept activations and gradients' copies stand out.
+PEAKS = [
+    Case("tiny", 4, 1024, 1, 2, 1, "none"),  # the loss, and all activations
+    Case("tiny", 4, 1024, 1, 1, 2, "full"),  # the loss
+    Case("tiny", 4, 64, 1, 2, 1, "none"),  # the reduction of gradients
+]
+TINY = shape_of("tiny")
+
+
+def wider(_: str) -> ModelShape:
+    return replace(TINY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32)
+
+
+def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
+    """Bytes that a step allocates at most beyond what it finds, over the planner's."""
+    import planner_runs
+    from session import Session
+    from usp_trainer.engine import Trainer
+
+    from ds_usp.training import prepare_deepspeed
+
+    prepare_deepspeed()
+    session, ratios = Session(torch.device("cpu"), ctx.rank, ctx.world), []
+    with (
+        mock.patch("planner_cases.shape_of", wider),
+        mock.patch.object(Case, "flags", in_bf16),
+    ):
+        for case in PEAKS:
+            host = planner_runs.Host(session, case.mesh)
+            model, args = host.model(case), host.arguments(case)
+            trainer = Trainer(args, model, host.groups, session.device, 50257)
+            batch = host.batch(case)
+            trainer.train([batch], 1e-5)  # makes the optimizer's states
+            with torch.profiler.profile(profile_memory=True) as profiler:
+                trainer.train([batch], 1e-5)
+            trace = Path(folder) / f"trace{ctx.rank}.json"
+            profiler.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text())["traceEvents"]
+            moments = [e for e in events if e["name"] == "[memory]"]
+            moments.sort(key=lambda event: event["ts"])
+            held = [event["args"]["Total Allocated"] for event in moments]
+            work, split = case.plan()
+            needs = memory(work, split)
+            states = sum(states_bytes(stage_elements(work, split, 0), split))
+            ratios.append((max(held) - held[0]) / (needs.total - states))
+    return ratios
+
+
+def test_the_peak_of_a_real_step_is_the_formula(tmp_path: Path) -> None:
+    """The trainer under DeepSpeed's bf16 optimizer, by torch's own count of what it allocates."""
+    for ratios in fork_world(peaks_on_rank, 2, folder=str(tmp_path)):
+        assert ratios == pytest.approx([1.0] * len(PEAKS), abs=0.02)
 
 
 def case(seconds: float, memory_bytes: int, **changes: Any) -> Measured:

@@ -25,6 +25,7 @@ import bench_attention  # noqa: E402 - found through the path above
 import bench_documents  # noqa: E402
 import overlap  # noqa: E402
 import plot  # noqa: E402
+import plot_memory  # noqa: E402
 import session  # noqa: E402
 import truth  # noqa: E402
 
@@ -274,3 +275,21 @@ def test_overlap_on_two_ranks(tmp_path: Path) -> None:
     done = torchrun("overlap.py", "--shapes", "64:2:2:16", "--steps", "1", "--out", str(path))
     assert done.returncode == 0, done.stderr
     assert len(plot.read(path)[1]) == 3
+
+
+def test_memory_on_two_ranks_and_its_picture(tmp_path: Path) -> None:
+    path, moments, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.svg"))
+    policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
+    done = torchrun(
+        "bench_memory.py", "--shapes", "1024:3:64:4:128", "--rounds", "1", "--in-a-row", "1",
+        "--policies", *policies, "--out", str(path), "--moments", str(moments),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, rows = plot.read(path)
+    assert [row["policy"] for row in rows][-1] == "attention + offload 1"
+    assert [float(row["host_gib"]) > 0 for row in rows] == [False] * 4 + [True] * 2
+    head, drawn = plot.read(moments)
+    assert len(drawn) == len(policies) * 7  # each border of 3 layers, both ways, and the end
+    picture.write_text(plot_memory.svg(head, "shape", plot_memory.panels(drawn)))
+    found = ElementTree.parse(picture).findall(".//{*}polygon")
+    assert len(found) == 2 * len(policies)

@@ -19,9 +19,11 @@ from ds_usp.planner.formulas import (
     saved_elements,
     stage_elements,
 )
+from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory, offload_needed, stage_memory, states_bytes
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.split import Split, Workload, check, impossible
+from ds_usp.planner.timing import step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)
@@ -288,14 +290,19 @@ def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
 
 
 def test_or_the_worst_moment_is_the_step() -> None:
-    """DeepSpeed's bf16 optimizer: 4 bytes more an element, when the activations are gone."""
-    work = Workload(load_model("gpt-6.7b"), 2048, 8)
+    """DeepSpeed's bf16 optimizer: gradients in bf16 too, and flat once more where a bucket holds
+    them, when the activations are gone."""
     plain = Split(dp=8, zero=1)
-    copied = replace(plain, reduction_bytes=4)
-    elements = stage_elements(work, plain, 0)
-    found = memory(work, copied)
-    assert found.activations == found.logits == 0
-    assert found.gradients == 8 * elements and found.weights == 2 * elements
+    copied = replace(plain, whole_reduction=True)
+    for model, copies in ((replace(load_model("gpt-1.3b"), layers=4), 6), (load_model("6.7b"), 2)):
+        work = Workload(model, 256, 8)
+        elements = stage_elements(work, plain, 0)
+        found = memory(work, copied)
+        assert found.activations == found.logits == 0
+        assert found.gradients == (4 + copies) * elements and found.weights == 2 * elements
+        assert step_traffic(work, copied).gradients == 2 * step_traffic(work, plain).gradients
+        cluster, hidden = load_cluster("h200"), replace(copied, overlap_gradients=True)
+        assert step_time(cluster, work, hidden) == step_time(cluster, work, copied)
     assert memory(work, replace(copied, zero=2)) == memory(work, replace(plain, zero=2))
     long = Workload(load_model("gpt-6.7b"), 131072, 8)
     assert memory(long, copied) == memory(long, plain)

@@ -164,7 +164,18 @@ def test_measured_ends_and_steps(tmp_path: Path) -> None:
     time = step_time(cluster, work, split)
     assert time.optimizer == pytest.approx(0.02 + (elements - 1e9) / 2e9 * 0.03)
     assert time.gradients == 0
-    assert step_time(cluster, work, replace(split, zero=3)).gradients > 0
+    # Another stage, ranks and degree: the formula, as much slower as it is where it is known.
+    plain = replace(cluster, steps=(), ends=())
+    formula = step_time(plain, work, split)
+    ratio = time.optimizer / (formula.gradients + formula.optimizer)
+    for other in (replace(split, zero=3), Split(ulysses=2, zero=1)):
+        found, alone = step_time(cluster, work, other, 1.0), step_time(plain, work, other, 1.0)
+        assert found.optimizer == pytest.approx(ratio * alone.optimizer)
+        assert found.gradients == pytest.approx(ratio * alone.gradients)
+    tp, alone = replace(split, tp=2), head_time(plain, Workload(model, 65536), split)
+    assert head_time(cluster, Workload(model, 65536), tp) == pytest.approx(
+        0.06 / alone * head_time(plain, Workload(model, 65536), tp)
+    )
 
 
 @pytest.mark.parametrize(

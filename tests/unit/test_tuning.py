@@ -11,11 +11,13 @@ import pytest
 import torch
 from cases import ALL_LAYOUTS
 
-from ds_usp import ConfigError, SequenceMesh, TokenLayout, Tuning
+from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, Cut
 from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.parts import visible_pairs
 
 K = 1024
+CAUSAL = MaskSpec.causal()
 
 
 def tensor(tokens: int, heads: int, device: str, dim: int = 128, batch: int = 1) -> Any:
@@ -40,12 +42,13 @@ def resolved(
     ulysses: int = 1,
     ring: int = 4,
     device: str = "cuda",
+    mask: MaskSpec = CAUSAL,
 ) -> tuple[int, bool]:
     """Parts and whether to gather, for 32 query heads of 128."""
     layout = TokenLayout("zigzag", seq_len, ulysses, ring)
     q = tensor(layout.length(0), 32, device)
     split = HeadSplit(32, kv_heads, ulysses)
-    return tuning.resolve(split, layout, q, mesh_of(ulysses, ring))[:2]
+    return tuning.resolve(split, layout, q, mesh_of(ulysses, ring), mask)[:2]
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, 2.0, True, None, "all", "2"])
@@ -79,7 +82,7 @@ def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> 
     assert resolved(ring=ring, seq_len=seq_len, device="cpu") == (1, False)
     real = torch.empty(1, seq_len // ring, 32, 1)
     layout = TokenLayout("zigzag", seq_len, 1, ring)
-    cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring))
+    cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
     assert cut == (1, False, False)
 
 
@@ -106,6 +109,25 @@ def test_long_sequences_have_more_parts(ulysses: int, ring: int) -> None:
     for kv_heads in (1, 2, 4, 8):
         most = max(kv_heads // ulysses, 1)
         assert resolved(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)[0] == most
+
+
+def test_less_work_has_fewer_parts() -> None:
+    def parts(mask: MaskSpec) -> int:
+        return resolved(seq_len=128 * K, ulysses=2, ring=2, mask=mask)[0]
+
+    documents = list(range(0, 129 * K, 16 * K))
+    assert parts(CAUSAL) == parts(MaskSpec.full()) == 16
+    assert parts(MaskSpec.causal(documents)) == 4
+    assert parts(MaskSpec.causal([documents, [0, 128 * K]])) == 16
+    assert parts(MaskSpec.window(4 * K)) == 2
+    assert parts(MaskSpec.window(64)) == 1
+
+
+def test_the_work_is_what_is_seen() -> None:
+    for mask in (CAUSAL, MaskSpec.full(), MaskSpec.window(3, 2), MaskSpec.causal([0, 5, 6, 40])):
+        seen = sum(mask.allows(q, k) for q in range(40) for k in range(40))
+        assert visible_pairs(mask, 40, 40) == seen, mask
+    assert visible_pairs(MaskSpec.full(), 40, 7) == 280
 
 
 def test_a_part_is_worth_launching() -> None:
@@ -138,7 +160,7 @@ def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> Non
         layout = TokenLayout(kind, seq_len, ulysses, ring)
         lengths = {layout.length(rank) for rank in range(layout.degree)}
         shares = [tensor(tokens, 32, "cuda") for tokens in lengths]
-        return {Tuning().resolve(split, layout, q, mesh) for q in shares}
+        return {Tuning().resolve(split, layout, q, mesh, CAUSAL) for q in shares}
 
     # Around the lengths at which one more part begins, where shares that differ by a token or two
     # would lead ranks to different numbers.
@@ -154,7 +176,7 @@ def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> Non
 def copies(tuning: Tuning, no_copies: str | None = None, device: str = "cuda") -> bool:
     layout = TokenLayout("zigzag", 32 * K, 2, 2)
     q = tensor(8 * K, 32, device)
-    return tuning.resolve(HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies)).copies
+    return tuning.resolve(HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies), CAUSAL).copies
 
 
 @pytest.fixture
