@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ds_usp.errors import MeshError
 
 _TEXT_BYTES = 2048
+# Descriptions may differ from step to step, by the seed of dropout or by documents.
+_MOST_KNOWN = 1024
 
 
 Pending = tuple[dist.Work, list[torch.Tensor], str]
@@ -68,6 +70,8 @@ class Agreement:
         said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
         if self.group is None or wait or error is not None or text not in self._known:
             agree(self.group, said, error)
+            if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
+                self._known.clear()
             self._known.add(text)
             return
         mine = _tensor(_digest(said), self.group)

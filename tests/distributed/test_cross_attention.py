@@ -14,6 +14,8 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec
+from ds_usp.attention.host_arguments import HostArguments
+from ds_usp.attention.local_attention import LocalAttention
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
 BASE = Case(batch=2, seq_len=43, heads=6, kv_heads=3, head_dim=16)
@@ -178,3 +180,13 @@ class Dense(torch.nn.Module):
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_the_drop_in_crosses_sequences(pool: WorkerPool, ulysses: int) -> None:
     assert max(pool.run(through_the_drop_in, 4, ulysses=ulysses)) <= 1e-5
+
+
+def test_a_hosts_mask_is_held_against_the_prefix() -> None:
+    host = HostArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
+    shown = oracle.causal(range(8), range(8))
+    shown[:, :5] = True
+    assert host.check(8, 16, (shown,), {"is_causal": False}) == "1 extra arguments, is_causal"
+    for wrong in ({"is_causal": True}, {"attn_mask": oracle.causal(range(8), range(8))}):
+        with pytest.raises(ds_usp.UnsupportedAttentionError, match="causal with a prefix of 5"):
+            host.check(8, 16, (), wrong)

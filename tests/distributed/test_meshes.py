@@ -154,3 +154,10 @@ def test_one_process_needs_no_process_group() -> None:
     grads = torch.autograd.grad(out.sum(), qkv)
     for grad, expected in zip(grads, torch.autograd.grad(dense.sum(), qkv), strict=True):
         assert relative_error(grad, expected) <= 1e-5
+
+
+def test_descriptions_that_differ_at_every_step_do_not_pile_up() -> None:
+    agreement = Agreement()
+    for step in range(3000):
+        agreement.before_call(f"dropout seed {step}", wait=False)
+    assert len(agreement._known) <= 1024
