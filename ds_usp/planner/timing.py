@@ -68,6 +68,8 @@ def _layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
     again = 0.0
     if split.recompute == "full":
         again = products + forward.total + passes + tp_forward
+    elif split.recompute == "attention":
+        again = products + passes + tp_forward
     elif split.recompute == "attention-only":
         again = forward.total
     elif split.recompute == "gemm-last":
