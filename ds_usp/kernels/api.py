@@ -6,6 +6,7 @@ D head dim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -169,7 +170,7 @@ class SingleTileKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
-        with torch.autocast(q.device.type, enabled=False):  # the dtype of q, k and v decides
+        with _without_autocast(q.device.type):
             q, k, v = _rows(q, call), _columns(k, call), _columns(v, call)
             if call.tile is not None:
                 return self.tile_forward(q, k, v, call.tile, scale)
@@ -188,7 +189,7 @@ class SingleTileKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q.device.type):
             dout, q, out = (_rows(x, call) for x in (dout, q, out))
             k, v = _columns(k, call), _columns(v, call)
             lse = lse[:, :, call.q_start : call.q_stop]
@@ -299,6 +300,13 @@ def band(tile: Tile, device: torch.device) -> torch.Tensor:
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
     distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
     return (distance >= tile.low) & (distance <= tile.high)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """The dtype of q, k and v decides. Where autocast is off already, at no cost."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _each_tile(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
