@@ -76,7 +76,7 @@ def test_what_all_ranks_report_is_said_once(tmp_path: Path) -> None:
 
 def test_auto_asks_the_planner_and_says_why(tmp_path: Path) -> None:
     flags = FLAGS.replace("--ulysses-degree 2", "--ulysses-degree auto") + " --train-iters 1"
-    done = command([*launcher("torchrun"), SCRIPT, *flags.split()], tmp_path)
+    done = command([SCRIPT, *flags.split()], tmp_path)
     assert done.returncode == 0, done.stderr
     first, *rest = [line for line in done.stdout.splitlines() if line.startswith("planner: ")]
     assert first.startswith("planner: ulysses 1 x ring 2 on cpu (predicted step") and rest
