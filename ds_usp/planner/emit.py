@@ -56,10 +56,10 @@ def _architecture_flags(work: Workload, rotary: str) -> list[str]:
 
 def megatron_deepspeed(work: Workload, split: Split) -> str:
     """Flags of ``python -m megatron_patches.run pretrain_gpt.py`` and of the trainer here."""
-    if split.virtual_stages(work.model) > 1 or split.recompute not in ("none", "full"):
+    if split.virtual_stages(work.model) > 1 or split.recompute == "attention-only":
         raise ConfigError(
-            "Megatron-DeepSpeed has neither virtual stages nor partial recomputation; search with "
-            "--engine megatron-deepspeed"
+            "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
+            "search with --engine megatron-deepspeed"
         )
     flags = ["--tensor-model-parallel-size", str(split.tp)]
     flags += ["--ds-sequence-parallel-size", str(split.sp), "--ulysses-degree", str(split.ulysses)]
@@ -72,6 +72,8 @@ def megatron_deepspeed(work: Workload, split: Split) -> str:
     flags += [] if work.model.tied else ["--untie-embeddings-and-output-weights"]
     if split.recompute == "full":
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
+    elif split.recompute != "none":
+        flags += ["--usp-recompute", split.recompute]
     return _joined([*flags, "--deepspeed", "--deepspeed_config", "ds_config.json"])
 
 
@@ -79,10 +81,10 @@ def megatron_core(work: Workload, split: Split) -> str:
     """Flags of Megatron-LM; ``megatron_patches.apply("megatron_core", ...)`` takes the split of
     context parallelism, which its own flags say too."""
     model = work.model
-    if split.zero > 1 or split.recompute == "gemm-last":
+    if split.zero > 1 or split.recompute in ("gemm-last", "attention"):
         raise ConfigError(
             "Megatron-LM's flags have neither ZeRO-2 and 3 nor recomputation of all but the "
-            "products; search with --engine megatron-core"
+            "products, or but attention; search with --engine megatron-core"
         )
     flags = ["--tensor-model-parallel-size", str(split.tp)]
     flags += ["--sequence-parallel"] if split.tp > 1 and split.tp_sequence else []
@@ -169,6 +171,8 @@ def script(work: Workload, split: Split) -> str:
     more = ["--ffn-hidden-size", str(model.ffn), *_architecture_flags(work, "")]
     more += [] if model.biases else ["rmsnorm"]
     more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
+    if split.recompute in ("gemm-last", "attention"):
+        more += ["--usp-recompute", split.recompute]
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,

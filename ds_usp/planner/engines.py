@@ -42,7 +42,7 @@ ENGINES = (
         "megatron-deepspeed",
         zero=(0, 1, 2, 3),
         zero_in_pipeline=(0, 1),
-        recompute=("none", "full"),
+        recompute=("none", "gemm-last", "attention", "full"),
         schedule="deepspeed",
         interleaves=False,
         offloads=False,

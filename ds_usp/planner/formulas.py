@@ -51,6 +51,7 @@ def hardware_flop_per_token(
     """FLOP that are computed for one token: flash backward, and what is computed again.
 
     ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
+    ``attention`` one of all but it,
     ``gemm-last`` norms and activation functions only, which are not counted here.
     """
     attention = model.layers * attention_flop_per_token(model, seq_len, documents)
@@ -59,6 +60,8 @@ def hardware_flop_per_token(
         total += 2 * model.layers * model.matrix_elements + attention
     elif recompute == "attention-only":
         total += attention
+    elif recompute == "attention":
+        total += 2 * model.layers * model.matrix_elements
     elif recompute not in ("none", "gemm-last"):
         raise ConfigError(f"recompute={recompute!r} is unknown")
     return total
@@ -124,6 +127,8 @@ def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
     without a gate). ``gemm-last`` keeps neither norm outputs nor what follows fc1. With Ulysses
     the attention's output is kept twice, before and after the exchange, unless the core is
     computed again; a KV head with several users is kept by each. ``full`` keeps the layer's input.
+    ``attention`` keeps that and attention's output; with Ulysses also what the exchange brought,
+    which no recomputation brings again without an exchange.
 
     Without Megatron's sequence parallelism tp does not cut what the norms keep.
     """
@@ -131,6 +136,9 @@ def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
     if split.recompute == "full":
         return (h, 0.0) if split.tp_sequence else (0.0, h)
     users = max(1.0, split.ulysses * split.tp / model.kv_heads)
+    if split.recompute == "attention":
+        core = 3 * q + 2 * k * users if split.ulysses > 1 else q
+        return (h + core, 0.0) if split.tp_sequence else (core, h)
     attention = 2 * q + 2 * k * (1 if split.recompute == "attention-only" else users)
     if split.ulysses > 1 and split.recompute != "attention-only":
         attention += q
@@ -146,7 +154,7 @@ def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
 
 def statistics_bytes(model: ModelShape, split: Split) -> float:
     """Bytes per token of one layer that tp x sp ranks keep together in fp32: log-sum-exp, norms."""
-    norms = 8.0 * (2 if model.biases else 1)
+    norms = 0.0 if split.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     lse = 0.0 if split.recompute == "attention-only" else 4.0 * model.heads
     return (
         0.0 if split.recompute == "full" else lse + norms * (1 if split.tp_sequence else split.tp)

@@ -73,8 +73,10 @@ class _Parts:
 
 def _parts(work: Workload, split: Split) -> _Parts:
     transient, one = 0.0, layer_elements(work.model, split.tp)
-    if split.recompute == "full":
+    if split.recompute in ("full", "attention"):
         transient += layer_bytes(work, replace(split, recompute="none"))
+    if split.recompute == "attention":  # what it keeps is there already
+        transient -= layer_bytes(work, split)
     if split.zero == 3 and split.zero_ranks > 1:
         transient += 2 * one * split.param_bytes + one * split.grad_bytes
     logits, exchange = logits_bytes(work, split), exchange_bytes(work, split)

@@ -9,7 +9,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.models import ModelShape
 
-RECOMPUTE = ("none", "gemm-last", "attention-only", "full")
+RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 
@@ -57,7 +57,8 @@ class Split:
         zero: stage of ZeRO, over dp x ulysses x ring.
         recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions again in
             backward, no matrix product (Kuaishou, ATC 24). ``attention-only``: the attention
-            core. ``full``: whole layers.
+            core. ``attention``: all but that and its exchanges (``--usp-recompute attention``).
+            ``full``: whole layers.
         offload_ratio: share of the saved activations that goes to host memory.
         offload_unit: chunk | layer; how much comes and goes at once.
         tp_sequence: Megatron's sequence parallelism beside tp: norms are cut along the sequence.

@@ -67,6 +67,8 @@ def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
     again = 0.0
     if split.recompute == "full":
         again = forward.total + outside.again
+    elif split.recompute == "attention":
+        again = outside.again
     elif split.recompute == "attention-only":
         again = forward.total
     elif split.recompute == "gemm-last":

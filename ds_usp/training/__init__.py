@@ -22,6 +22,7 @@ from ds_usp.training.deepspeed import (
     prepare_deepspeed,
 )
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
+from ds_usp.training.offload_ratio import offload_ratio, solved_ratio
 
 __all__ = [
     "GradientRule",
@@ -40,9 +41,11 @@ __all__ = [
     "loss_token_weight",
     "mean_loss",
     "own_clipping",
+    "offload_ratio",
     "owned_parameters",
     "prepare_deepspeed",
     "rotary_frequencies",
     "shard_batch",
+    "solved_ratio",
     "weighted_loss",
 ]

@@ -225,9 +225,7 @@ host_flags() {
 
 trainer_flags() {
   flags+=(--rotary-base "$rope_theta" --device "$device" --output-dir "$output_home/$jobname")
-  [[ "$activation_checkpoint" != true ]] ||
-    printf '%s\n' "note: ACTIVATION_CHECKPOINT is for Megatron-DeepSpeed; the trainer of this" \
-      "      folder keeps all activations" >&2
+  [[ "$activation_checkpoint" != true ]] || flags+=(--usp-recompute full)
 }
 
 deepspeed_config() {

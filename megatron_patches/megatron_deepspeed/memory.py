@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
+from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.training import offload_ratio, solved_ratio
 from megatron_patches.megatron_deepspeed.state import host_state
 
 
@@ -27,9 +30,10 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--usp-offload-ratio",
-        type=float,
+        type=offload_ratio,
         default=0.0,
-        help="Share, 0 to 1, of what layers keep that waits in host memory.",
+        help="Share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
+        "which the model fits by the planner's formulas.",
     )
     group.add_argument(
         "--usp-loss-chunks",
@@ -47,8 +51,6 @@ def check_flags(args: Any) -> None:
         ConfigError: recomputation by two hands, or what GEMM-last cannot see into.
     """
     _check_chunks(args)
-    if not 0 <= args.usp_offload_ratio <= 1:
-        raise ConfigError(f"--usp-offload-ratio {args.usp_offload_ratio}: must be from 0 to 1")
     if args.usp_recompute == "none":
         return
     host = {
@@ -99,8 +101,43 @@ def layer_memory(args: Any) -> LayerMemory:
         return tensor_parallel.checkpoint(run, False, hidden)
 
     device = torch.device(get_accelerator().current_device_name())
-    offload = Offload(args.usp_offload_ratio, device)
-    return LayerMemory(args.usp_recompute, offload, checkpoint)
+    ratio = solved_ratio(args.usp_offload_ratio, *planned(args), device)
+    return LayerMemory(args.usp_recompute, Offload(ratio, device), checkpoint)
+
+
+def planned(args: Any) -> tuple[Workload, Split]:
+    """The run as the planner sees it."""
+    config = ds_usp.USPConfig.from_args(args)
+    model = ModelShape(
+        "this model",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        vocab=args.padded_vocab_size,
+        head_dim=args.kv_channels,
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        learned_positions=not args.use_rotary_position_embeddings,
+        biases=args.add_bias_linear,
+    )
+    split = Split(
+        tp=args.tensor_model_parallel_size,
+        ulysses=config.ulysses,
+        ring=config.ring,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        zero=args.zero_stage,
+        recompute=args.usp_recompute,
+        micro_batch=args.micro_batch_size,
+        offload_unit="layer",
+        tp_sequence=False,
+        schedule="deepspeed",
+        fused_loss=args.usp_loss_chunks > 0,
+        param_bytes=2 if args.bf16 or args.fp16 else 4,
+    )
+    return Workload(model, args.seq_length, args.global_batch_size), split
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

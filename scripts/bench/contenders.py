@@ -7,12 +7,16 @@ A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from flash2_stand_in import torchs_flash_attn
 from session import Session, Step
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
@@ -56,12 +60,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, the kernel under it, how to make its step, and the mesh if it is one of ours."""
+    """A name, the kernel under it, how to make its step, the mesh if it is one of ours, and what
+    each forward and backward pass has to run in."""
 
     name: str
     kernel: str
     attend: Callable[[Shape], tuple[Attend, Shape, int]]
     mesh: ds_usp.SequenceMesh | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def label(self) -> str:
@@ -76,9 +82,10 @@ class Contender:
             x.requires_grad_(not forward_only)
 
         def step() -> None:
-            out = attend(q, k, v)
-            if not forward_only:
-                torch.autograd.grad(out, (q, k, v), dout)
+            with self.around():
+                out = attend(q, k, v)
+                if not forward_only:
+                    torch.autograd.grad(out, (q, k, v), dout)
 
         return step
 
@@ -195,16 +202,24 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
         yield Contender("DeepSpeed ulysses", kernel, attend)
 
 
-def _rotated(local: Attend, mesh: object, method: str) -> Attend:
+@lru_cache(maxsize=1)
+def _whole_world() -> DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+@contextmanager
+def torch_rotation(method: str) -> Iterator[None]:
+    """torch's context parallelism, for a forward and a backward pass. It will not start without a
+    buffer to shard: a short one."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        set_rotate_method(method)
-        with context_parallel(mesh):
-            return local(q, k, v)
-
-    return attend
+    set_rotate_method(method)
+    buffer = torch.empty(2 * dist.get_world_size(), device="cuda")
+    with context_parallel(
+        _whole_world(), buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
+    ):
+        yield
 
 
 def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
@@ -212,31 +227,26 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
     for kernel in (k for k in kernels if k in BACKENDS):
         for method in ("allgather", "alltoall"):
 
-            def attend(
-                shape: Shape, kernel: str = kernel, method: str = method
-            ) -> tuple[Attend, Shape, int]:
-                from torch.distributed.device_mesh import init_device_mesh
+            def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+                return _sdpa(kernel), shape, shape.seq_len // dist.get_world_size()
 
-                world = dist.get_world_size()
-                mesh = init_device_mesh("cuda", (world,))
-                return _rotated(_sdpa(kernel), mesh, method), shape, shape.seq_len // world
-
-            yield Contender(f"torch {method}", kernel, attend)
+            around = partial(torch_rotation, method)
+            yield Contender(f"torch {method}", kernel, attend, around=around)
 
 
 def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
-    """yunchang's LongContextAttention on FlashAttention-2, zigzag."""
+    """yunchang's LongContextAttention on FlashAttention-2, zigzag; on torch's where the package
+    flash-attn is not installed."""
     world = dist.get_world_size()
     for ulysses in ulysses_degrees():
 
         def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
-            from yunchang import LongContextAttention, set_seq_parallel_pg
-            from yunchang.kernels import AttnType
+            with torchs_flash_attn():
+                from yunchang import LongContextAttention, set_seq_parallel_pg
+                from yunchang.kernels import AttnType
 
             set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
-            attention = LongContextAttention(
-                ring_impl_type="zigzag", attn_type=AttnType.TORCH_FLASH
-            )
+            attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
             return (
                 lambda q, k, v: attention(q, k, v, causal=True),
                 shape,

@@ -12,7 +12,7 @@ from harness import RankContext, WorkerPool
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
-from ds_usp.memory.gemm_last import recompute_before
+from ds_usp.memory import keep_attention, recompute_before
 from ds_usp.memory.hooks import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.models import ModelShape
@@ -91,6 +91,8 @@ class Layer(torch.nn.Module):
         return x + self.before(gate, linear("fc2"), fc1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute == "attention":
+            return checkpoint(keep_attention(self.body), x, use_reentrant=False)
         return self.again("full", self.body, x)
 
 
@@ -116,7 +118,7 @@ def saved_bytes(ctx: RankContext, ulysses: int, recompute: str, shape: ModelShap
     return total
 
 
-@pytest.mark.parametrize("recompute", ["none", "gemm-last", "attention-only", "full"])
+@pytest.mark.parametrize("recompute", ["none", "gemm-last", "attention-only", "attention", "full"])
 @pytest.mark.parametrize(
     ("world", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 8)]
 )

@@ -47,13 +47,14 @@ def test_packed_documents_see_less() -> None:
 
 def test_recomputation_costs_hardware_flop() -> None:
     model = model_flop_per_token(SMALL, 512)
-    none, gemm_last, attention, full = (
+    none, gemm_last, attention, rest, full = (
         hardware_flop_per_token(SMALL, 512, how)
-        for how in ("none", "gemm-last", "attention-only", "full")
+        for how in ("none", "gemm-last", "attention-only", "attention", "full")
     )
     one = 4 * 4 * 64 * 256  # forward attention of all layers
     assert none == gemm_last == model + one / 2
     assert attention == none + one
+    assert rest + one == full
     assert full == attention + 2 * 4 * SMALL.matrix_elements
     with pytest.raises(ConfigError, match="unknown"):
         hardware_flop_per_token(SMALL, 512, "some")
@@ -67,6 +68,9 @@ def test_recomputation_costs_hardware_flop() -> None:
         ({"recompute": "gemm-last"}, "4h+2k+2f", "0"),
         ({"recompute": "full"}, "h", "0"),
         ({"recompute": "attention-only"}, "6h+2k+4f", "0"),
+        ({"recompute": "attention"}, "2h", "0"),
+        ({"ulysses": 2, "recompute": "attention"}, "4h+2k", "0"),
+        ({"ulysses": 8, "recompute": "attention"}, "4h+4k", "0"),
         ({"ulysses": 2}, "7h+2k+4f", "0"),
         ({"ulysses": 8}, "7h+4k+4f", "0"),
         ({"ulysses": 2, "recompute": "attention-only"}, "6h+2k+4f", "0"),

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ds_usp import ConfigError, LayoutError
+from ds_usp.training import solved_ratio
 
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
+from usp_trainer import memory  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
 from usp_trainer.checks import check  # noqa: E402
 from usp_trainer.planned import choose, decide, model_shape  # noqa: E402
@@ -43,6 +46,29 @@ def test_the_flags_are_these() -> None:
     actions = build_parser()._actions
     assert sorted(o for a in actions for o in a.option_strings if o != "-h") == FLAGS.split()
     assert all(action.help for action in actions)
+
+
+def test_the_offload_ratio_is_a_share_or_auto() -> None:
+    for text, ratio in (("0.25", 0.25), ("auto", "auto")):
+        assert parse(["--usp-offload-ratio", text]).usp_offload_ratio == ratio
+    for text in ("1.5", "-1", "much"):
+        with pytest.raises(SystemExit):
+            parse(["--usp-offload-ratio", text])
+
+
+def test_auto_offloads_what_does_not_fit() -> None:
+    flags = "--hidden-size 1024 --num-layers 24 --num-attention-heads 8 --seq-length 65536 --bf16"
+    args = check(parse([*flags.split(), "--usp-loss-chunks", "8"]), 1)
+    args.padded_vocab_size = 32000
+    run = memory.planned(args)
+    cpu = torch.device("cpu")
+    ratios = [solved_ratio("auto", *run, cpu, gib * 2**30) for gib in (200, 50, 40)]
+    assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
+    assert solved_ratio(0.3, *run, cpu) == 0.3
+    with pytest.raises(ConfigError, match="even with everything offloaded"):
+        solved_ratio("auto", *run, cpu, 5 * 2**30)
+    with pytest.raises(ConfigError, match="the device is cpu"):
+        solved_ratio("auto", *run, cpu)
 
 
 def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from ds_usp import ConfigError
 from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
+from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.training import offload_ratio, solved_ratio
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +26,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--usp-offload-ratio",
-        type=float,
+        type=offload_ratio,
         default=0.0,
         metavar="R",
-        help="share, 0 to 1, of what layers keep that waits in host memory",
+        help="share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
+        "which the model fits by the planner's formulas",
     )
     add(
         "--usp-loss-chunks",
@@ -44,12 +47,44 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ConfigError: the message names the flag.
     """
-    if not 0 <= args.usp_offload_ratio <= 1:
-        raise ConfigError(f"--usp-offload-ratio {args.usp_offload_ratio}: must be from 0 to 1")
     if args.usp_loss_chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
 
 
 def layer_memory(args: Namespace, device: torch.device) -> LayerMemory:
     """What the flags say, for all layers of this rank."""
-    return LayerMemory(args.usp_recompute, Offload(args.usp_offload_ratio, device))
+    ratio = solved_ratio(args.usp_offload_ratio, *planned(args), device)
+    return LayerMemory(args.usp_recompute, Offload(ratio, device))
+
+
+def planned(args: Namespace) -> tuple[Workload, Split]:
+    """The run as the planner sees it."""
+    model = ModelShape(
+        "this model",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        vocab=args.padded_vocab_size,
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        learned_positions=not args.use_rotary_position_embeddings,
+        biases=not args.disable_bias_linear,
+    )
+    split = Split(
+        tp=args.tensor_model_parallel_size,
+        ulysses=args.ulysses_degree,
+        ring=args.ring_degree,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        zero=args.zero_stage,
+        recompute=args.usp_recompute,
+        micro_batch=args.micro_batch_size,
+        offload_unit="layer",
+        tp_sequence=False,
+        schedule="deepspeed",
+        fused_loss=args.usp_loss_chunks > 0,
+        param_bytes=2 if args.bf16 else 4,
+    )
+    return Workload(model, args.seq_length, args.global_batch_size), split

@@ -1,0 +1,66 @@
+"""The offload ratio with which a model just fits, from the planner's formulas."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.memory import offload_needed
+from ds_usp.planner.split import Split, Workload
+
+AUTO = "auto"
+
+# Of a GPU's memory; what is left is the CUDA context's, NCCL's, and fragments'.
+_USABLE = 0.9
+_WORKSPACE_BYTES = 2 * 2**30  # what no formula sees: cuBLAS, buckets of gradients, attention's
+
+
+def offload_ratio(text: str) -> float | str:
+    """A ratio of a command line: a number from 0 to 1, or ``auto``.
+
+    Raises:
+        ValueError: neither.
+    """
+    if text == AUTO:
+        return text
+    ratio = float(text)
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{text} is not from 0 to 1")
+    return ratio
+
+
+def solved_ratio(
+    asked: float | str,
+    work: Workload,
+    split: Split,
+    device: torch.device,
+    memory_bytes: float | None = None,
+) -> float:
+    """The ratio that was asked for; for ``auto`` the smallest with which the workload fits.
+
+    Args:
+        split: its ``offload_ratio`` does not matter.
+        memory_bytes: of the device; None: as it says.
+
+    Raises:
+        ConfigError: ``auto`` where no GPU sets a budget, or nothing fits.
+
+    Source: :func:`ds_usp.planner.memory.offload_needed`, closed form.
+    """
+    if not isinstance(asked, str):
+        return asked
+    if memory_bytes is None:
+        if device.type != "cuda":
+            raise ConfigError(
+                f"--usp-offload-ratio auto fills a GPU's memory, and the device is {device}: give "
+                "a number from 0 to 1"
+            )
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory * _USABLE
+    ratio = offload_needed(work, split, memory_bytes, _WORKSPACE_BYTES)
+    if ratio > 1:
+        raise ConfigError(
+            f"{work.seq_len} tokens of {work.model.name} on {split} do not fit into "
+            f"{memory_bytes / 2**30:.0f} GiB even with everything offloaded. Use more ranks a "
+            "sequence, --usp-recompute attention or full, or a higher ZeRO stage"
+        )
+    return ratio
