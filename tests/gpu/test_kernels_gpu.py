@@ -94,3 +94,23 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: igno
         for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             error = relative_error(mine.cpu(), true.cpu())
             assert error <= (1e-5 if name == "lse" else 2e-2), f"{name}: {error}"
+
+
+# eager is cuBLAS's, which torch lets be deterministic by an environment variable at start only.
+EXACT = [kernel for kernel in KERNELS if kernel.caps.deterministic and kernel.name != "eager"]
+
+
+@pytest.mark.parametrize("kernel", EXACT, ids=lambda kernel: kernel.name)
+def test_a_deterministic_backward_repeats_its_bits(kernel) -> None:  # type: ignore[no-untyped-def]
+    shape = (2048, 2048, 0, MaskSpec.causal())
+    tensors = [
+        torch.randn(2, 2048, heads, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2, 8)
+    ]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (attend(kernel, tensors, shape) for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
