@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_usp.geometry.segments import Segment, balanced, cut, join
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
-_OF_DOCUMENTS = "balanced"
+_OF_DOCUMENTS = ("balanced", "context_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class TokenLayout:
             * ``striped``: ring rank ``r`` holds positions ``r, r + ring, r + 2 * ring, ...``
               (Striped Attention, arXiv 2311.09431).
             * ``context_parallel``: megatron-core's order, a zigzag over all ranks of the group,
-              so that its RoPE and batch slicing stay valid.
+              so that its RoPE and batch slicing stay valid. Given documents, a zigzag for each of
+              them, as its packed sequences (``thd``) are; each has to divide.
             * ``balanced``: made for the documents of one batch. Ring ranks hold as many tokens and
               have as much causal work within documents: short documents are whole on one of
               them, long ones a zigzag each.
@@ -57,8 +59,8 @@ class TokenLayout:
         ulysses: ranks that exchange heads for sequence.
         ring: ranks that pass keys and values around.
         order: which of the two axes varies fastest over the ranks of the group.
-        documents: cumulative borders, as of ``MaskSpec``; for ``balanced`` alone. All samples of
-            a batch share a layout, and so these documents.
+        documents: cumulative borders, as of ``MaskSpec``, for ``balanced`` and
+            ``context_parallel``. All samples of a batch share a layout, and so these documents.
 
     Invariant: the shards of the Ulysses ranks of one ring rank together are that ring rank's
     tokens; :meth:`runs` says in which order.
@@ -96,17 +98,27 @@ class TokenLayout:
 
     def _checked_documents(self) -> Borders:
         found = borders_of(self.documents)
-        if (self.kind == _OF_DOCUMENTS) != bool(found) or len(found) > 1:
+        needs, takes = self.kind == "balanced", self.kind in _OF_DOCUMENTS
+        if len(found) > 1 or (needs and not found) or (found and not takes):
             raise LayoutError(
-                f"the layout {self.kind!r} with the documents of {len(found)} samples: "
-                f"{_OF_DOCUMENTS!r} is made for one list of borders, which all samples share "
-                f"(mesh.layout({_OF_DOCUMENTS!r}, seq_len, documents=borders)), others for none"
+                f"the layout {self.kind!r} with the documents of {len(found)} samples: 'balanced' "
+                "is made for one list of borders, which all samples share "
+                "(mesh.layout('balanced', seq_len, documents=borders)), 'context_parallel' takes "
+                "one, others none"
             )
-        if found and found[0][-1] != self.seq_len:
+        if not found:
+            return ()
+        if found[0][-1] != self.seq_len:
             raise LayoutError(
                 f"the documents end at {found[0][-1]}, the sequence has {self.seq_len} tokens"
             )
-        return found[0] if found else ()
+        odd = [b - a for a, b in pairwise(found[0]) if (b - a) % (2 * self.degree)]
+        if odd and not needs:
+            raise LayoutError(
+                f"a document of {odd[0]} tokens does not divide into {2 * self.degree} chunks, as "
+                "packed sequences of megatron-core must; the layout 'balanced' cuts any length"
+            )
+        return found[0]
 
     @property
     def degree(self) -> int:
@@ -258,7 +270,11 @@ def _context_parallel(
     layout: TokenLayout, ulysses_rank: int, ring_rank: int
 ) -> tuple[Segment, ...]:
     rank, chunks = layout.sp_rank(ulysses_rank, ring_rank), 2 * layout.degree
-    return tuple(_chunk(layout.seq_len, chunks, i) for i in (rank, chunks - 1 - rank))
+    return tuple(
+        replace(chunk, start=start + chunk.start)
+        for start, stop in pairwise(layout.documents or (0, layout.seq_len))
+        for chunk in (_chunk(stop - start, chunks, i) for i in (rank, chunks - 1 - rank))
+    )
 
 
 def _chunk(total: int, parts: int, index: int) -> Segment:
@@ -275,7 +291,7 @@ _TABLES: Mapping[str, _Table] = MappingProxyType(
         "zigzag": _cut_among_ulysses(_zigzag),
         "striped": _cut_among_ulysses(_striped),
         "context_parallel": _context_parallel,
-        _OF_DOCUMENTS: _cut_among_ulysses(_balanced),
+        "balanced": _cut_among_ulysses(_balanced),
     }
 )
 KINDS = tuple(_TABLES)

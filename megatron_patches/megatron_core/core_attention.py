@@ -17,7 +17,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
 from megatron_patches.megatron_core.dense_mask import check_dense_mask
-from megatron_patches.megatron_core.packed import packed_mask
+from megatron_patches.megatron_core.packed import packed_layout, packed_mask
 
 
 class USPCoreAttention(torch.nn.Module):
@@ -85,7 +85,8 @@ class USPCoreAttention(torch.nn.Module):
 
         Shapes:
             query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
-            result: ``[s_local, b, h * d]``.
+            result: ``[s_local, b, h * d]``. Packed in format ``thd`` without ``b``, which is 1 in
+            the result.
         """
         if attention_bias is not None:
             raise UnsupportedAttentionError(
@@ -101,6 +102,10 @@ class USPCoreAttention(torch.nn.Module):
                 f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
             )
         layout = self.layout
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            kind = layout if isinstance(layout, str) else layout.kind
+            layout = packed_layout(mask, kind, query.shape[0], self.mesh)
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if isinstance(layout, str):
             layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
         if attention_mask is not None:

@@ -7,32 +7,57 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 
-_READ = "_usp_mask"
+_READ, _LAYOUT = "_usp_mask", "context_parallel"
 
 
 def packed_mask(params: Any, rule: ds_usp.MaskSpec) -> ds_usp.MaskSpec:
     """The rule of a layer within the documents of a batch, which all layers share.
 
-    Reads ``cu_seqlens_q``: borders in global positions, ``[documents + 1]`` for all samples or
-    ``[b, documents + 1]``, the last one repeated where a sample has fewer. They are read off the
-    device once a batch.
+    Reads ``cu_seqlens_q``: borders in tokens of the whole sequence. In the formats ``sbhd`` and
+    ``bshd`` the sequence is cut as without documents: they have any lengths, and may be
+    ``[b, documents + 1]``, the last border repeated where a sample has fewer. In ``thd`` every
+    document is cut for itself (see :func:`packed_layout`). They are read off the device once a
+    batch.
 
     Raises:
-        UnsupportedAttentionError: another format than ``sbhd`` or ``bshd``, in which sequences are
-            spread as without documents; keys of other documents than the queries; padding.
+        UnsupportedAttentionError: another format; keys of other documents than the queries;
+            padding.
     """
-    if getattr(params, "qkv_format", None) not in ("sbhd", "bshd"):
+    if getattr(params, "qkv_format", None) not in ("sbhd", "bshd", "thd"):
         raise UnsupportedAttentionError(
-            f"packed_seq_params of format {getattr(params, 'qkv_format', params)!r}: there every "
-            "document is cut among the ranks for itself. Pass PackedSeqParams(qkv_format='sbhd', "
-            "cu_seqlens_q=borders) with [s, b, h, d] tensors: the borders of documents of any "
-            "lengths in a sequence that is cut as without them"
+            f"packed_seq_params of format {getattr(params, 'qkv_format', params)!r}. Pass "
+            "PackedSeqParams(qkv_format='sbhd', cu_seqlens_q=borders) with [s, b, h, d] tensors, "
+            "or 'thd' with [t, h, d]"
         )
     read = getattr(params, _READ, None)
     if read is None or read.band != rule.band:
         read = ds_usp.MaskSpec(rule.left, rule.right, _borders(params))
         setattr(params, _READ, read)
     return read
+
+
+def packed_layout(
+    mask: ds_usp.MaskSpec, kind: str, tokens: int, mesh: ds_usp.SequenceMesh
+) -> ds_usp.TokenLayout:
+    """Where tokens of the format ``thd`` are: a zigzag over all ranks for each document.
+
+    Args:
+        kind: the layout that megatron-core's groups were made for.
+        tokens: of this rank.
+
+    Raises:
+        UnsupportedAttentionError: another layout than megatron-core's.
+        LayoutError: documents that do not divide into two chunks a rank.
+    """
+    if mesh.sp_degree == 1:
+        return mesh.layout("contiguous", tokens)
+    if kind != _LAYOUT:
+        raise UnsupportedAttentionError(
+            f"packed_seq_params of format 'thd' cuts every document for itself in the layout "
+            f"{_LAYOUT!r}, not in {kind!r}. Apply the patches with layout={_LAYOUT!r}, or pass "
+            "format 'sbhd'"
+        )
+    return mesh.layout(_LAYOUT, tokens * mesh.sp_degree, mask.documents)
 
 
 def _borders(params: Any) -> Any:

@@ -10,7 +10,8 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from harness import RankContext, fork_world
+from cases import mesh_of
+from harness import RankContext, WorkerPool, fork_world
 
 from ds_usp import MeshError, SequenceMesh, UnsupportedAttentionError
 
@@ -36,7 +37,6 @@ REFUSED = {
     "attention mask": ({"call": {"attention_mask": 1}}, "Pass attention_mask=None"),
     "bias": ({"call": {"attention_bias": 1}}, "Pass attention_bias=None"),
     "packed": ({"call": {"packed_seq_params": 1}}, "Pass PackedSeqParams(qkv_format='sbhd'"),
-    "thd": ({"packed": ("thd", [0, 9, S])}, "every document is cut among the ranks for itself"),
     "other documents of keys": (
         {"packed": ("sbhd", [0, 9, S], [0, 8, S])},
         "must be the same documents",
@@ -169,3 +169,79 @@ def test_another_group_than_megatron_cores_is_refused() -> None:
     (error,) = fork_world(refused, 1, case={}, context_parallel_size=2)
     assert isinstance(error, MeshError)
     assert "context_parallel_size=2" in str(error)
+
+
+BORDERS = [0, 4, 24, 32]
+
+
+def thd(ctx: RankContext, *, layout: str, borders: list[int]) -> list[torch.Tensor]:
+    """Out and gradients of this rank's tokens, cut document by document as megatron-core does."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.megatron_core.core_attention import USPCoreAttention
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H * D,
+        num_attention_heads=H,
+        num_query_groups=G,
+        context_parallel_size=ctx.world,
+        attention_dropout=0.0,
+    )
+    core = USPCoreAttention(
+        mesh=mesh_of(1),
+        layout=layout,
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+    )
+    params = PackedSeqParams("thd", torch.tensor(borders, dtype=torch.int32))
+    mine = [x[0, own_tokens(ctx, BORDERS)].requires_grad_() for x in thd_tensors()]
+    out = core(*mine[:3], None, packed_seq_params=params)
+    grads = torch.autograd.grad(out, mine[:3], mine[3].reshape(out.shape))
+    return [out.detach()[:, 0], *grads]
+
+
+def own_tokens(ctx: RankContext, borders: list[int]) -> list[int]:
+    """Chunks ``rank`` and ``2 * world - 1 - rank`` of each document."""
+    found: list[int] = []
+    for begin, end in pairwise(borders):
+        chunk = (end - begin) // (2 * ctx.world)
+        for index in (ctx.rank, 2 * ctx.world - 1 - ctx.rank):
+            found += range(begin + index * chunk, begin + (index + 1) * chunk)
+    return found
+
+
+def thd_tensors() -> list[torch.Tensor]:
+    """q, k, v and dout of the whole sequence ``[1, tokens, heads, d]``."""
+    torch.manual_seed(3)
+    return [torch.randn(1, BORDERS[-1], heads, D) for heads in (H, G, G, H)]
+
+
+def test_documents_cut_one_by_one_are_the_oracles(pool: WorkerPool) -> None:
+    q, k, v, dout = (x.double().requires_grad_() for x in thd_tensors())
+    tokens = range(BORDERS[-1])
+    lengths = [b - a for a, b in pairwise(BORDERS)]
+    allowed = oracle.same_document(tokens, tokens, lengths) & oracle.causal(tokens, tokens)
+    out, _ = oracle.dense_attention(q, k, v, allowed)
+    want = [out.flatten(2), *torch.autograd.grad(out, (q, k, v), dout)]
+    for rank, found in enumerate(pool.run(thd, 2, layout="context_parallel", borders=BORDERS)):
+        own = own_tokens(RankContext(rank, 2, None), BORDERS)  # type: ignore[arg-type]
+        for mine, true in zip(found, want, strict=True):
+            assert oracle.relative_error(mine, true[0, own]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "borders", "told"),
+    [
+        ("zigzag", BORDERS, "layout='context_parallel'"),
+        ("context_parallel", [0, 6, 24, 32], "of 6 tokens does not divide into 4 chunks"),
+    ],
+)
+def test_documents_that_are_not_cut_so_are_refused(
+    pool: WorkerPool, layout: str, borders: list[int], told: str
+) -> None:
+    for error in pool.errors(thd, 2, layout=layout, borders=borders):
+        assert isinstance(error, ValueError) and told in str(error), error

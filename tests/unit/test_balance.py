@@ -83,6 +83,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
         LayoutError,
         "end at 15, the sequence has 16",
     ),
+    "does not divide": (
+        ("context_parallel", 16, 1, 2, "ulysses-ring", [0, 6, 16]),
+        LayoutError,
+        "of 6 tokens does not divide into 4 chunks",
+    ),
     "another layout": (("zigzag", 16, 1, 2, "ulysses-ring", [0, 16]), LayoutError, "'zigzag'"),
     "no borders": (("balanced", 16, 1, 2, "ulysses-ring", [3, 16]), ConfigError, "from 0"),
 }
@@ -93,6 +98,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     arguments, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         TokenLayout(*arguments)
+
+
+def test_megatron_cores_packed_order_is_a_zigzag_for_each_document() -> None:
+    layout = TokenLayout("context_parallel", 24, 1, 2, documents=[0, 8, 24])
+    assert layout.positions(0) == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert layout.positions(1) == [2, 3, 4, 5, *range(12, 20)]
 
 
 def test_a_layout_of_documents_is_a_value_that_prints() -> None:
