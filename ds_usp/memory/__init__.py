@@ -1,5 +1,6 @@
 """Floor 1: what is kept for the backward pass, computed again, or waits on the host."""
 
+from ds_usp.memory.chunks import in_chunks
 from ds_usp.memory.gemm_last import GemmLast, recompute_before
 from ds_usp.memory.keep import keep_attention
 from ds_usp.memory.layers import RECOMPUTE, LayerMemory
@@ -10,6 +11,7 @@ __all__ = [
     "GemmLast",
     "LayerMemory",
     "Offload",
+    "in_chunks",
     "keep_attention",
     "recompute_before",
 ]

@@ -101,7 +101,8 @@ def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: floa
     States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
     shares them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a share ``a`` leaves
     ``n (1 - a) + min(4, n) a`` of n chunks: the current one, the leaving and the two coming ones
-    stay (it reproduces Megatron-Kwai's figure 7); of layers three stay.
+    stay (it reproduces Megatron-Kwai's figure 7); of layers two stay, the current one and the one
+    that leaves or comes (``ds_usp.memory.Offload``, counted in ``tests/unit/test_offload.py``).
 
     The worst moment is the loss or a layer's backward: the logits are gone when a layer's exchanges
     and what it computes again come, so only the larger of the two counts. Or it is the step, when
@@ -143,7 +144,7 @@ def _units(work: Workload, split: Split, stage: int, parts: _Parts) -> tuple[int
     layers, chunks = split.chunk_layers(work.model), chunks_in_flight(work, split, stage)
     if split.offload_unit == "chunk":
         return chunks, min(4, chunks), layers * parts.per_layer
-    return chunks * layers, min(3, chunks * layers), parts.per_layer
+    return chunks * layers, min(2, chunks * layers), parts.per_layer
 
 
 def states_bytes(elements: float, split: Split) -> tuple[float, float, float]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
+from harness import RankContext, fork_world
+from trainer_runs import PLAIN_SGD, degrees, relative_difference, start, train
+
+from ds_usp.memory.hooks import saved_tensors
 
 LIMIT = 2e-5
 GRIDS = {
@@ -45,3 +48,42 @@ def test_biases_layernorm_and_a_tied_output(tmp_path: Path) -> None:
     ]
     plain, gemm_last = train(2, *runs, output_dir=tmp_path)
     assert relative_difference(gemm_last, plain) < LIMIT
+
+
+def counted(
+    ctx: RankContext, *, policies: list[str], flags: str, output_dir: str
+) -> list[tuple[int, int]]:
+    """FLOP of the backward pass and bytes kept for it, of one megatron-core layer."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = []
+    for policy in policies:
+        run = start(f"{flags} --usp-recompute {policy}", output_dir)
+        layer = run.trainer.engine.module.layers[1]
+        hidden = torch.randn(64 // run.mesh.sp_degree, 1, 32).requires_grad_()
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor, kept: dict = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with saved_tensors(pack, lambda tensor: tensor):
+            out = layer(hidden)
+        size = sum(storage.nbytes() for storage in kept.values())
+        with FlopCounterMode(display=False) as flops:
+            out.sum().backward()
+        found.append((flops.get_total_flops(), size))
+    return found
+
+
+def test_megatrons_linear_layers_multiply_as_often_as_without(tmp_path: Path) -> None:
+    """Those of megatron-core are autograd functions, of which torch's checkpoint runs one twice."""
+    flags = degrees(sp=2, u=2, tp=2) + PLAIN_SGD
+    policies = ["none", "gemm-last", "attention", "full"]
+    for rank in fork_world(
+        counted, 4, policies=policies, flags=flags, output_dir=str(tmp_path), timeout=120
+    ):
+        flop, kept = zip(*rank, strict=True)
+        assert flop[0] == flop[1] < flop[2] == flop[3]  # the CPU's attention is not counted
+        assert kept[0] > kept[1] > kept[2] > kept[3]
