@@ -8,6 +8,7 @@ import pytest
 from harness import RankContext, fork_world
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, start, train
 
+from ds_usp.memory import RECOMPUTE
 from ds_usp.memory.hooks import saved_tensors
 
 LIMIT = 2e-5
@@ -19,23 +20,25 @@ GRIDS = {
 }
 
 
-POLICIES = {
-    "none": "",
-    "gemm-last": "--usp-recompute gemm-last",
-    "attention": "--usp-recompute attention",
-    "full, loss in chunks": "--usp-recompute full --usp-loss-chunks 3",
-    "gemm-last, loss in chunks": "--usp-recompute gemm-last --usp-loss-chunks 1000",
-    "offload": "--usp-offload-ratio 0.5",
-    "all": "--usp-recompute attention --usp-offload-ratio 1 --usp-loss-chunks 2",
-}
+WAIT, CHUNKS = "--usp-offload-ratio 0.6", "--usp-loss-chunks 3"
+SOME = ["--usp-recompute gemm-last", f"--usp-recompute attention {WAIT} {CHUNKS}", WAIT]
+# Each recomputation with and without each of the others, where sequences are spread 2 x 2.
+ALL = [
+    f"--usp-recompute {recompute} {more}"
+    for recompute in RECOMPUTE
+    for more in ("", WAIT, CHUNKS, f"{WAIT} {CHUNKS}")
+]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_every_policy_trains_alike(grid: str, tmp_path: Path) -> None:
-    runs = [f"{degrees(**GRIDS[grid])}{PLAIN_SGD} {policy}" for policy in POLICIES.values()]
+CASES = [("sp4", ALL[:8]), ("sp4", ALL[8:]), *((grid, SOME) for grid in GRIDS if grid != "sp4")]
+
+
+@pytest.mark.parametrize(("grid", "policies"), CASES)
+def test_every_policy_trains_alike(grid: str, policies: list[str], tmp_path: Path) -> None:
+    runs = [f"{degrees(**GRIDS[grid])}{PLAIN_SGD} {policy}" for policy in ("", *policies)]
     plain, *others = train(4, *runs, output_dir=tmp_path, steps=2)
-    for policy, numbers in zip(list(POLICIES)[1:], others, strict=True):
-        limit = 0.0 if policy == "offload" else LIMIT
+    for policy, numbers in zip(policies, others, strict=True):
+        limit = 0.0 if policy in (WAIT, f"--usp-recompute none {WAIT}") else LIMIT
         assert relative_difference(numbers, plain) <= limit, policy
 
 
