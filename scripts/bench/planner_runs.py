@@ -47,6 +47,7 @@ sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.checks import check  # noqa: E402
+from usp_trainer.data import TrainingBatch  # noqa: E402
 from usp_trainer.launch import select_device  # noqa: E402
 
 import megatron_patches  # noqa: E402
@@ -138,11 +139,11 @@ class Host:
         _let_go(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
-    def batch(self, case: Case) -> SequenceBatch:
+    def batch(self, case: Case) -> TrainingBatch:
         """Random tokens, this rank's share."""
         length = self.mesh.layout("zigzag", case.seq_len).length(self.mesh.rank)
         tokens = torch.randint(VOCABULARY, (1, length))
-        return SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length))
+        return TrainingBatch(SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length)))
 
     # -------------------------------------------------------------- what the host adds
 
@@ -177,7 +178,7 @@ class Host:
             def step(
                 gpt: nn.Module = gpt, ids: Tensor = ids, wanted: list[Tensor] = parameters
             ) -> None:
-                torch.autograd.grad(gpt(ids, ids).sum(), wanted)
+                torch.autograd.grad(gpt(ids, ids, torch.ones_like(ids)), wanted)
 
             seconds = clock.seconds(step, 0.4)
             shape = case.shape()

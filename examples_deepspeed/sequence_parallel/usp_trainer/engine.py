@@ -74,7 +74,7 @@ class Trainer:
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
     def _weighted(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
-        """Tokens, labels, positions, documents and loss weights, tensors on the device.
+        """Tokens, labels, loss weights, positions and documents, tensors on the device.
 
         Raises:
             DataError: on every rank alike, if any rank has a token id beyond the vocabulary.
@@ -98,9 +98,9 @@ class Trainer:
             (
                 b.share.tokens.to(self._device),
                 b.share.labels.to(self._device),
+                (b.share.loss_mask * weight).to(self._device),
                 None if b.positions is None else b.positions.to(self._device),
                 b.documents,
-                (b.share.loss_mask * weight).to(self._device),
             )
             for b in batches
         ]
@@ -109,7 +109,7 @@ class Trainer:
 def _pipeline_batches(
     weighted: Sequence[tuple[Any, ...]],
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    for tokens, labels, _, _, weights in weighted:
+    for tokens, labels, weights, *_ in weighted:
         yield tokens, (labels, weights)
 
 

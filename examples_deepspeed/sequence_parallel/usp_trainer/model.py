@@ -232,9 +232,9 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor,
-        positions: Tensor | None,
-        documents: list[list[int]] | None,
         weights: Tensor,
+        positions: Tensor | None = None,
+        documents: list[list[int]] | None = None,
     ) -> Tensor:
         self.packing.begin(positions, documents)
         *calls, output = self.calls
