@@ -97,13 +97,18 @@ class WeightedLoss(torch.autograd.Function):
                 grads.add(rows, logits.gradient(loss_weights[rows]))
         if grads:
             ctx.save_for_backward(*grads.result(group))
+            ctx.chunks, ctx.dtype = chunks, weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradients that wait, scaled."""
+        """The gradients that wait, scaled in fp32: in bf16 the factor itself would be rounded, and
+        all gradients of the model be wrong by as much."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden * grad.to(dhidden), dweight * grad.to(dweight), *[None] * 5
+        scaled = torch.empty_like(dhidden)
+        for place, part in zip(scaled.chunk(ctx.chunks), dhidden.chunk(ctx.chunks), strict=True):
+            place.copy_(part.to(dweight.dtype) * grad)
+        return scaled, (dweight * grad).to(ctx.dtype), *[None] * 5
 
 
 class TokenLosses(torch.autograd.Function):
@@ -126,7 +131,8 @@ class TokenLosses(torch.autograd.Function):
         grads = _Gradients(hidden, weight)
         for rows, logits in _chunks(hidden, weight, labels, *ctx.cut):
             grads.add(rows, logits.gradient(dlosses[rows]))
-        return *grads.result(ctx.cut[1]), None, None, None
+        dhidden, dweight = grads.result(ctx.cut[1])
+        return dhidden, dweight.to(weight.dtype), None, None, None
 
 
 class _Logits(NamedTuple):
@@ -195,10 +201,10 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Of hidden, summed over the ranks that have other words, and of the weight."""
+        """Of hidden, summed over the ranks that have other words, and of the weight, in fp32."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
-        return self._dhidden, self._dweight.to(self._weight.dtype)
+        return self._dhidden, self._dweight
 
 
 def _checked(
