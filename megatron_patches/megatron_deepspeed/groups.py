@@ -69,6 +69,13 @@ def initialize_model_parallel(
             f"{virtual_pipeline_model_parallel_size}; --ds-sequence-parallel-size is "
             f"{config.sp_degree}, and DeepSpeed's pipeline engine has no interleaved schedule"
         )
+    said: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (config.ulysses, config.ring))
+    if len(set(said)) > 1:  # or they would wait for each other in other groups
+        raise ConfigError(
+            f"ranks came to different --ulysses-degree and ring degrees: {said}. Give the degree "
+            "as a number instead of auto"
+        )
     grid = make_grid(
         dist.get_world_size(),
         tp=tensor_model_parallel_size,

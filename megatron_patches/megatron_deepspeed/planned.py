@@ -1,11 +1,12 @@
 """``--ulysses-degree auto``: the planner's word on the host's arguments.
 
 Each rank asks for itself, before there are groups, with the same arguments; ranks on GPUs of
-different kinds that come to different degrees are refused when they make their mesh.
+different kinds that come to different degrees are refused before they make groups.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,14 +38,22 @@ def planned_degree(args: Any, zero_stage: int) -> int:
         // args.pipeline_model_parallel_size
         // args.ds_sequence_parallel_size,
         zero=zero_stage,
-        recompute="full" if args.checkpoint_activations else "none",
+        recompute="full" if args.checkpoint_activations else args.usp_recompute,
         micro_batch=args.micro_batch_size,
+        offload_ratio=0.0 if args.usp_offload_ratio == "auto" else args.usp_offload_ratio,
+        offload_unit="layer",
+        tp_sequence=False,
+        schedule="deepspeed",
+        fused_loss=args.usp_loss_chunks > 0,
         param_bytes=2 if args.fp16 or args.bf16 else 4,
     )
+    ours = engine("megatron-deepspeed")
+    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
+        ours = replace(ours, offloads=True)
     choice = choose_ulysses(
         cluster_of(args.usp_cluster, device, gpus_per_node, memory),
         Workload(_shape(args), args.seq_length, args.global_batch_size),
-        engine("megatron-deepspeed"),
+        ours,
         split,
         args.world_size,
     )

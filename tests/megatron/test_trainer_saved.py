@@ -45,7 +45,7 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
 def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
     from usp_trainer.arguments import parse
     from usp_trainer.checks import check
-    from usp_trainer.planned import model_shape
+    from usp_trainer.memory import model_shape
 
     args = check(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
     split = Split(

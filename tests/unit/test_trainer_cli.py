@@ -17,7 +17,8 @@ sys.path.insert(0, str(TRAINER))
 from usp_trainer import memory  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
 from usp_trainer.checks import check  # noqa: E402
-from usp_trainer.planned import choose, decide, model_shape  # noqa: E402
+from usp_trainer.memory import model_shape  # noqa: E402
+from usp_trainer.planned import choose, decide  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --clip-grad --data-cache-path
@@ -154,6 +155,16 @@ def test_auto_follows_the_cluster() -> None:
     for given in ("tp", "pp", "dp", "zero", "recompute"):
         assert f"planner: {given} 1, because" not in why
     assert chosen("l20")[0] == 2
+
+
+def test_auto_knows_what_is_not_kept() -> None:
+    """Half a million tokens fit where layers keep their inputs alone and no logits are there."""
+    long = "--seq-length 524288 --num-layers 32 --ffn-hidden-size 14336 --vocab-size 128256"
+    with pytest.raises(ConfigError, match="lacks"):
+        chosen("h200", f"{long} --zero-stage 3")
+    saving = "--usp-recompute full --usp-loss-chunks 16"
+    assert chosen("h200", f"{long} --zero-stage 3 {saving}")[0] <= 4
+    assert chosen("h200", f"{long} --zero-stage 3 {saving} --usp-offload-ratio auto")[0] <= 4
 
 
 def test_auto_of_one_rank_a_sequence() -> None:

@@ -12,6 +12,8 @@ from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
 from ds_usp.planner import ModelShape, Split, Workload
 from ds_usp.training import offload_ratio, solved_ratio
 
+BYTE_VOCABULARY = 257  # of text files; encoded data says its own with --vocab-size
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags, of the same names and meanings as in the patched Megatron-DeepSpeed."""
@@ -59,19 +61,6 @@ def layer_memory(args: Namespace, device: torch.device) -> LayerMemory:
 
 def planned(args: Namespace) -> tuple[Workload, Split]:
     """The run as the planner sees it."""
-    model = ModelShape(
-        "this model",
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=args.num_key_value_heads,
-        vocab=args.padded_vocab_size,
-        gated=args.swiglu,
-        tied=not args.untie_embeddings_and_output_weights,
-        learned_positions=not args.use_rotary_position_embeddings,
-        biases=not args.disable_bias_linear,
-    )
     split = Split(
         tp=args.tensor_model_parallel_size,
         ulysses=args.ulysses_degree,
@@ -81,10 +70,29 @@ def planned(args: Namespace) -> tuple[Workload, Split]:
         zero=args.zero_stage,
         recompute=args.usp_recompute,
         micro_batch=args.micro_batch_size,
+        offload_ratio=0.0 if args.usp_offload_ratio == "auto" else args.usp_offload_ratio,
         offload_unit="layer",
         tp_sequence=False,
         schedule="deepspeed",
         fused_loss=args.usp_loss_chunks > 0,
         param_bytes=2 if args.bf16 else 4,
     )
-    return Workload(model, args.seq_length, args.global_batch_size), split
+    return Workload(model_shape(args), args.seq_length, args.global_batch_size), split
+
+
+def model_shape(args: Namespace) -> ModelShape:
+    """The trainer's model as the planner knows it; until the data is read, with the vocabulary that
+    the flags say."""
+    return ModelShape(
+        name="this model",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        vocab=getattr(args, "padded_vocab_size", args.vocab_size or BYTE_VOCABULARY),
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        learned_positions=not args.use_rotary_position_embeddings,
+        biases=not args.disable_bias_linear,
+    )

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 
 import torch
 
 from ds_usp import ConfigError
-from ds_usp.planner import (
-    AUTO,
-    Choice,
-    ModelShape,
-    Split,
-    Workload,
-    choose_ulysses,
-    cluster_of,
-    engine,
-)
+from ds_usp.planner import AUTO, Choice, choose_ulysses, cluster_of, engine
 from usp_trainer.checks import check
 from usp_trainer.launch import from_rank0
-
-BYTE_VOCABULARY = 257  # of text files; encoded data says its own with --vocab-size
+from usp_trainer.memory import planned
 
 
 def decide(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
@@ -56,30 +47,8 @@ def choose(args: Namespace, world_size: int) -> Choice:
         device = torch.cuda.get_device_name()
         memory = float(torch.cuda.get_device_properties().total_memory)
     cluster = cluster_of(args.usp_cluster, device, gpus_per_node, memory)
-    split = Split(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        dp=args.data_parallel_size,
-        zero=args.zero_stage,
-        micro_batch=args.micro_batch_size,
-        param_bytes=2 if args.bf16 else 4,
-    )
-    work = Workload(model_shape(args), args.seq_length, args.global_batch_size)
-    return choose_ulysses(cluster, work, engine("megatron-deepspeed"), split, world_size)
-
-
-def model_shape(args: Namespace) -> ModelShape:
-    """The trainer's model as the planner knows it."""
-    return ModelShape(
-        name="this model",
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=args.num_key_value_heads,
-        vocab=args.vocab_size or BYTE_VOCABULARY,
-        gated=args.swiglu,
-        tied=not args.untie_embeddings_and_output_weights,
-        learned_positions=not args.use_rotary_position_embeddings,
-        biases=not args.disable_bias_linear,
-    )
+    work, split = planned(args)
+    ours = engine("megatron-deepspeed")
+    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
+        ours = replace(ours, offloads=True)
+    return choose_ulysses(cluster, work, ours, replace(split, ulysses=1, ring=1), world_size)
