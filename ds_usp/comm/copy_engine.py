@@ -98,7 +98,7 @@ class CopyEngine:
         size = -(-size // _ALIGN) * _ALIGN
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
-        self._memory = None
+        self._memory, self._slots = None, []  # with all views of it
         own = _symmetric((size * _SLOTS,), torch.uint8, self._device, self._group)
         self._memory = _Shared(own, self._group)
         self._slots = [_Slot(index, index * size) for index in range(_SLOTS)]
@@ -121,10 +121,11 @@ class CopyEngine:
             most = self._memory.own.numel() // _SLOTS
             if size > most:
                 raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
-            flat = self._memory.own[slot.start : slot.start + size]
             if len(slot.views) >= _MOST_VIEWS:  # lengths may differ from call to call
                 slot.views.clear()
-            slot.views[key] = flat.view(dtype).view(*shape)
+            with torch.inference_mode(False):  # else no later pass with gradients could write it
+                flat = self._memory.own[slot.start : slot.start + size]
+                slot.views[key] = flat.view(dtype).view(*shape)
         return slot.views[key], slot
 
     def start(

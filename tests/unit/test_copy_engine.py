@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -266,3 +267,36 @@ def test_the_simulation_sees_a_slot_that_is_filled_too_early() -> None:
 
     with mock.patch.object(_Slot, "users", property(forget, lambda *_: None), create=True):
         assert sum(outcome(seed)[0] for seed in range(10)) > 0
+
+
+def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
+    world = World(2, 0)
+    engine = world.engines[0]["ring_kv"]
+    with world.patched():
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                rooms = [engine.pack((4, 8), torch.bfloat16)[0] for _ in range(2)]
+        assert rooms[0].data_ptr() != rooms[1].data_ptr()
+        for room in rooms:
+            assert not room.is_inference() and room.zero_().shape == (4, 8)
+
+
+def test_memory_that_is_too_small_is_free_before_more_is_asked_for() -> None:
+    world = World(2, 0)
+    engine = world.engines[0]["ring_kv"]
+    with world.patched():
+        engine.pack((4, 8), torch.bfloat16)
+    old = weakref.ref(engine._memory)
+
+    def larger(*_: Any) -> torch.Tensor:
+        assert old() is None and not engine._slots
+        return torch.empty(0)
+
+    with (
+        mock.patch.object(copy_engine, "_symmetric", larger),
+        mock.patch.object(copy_engine, "_Shared", lambda own, _: FakeMemory()),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(copy_engine.dist, "barrier"),
+    ):
+        engine.reserve(2 * SLOT)
+    assert [slot.start for slot in engine._slots] == [0, 2 * SLOT]
