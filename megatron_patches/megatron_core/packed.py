@@ -29,11 +29,14 @@ def packed_mask(params: Any, rule: ds_usp.MaskSpec) -> ds_usp.MaskSpec:
             "PackedSeqParams(qkv_format='sbhd', cu_seqlens_q=borders) with [s, b, h, d] tensors, "
             "or 'thd' with [t, h, d]"
         )
-    read = getattr(params, _READ, None)
-    if read is None or read.band != rule.band:
+    borders = params.cu_seqlens_q
+    version = None if borders is None or borders.is_inference() else borders._version
+    read, of, at = getattr(params, _READ, (None, None, None))
+    if read is None or of is not borders or at != version or read.band != rule.band:
         read = ds_usp.MaskSpec(rule.left, rule.right, _borders(params))
-        setattr(params, _READ, read)
-    return read
+        setattr(params, _READ, (read, borders, version))
+    mask: ds_usp.MaskSpec = read
+    return mask
 
 
 def packed_layout(

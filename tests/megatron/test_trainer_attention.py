@@ -13,7 +13,7 @@ import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool, fork_world
 
-from ds_usp import MeshError, SequenceMesh, UnsupportedAttentionError
+from ds_usp import MaskSpec, MeshError, SequenceMesh, UnsupportedAttentionError
 
 S, B, H, G, D = 24, 2, 4, 2, 8
 SERVED = {
@@ -245,3 +245,18 @@ def test_documents_that_are_not_cut_so_are_refused(
 ) -> None:
     for error in pool.errors(thd, 2, layout=layout, borders=borders):
         assert isinstance(error, ValueError) and told in str(error), error
+
+
+def test_documents_that_change_in_their_place_are_read_again() -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_patches.megatron_core.packed import packed_mask
+
+    params = PackedSeqParams("sbhd", torch.tensor([0, 3, 8]))
+    rule = MaskSpec.causal()
+    assert packed_mask(params, rule) is packed_mask(params, rule)
+    assert packed_mask(params, rule).documents == ((0, 3, 8),)
+    params.cu_seqlens_q[1] = 5
+    assert packed_mask(params, rule).documents == ((0, 5, 8),)
+    params.cu_seqlens_q = torch.tensor([0, 6, 8])
+    assert packed_mask(params, rule).documents == ((0, 6, 8),)
