@@ -55,8 +55,11 @@ def _refuse(layer: TransformerLayer) -> None:
             )
 
 
-def _mlp(mlp: Any, hidden: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
+def _mlp(mlp: Any, hidden: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
     """``MLP.forward`` of a dense layer."""
+    given_too = [name for name, value in others.items() if value is not None]
+    if given_too:
+        raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {given_too}")
     given, bias = mlp.linear_fc1(hidden)
     result: tuple[Tensor, Tensor | None] = recompute_before(
         partial(_activate, mlp.config, bias), mlp.linear_fc2, given
