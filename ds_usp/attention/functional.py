@@ -217,7 +217,9 @@ def _new_plan(
     held = cast(SequenceMesh, weakref.proxy(mesh))
     parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
     texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
-    texts.append(f"{spec}, {'no' if scores.sinks is None else 'with'} sinks")
+    sinks = scores.sinks
+    learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
     texts.append(str(cut))
     texts.append("with lse" if with_lse else "without lse")
     plan = partial(
@@ -380,5 +382,5 @@ def usp_attention(
     # What is no Scores is refused with the rest, on every rank.
     known = scores if isinstance(scores, Scores) else NO_SCORES
     inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
-    outputs = kept(compute, inputs, (mesh, *options, known.kind, known.dropout_seed))
+    outputs = kept(compute, inputs, (mesh, *options, known.values))
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.attention.functional import exchange, usp_attention
-from ds_usp.attention.request import agreed
+from ds_usp.attention.request import agreed, check_layout
 from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
@@ -70,6 +70,7 @@ def usp_joint_attention(
 
     def check() -> tuple[str, JointLayout]:
         joint = _checked((q, k, v), (joint_q, joint_k, joint_v))
+        check_layout(q, "queries", mesh, layout)
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
         both = JointLayout.of(layout, joint, joint_front)

@@ -31,7 +31,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import MaskSpec, borders_of
 from ds_usp.kernels.registry import AUTO, check_name
 from ds_usp.memory.keep import check_only_inputs_learn, kept
 
@@ -171,9 +171,9 @@ class USPAttention(torch.nn.Module):
             return (self._attend(q, k, v, *given),)
 
         check_only_inputs_learn(self.local_attn, (*args, *kwargs.values(), batch_dim_idx))
-        comparable = (
-            x if isinstance(x, (int, list, tuple)) else None for x in (batch_dim_idx, documents)
-        )
+        dim = batch_dim_idx if isinstance(batch_dim_idx, int) else None
+        comparable = dim, _comparable(documents)
+        self._wait_for_stream(query, key, value)
         (out,) = kept(compute, (query, key, value), (self, *comparable))
         return out
 
@@ -188,7 +188,6 @@ class USPAttention(torch.nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        self._wait_for_stream(query, key, value)
         plan = agreed(
             self.mesh,
             lambda: self._plan(
@@ -354,6 +353,14 @@ class USPAttention(torch.nn.Module):
         for x in tensors:
             if x.requires_grad:
                 x.register_hook(hand_over)
+
+
+def _comparable(documents: Any) -> object:
+    """Documents as a value; what is refused later is none."""
+    try:
+        return None if documents is None else borders_of(documents)
+    except ConfigError:
+        return None
 
 
 def _check_dims(scatter_idx: int, gather_idx: int) -> None:

@@ -68,6 +68,11 @@ class Scores:
                 )
 
     @property
+    def values(self) -> Hashable:
+        """All that is no tensor, and which tensors there are."""
+        return self.softcap, self.dropout_seed, self.alibi_slopes is None, self.sinks is None
+
+    @property
     def kind(self) -> Hashable:
         """All of it but the values of tensors and of the seed: calls of one kind share a plan."""
         tensors = (

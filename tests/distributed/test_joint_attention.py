@@ -66,7 +66,7 @@ def refused(ctx: RankContext, changes: dict[str, Any], odd: tuple[int, ...]) -> 
     q, joint = torch.randn(1, 8, 2, 8), torch.randn(1, 6, 2, 8)
     options: dict[str, Any] = {"joint_q": joint, "joint_k": joint, "joint_v": joint}
     options |= changes if ctx.rank in odd else {}
-    layout = mesh.layout("zigzag", 32)
+    layout = options.pop("layout", mesh.layout("zigzag", 32))
     try:
         ds_usp.usp_joint_attention(q, q, q, mesh=mesh, layout=layout, mask=FULL, **options)
     except ds_usp.USPError as error:
@@ -84,6 +84,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer than ranks": (
         {"joint_q": SHORT, "joint_k": SHORT, "joint_v": SHORT},
         "LayoutError: 3 tokens leave a rank of ulysses 2 x ring 2 (zigzag) without any",
+    ),
+    "layout": (
+        {"layout": TokenLayout("zigzag", 16, 1, 2)},
+        "LayoutError: the layout is for ulysses 1 x ring 2",
     ),
     "end": ({"joint_front": "rear"}, "ConfigError: joint_front='rear' must be"),
 }

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_usp import (
     MaskSpec,
     RecomputeError,
+    Scores,
     SequenceMesh,
     UnsupportedAttentionError,
     USPAttention,
@@ -244,3 +245,29 @@ def test_an_output_that_reaches_no_loss_is_as_it_is_without() -> None:
         x = some()
         checkpoint(run, x, use_reentrant=True)[1].sum().backward()
         assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_sinks_that_are_computed_in_the_checkpoint_learn(reentrant: bool) -> None:
+    """A reentrant checkpoint's first run has no gradients, so they require none there."""
+    mesh, x = SequenceMesh.single(), torch.randn(1, S, 2, 4)
+    grads = []
+    for wrap in (lambda run: run, keep_attention):
+        sinks = torch.nn.Parameter(torch.tensor([0.5, -0.5], dtype=torch.bfloat16))
+
+        def run(q: torch.Tensor, sinks: torch.nn.Parameter = sinks) -> torch.Tensor:
+            return usp_attention(
+                q,
+                q * 2,
+                q * 3,
+                mesh=mesh,
+                layout=mesh.layout("zigzag", S),
+                mask=MaskSpec.causal(),
+                scores=Scores(sinks=sinks.float()),
+            )
+
+        q = x.clone().requires_grad_()
+        checkpoint(wrap(run), q, use_reentrant=reentrant).square().sum().backward()
+        grads.append([q.grad, sinks.grad])
+    for plain, kept in zip(*grads, strict=True):
+        assert kept is not None and torch.equal(plain, kept)
