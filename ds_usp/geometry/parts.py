@@ -28,18 +28,18 @@ def parts_of_heads(flop: float, most: int, ulysses: int, ring: int) -> int:
 
 
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
-    """(query, key) pairs of one sample that attend, of several samples the mean; of a prefix only
-    what its own tokens see of it."""
-    samples = mask.documents or ((0, queries),)
-    pairs = 0
-    for borders in samples:
-        for start, stop in pairwise(borders):
-            rows = stop - start
-            columns = rows if mask.documents else keys
-            low = 1 - rows if mask.left is None else -mask.left
-            high = columns - 1 if mask.right is None else mask.right
-            pairs += Tile(0, rows, 0, columns, low, high).pairs
-    return pairs / len(samples) + mask.prefix * (mask.prefix - 1) / 2
+    """(query, key) pairs of one sample that attend, of several samples the mean."""
+
+    def inside(rows: int, columns: int) -> int:
+        low = 1 - rows if mask.left is None else -mask.left
+        high = columns - 1 if mask.right is None else mask.right
+        return Tile(0, rows, 0, columns, low, high).pairs
+
+    if mask.documents:
+        lengths = (b - a for borders in mask.documents for a, b in pairwise(borders))
+        return sum(inside(n, n) for n in lengths) / len(mask.documents)
+    beyond = queries * mask.prefix - inside(queries, mask.prefix) if mask.prefix else 0
+    return inside(queries, keys) + beyond
 
 
 def comes_at_once(kv_bytes: int, parts: int, ring: int) -> bool:

@@ -124,7 +124,9 @@ def test_less_work_has_fewer_parts() -> None:
 
 
 def test_the_work_is_what_is_seen() -> None:
-    for mask in (CAUSAL, MaskSpec.full(), MaskSpec.window(3, 2), MaskSpec.causal([0, 5, 6, 40])):
+    masks = [CAUSAL, MaskSpec.full(), MaskSpec.window(3, 2), MaskSpec.causal([0, 5, 6, 40])]
+    masks += [MaskSpec.prefix_lm(7), MaskSpec(3, 1, (), 9)]
+    for mask in masks:
         seen = sum(mask.allows(q, k) for q in range(40) for k in range(40))
         assert visible_pairs(mask, 40, 40) == seen, mask
     assert visible_pairs(MaskSpec.full(), 40, 7) == 280
