@@ -43,11 +43,14 @@ class Lane:
         self._tasks += 1
         self._held.append((self._tasks, uses))
         self._side.wait_stream(self._main)
+        device = torch.cuda.current_device()
         torch.cuda.set_stream(self._side)  # a third of the host time of torch.cuda.stream
         try:
             return Cargo(task(), self._tasks, self._side.record_event())
         finally:
             torch.cuda.set_stream(self._main)
+            if device != self._main.device_index:  # which set_stream makes the current one
+                torch.cuda.set_device(device)
 
     def take(self, cargo: Cargo[Result]) -> Result:
         """What a task returned; the current stream waits until it is there."""

@@ -56,11 +56,11 @@ class SequenceMesh:
     ulysses_group: dist.ProcessGroup | None = None
     kv_group: dist.ProcessGroup | None = None
     dkv_group: dist.ProcessGroup | None = None
-    agreement: Agreement = field(default_factory=Agreement)
-    ledger: CommLedger = field(default_factory=CommLedger)
+    agreement: Agreement = field(default_factory=Agreement, repr=False)
+    ledger: CommLedger = field(default_factory=CommLedger, repr=False)
     no_copies: str | None = "one process has nobody to exchange with"
-    engines: dict[str, CopyEngine] = field(default_factory=dict)
-    plans: dict[Hashable, Any] = field(default_factory=dict)
+    engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def single(cls) -> SequenceMesh:
