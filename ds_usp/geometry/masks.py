@@ -144,13 +144,16 @@ class MaskSpec:
 
 
 def borders_of(documents: Any) -> tuple[Borders, ...]:
-    """Borders as :class:`MaskSpec` keeps them: none, one tuple for all samples, or one for each.
+    """Borders as :class:`MaskSpec` keeps them: none (``()`` or None), one tuple for all samples, or
+    one for each.
 
     Raises:
         ConfigError: no whole numbers, not from 0, or not ascending.
     """
+    if documents is None or (isinstance(documents, tuple) and not documents):
+        return ()
     lists = _as_list(documents)
-    if lists and not any(_is_list(each) for each in lists):
+    if not any(_is_list(each) for each in lists):
         lists = [lists]
     return tuple(_checked(_as_list(each)) for each in lists)
 

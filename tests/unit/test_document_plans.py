@@ -94,6 +94,8 @@ def test_names_tell_documents_apart() -> None:
         ([0, 2.0], ["whole numbers", "2.0"]),
         ([0, True], ["whole numbers"]),
         ([[0, 4], []], ["[]"]),
+        ([], ["[]"]),
+        (torch.tensor([], dtype=torch.int32), ["[]"]),
         ([[0, 4], 5], ["documents=5"]),
         ("0,4", ["'0,4'"]),
         (5, ["documents=5"]),
