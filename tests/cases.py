@@ -80,8 +80,8 @@ class Case:
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix)
 
     @property
-    def _borders(self) -> list[list[int]]:
-        return [[0, *accumulate(lengths)] for lengths in self.documents]
+    def _borders(self) -> tuple[list[int], ...]:
+        return tuple([0, *accumulate(lengths)] for lengths in self.documents)
 
     def layout_on(self, mesh: ds_usp.SequenceMesh) -> ds_usp.TokenLayout:
         """The layout; of documents, for the first sample's."""

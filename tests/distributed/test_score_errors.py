@@ -53,7 +53,7 @@ def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, name: str) -
 
 DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "soft cap": ({"scores": Scores(softcap=2.0)}, ["plain scores", "softcap 2.0"]),
-    "sinks": ({"scores": Scores(sinks=torch.ones(8))}, ["no sinks", "with sinks"]),
+    "sinks": ({"scores": Scores(sinks=torch.ones(8))}, ["no sinks", "fixed sinks"]),
 }
 
 
