@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.planner import Split, Workload
 from ds_usp.training import offload_ratio, solved_ratio
+from megatron_patches.megatron_deepspeed.planned import model_shape, settings
 from megatron_patches.megatron_deepspeed.state import host_state
 
 
@@ -108,36 +110,8 @@ def layer_memory(args: Any) -> LayerMemory:
 def planned(args: Any) -> tuple[Workload, Split]:
     """The run as the planner sees it."""
     config = ds_usp.USPConfig.from_args(args)
-    model = ModelShape(
-        "this model",
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=args.num_key_value_heads,
-        vocab=args.padded_vocab_size,
-        head_dim=args.kv_channels,
-        gated=args.swiglu,
-        tied=not args.untie_embeddings_and_output_weights,
-        learned_positions=not args.use_rotary_position_embeddings,
-        biases=args.add_bias_linear,
-    )
-    split = Split(
-        tp=args.tensor_model_parallel_size,
-        ulysses=config.ulysses,
-        ring=config.ring,
-        pp=args.pipeline_model_parallel_size,
-        dp=args.data_parallel_size,
-        zero=args.zero_stage,
-        recompute=args.usp_recompute,
-        micro_batch=args.micro_batch_size,
-        offload_unit="layer",
-        tp_sequence=False,
-        schedule="deepspeed",
-        fused_loss=args.usp_loss_chunks > 0,
-        param_bytes=2 if args.bf16 or args.fp16 else 4,
-    )
-    return Workload(model, args.seq_length, args.global_batch_size), split
+    split = replace(settings(args, args.zero_stage), ulysses=config.ulysses, ring=config.ring)
+    return Workload(model_shape(args), args.seq_length, args.global_batch_size), split
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

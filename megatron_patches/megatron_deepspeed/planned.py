@@ -30,13 +30,32 @@ def planned_degree(args: Any, zero_stage: int) -> int:
         gpus_per_node = min(args.world_size, torch.cuda.device_count())
         device = torch.cuda.get_device_name()
         memory = float(torch.cuda.get_device_properties().total_memory)
-    split = Split(
+    ours = engine("megatron-deepspeed")
+    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
+        ours = replace(ours, offloads=True)
+    choice = choose_ulysses(
+        cluster_of(args.usp_cluster, device, gpus_per_node, memory),
+        Workload(model_shape(args), args.seq_length, args.global_batch_size),
+        ours,
+        settings(args, zero_stage),
+        args.world_size,
+    )
+    if args.rank == 0:
+        print("\n".join(choice.why), flush=True)  # noqa: T201 - beside the host's own lines
+    return choice.ulysses
+
+
+def settings(args: Any, zero_stage: int) -> Split:
+    """The run as the planner sees it, but for how ulysses and ring share a sequence."""
+    replica = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.ds_sequence_parallel_size
+    )
+    return Split(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
-        dp=args.world_size
-        // args.tensor_model_parallel_size
-        // args.pipeline_model_parallel_size
-        // args.ds_sequence_parallel_size,
+        dp=args.world_size // replica,
         zero=zero_stage,
         recompute="full" if args.checkpoint_activations else args.usp_recompute,
         micro_batch=args.micro_batch_size,
@@ -47,22 +66,10 @@ def planned_degree(args: Any, zero_stage: int) -> int:
         fused_loss=args.usp_loss_chunks > 0,
         param_bytes=2 if args.fp16 or args.bf16 else 4,
     )
-    ours = engine("megatron-deepspeed")
-    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
-        ours = replace(ours, offloads=True)
-    choice = choose_ulysses(
-        cluster_of(args.usp_cluster, device, gpus_per_node, memory),
-        Workload(_shape(args), args.seq_length, args.global_batch_size),
-        ours,
-        split,
-        args.world_size,
-    )
-    if args.rank == 0:
-        print("\n".join(choice.why), flush=True)  # noqa: T201 - beside the host's own lines
-    return choice.ulysses
 
 
-def _shape(args: Any) -> ModelShape:
+def model_shape(args: Any) -> ModelShape:
+    """The host's model as the planner knows it."""
     return ModelShape(
         name="this model",
         layers=args.num_layers,
@@ -70,7 +77,7 @@ def _shape(args: Any) -> ModelShape:
         ffn=args.ffn_hidden_size,
         heads=args.num_attention_heads,
         kv_heads=args.num_key_value_heads,
-        vocab=args.vocab_size or GPT2_VOCABULARY,
+        vocab=getattr(args, "padded_vocab_size", None) or args.vocab_size or GPT2_VOCABULARY,
         head_dim=args.kv_channels,
         gated=args.swiglu,
         tied=not args.untie_embeddings_and_output_weights,
