@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ds_usp.geometry.parts import comes_at_once, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
 from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
-from ds_usp.planner.measured import ratio_at
+from ds_usp.planner.measured import between, host_seconds
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic
@@ -47,6 +47,7 @@ class AttentionTime:
         merge: sums over blocks.
         exposed: exchanges that nothing hides, and what hidden ones take from the kernels.
         ulysses, ring: the exchanges alone, hidden or not.
+        host: what the host takes to launch the call; 0: not known.
     """
 
     kernel: float
@@ -54,6 +55,7 @@ class AttentionTime:
     exposed: float
     ulysses: float
     ring: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -73,15 +75,19 @@ def attention_s(
     points = _measured_over_formula(cluster, split.ulysses, split.ring, backward)
     if engine is not OURS or not points:
         return found
-    ratio = ratio_at(points, _rank_flop(work, split))
-    return AttentionTime(*(ratio * getattr(found, name) for name in found.__dataclass_fields__))
+    flop = _rank_flop(work, split)
+    ratio = between([(size, ratio) for size, ratio, _ in points], flop)
+    host = host_seconds([(size, host) for size, _, host in points], flop)
+    scaled = (ratio * getattr(found, name) for name in found.__dataclass_fields__)
+    return replace(AttentionTime(*scaled), host=host)
 
 
 @lru_cache(maxsize=256)
 def _measured_over_formula(
     cluster: Cluster, ulysses: int, ring: int, backward: bool
-) -> tuple[tuple[float, float], ...]:
-    """(forward FLOP of a rank, measured over predicted seconds), the fewest FLOP first."""
+) -> tuple[tuple[float, float, float], ...]:
+    """(forward FLOP of a rank, measured over predicted seconds, the host's seconds), the fewest
+    FLOP first."""
     points = {}
     for row in cluster.calls:
         if (row.ulysses, row.ring) != (ulysses, ring):
@@ -91,8 +97,9 @@ def _measured_over_formula(
         work, split = Workload(shape, row.seq_len), Split(ulysses=ulysses, ring=ring)
         predicted = _formula(cluster, work, split, backward, OURS).total
         measured = row.backward_s if backward else row.forward_s
-        points[_rank_flop(work, split)] = measured / predicted
-    return tuple(sorted(points.items()))
+        host = row.backward_host_s if backward else row.forward_host_s
+        points[_rank_flop(work, split)] = measured / predicted, host
+    return tuple((flop, *point) for flop, point in sorted(points.items()))
 
 
 def _rank_flop(work: Workload, split: Split) -> float:

@@ -76,6 +76,7 @@ _NAMES: Mapping[str, str] = {
     "sp": "sequence-parallel exchanges that nothing hides",
     "recompute": "what is computed again",
     "head": "the output head",
+    "host": "waiting for the host",
     "bubble": "the pipeline's bubble",
     "pipeline": "sending between stages",
     "gradients": "gradients and parameters",

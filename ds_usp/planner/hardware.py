@@ -258,12 +258,13 @@ _ROWS: Mapping[str, type] = MappingProxyType(
 
 
 def _check_rows(name: str, rows: Sequence[object]) -> None:
-    """Every number of a row counts something or says how long it took; ZeRO may be 0."""
+    """Every number of a row counts something or says how long it took; ZeRO may be 0, and so may a
+    host's time, which is not known then."""
     for row in rows:
         for field_, value in vars(row).items():
             if field_ == "collective":
                 continue
-            least = 0 if field_ in ("zero", "gated") else 1e-12
+            least = 0 if field_ in ("zero", "gated") or "host" in field_ else 1e-12
             if not isinstance(value, (int, float)) or not value >= least:
                 raise ValueError(f"{name}: {field_}={value!r} must be a number above 0")
 

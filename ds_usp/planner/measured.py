@@ -25,7 +25,8 @@ class MeasuredLayer:
         hidden, ffn, q_width, kv_width, gated: the whole layer's (:class:`ModelShape`).
         tp: ranks that share it; their exchanges are part of the time.
         tokens: that a rank holds.
-        forward_s, backward_s: each direction.
+        forward_s, backward_s: of the device, each direction.
+        forward_host_s, backward_host_s: of the host to launch it; 0: not known.
     """
 
     hidden: int
@@ -37,6 +38,8 @@ class MeasuredLayer:
     tokens: int
     forward_s: float
     backward_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class MeasuredAttention:
     Args:
         seq_len: tokens of the whole sequence, one sequence.
         heads, kv_heads, head_dim: of a tensor-parallel rank, before Ulysses shares them.
+        forward_s, backward_s, forward_host_s, backward_host_s: as of a layer.
     """
 
     ulysses: int
@@ -56,17 +60,25 @@ class MeasuredAttention:
     head_dim: int
     forward_s: float
     backward_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class MeasuredEnds:
-    """Seconds of all but the layers, both directions: embedding, last norm, output head, loss."""
+    """Seconds of all but the layers, both directions: embedding, last norm, output head, loss.
+
+    Args:
+        seconds: of the device.
+        host_s: of the host to launch it; 0: not known.
+    """
 
     hidden: int
     vocab: int
     tp: int
     tokens: int
     seconds: float
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -182,8 +194,13 @@ def seconds_at(
     return max(found, in_proportion) if asked < size(first) else found
 
 
-def ratio_at(points: Sequence[tuple[float, float]], asked: float) -> float:
-    """A ratio between (size, ratio) points in order, linear in logarithms; the last one beyond."""
+def host_seconds(points: Sequence[tuple[float, float]], asked: float) -> float:
+    """What the host takes, between (size, seconds) points; 0, if one of them is not known."""
+    return between(points, asked) if all(seconds > 0 for _, seconds in points) else 0.0
+
+
+def between(points: Sequence[tuple[float, float]], asked: float) -> float:
+    """A value between (size, value) points in order, linear in logarithms; the last one beyond."""
     if asked <= points[0][0]:
         return points[0][1]
     for (low, first), (high, last) in pairwise(points):

@@ -167,11 +167,14 @@ def reduction_bytes(elements: float, split: Split) -> float:
 
 
 def logits_bytes(work: Workload, split: Split) -> float:
-    """The logits in bf16 and the loss's copy in fp32, cut by tp (vocabulary) and sp (tokens)."""
+    """The logits in bf16 and the loss's copy in fp32, cut by tp (vocabulary) and sp (tokens); and
+    what the last norm and the head keep of their inputs."""
     if split.fused_loss:
         return 0.0
-    tokens = split.micro_batch * work.seq_len / split.sp
-    return tokens * work.model.padded_vocab(split.tp) / split.tp * (split.param_bytes + 4)
+    model, tokens = work.model, split.micro_batch * work.seq_len / split.sp
+    logits = tokens * model.padded_vocab(split.tp) / split.tp * (split.param_bytes + 4)
+    inputs = 2 * tokens * model.hidden * split.param_bytes
+    return logits + inputs / (split.tp if split.tp_sequence else 1)
 
 
 def exchange_bytes(work: Workload, split: Split) -> float:

@@ -16,9 +16,9 @@ from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, offload_needed, states_bytes
 from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
 from ds_usp.planner.timing import (
+    MicroBatch,
     StepTime,
-    head_time,
-    layer_time,
+    micro_batch_time,
     step_mfu,
     step_time,
 )
@@ -182,7 +182,7 @@ class _Collector:
     def __init__(self, found: Found, how: Engine) -> None:
         self._found, self._how = found, how
         self._worst_kept = 0.0
-        self._layers: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._ones: dict[tuple[object, ...], MicroBatch] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self.thorough = False
 
@@ -214,9 +214,9 @@ class _Collector:
     def _settings(self, split: Split, stages: Sequence[int], chunks: Sequence[int]) -> None:
         """What does not change a layer's time."""
         found = self._found
-        layer_s, head_s = self._times(split)
+        parts = self._micro_batch(split)
         for chunk in chunks:
-            bound = self._best_possible(split, chunk, layer_s, head_s)
+            bound = self._best_possible(split, chunk, parts)
             known = self._known_better(split, bound)
             for zero in stages:
                 found.considered += 1
@@ -224,17 +224,14 @@ class _Collector:
                     found.refused[_SLOWER] += 1
                     continue
                 one = replace(split, zero=zero, layers_per_virtual_stage=chunk)
-                self._one(one, layer_s, head_s, bound)
+                self._one(one, parts, bound)
 
-    def _times(self, split: Split) -> tuple[float, float]:
-        """Of a layer and of the head; the same for any dp, pp and ZeRO."""
+    def _micro_batch(self, split: Split) -> MicroBatch:
         degrees = split.tp, split.ulysses, split.ring, split.order
         key = *degrees, split.micro_batch, split.recompute
-        if key not in self._layers:
-            cluster, work = self._found.cluster, self._found.work
-            layer_s = layer_time(cluster, work, split).total
-            self._layers[key] = layer_s, head_time(cluster, work, split)
-        return self._layers[key]
+        if key not in self._ones:
+            self._ones[key] = micro_batch_time(self._found.cluster, self._found.work, split)
+        return self._ones[key]
 
     def _hopeless(self, base: Split, micro_batch: int, again: str, states_bytes: float) -> bool:
         """Whether not even the fewest layers in flight leave room for the smallest states."""
@@ -261,7 +258,7 @@ class _Collector:
             return [0]
         return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
 
-    def _one(self, split: Split, layer_s: float, head_s: float, bound: float) -> None:
+    def _one(self, split: Split, parts: MicroBatch, bound: float) -> None:
         found = self._found
         cluster, work, budget = found.cluster, found.work, found.budget_bytes
         needs = memory(work, split, cluster.workspace_bytes)
@@ -276,7 +273,7 @@ class _Collector:
             found.refused[_TOO_LITTLE] += 1
             if dull and not self.thorough:
                 return
-        time = step_time(cluster, work, split, layer_s, head_s=head_s)
+        time = step_time(cluster, work, split, parts)
         share = step_mfu(cluster, work, split, time.total)
         plan = Plan(split, needs, time, share, max(lacks, 0.0))
         if lacks > 0:
@@ -292,13 +289,13 @@ class _Collector:
             if best is None or share > best.mfu:
                 found.best_with[key] = plan
 
-    def _best_possible(self, split: Split, chunk: int, layer_s: float, head_s: float) -> float:
+    def _best_possible(self, split: Split, chunk: int, one: MicroBatch) -> float:
         """MFU if nothing but the layers, the head and the bubble took time."""
         work = self._found.work
         chunk_layers = chunk or split.layers_per_stage(work.model)
         slots = split.micro_batches(work.global_batch)
-        busy = slots * (split.layers_per_stage(work.model) * layer_s + head_s)
-        total = busy + (split.pp - 1) * chunk_layers * layer_s
+        busy = slots * (split.layers_per_stage(work.model) * one.layer_s + one.head.device_s)
+        total = busy + (split.pp - 1) * chunk_layers * one.layer_s
         return step_mfu(self._found.cluster, work, split, total)
 
     def _known_better(self, split: Split, mfu: float) -> bool:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, at
+from ds_usp.planner.host_time import Job, waiting_s
 from ds_usp.planner.links import COLLECTIVE, DIRECT, exchange_s, groups
 from ds_usp.planner.measured import (
     ends_rows,
+    host_seconds,
     layer_rows,
     nearest_step,
     nearest_tp,
@@ -35,6 +37,8 @@ class LayerTime:
         elementwise: norms, activation functions, sums over blocks.
         tp, sp: exchanges that nothing hides.
         recompute: what is computed again.
+        forward: both directions' times again, and what the host takes to launch them.
+        backward: with what is computed again.
         measured: all but the attention is from a profile, and is in ``matrices``.
     """
 
@@ -44,6 +48,8 @@ class LayerTime:
     tp: float
     sp: float
     recompute: float
+    forward: Job
+    backward: Job
     measured: bool = False
 
     @property
@@ -60,39 +66,46 @@ def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
     that was measured at another tensor-parallel degree the formula is multiplied by what it took
     there over what the formula says: guesses must not look faster than what is known.
     """
-    forward, backward = (
+    core_forward, core_backward = (
         attention_s(cluster, work, split, backward=direction) for direction in (False, True)
     )
     outside = _measured_outside(cluster, work, split) or _scaled_outside(cluster, work, split)
-    again = 0.0
+    known = outside.forward.host_s > 0 and core_forward.host > 0
+    there = Job(core_forward.total, core_forward.host), outside.forward
+    again = Job(0.0)
     if split.recompute == "full":
-        again = forward.total + outside.again
+        again = there[0] + there[1]
     elif split.recompute == "attention":
-        again = outside.again
+        again = outside.forward
     elif split.recompute == "attention-only":
-        again = forward.total
+        again = there[0]
     elif split.recompute == "gemm-last":
         plain = layer_bytes(work, replace(split, recompute="none", fused_activation=True))
-        again = _passes_s(cluster, 2 * max(plain - layer_bytes(work, split), 0.0))
+        again = Job(_passes_s(cluster, 2 * max(plain - layer_bytes(work, split), 0.0)))
+    forward = there[0] + there[1]
+    backward = again + Job(core_backward.total, core_backward.host) + outside.backward
     return LayerTime(
         matrices=outside.matrices,
-        attention=forward.kernel + backward.kernel,
-        elementwise=outside.elementwise + forward.merge + backward.merge,
+        attention=core_forward.kernel + core_backward.kernel,
+        elementwise=outside.elementwise + core_forward.merge + core_backward.merge,
         tp=outside.tp,
-        sp=forward.exposed + backward.exposed,
-        recompute=again,
+        sp=core_forward.exposed + core_backward.exposed,
+        recompute=again.device_s,
+        forward=forward if known else Job(forward.device_s),
+        backward=backward if known else Job(backward.device_s),
         measured=outside.measured,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """A layer but for its attention core, both directions; ``again`` is one forward of it."""
+    """A layer but for its attention core, part by part and direction by direction."""
 
     matrices: float
     elementwise: float
     tp: float
-    again: float
+    forward: Job
+    backward: Job
     measured: bool
 
 
@@ -103,7 +116,10 @@ def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outsid
     tokens = split.micro_batch * work.seq_len / split.sp
     forward = seconds_at(rows, lambda row: row.tokens, lambda row: row.forward_s, tokens)
     backward = seconds_at(rows, lambda row: row.tokens, lambda row: row.backward_s, tokens)
-    return _Outside(forward + backward, 0.0, 0.0, forward, True)
+    there = host_seconds([(row.tokens, row.forward_host_s) for row in rows], tokens)
+    back = host_seconds([(row.tokens, row.backward_host_s) for row in rows], tokens)
+    jobs = Job(forward, there), Job(backward, back)
+    return _Outside(forward + backward, 0.0, 0.0, *jobs, True)
 
 
 def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
@@ -115,9 +131,16 @@ def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
     if measured is None:
         return found
     whole = formula.matrices + formula.elementwise + formula.tp
-    ratio, ratio_again = measured.matrices / whole, measured.again / formula.again
+    ratio = measured.matrices / whole
     times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
-    return _Outside(*times, ratio_again * found.again, False)
+    forward = _scaled(found.forward, measured.forward, formula.forward)
+    backward = _scaled(found.backward, measured.backward, formula.backward)
+    return _Outside(*times, forward, backward, False)
+
+
+def _scaled(job: Job, measured: Job, formula: Job) -> Job:
+    """A job by what is known of another one; the host launches as much."""
+    return Job(job.device_s * measured.device_s / formula.device_s, measured.host_s)
 
 
 def _outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
@@ -128,8 +151,9 @@ def _outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
     traffic, group = layer_traffic(work, split), groups(split)["tp"]
     tp_forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
     tp_backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
-    again = products + passes + tp_forward
-    return _Outside(3 * products, 3 * passes, tp_forward + tp_backward, again, False)
+    there = Job(products + passes + tp_forward)
+    back = Job(2 * products + 2 * passes + tp_backward)
+    return _Outside(3 * products, 3 * passes, tp_forward + tp_backward, there, back, False)
 
 
 def _passes_s(cluster: Cluster, moved_bytes: float) -> float:
@@ -152,6 +176,7 @@ class StepTime:
     Args:
         layers: the layers of all micro batches, recomputation included.
         head: the output head.
+        host: waiting for the host, which launches slower than the GPU computes.
         bubble: waiting for the pipeline to fill and to drain.
         pipeline: activations between stages that nothing hides.
         gradients: exchange of gradients and parameters that nothing hides.
@@ -161,6 +186,7 @@ class StepTime:
 
     layers: float
     head: float
+    host: float
     bubble: float
     pipeline: float
     gradients: float
@@ -170,7 +196,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The step."""
-        work = self.layers + self.head + self.bubble + self.offload
+        work = self.layers + self.head + self.host + self.bubble + self.offload
         return work + self.pipeline + self.gradients + self.optimizer
 
     def parts(self) -> dict[str, float]:
@@ -183,8 +209,33 @@ def head_layers(work: Workload) -> float:
     return work.model.hidden * work.model.vocab / work.model.matrix_elements
 
 
-def head_time(cluster: Cluster, work: Workload, split: Split) -> float:
-    """Seconds of the output head for one micro batch, forward and backward.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one micro batch is made of: a layer, each direction, and the output head, both."""
+
+    forward: Job
+    backward: Job
+    head: Job
+
+    @property
+    def layer_s(self) -> float:
+        """The GPU's seconds of a layer, both directions."""
+        return self.forward.device_s + self.backward.device_s
+
+    def waiting_s(self, micro_batches: int, layers: int) -> float:
+        """What the GPU waits for its host in so many micro batches of so many layers."""
+        there, back = (replace(job, times=layers) for job in (self.forward, self.backward))
+        return waiting_s((there, self.head, back) * micro_batches)
+
+
+def micro_batch_time(cluster: Cluster, work: Workload, split: Split) -> MicroBatch:
+    """Predicted; the same for any dp, pp and ZeRO."""
+    layer = layer_time(cluster, work, split)
+    return MicroBatch(layer.forward, layer.backward, head_time(cluster, work, split))
+
+
+def head_time(cluster: Cluster, work: Workload, split: Split) -> Job:
+    """The output head for one micro batch, forward and backward.
 
     From a profile the embedding, the last norm and the loss are part of it.
     """
@@ -195,42 +246,37 @@ def head_time(cluster: Cluster, work: Workload, split: Split) -> float:
     if tp is None:
         return found
     there = replace(split, tp=tp)
-    known = _measured_head(cluster, work, there) or 0.0
-    return found * known / _head(cluster, work, there)
+    known = _measured_head(cluster, work, there) or Job(0.0)
+    return _scaled(found, known, _head(cluster, work, there))
 
 
-def _measured_head(cluster: Cluster, work: Workload, split: Split) -> float | None:
+def _measured_head(cluster: Cluster, work: Workload, split: Split) -> Job | None:
     rows = ends_rows(cluster.ends, work.model, split.tp)
     if not rows:
         return None
     tokens = split.micro_batch * work.seq_len / split.sp
-    return seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
+    seconds = seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
+    return Job(seconds, host_seconds([(row.tokens, row.host_s) for row in rows], tokens))
 
 
-def _head(cluster: Cluster, work: Workload, split: Split) -> float:
+def _head(cluster: Cluster, work: Workload, split: Split) -> Job:
     tokens = split.micro_batch * work.seq_len / split.sp
     logits = tokens * work.model.vocab / split.tp
     passes = 0.0 if split.fused_loss else _passes_s(cluster, logits * _LOSS_BYTES)
-    return 3 * _product_s(cluster, tokens, logits * work.model.hidden) + passes
+    return Job(3 * _product_s(cluster, tokens, logits * work.model.hidden) + passes)
 
 
 def step_time(
-    cluster: Cluster,
-    work: Workload,
-    split: Split,
-    layer_s: float | None = None,
-    head_s: float | None = None,
+    cluster: Cluster, work: Workload, split: Split, one: MicroBatch | None = None
 ) -> StepTime:
     """``(m + (p-1)/v) v`` slots of the slowest stage, and what sticks out of them.
 
     Args:
-        layer_s: of one layer, forward and backward; None: :func:`layer_time`.
-        head_s: of the output head for one micro batch; None: as a part of a layer.
+        one: micro batch; None: :func:`micro_batch_time`.
     """
     model, m = work.model, split.micro_batches(work.global_batch)
-    if layer_s is None:
-        layer_s, head_s = layer_time(cluster, work, split).total, head_time(cluster, work, split)
-    head = layer_s * head_layers(work) if head_s is None else head_s
+    one = one or micro_batch_time(cluster, work, split)
+    layer_s = one.layer_s
     stage_layers, chunk_layers = split.layers_per_stage(model), split.chunk_layers(model)
     layers = m * stage_layers * layer_s
     bubble = (split.pp - 1) * chunk_layers * layer_s
@@ -240,7 +286,8 @@ def step_time(
     gradients, optimizer = _step_s(cluster, work, split, layers)
     return StepTime(
         layers=layers,
-        head=m * head,
+        head=m * one.head.device_s,
+        host=one.waiting_s(m, stage_layers),
         bubble=bubble,
         pipeline=2 * (split.pp - 1) * boundary,
         gradients=gradients,

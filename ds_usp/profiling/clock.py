@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,20 @@ import torch.distributed as dist
 Step = Callable[[], object]
 
 _LAPS, _MOST_STEPS = 3, 200
+_HELD_LAPS, _HELD_STEPS, _MOST_HELD_S, _CYCLES_PER_S = 5, 2, 0.15, 2e9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step.
+
+    Args:
+        device_s: of the device, when its host is ahead of it.
+        host_s: of the host to launch the step; 0 on a CPU, where nothing runs ahead.
+    """
+
+    device_s: float
+    host_s: float
 
 
 class Clock:
@@ -51,6 +67,38 @@ class Clock:
         laps = _LAPS if left > 0 and _LAPS * one < 4 * most_s else 1
         return statistics.median(self._most([self._lap(step, steps)])[0] for _ in range(laps))
 
+    def times(self, step: Step, most_s: float = 0.3) -> Times:
+        """What a step takes of the device, and what of its host: the slowest rank's.
+
+        A GPU is held back while the host launches, so that neither waits for the other. What takes
+        the GPU longer than its host is measured again in a row, at the clock rate that it keeps
+        when it never rests.
+        """
+        if not self.on_gpu:
+            return Times(self.seconds(step, most_s), 0.0)
+        self._lap(step, 1)
+        one, spent = self._most([self._lap(step, 1), self.elapsed_s])
+        laps = [self._held(step, min(4 * one, _MOST_HELD_S)) for _ in range(_HELD_LAPS)]
+        # A rank's median, then the slowest rank: a hiccup of any rank is no rank's pace.
+        device, host = self._most([statistics.median(times) for times in zip(*laps, strict=True)])
+        steps = int(min(most_s, self._budget_s - spent) / max(device, host))
+        if device <= host or steps < 1:
+            return Times(device, host)
+        self._lap(step, -(-steps // 2))
+        return Times(self._most([self._lap(step, steps)])[0], host)
+
+    def both_ways(self, forward: Step, both: Step, most_s: float) -> tuple[Times, Times]:
+        """Times of a forward step, and of the backward that ``both`` adds to it."""
+        there, all_of_it = self.times(forward, most_s), self.times(both, most_s)
+        back = (
+            max(whole - part, 0.1 * part)
+            for whole, part in (
+                (all_of_it.device_s, there.device_s),
+                (all_of_it.host_s, there.host_s),
+            )
+        )
+        return there, Times(*back)
+
     def together(self, first: Step, second: Step, most_s: float = 0.3) -> float:
         """Seconds of two steps that begin at once, on a GPU each on a stream of its own."""
         if not self.on_gpu:
@@ -79,6 +127,27 @@ class Clock:
             step()
         self.synchronize()
         return (time.perf_counter() - begin) / steps
+
+    def _held(self, step: Step, hold_s: float) -> tuple[float, float]:
+        """Seconds of device and host for a step; all ranks' devices begin at once.
+
+        The host's are those of the faster step: the first one finds its caches cold.
+        """
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        self._most([0.0])
+        torch.cuda._sleep(int(hold_s * _CYCLES_PER_S))
+        if self.world > 1:
+            dist.all_reduce(torch.zeros(1, device=self.device))
+        begin.record()
+        launched = [time.perf_counter()]
+        for _ in range(_HELD_STEPS):
+            step()
+            launched.append(time.perf_counter())
+        end.record()
+        self.synchronize()
+        host = min(later - earlier for earlier, later in pairwise(launched))
+        return begin.elapsed_time(end) / 1e3 / _HELD_STEPS, host
 
     def _most(self, values: list[float]) -> list[float]:
         if self.world == 1:

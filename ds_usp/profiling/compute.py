@@ -50,8 +50,7 @@ def attention_calls(
         def both(dout: torch.Tensor = dout) -> None:
             torch.autograd.grad(forward(), (q, k, v), dout)  # noqa: B023 - used at once
 
-        there = clock.seconds(forward, sizes.most_s)
-        back = max(clock.seconds(both, sizes.most_s) - there, 0.1 * there)
+        there, back = clock.both_ways(forward, both, sizes.kept_up_s)
         yield MeasuredAttention(
             mesh.ulysses_degree,
             mesh.ring_degree,
@@ -59,8 +58,10 @@ def attention_calls(
             sizes.heads,
             sizes.heads,
             sizes.head_dim,
-            there,
-            back,
+            there.device_s,
+            back.device_s,
+            there.host_s,
+            back.host_s,
         )
 
 

@@ -1,7 +1,7 @@
 """A transformer layer but for its attention core, and the ends of a model, in plain torch.
 
 The layer stands for a host's. What a host of yours really runs is measured with the same
-functions: :func:`layer_seconds` takes any callable.
+functions: :func:`layer_times` takes any callable.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class PlainLayer:
         return gradient
 
 
-def layer_seconds(
+def layer_times(
     clock: Clock,
     layer: Callable[[Tensor], Tensor],
     weights: Iterable[Tensor],
     x: Tensor,
     most_s: float,
-) -> tuple[float, float]:
-    """Seconds of a layer forward, and backward for its input and weights."""
+) -> tuple[float, float, float, float]:
+    """Seconds of a layer forward, and backward for its input and weights: of the device in both
+    directions, then of the host."""
     dy = torch.randn_like(x)
     x = x.detach().requires_grad_()
     wanted = (x, *weights)
@@ -99,9 +100,8 @@ def layer_seconds(
     def both() -> None:
         torch.autograd.grad(layer(x), wanted, dy)
 
-    there = clock.seconds(lambda: layer(x), most_s)
-    back = max(clock.seconds(both, most_s) - there, 0.1 * there)
-    return there, back
+    there, back = clock.both_ways(lambda: layer(x), both, most_s)
+    return there.device_s, back.device_s, there.host_s, back.host_s
 
 
 def layers(
@@ -112,7 +112,7 @@ def layers(
     shape = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
     for tokens in sizes.layer_tokens:
         x = sizes.random(clock, tokens, model.hidden)
-        times = layer_seconds(clock, layer, layer.weights.values(), x, sizes.most_s)
+        times = layer_times(clock, layer, layer.weights.values(), x, sizes.kept_up_s)
         yield MeasuredLayer(*shape, tokens, *times)
 
 
@@ -128,5 +128,5 @@ def ends(clock: Clock, sizes: Sizes, model: ModelShape) -> Iterator[MeasuredEnds
             loss = F.cross_entropy(F.linear(hidden, table).float(), ids)
             torch.autograd.grad(loss, (table, norm))
 
-        seconds = clock.seconds(step, sizes.most_s)
-        yield MeasuredEnds(model.hidden, model.vocab, 1, tokens, seconds)
+        times = clock.times(step, sizes.kept_up_s)
+        yield MeasuredEnds(model.hidden, model.vocab, 1, tokens, times.device_s, times.host_s)

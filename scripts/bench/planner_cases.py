@@ -99,11 +99,12 @@ CASES = (
     *_cuts("gpt-6.7b", 4, 64 * K, "none", _U2R2, _T2U2),
     *_cuts("gpt-6.7b", 4, 128 * K, "full", _U4, _U2R2, _T2R2),
 )
-# From these comes what a step costs beside its layers; their lengths are nobody's else.
+# From these comes what a step costs beside its layers; their length is nobody's else, and long
+# enough for GPUs not to wait for their hosts.
 FITTED = (
-    *_cuts("gpt-1.3b", 2, 20 * K, "none", _U4, _T2U2),
-    *_cuts("gpt-1.3b", 8, 20 * K, "none", _U4, _T2U2),
-    *_cuts("gpt-6.7b", 4, 20 * K, "none", _U4, _T2U2),
+    *_cuts("gpt-1.3b", 2, 36 * K, "none", _U4, _T2U2),
+    *_cuts("gpt-1.3b", 8, 36 * K, "none", _U4, _T2U2),
+    *_cuts("gpt-6.7b", 4, 36 * K, "none", _U4, _T2U2),
 )
 TINY_CASES = (
     *_cuts("tiny", 2, 256, "none", _U4, _U2R2, _R4, _T2U2),

@@ -56,11 +56,12 @@ from ds_usp.planner.formulas import stage_elements  # noqa: E402
 from ds_usp.planner.measured import MeasuredEnds, MeasuredLayer, MeasuredStep  # noqa: E402
 from ds_usp.planner.memory import memory  # noqa: E402
 from ds_usp.planner.timing import step_time  # noqa: E402
-from ds_usp.profiling import Clock, layer_seconds  # noqa: E402
+from ds_usp.profiling import Clock, layer_times  # noqa: E402
 from ds_usp.training import SequenceBatch, prepare_deepspeed  # noqa: E402
 
 LAYER_TOKENS, ENDS_TOKENS = (3072, 12288, 40960), (3072, 12288, 24576)
 TINY_TOKENS = (48, 192)
+KEPT_UP_S = 0.4  # of every measurement, so that the GPU runs at the rate that it keeps
 
 
 class Host:
@@ -158,7 +159,7 @@ class Host:
         sizes = shape.hidden, shape.ffn, shape.q_width, shape.kv_width, shape.gated, case.tp
         for count in tokens:
             x = torch.randn(count, 1, shape.hidden, dtype=dtype, device=self._session.device)
-            times = layer_seconds(clock, layer, list(layer.parameters()), x, 0.4)
+            times = layer_times(clock, layer, list(layer.parameters()), x, KEPT_UP_S)
             yield MeasuredLayer(*sizes, count, *times)
 
     def ends(self, case: Case, tokens: Sequence[int], clock: Clock) -> Iterator[MeasuredEnds]:
@@ -180,9 +181,10 @@ class Host:
             ) -> None:
                 torch.autograd.grad(gpt(ids, ids, torch.ones_like(ids)), wanted)
 
-            seconds = clock.seconds(step, 0.4)
+            times = clock.times(step, KEPT_UP_S)
             shape = case.shape()
-            yield MeasuredEnds(shape.hidden, shape.vocab, case.tp, count, seconds)
+            sizes = shape.hidden, shape.vocab, case.tp, count
+            yield MeasuredEnds(*sizes, times.device_s, times.host_s)
 
 
 class _Queries(nn.Module):
@@ -230,7 +232,7 @@ def step_row(cluster: Cluster, run: Measured) -> MeasuredStep:
     """What a run took beside its layers, embedding and head as the profile has them."""
     work, split = run.case.plan()
     predicted = step_time(replace(cluster, steps=()), work, split)
-    rest = max(run.seconds - predicted.layers - predicted.head, 1e-6)
+    rest = max(run.seconds - predicted.layers - predicted.head - predicted.host, 1e-6)
     elements = stage_elements(work, split, 0)
     return MeasuredStep(elements, split.zero, split.zero_ranks, rest)
 

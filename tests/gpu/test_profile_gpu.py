@@ -28,3 +28,7 @@ def test_a_profile_of_this_gpu(tmp_path: Path) -> None:
     assert {row.tokens for row in cluster.layers} == {3072, 12288, 40960}
     for row in cluster.layers:  # more tokens, more time; backward takes longer than forward
         assert row.forward_s < row.backward_s < 4 * row.forward_s
+    rows = (*cluster.layers, *cluster.calls)
+    assert all(1e-5 < row.forward_host_s < 0.05 > row.backward_host_s > 1e-5 for row in rows)
+    few, *_, many = sorted(cluster.layers, key=lambda row: row.tokens)
+    assert many.forward_host_s < 2 * few.forward_host_s  # a host launches, however much it is

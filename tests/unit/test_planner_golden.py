@@ -19,10 +19,11 @@ from planner_facts import (
 from ds_usp.planner.attention_time import YUNCHANG, attention_s
 from ds_usp.planner.formulas import mfu, mfu_of_tokens
 from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.host_time import Job
 from ds_usp.planner.memory import stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload, impossible
-from ds_usp.planner.timing import step_mfu, step_time
+from ds_usp.planner.timing import MicroBatch, head_layers, step_mfu, step_time
 
 
 def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:
@@ -63,7 +64,12 @@ def test_memory_with_one_constant() -> None:
 def affine(work: Workload, split: Split) -> tuple[float, float]:
     """Seconds of a step are ``a`` times those of a layer, plus ``b``."""
     cluster = load_cluster("h800")
-    one, two = (step_time(cluster, work, split, layer_s).total for layer_s in (1.0, 2.0))
+    one, two = (
+        step_time(
+            cluster, work, split, MicroBatch(Job(s / 3), Job(s * 2 / 3), Job(s * head_layers(work)))
+        ).total
+        for s in (1.0, 2.0)
+    )
     return two - one, 2 * one - two
 
 

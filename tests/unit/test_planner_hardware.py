@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.host_time import Job, waiting_s
 from ds_usp.planner.links import (
     COLLECTIVE,
     DIRECT,
@@ -26,7 +28,7 @@ from ds_usp.planner.links import (
 from ds_usp.planner.measured import seconds_at
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import head_time, layer_time, step_time
+from ds_usp.planner.timing import MicroBatch, head_time, layer_time, step_time
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -158,7 +160,7 @@ def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: P
 def test_measured_ends_and_steps(tmp_path: Path) -> None:
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
     split = Split(ulysses=2, ring=2, zero=1)
-    assert head_time(cluster, Workload(model, 65536), split) == pytest.approx(0.06)
+    assert head_time(cluster, Workload(model, 65536), split).device_s == pytest.approx(0.06)
     work = Workload(replace(model, layers=8), 65536)
     elements = stage_elements(work, split, 0)
     time = step_time(cluster, work, split)
@@ -169,13 +171,57 @@ def test_measured_ends_and_steps(tmp_path: Path) -> None:
     formula = step_time(plain, work, split)
     ratio = time.optimizer / (formula.gradients + formula.optimizer)
     for other in (replace(split, zero=3), Split(ulysses=2, zero=1)):
-        found, alone = step_time(cluster, work, other, 1.0), step_time(plain, work, other, 1.0)
+        one = MicroBatch(Job(0.4), Job(0.6), Job(0.1))
+        found, alone = step_time(cluster, work, other, one), step_time(plain, work, other, one)
         assert found.optimizer == pytest.approx(ratio * alone.optimizer)
         assert found.gradients == pytest.approx(ratio * alone.gradients)
     tp, alone = replace(split, tp=2), head_time(plain, Workload(model, 65536), split)
-    assert head_time(cluster, Workload(model, 65536), tp) == pytest.approx(
-        0.06 / alone * head_time(plain, Workload(model, 65536), tp)
+    formula = head_time(plain, Workload(model, 65536), tp).device_s
+    assert head_time(cluster, Workload(model, 65536), tp).device_s == pytest.approx(
+        0.06 / alone.device_s * formula
     )
+
+
+def launched(jobs: list[Job]) -> float:
+    """The same by playing it: a GPU takes a job when it is launched and the one before is done."""
+    host = device = 0.0
+    for job in jobs:
+        for _ in range(job.times):
+            host += job.host_s
+            device = max(device, host) + job.device_s
+    return device - sum(job.device_s * job.times for job in jobs)
+
+
+def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
+    draw = random.Random(5)
+    waits = 0
+    for _ in range(500):
+        jobs = [
+            Job(draw.random() * draw.choice((0.1, 1)), draw.random() * 0.5, draw.randint(1, 6))
+            for _ in range(draw.randint(1, 5))
+        ]
+        assert waiting_s(jobs) == pytest.approx(launched(jobs), abs=1e-12)
+        waits += waiting_s(jobs) > jobs[0].host_s
+    assert waits > 100
+
+
+def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> None:
+    cluster, model = profiled(tmp_path), replace(load_model("llama3-8b"), layers=8)
+    work, split = Workload(model, 65536), Split(ulysses=2, ring=2)
+    assert step_time(cluster, work, split).host == 0
+    slow = {"forward_host_s": 2.0, "backward_host_s": 3.0}
+    calls = tuple(replace(row, **slow) for row in cluster.calls)
+    layers = tuple(replace(row, **slow) for row in cluster.layers)
+    assert step_time(replace(cluster, calls=calls), work, split).host == 0
+    known = replace(cluster, calls=calls, layers=layers)
+    layer, time = layer_time(known, work, split), step_time(known, work, split)
+    assert (layer.forward.host_s, layer.backward.host_s) == (4.0, 6.0)
+    assert layer.forward.device_s + layer.backward.device_s == pytest.approx(layer.total)
+    # All launches, then the GPU's last layer.
+    busy = time.layers + time.head
+    assert time.host + busy == pytest.approx(8 * 10 + layer.backward.device_s)
+    again = layer_time(known, work, replace(split, recompute="full"))
+    assert again.backward.host_s == pytest.approx(10)
 
 
 @pytest.mark.parametrize(
