@@ -215,7 +215,7 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> N
     assert step_time(replace(cluster, calls=calls), work, split).host == 0
     known = replace(cluster, calls=calls, layers=layers)
     layer, time = layer_time(known, work, split), step_time(known, work, split)
-    assert (layer.forward.host_s, layer.backward.host_s) == (4.0, 6.0)
+    assert (layer.forward.host_s, layer.backward.host_s) == pytest.approx((4, 6))
     assert layer.forward.device_s + layer.backward.device_s == pytest.approx(layer.total)
     # All launches, then the GPU's last layer.
     busy = time.layers + time.head
