@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import UnifiedAttention, exchange, plan_call
+from ds_usp.attention.functional import UnifiedAttention, exchange
 from ds_usp.attention.host_arguments import HostArguments
 from ds_usp.attention.local_attention import (
     LocalAttention,
@@ -18,6 +18,7 @@ from ds_usp.attention.local_attention import (
     ring_attention,
 )
 from ds_usp.attention.pipeline import USPCall
+from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import (
     HeadTraffic,
     agreed,
