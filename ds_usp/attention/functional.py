@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ds_usp.attention.compiled import ask_of, attention
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import agreed
@@ -146,7 +147,6 @@ def usp_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@torch.compiler.disable
 def usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -201,32 +201,48 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
 
-    options = layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, kv_layout
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "layout": layout,
+        "mask": mask,
+        "softmax_scale": softmax_scale,
+        "dropout_p": dropout_p,
+        "kernel": kernel,
+        "return_lse": return_lse,
+        "tuning": tuning,
+        "scores": scores,
+        "kv_layout": kv_layout,
+    }
+    if torch.compiler.is_compiling():
+        ask = ask_of(q, k, v, **options)
+        if ask is not None:
+            out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
+            return (out, rest[0].detach()) if return_lse else out
+    return _usp_attention(q, k, v, **options)
+
+
+@torch.compiler.disable
+def _usp_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    return_lse: bool,
+    scores: Scores,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`usp_attention` outside of the graphs of a compiler."""
 
     def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
-        call = agreed(
-            mesh,
-            lambda: plan_call(
-                *qkv,
-                mesh=mesh,
-                layout=layout,
-                mask=mask,
-                softmax_scale=softmax_scale,
-                dropout_p=dropout_p,
-                kernel=kernel,
-                with_lse=return_lse,
-                tuning=tuning,
-                scores=learned,
-                kv_layout=kv_layout,
-            ),
-            q,
-        )
+        asked = {"mesh": mesh, "with_lse": return_lse, "scores": learned, **options}
+        call = agreed(mesh, lambda: plan_call(*qkv, **asked), q)
         out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
         return (out, lse) if return_lse else (out,)
 
     # What is no Scores is refused with the rest, on every rank.
     known = scores if isinstance(scores, Scores) else NO_SCORES
     inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
-    outputs = kept(compute, inputs, (mesh, *options, known.values))
+    outputs = kept(compute, inputs, (mesh, return_lse, *options.values(), known.values))
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

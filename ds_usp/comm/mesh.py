@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,14 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, why_not
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.names import Names
 from ds_usp.comm.ring import Channel, RingChannel
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
+
+# Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
+MESHES: Final[Names[SequenceMesh]] = Names()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,8 @@ class SequenceMesh:
         no_copies: why copy engines cannot carry its exchanges; None if they can.
         engines: the copy engines in use, by the kind of traffic.
         plans: calls over this mesh that were checked before, by what was asked for.
+        name: what compiled code calls it. Meshes that ever have the same name are alike in their
+            degrees, order and rank, so that what was compiled for one is right for the other.
     """
 
     ulysses_degree: int
@@ -61,6 +67,15 @@ class SequenceMesh:
     no_copies: str | None = "one process has nobody to exchange with"
     engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    name: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", MESHES.give(self, f"{self} in {self.order}"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another mesh."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @classmethod
     def single(cls) -> SequenceMesh:

@@ -1,0 +1,377 @@
+"""Attention as ops of torch, which ``torch.compile`` takes into its graph as they are.
+
+An op takes tensors and plain values, so a call is told in plain values (:class:`Ask`) and its mesh
+by name. What Dynamo reads to tell it, it guards: a call that is told otherwise is compiled again.
+The ops run the code that is run without a compiler, and nothing of it is traced.
+
+Letters of the shapes: b batch, s tokens of this rank, t tokens of this rank's keys, h query heads,
+g key/value heads; d head dim, e that of values and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
+from ds_usp.attention.plan import plan_call
+from ds_usp.attention.request import agreed
+from ds_usp.attention.scores import Scores
+from ds_usp.attention.tuning import Tuning
+from ds_usp.comm.mesh import MESHES, SequenceMesh
+from ds_usp.errors import USPError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+
+Sizes = Sequence[Sequence[int]]
+
+
+class Ask(NamedTuple):
+    """One call of attention without its tensors, in values that an op takes.
+
+    Args:
+        mesh: its name.
+        layout, tokens, kv_layout, kv_tokens: kinds and lengths of the layouts.
+        left, right, prefix: of the mask, which has no documents.
+        chunks, gather, copies: of the tuning; None is ``"auto"``.
+        softcap, dropout_seed: of the scores.
+        learns, sinks_learn: q, k or v has a gradient, the sinks have one.
+        caller: what the ranks compare besides.
+    """
+
+    mesh: str
+    layout: str
+    tokens: int
+    kv_layout: str
+    kv_tokens: int
+    left: int | None
+    right: int | None
+    prefix: int
+    softmax_scale: float | None
+    dropout_p: float
+    kernel: str
+    with_lse: bool
+    chunks: int | None
+    gather: bool | None
+    copies: bool | None
+    softcap: float | None
+    dropout_seed: int | None
+    learns: bool
+    sinks_learn: bool
+    caller: str
+
+    @property
+    def has_backward(self) -> bool:
+        """Something of it has a gradient."""
+        return self.learns or self.sinks_learn
+
+    @property
+    def on(self) -> SequenceMesh:
+        """The mesh."""
+        return MESHES.find(self.mesh)
+
+    def scores(self, sinks: torch.Tensor | None, slopes: torch.Tensor | None) -> Scores:
+        """The scores of a call with these tensors."""
+        if sinks is not None:
+            sinks = sinks.detach().requires_grad_(self.sinks_learn)
+        return Scores(self.softcap, slopes, sinks, self.dropout_seed)
+
+    def plan(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, USPCall]:
+        """See :func:`plan_call`.
+
+        Args:
+            like: a tensor with the dtype and device of the call's.
+            sizes: the shapes of q, k and v.
+        """
+        degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
+        with torch.set_grad_enabled(self.has_backward):
+            q, k, v = (like.new_empty(()).expand(size) for size in sizes)
+            text, call = plan_call(
+                q.requires_grad_(self.learns),
+                k,
+                v,
+                mesh=self.on,
+                layout=_layout(self.layout, int(self.tokens), *degrees),
+                mask=MaskSpec(self.left, self.right, prefix=self.prefix),
+                softmax_scale=self.softmax_scale,
+                dropout_p=self.dropout_p,
+                kernel=self.kernel,
+                with_lse=self.with_lse,
+                tuning=Tuning(_auto(self.chunks), _auto(self.gather), _auto(self.copies)),
+                scores=scores,
+                kv_layout=_layout(self.kv_layout, int(self.kv_tokens), *degrees),
+            )
+        return self.caller + text, call
+
+
+def _auto(value: Any) -> Any:
+    return "auto" if value is None else value
+
+
+_layout = lru_cache(maxsize=1024)(TokenLayout)
+_ASK = (
+    "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
+    "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
+    "bool with_lse, SymInt? chunks, bool? gather, bool? copies, float? softcap, "
+    "SymInt? dropout_seed, bool learns, bool sinks_learn, str caller"
+)
+# torch's own CUDA graphs would leave out the comparison of the ranks and renumber copies.
+_TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
+_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
+
+
+@torch.library.custom_op(
+    "ds_usp::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, {_ASK}) -> Tensor[]",
+    **_TAGS,
+)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    *plain: Any,
+) -> list[torch.Tensor]:
+    """Attention of this rank's tokens with the whole sequence; collective over the mesh.
+
+    Shapes:
+        q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks and slopes ``[h]`` -> out
+        ``[b, s, h, e]``; with ``with_lse``, and without Ulysses where there is a backward pass,
+        the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, part by part
+        (:class:`ds_usp.attention.pipeline.Kept`).
+
+    Raises:
+        USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
+    """
+    ask = Ask(*plain)
+    scores = ask.scores(sinks, slopes)
+    call = agreed(ask.on, lambda: ask.plan(q, (q.shape, k.shape, v.shape), scores), q)
+    saves = ask.has_backward
+    out, lse, kept = attend(call, scores, q, k, v, keep=saves)
+    found = [out] if lse is None else [out, lse]
+    if saves and call.stays and lse is None:
+        found.append(torch.cat([part.lse for part in kept], dim=1))
+    if saves and not call.stays:
+        found += [x for part in kept for x in part]
+    return _own(found, (q, k, v))
+
+
+@attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    *plain: Any,
+) -> list[torch.Tensor]:
+    ask = Ask(*plain)
+    batch, tokens, heads, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    found = [q.new_empty(batch, tokens, heads, v.shape[3])]
+    stays = ask.on.ulysses_degree == 1
+    if ask.with_lse or (stays and ask.has_backward):
+        found.append(q.new_empty(batch, heads, tokens, dtype=wide))
+    if stays or not ask.has_backward:
+        return found
+    # What the exchange brings depends on the plan, and a plan is made of numbers: lengths are
+    # constants of the graph.
+    sizes = [[int(n) for n in x.shape] for x in (q, k, v)]
+    try:
+        _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
+    except USPError:  # raised when the op runs: on all ranks, where the others hear of it
+        return found
+    for part in call.parts:
+        places, widths = part.qkv.layouts, part.qkv.widths()
+        length = [place.ring_length(ask.on.ring_rank) for place in places]
+        each = zip(length, widths, (q, k, v), strict=True)
+        found += [q.new_empty(batch, n, width, x.shape[3]) for n, width, x in each]
+        found.append(q.new_empty(batch, length[0], widths[0], v.shape[3]))
+        found.append(q.new_empty(batch, widths[0], length[0], dtype=wide))
+    return found
+
+
+@torch.library.custom_op(
+    "ds_usp::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
+    f"SymInt kv_heads, {_ASK}) -> Tensor[]",
+    **_TAGS,
+)
+def attention_backward(
+    dout: torch.Tensor,
+    saved: list[torch.Tensor],
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    kv_length: int,
+    kv_heads: int,
+    *plain: Any,
+) -> list[torch.Tensor]:
+    """The gradients of :func:`attention`; collective over the mesh.
+
+    Shapes:
+        dout ``[b, s, h, e]`` -> dq ``[b, s, h, d]``, dk ``[b, t, g, d]``, dv ``[b, t, g, e]`` and,
+        where sinks learn, this rank's share of theirs ``[h]``.
+
+    Args:
+        saved: without Ulysses q, k, v, out and the log-sum-exp; else each part's.
+        kv_length, kv_heads: t and g.
+    """
+    ask = Ask(*plain)
+    ask.on.agreement.settle()
+    scores = ask.scores(sinks, slopes)
+    sizes = _sizes(dout, saved, kv_length, kv_heads)
+    _, call = ask.plan(dout, sizes, scores)
+    if call.stays:
+        kept = [
+            Kept._make(
+                (
+                    *part.qkv.to_heads(saved[:3]),
+                    *part.out.to_heads(saved[3:4]),
+                    saved[4][:, slice(*part.out.ranges[0][0])].contiguous(),
+                )
+            )
+            for part in call.parts
+        ]
+    else:
+        kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
+    shapes = [torch.Size(size) for size in sizes]
+    grads = attend_backward(call, scores, dout.contiguous(), shapes, kept)
+    return _own([x for x in grads if x is not None], (dout, *saved))
+
+
+@attention_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    saved: list[torch.Tensor],
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    kv_length: int,
+    kv_heads: int,
+    *plain: Any,
+) -> list[torch.Tensor]:
+    found = [dout.new_empty(size) for size in _sizes(dout, saved, kv_length, kv_heads)]
+    return (
+        found
+        if sinks is None or not Ask(*plain).sinks_learn
+        else [*found, sinks.new_empty(sinks.shape)]
+    )
+
+
+def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads: int) -> Sizes:
+    """The shapes of q, k and v."""
+    batch, dim = dout.shape[0], saved[0].shape[3]
+    return (
+        (*dout.shape[:3], dim),
+        (batch, length, heads, dim),
+        (batch, length, heads, dout.shape[3]),
+    )
+
+
+def _own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors dense, and none in the memory of another one, as results of an op must be."""
+    used = {x.untyped_storage().data_ptr() for x in inputs}
+    found = []
+    for x in tensors:
+        if not x.is_contiguous() or x.untyped_storage().data_ptr() in used:
+            x = x.clone(memory_format=torch.contiguous_format)
+        used.add(x.untyped_storage().data_ptr())
+        found.append(x)
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    q, k, v, sinks, slopes, *plain = inputs
+    ctx.ask = Ask(*plain)
+    ctx.keys = k.shape[1], k.shape[2]
+    if ctx.ask.on.ulysses_degree == 1:
+        saved = (q, k, v, *output)
+    else:
+        saved = tuple(output[2 if ctx.ask.with_lse else 1 :])
+    ctx.save_for_backward(sinks, slopes, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    sinks, slopes, *saved = ctx.saved_tensors
+    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.ask)
+    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.ask)
+
+
+attention.register_autograd(_backward, setup_context=_save)
+
+
+def ask_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    softmax_scale: float | None,
+    dropout_p: float,
+    kernel: str,
+    return_lse: bool,
+    tuning: Tuning,
+    scores: Scores,
+    kv_layout: TokenLayout | None,
+) -> Ask | None:
+    """A call in plain values, told while it is traced; None if it cannot be told so, because it has
+    documents, which are another batch's at the next call, or arguments that are refused."""
+    keys = layout if kv_layout is None else kv_layout
+    plain = (
+        type(mesh) is SequenceMesh
+        and _is_plain(layout, mesh)
+        and _is_plain(keys, mesh)
+        and type(mask) is MaskSpec
+        and not mask.documents
+        and type(softmax_scale) in (type(None), float, int)
+        and type(dropout_p) in (float, int)
+        and type(kernel) is str
+        and type(return_lse) is bool
+        and type(tuning) is Tuning
+        and type(scores) is Scores
+        and (scores.alibi_slopes is None or not scores.alibi_slopes.requires_grad)
+        and q.ndim == k.ndim == v.ndim == 4
+    )
+    if not plain:
+        return None
+    sinks, grad = scores.sinks, torch.is_grad_enabled()
+    return Ask(
+        mesh=mesh.name,
+        layout=layout.kind,
+        tokens=layout.seq_len,
+        kv_layout=keys.kind,
+        kv_tokens=keys.seq_len,
+        left=mask.left,
+        right=mask.right,
+        prefix=mask.prefix,
+        softmax_scale=softmax_scale,
+        dropout_p=dropout_p,
+        kernel=kernel,
+        with_lse=return_lse,
+        chunks=None if tuning.chunks == "auto" else tuning.chunks,
+        gather=None if tuning.gather == "auto" else tuning.gather,
+        copies=None if tuning.copies == "auto" else tuning.copies,
+        softcap=scores.softcap,
+        dropout_seed=scores.dropout_seed,
+        learns=grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        sinks_learn=grad and sinks is not None and sinks.requires_grad,
+        caller="",
+    )
+
+
+def _is_plain(layout: TokenLayout, mesh: SequenceMesh) -> bool:
+    return (
+        type(layout) is TokenLayout
+        and not layout.documents
+        and layout.ulysses == mesh.ulysses_degree
+        and layout.ring == mesh.ring_degree
+        and layout.order == mesh.order
+    )
