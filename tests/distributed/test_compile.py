@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
