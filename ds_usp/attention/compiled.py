@@ -94,7 +94,7 @@ class Ask(NamedTuple):
                 k,
                 v,
                 mesh=self.on,
-                layout=_layout(self.layout, int(self.tokens), *degrees),
+                layout=layout_of(self.layout, int(self.tokens), *degrees),
                 mask=MaskSpec(self.left, self.right, prefix=self.prefix),
                 softmax_scale=self.softmax_scale,
                 dropout_p=self.dropout_p,
@@ -102,7 +102,7 @@ class Ask(NamedTuple):
                 with_lse=self.with_lse,
                 tuning=Tuning(_auto(self.chunks), _auto(self.gather), _auto(self.copies)),
                 scores=scores,
-                kv_layout=_layout(self.kv_layout, int(self.kv_tokens), *degrees),
+                kv_layout=layout_of(self.kv_layout, int(self.kv_tokens), *degrees),
             )
         return self.caller + text, call
 
@@ -111,7 +111,7 @@ def _auto(value: Any) -> Any:
     return "auto" if value is None else value
 
 
-_layout = lru_cache(maxsize=1024)(TokenLayout)
+layout_of = lru_cache(maxsize=1024)(TokenLayout)
 _ASK = (
     "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
     "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
@@ -120,14 +120,14 @@ _ASK = (
 )
 # torch's own CUDA graphs would leave out the comparison of the ranks and renumber copies.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
-_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
+OP_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 
 
 @torch.library.custom_op(
     "ds_usp::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, {_ASK}) -> Tensor[]",
-    **_TAGS,
+    **OP_TAGS,
 )
 def attention(
     q: torch.Tensor,
@@ -158,7 +158,7 @@ def attention(
         found.append(torch.cat([part.lse for part in kept], dim=1))
     if saves and not call.stays:
         found += [x for part in kept for x in part]
-    return _own(found, (q, k, v))
+    return own(found, (q, k, v))
 
 
 @attention.register_fake
@@ -185,7 +185,7 @@ def _(
     try:
         _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        return found
+        return [*found, q.new_empty(q.shape)]
     for part in call.parts:
         places, widths = part.qkv.layouts, part.qkv.widths()
         length = [place.ring_length(ask.on.ring_rank) for place in places]
@@ -201,7 +201,7 @@ def _(
     mutates_args=(),
     schema="(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
     f"SymInt kv_heads, {_ASK}) -> Tensor[]",
-    **_TAGS,
+    **OP_TAGS,
 )
 def attention_backward(
     dout: torch.Tensor,
@@ -242,7 +242,7 @@ def attention_backward(
         kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
     shapes = [torch.Size(size) for size in sizes]
     grads = attend_backward(call, scores, dout.contiguous(), shapes, kept)
-    return _own([x for x in grads if x is not None], (dout, *saved))
+    return own([x for x in grads if x is not None], (dout, *saved))
 
 
 @attention_backward.register_fake
@@ -273,7 +273,7 @@ def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads
     )
 
 
-def _own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors dense, and none in the memory of another one, as results of an op must be."""
     used = {x.untyped_storage().data_ptr() for x in inputs}
     found = []
@@ -304,74 +304,3 @@ def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
 
 
 attention.register_autograd(_backward, setup_context=_save)
-
-
-def ask_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: SequenceMesh,
-    layout: TokenLayout,
-    mask: MaskSpec,
-    softmax_scale: float | None,
-    dropout_p: float,
-    kernel: str,
-    return_lse: bool,
-    tuning: Tuning,
-    scores: Scores,
-    kv_layout: TokenLayout | None,
-) -> Ask | None:
-    """A call in plain values, told while it is traced; None if it cannot be told so, because it has
-    documents, which are another batch's at the next call, or arguments that are refused."""
-    keys = layout if kv_layout is None else kv_layout
-    plain = (
-        type(mesh) is SequenceMesh
-        and _is_plain(layout, mesh)
-        and _is_plain(keys, mesh)
-        and type(mask) is MaskSpec
-        and not mask.documents
-        and type(softmax_scale) in (type(None), float, int)
-        and type(dropout_p) in (float, int)
-        and type(kernel) is str
-        and type(return_lse) is bool
-        and type(tuning) is Tuning
-        and type(scores) is Scores
-        and (scores.alibi_slopes is None or not scores.alibi_slopes.requires_grad)
-        and q.ndim == k.ndim == v.ndim == 4
-    )
-    if not plain:
-        return None
-    sinks, grad = scores.sinks, torch.is_grad_enabled()
-    return Ask(
-        mesh=mesh.name,
-        layout=layout.kind,
-        tokens=layout.seq_len,
-        kv_layout=keys.kind,
-        kv_tokens=keys.seq_len,
-        left=mask.left,
-        right=mask.right,
-        prefix=mask.prefix,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        kernel=kernel,
-        with_lse=return_lse,
-        chunks=None if tuning.chunks == "auto" else tuning.chunks,
-        gather=None if tuning.gather == "auto" else tuning.gather,
-        copies=None if tuning.copies == "auto" else tuning.copies,
-        softcap=scores.softcap,
-        dropout_seed=scores.dropout_seed,
-        learns=grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-        sinks_learn=grad and sinks is not None and sinks.requires_grad,
-        caller="",
-    )
-
-
-def _is_plain(layout: TokenLayout, mesh: SequenceMesh) -> bool:
-    return (
-        type(layout) is TokenLayout
-        and not layout.documents
-        and layout.ulysses == mesh.ulysses_degree
-        and layout.ring == mesh.ring_degree
-        and layout.order == mesh.order
-    )

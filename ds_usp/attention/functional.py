@@ -7,11 +7,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ds_usp.attention.compiled import ask_of, attention
+from ds_usp.attention.compiled import attention
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import agreed
 from ds_usp.attention.scores import NO_SCORES, Scores
+from ds_usp.attention.traced import ask_of, outside_of_graphs
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
@@ -221,7 +222,7 @@ def usp_attention(
     return _usp_attention(q, k, v, **options)
 
 
-@torch.compiler.disable
+@outside_of_graphs
 def _usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
