@@ -9,6 +9,16 @@ import pytest
 import torch
 from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
 from harness import RankContext, WorkerPool
+from local_attentions import (
+    TOKENS,
+    Local,
+    Setting,
+    flash_attn,
+    flash_self_attention,
+    full_tensors,
+    nobody_knows,
+    triton,
+)
 from torch._dynamo.utils import counters
 
 import ds_usp
@@ -113,3 +123,37 @@ def test_one_graph_with_the_same_bits(pool: WorkerPool, ulysses: int, ring: int)
             assert not differ, f"{case}: {differ}"
             assert made == (1, 0), str(case)
             del errors
+
+
+# Drop-ins: around local attentions that a ring reads, and around any on ring 1.
+SETTINGS = [
+    Setting(flash_self_attention, {}, {}),
+    Setting(triton, {}, {}, layout="striped", batch_dim=1),
+    Setting(flash_attn, {"alibi": [0.5, 0.25, 0.125, 0.0625]}, {"kernel": "eager"}),
+    Setting(nobody_knows, {}, {"mask": ds_usp.MaskSpec.full(), "dropout_p": 0.0}, batch_dim=1),
+    Setting(Local, {"batch_dim": 0}, {}, ulysses=4),
+    Setting(Local, {"batch_dim": 1, "flat": True}, {}, ulysses=4, batch_dim=1),
+]
+
+
+def drop_in(ctx: RankContext, setting: Setting) -> tuple[list[bool], tuple[int, int]]:
+    """Whether out, dq, dk and dv have the bits of those without a compiler; graphs."""
+    slopes = setting.arguments.get("alibi")
+    if slopes:
+        setting = replace(setting, arguments={"alibi": torch.tensor(slopes)})
+    module, found = setting.module(), []
+    layout = module.mesh.layout(setting.layout, TOKENS)
+    shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
+    q, k, v, dout = (x.transpose(0, 1).contiguous() if setting.batch_dim else x for x in shards)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for run in (module, compiled(module)):
+        out = run(*inputs, setting.batch_dim)
+        found.append([out, *torch.autograd.grad(out, inputs, dout.view(out.shape))])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)], graphs()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.local.__name__}-{s.ulysses}")
+def test_a_drop_in_is_in_one_graph(pool: WorkerPool, setting: Setting) -> None:
+    for same, made in pool.run(drop_in, 4, setting=setting):
+        assert same == [True] * 4
+        assert made == (1, 0)
