@@ -11,6 +11,7 @@ from ds_usp.attention.request import HeadTraffic, agreed, check_tensors, local_c
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import MESHES, SequenceMesh
 from ds_usp.errors import USPError
+from ds_usp.memory.keep import refuse_kept
 
 
 class Trip(NamedTuple):
@@ -64,6 +65,11 @@ class Trip(NamedTuple):
         text, traffic = local_call(q, k, mesh, layout, kv_layout)
         return said + text, traffic
 
+    def checked(self, tensors: list[torch.Tensor]) -> tuple[str, HeadTraffic]:
+        """:meth:`plan`, where it can run now."""
+        refuse_kept("a local attention in a graph")
+        return self.plan(tensors)
+
     def of(self, traffic: HeadTraffic, tensors: list[torch.Tensor]) -> HeadExchange:
         """The exchange of q, k and v, or that of the output."""
         return traffic.qkv if len(tensors) == 3 else traffic.out
@@ -88,7 +94,7 @@ def exchange_op(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
     """
     trip = Trip(*plain)
     if trip.begins:
-        traffic = agreed(trip.on, lambda: trip.plan(tensors), tensors[0])
+        traffic = agreed(trip.on, lambda: trip.checked(tensors), tensors[0])
     else:
         trip.on.agreement.settle()
         _, traffic = trip.plan(tensors)
