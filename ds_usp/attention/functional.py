@@ -203,23 +203,20 @@ def usp_attention(
     """
 
     options: dict[str, Any] = {
-        "mesh": mesh,
         "layout": layout,
         "mask": mask,
         "softmax_scale": softmax_scale,
         "dropout_p": dropout_p,
         "kernel": kernel,
-        "return_lse": return_lse,
         "tuning": tuning,
-        "scores": scores,
         "kv_layout": kv_layout,
     }
     if torch.compiler.is_compiling():
-        ask = ask_of(q, k, v, **options)
+        ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **options)
         if ask is not None:
             out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
             return (out, rest[0].detach()) if return_lse else out
-    return _usp_attention(q, k, v, **options)
+    return _usp_attention(q, k, v, mesh, scores, return_lse, options)
 
 
 @outside_of_graphs
@@ -227,18 +224,20 @@ def _usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
     mesh: SequenceMesh,
-    return_lse: bool,
     scores: Scores,
-    **options: Any,
+    return_lse: bool,
+    options: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`usp_attention` outside of the graphs of a compiler."""
+    """:func:`usp_attention` outside of graphs."""
 
     def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
-        asked = {"mesh": mesh, "with_lse": return_lse, "scores": learned, **options}
-        call = agreed(mesh, lambda: plan_call(*qkv, **asked), q)
+        call = agreed(
+            mesh,
+            lambda: plan_call(*qkv, mesh=mesh, scores=learned, with_lse=return_lse, **options),
+            q,
+        )
         out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
         return (out, lse) if return_lse else (out,)
 

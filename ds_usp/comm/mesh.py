@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, why_not
 from ds_usp.comm.ledger import CommLedger
@@ -70,7 +71,9 @@ class SequenceMesh:
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", MESHES.give(self, f"{self} in {self.order}"))
+        # torch keeps compiled graphs on disk: the version tells those of an older ds_usp apart.
+        text = f"{self}, {self.order}, ds_usp {__version__}"
+        object.__setattr__(self, "name", MESHES.give(self, text))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is another mesh."""
