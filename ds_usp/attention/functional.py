@@ -189,7 +189,8 @@ def usp_attention(
             (cross-attention); each rank then holds its share of both. The mask must be full.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
-    are taken.
+    are taken. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph, but for
+    documents, which are outside of it.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.

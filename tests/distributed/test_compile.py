@@ -19,6 +19,7 @@ from local_attentions import (
     flash_self_attention,
     full_tensors,
     nobody_knows,
+    rotary,
     triton,
 )
 from torch._dynamo.utils import counters
@@ -104,12 +105,12 @@ def results(layer: Any, mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torc
     return dict(zip(NAMES, (out.detach(), lse, *grads), strict=False))
 
 
-def compiled(module: Any, backend: str = "aot_eager", **options: Any) -> Any:
-    """A module compiled as one graph, with nothing left of what was compiled before."""
+def compiled(module: Any, backend: str = "aot_eager", fullgraph: bool = True) -> Any:
+    """A module compiled, as one graph, with nothing left of what was compiled before."""
     torch._dynamo.reset()
     counters.clear()
     torch._inductor.config.compile_threads = 1  # ranks are daemons, which have no children
-    return torch.compile(module, fullgraph=True, backend=backend, **options)
+    return torch.compile(module, fullgraph=fullgraph, backend=backend)
 
 
 def graphs() -> tuple[int, int]:
@@ -199,7 +200,9 @@ SETTINGS = [
 ]
 
 
-def drop_in(ctx: RankContext, setting: Setting) -> tuple[list[bool], tuple[int, int]]:
+def drop_in(
+    ctx: RankContext, setting: Setting, fullgraph: bool = True
+) -> tuple[list[bool], tuple[int, int]]:
     """Whether out, dq, dk and dv have the bits of those without a compiler; graphs."""
     slopes = setting.arguments.get("alibi")
     if slopes:
@@ -209,8 +212,9 @@ def drop_in(ctx: RankContext, setting: Setting) -> tuple[list[bool], tuple[int, 
     shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
     q, k, v, dout = (x.transpose(0, 1).contiguous() if setting.batch_dim else x for x in shards)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    for run in (module, compiled(module)):
-        out = run(*inputs, setting.batch_dim)
+    turn = (rotary(setting.rotary, TOKENS),) if setting.rotary else ()
+    for run in (module, compiled(module, fullgraph=fullgraph)):
+        out = run(*inputs, setting.batch_dim, *turn)
         found.append([out, *torch.autograd.grad(out, inputs, dout.view(out.shape))])
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)], graphs()
 
@@ -222,6 +226,16 @@ def test_a_drop_in_is_in_one_graph(pool: WorkerPool, setting: Setting) -> None:
         assert made == (1, 0)
 
 
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_rotary_breaks_the_graph_or_is_refused(pool: WorkerPool, ulysses: int) -> None:
+    made = replace(SETTINGS[0] if ulysses == 2 else SETTINGS[4], rotary=8)
+    for same, (_, breaks) in pool.run(drop_in, 4, setting=made, fullgraph=False):
+        assert same == [True] * 4
+        assert breaks > 0
+    for error in pool.errors(drop_in, 4, setting=made):
+        assert "rotary" in str(error) and "graph" in str(error)
+
+
 DOCUMENTS = replace(BASE, documents=((20, 23),))
 
 
@@ -229,10 +243,8 @@ def with_documents(ctx: RankContext, fullgraph: bool) -> tuple[list[bool], int]:
     """Whether documents, which are outside of graphs, have the same bits; breaks of the graph."""
     mesh = mesh_of(2)
     layer = Layer(mesh, DOCUMENTS)
-    want, run = results(layer, mesh, DOCUMENTS), compiled(layer)
-    if not fullgraph:
-        run = torch.compile(layer, backend="aot_eager")
-    got = results(run, mesh, DOCUMENTS)
+    want = results(layer, mesh, DOCUMENTS)
+    got = results(compiled(layer, fullgraph=fullgraph), mesh, DOCUMENTS)
     return [torch.equal(x, want[name]) for name, x in got.items()], graphs()[1]
 
 
