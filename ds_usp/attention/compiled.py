@@ -10,7 +10,7 @@ g key/value heads; d head dim, e that of values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class Ask(NamedTuple):
                 k,
                 v,
                 mesh=self.on,
-                layout=layout_of(self.layout, int(self.tokens), *degrees),
+                layout=layout_of(self.layout, self.tokens, *degrees),
                 mask=MaskSpec(self.left, self.right, prefix=self.prefix),
                 softmax_scale=self.softmax_scale,
                 dropout_p=self.dropout_p,
@@ -103,7 +103,7 @@ class Ask(NamedTuple):
                 with_lse=self.with_lse,
                 tuning=Tuning(_auto(self.chunks), _auto(self.gather), _auto(self.copies)),
                 scores=scores,
-                kv_layout=layout_of(self.kv_layout, int(self.kv_tokens), *degrees),
+                kv_layout=layout_of(self.kv_layout, self.kv_tokens, *degrees),
             )
         return self.caller + text, call
 
@@ -197,9 +197,10 @@ def _(
         found.append(q.new_empty(batch, heads, tokens, dtype=wide))
     if stays or not ask.has_backward:
         return found
-    # What the exchange brings depends on the plan, and a plan is made of numbers: lengths are
-    # constants of the graph.
-    sizes = [[int(n) for n in x.shape] for x in (q, k, v)]
+    # What the exchange brings depends on the plan, and a plan is made of numbers: they are constants
+    # of the graph.
+    sizes = [constants(x.shape) for x in (q, k, v)]
+    ask = Ask(*constants(ask))
     try:
         _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
@@ -274,11 +275,9 @@ def _(
     *plain: Any,
 ) -> list[torch.Tensor]:
     found = [dout.new_empty(size) for size in _sizes(dout, saved, kv_length, kv_heads)]
-    return (
-        found
-        if sinks is None or not Ask(*plain).sinks_learn
-        else [*found, sinks.new_empty(sinks.shape)]
-    )
+    if sinks is not None and Ask(*plain).sinks_learn:
+        found.append(sinks.new_empty(sinks.shape))
+    return found
 
 
 def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads: int) -> Sizes:
@@ -289,6 +288,12 @@ def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads
         (batch, length, heads, dim),
         (batch, length, heads, dout.shape[3]),
     )
+
+
+def constants(values: Iterable[Any]) -> list[Any]:
+    """Values without symbols: those that a compiler has seen, to which it then holds."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
 
 
 def own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_usp.attention.compiled import OP_TAGS, layout_of, own
+from ds_usp.attention.compiled import OP_TAGS, constants, layout_of, own
 from ds_usp.attention.request import HeadTraffic, agreed, check_tensors, local_call
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import MESHES, SequenceMesh
@@ -48,11 +48,11 @@ class Trip(NamedTuple):
         """What the ranks compare, and how heads travel."""
         mesh = self.on
         degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
-        layout = layout_of(self.layout, int(self.tokens), *degrees)
-        kv_layout = layout_of(self.kv_layout, int(self.kv_tokens), *degrees)
+        layout = layout_of(self.layout, self.tokens, *degrees)
+        kv_layout = layout_of(self.kv_layout, self.kv_tokens, *degrees)
         x, said = tensors[0], self.caller
         with torch.set_grad_enabled(self.learns):
-            sizes = [[int(n) for n in each.shape] for each in tensors]
+            sizes = [constants(each.shape) for each in tensors]
             like = [x.new_empty(()).expand(size).requires_grad_(self.learns) for size in sizes]
             if self.begins:
                 said += check_tensors(like[0], like[1], like[2]) + ", "
@@ -108,7 +108,7 @@ def exchange_op(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
 
 @exchange_op.register_fake
 def _(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
-    trip = Trip(*plain)
+    trip = Trip(*constants(plain))
     try:
         _, traffic = trip.plan(tensors)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it

@@ -192,20 +192,18 @@ class USPAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
-        dim = 1 - self.gather_idx if given.batch_dim_idx is None else given.batch_dim_idx
-        if (
-            not isinstance(dim, int)
-            or dim not in (0, 1)
-            or not query.ndim == key.ndim == value.ndim == 4
-            or self.num_kv_heads not in (None, key.shape[2])
-            or (given.rotary, given.documents, self.sp_stream) != (None, None, None)
-        ):
+        dim: Any = 1 - self.gather_idx if given.batch_dim_idx is None else given.batch_dim_idx
+        plain = (
+            type(dim) is int
+            and dim in (0, 1)
+            and query.ndim == key.ndim == value.ndim == 4
+            and self.num_kv_heads in (None, key.shape[2])
+        )
+        outside = (given.rotary, given.documents, self.sp_stream)
+        if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        layouts = (
-            told_layout(self._layout, q, self.mesh),
-            told_layout(self._layout, k, self.mesh),
-        )
+        layouts = tuple(told_layout(self._layout, x, self.mesh) for x in (q, k))
         caller = f"{_batch_dim(dim)}, "
         out: torch.Tensor | None = None
         if self._host is None:

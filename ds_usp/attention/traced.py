@@ -7,7 +7,7 @@ compiler, outside of the graph, which refuses what is wrong.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -137,7 +137,7 @@ def traced_attention(
     computed: LocalAttention,
     *,
     mesh: SequenceMesh,
-    layouts: tuple[Place, Place],
+    layouts: Sequence[Place],
     training: bool,
     kernel: str,
     tuning: Tuning,
@@ -176,7 +176,7 @@ def traced_exchange(
     k: torch.Tensor,
     v: torch.Tensor,
     mesh: SequenceMesh,
-    layouts: tuple[Place, Place],
+    layouts: Sequence[Place],
     caller: str,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """A function ``(to_heads, *tensors)`` that brings q, k and v to their heads, and the output

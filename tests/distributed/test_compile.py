@@ -164,6 +164,30 @@ def test_inductor_makes_one_graph_that_the_oracle_confirms(pool: WorkerPool) -> 
         assert max(errors.values()) <= 1e-5, errors
 
 
+def on_one_rank(ctx: RankContext) -> list[bool]:
+    """Whether ranks with and without a compiler go on together, with the same bits."""
+    found = []
+    for ulysses in (1, 2, 4):
+        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True)
+        layer = Layer(mesh_of(ulysses), case)
+        run = compiled(layer) if ctx.rank == 1 else layer
+        want = results(layer, mesh_of(ulysses), case)
+        got = results(run, mesh_of(ulysses), case)
+        found += [torch.equal(x, want[name]) for name, x in got.items()]
+    for setting in (SETTINGS[0], SETTINGS[4]):
+        module = setting.module()
+        layout = module.mesh.layout(setting.layout, TOKENS)
+        q, k, v, _ = (layout.shard(x, 1, ctx.rank).requires_grad_() for x in full_tensors())
+        run = compiled(module) if ctx.rank == 1 else module
+        found.append(torch.equal(module(q, k, v, 0), run(q, k, v, 0)))
+    return found
+
+
+def test_ranks_with_and_without_a_compiler_agree(pool: WorkerPool) -> None:
+    for same in pool.run(on_one_rank, 4):
+        assert all(same)
+
+
 def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]]:
     """Whether each of some lengths has the bits of a call without a compiler; graphs."""
     mesh, same = mesh_of(ulysses), []
@@ -178,6 +202,29 @@ def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]
             found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
         same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
     return same, graphs()
+
+
+def windows(ctx: RankContext, ulysses: int) -> list[bool]:
+    """The same of other windows and seeds, which a compiler takes for symbols."""
+    mesh, same = mesh_of(ulysses), []
+    layer = Layer(mesh, replace(BASE, kernel="eager", dropout_p=0.1))
+    run = compiled(Layer.attend)
+    for at in range(4):
+        given = layer.given | {"mask": ds_usp.MaskSpec.window(3 + at, at)}
+        scores = ds_usp.Scores(1.5 + at, dropout_seed=at)
+        q, k, v, dout = shards(mesh, BASE).values()
+        found = []
+        for each in (Layer.attend, run):
+            out, lse = each(q, k, v, scores, given)
+            found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+        same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_other_windows(pool: WorkerPool, ulysses: int) -> None:
+    for same in pool.run(windows, 2, ulysses=ulysses):
+        assert all(same)
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
