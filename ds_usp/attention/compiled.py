@@ -197,8 +197,8 @@ def _(
         found.append(q.new_empty(batch, heads, tokens, dtype=wide))
     if stays or not ask.has_backward:
         return found
-    # What the exchange brings depends on the plan, and a plan is made of numbers: they are constants
-    # of the graph.
+    # What the exchange brings depends on the plan, and a plan is made of numbers, which are
+    # constants of the graph.
     sizes = [constants(x.shape) for x in (q, k, v)]
     ask = Ask(*constants(ask))
     try:
