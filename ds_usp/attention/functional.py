@@ -12,7 +12,7 @@ from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import agreed
 from ds_usp.attention.scores import NO_SCORES, Scores
-from ds_usp.attention.traced import ask_of, outside_of_graphs
+from ds_usp.attention.traced import ask_of, not_plain
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
@@ -220,7 +220,7 @@ def usp_attention(
     return _usp_attention(q, k, v, mesh, scores, return_lse, options)
 
 
-@outside_of_graphs
+@not_plain
 def _usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,

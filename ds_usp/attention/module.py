@@ -30,7 +30,7 @@ from ds_usp.attention.request import (
 )
 from ds_usp.attention.rotary import Rotary, apply_rotary, check_rotary, rotary_of
 from ds_usp.attention.traced import (
-    outside_of_graphs,
+    not_plain,
     told_layout,
     traced_attention,
     traced_exchange,
@@ -225,7 +225,7 @@ class USPAttention(torch.nn.Module):
             )
         return out.transpose(0, 1) if dim and out is not None else out
 
-    @outside_of_graphs
+    @not_plain
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
     ) -> torch.Tensor:

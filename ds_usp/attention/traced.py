@@ -6,10 +6,8 @@ compiler, outside of the graph, which refuses what is wrong.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 
@@ -21,23 +19,17 @@ from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.memory.graphs import outside_of_graphs
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Told = tuple[str, int]
 Place = TokenLayout | Told
 
 
-def outside_of_graphs(function: Function) -> Function:
-    """A function that no compiler traces: it breaks the graph, or with ``fullgraph`` is refused."""
-    reason = (
-        "ds_usp: only a plain call of attention can be in a graph. Packed documents, "
-        "keep_attention, joint tokens and rotary embeddings of USPAttention, and what is refused "
-        "anyway, cannot; see README"
-    )
-    known = inspect.signature(torch.compiler.disable).parameters  # torch 2.6 has no reasons
-    options = {"reason": reason} if "reason" in known else {}
-    disabled: Function = torch.compiler.disable(function, **options)
-    return disabled
+not_plain = outside_of_graphs(
+    "only a plain call of attention can be in a graph. Packed documents, joint tokens, and of "
+    "USPAttention rotary_pos_emb, sp_stream and, with a ring, extra arguments cannot, nor what is "
+    "refused anyway; see README"
+)
 
 
 def ask_of(

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
+from ds_usp.memory.graphs import outside_of_graphs
 from ds_usp.memory.hooks import hold, saved_tensors, storage_of
 from ds_usp.memory.random_state import RandomState
 from ds_usp.memory.views import View
@@ -325,6 +326,10 @@ class _Region:
         self._run = run
         self._entries: list[_Call] | None = None
 
+    @outside_of_graphs(
+        "keep_attention runs its function itself. In a graph torch's selective checkpoint keeps "
+        "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _Run(self._entries, _RUN.get())
         token = _RUN.set(run)

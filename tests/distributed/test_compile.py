@@ -329,7 +329,9 @@ class Counted:
         return self.function(*args, **kwargs)
 
 
-def checkpointed(ctx: RankContext, how: str, reentrant: bool) -> tuple[list[bool], int]:
+def checkpointed(
+    ctx: RankContext, how: str, reentrant: bool, fullgraph: bool = False
+) -> tuple[list[bool], int]:
     """Whether the gradients have the same bits; how often attention was computed forward."""
     mesh, layer = mesh_of(2), Layer(mesh_of(2), BASE)
     q, k, v, dout = shards(mesh, BASE).values()
@@ -342,26 +344,43 @@ def checkpointed(ctx: RankContext, how: str, reentrant: bool) -> tuple[list[bool
 
     want = gradients(layer)
     once = Counted(attend)
-    with mock.patch("ds_usp.attention.compiled.attend", once):
+    with (
+        mock.patch("ds_usp.attention.compiled.attend", once),
+        mock.patch("ds_usp.attention.functional.attend", once),
+    ):
         if how == "selective":  # torch's own way, inside of one graph
-            keeps = partial(
-                create_selective_checkpoint_contexts, [torch.ops.ds_usp.attention.default]
-            )
+            keeps = partial(create_selective_checkpoint_contexts, [ops.attention.default])
             run = partial(checkpoint, layer, use_reentrant=False, context_fn=keeps)
             got = gradients(compiled(lambda *x: run(*x)))
+        elif how == "compiled around it":
+            kept = partial(checkpoint, use_reentrant=reentrant)
+            around = compiled(lambda *x: kept(keep_attention(layer), *x), fullgraph=fullgraph)
+            got = gradients(around)
         else:
-            run = compiled(layer) if how == "kept" else layer
-            got = gradients(partial(checkpoint, keep_attention(run), use_reentrant=reentrant))
+            kept = keep_attention(compiled(layer))
+            got = gradients(partial(checkpoint, kept, use_reentrant=reentrant))
     return [torch.equal(a, b) for a, b in zip(got, want, strict=True)], once.calls
 
 
 @pytest.mark.parametrize(
-    ("how", "reentrant"), [("kept", False), ("kept", True), ("selective", False)]
+    ("how", "reentrant"),
+    [
+        ("compiled inside", False),
+        ("compiled inside", True),
+        ("compiled around it", False),
+        ("selective", False),
+    ],
 )
 def test_attention_in_a_graph_is_kept(pool: WorkerPool, how: str, reentrant: bool) -> None:
     for same, calls in pool.run(checkpointed, 4, how=how, reentrant=reentrant):
         assert all(same)
         assert calls == 1
+
+
+def test_keeping_in_a_graph_is_refused(pool: WorkerPool) -> None:
+    case = {"how": "compiled around it", "reentrant": False, "fullgraph": True}
+    for error in pool.errors(checkpointed, 4, **case):
+        assert "create_selective_checkpoint_contexts" in str(error)
 
 
 def local_kept(ctx: RankContext) -> None:
