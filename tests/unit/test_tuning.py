@@ -83,7 +83,7 @@ def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> 
     real = torch.empty(1, seq_len // ring, 32, 1)
     layout = TokenLayout("zigzag", seq_len, 1, ring)
     cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
-    assert cut == (1, False, False)
+    assert cut == (1, False, False, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
