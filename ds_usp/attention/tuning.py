@@ -15,7 +15,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads, visible_pairs
 from ds_usp.geometry.schedule import Place
-from ds_usp.geometry.windows import check_inner_ring
+from ds_usp.geometry.windows import checked_inner_ring
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Tuning:
         """Ranks of an inner ring; None where blocks go straight to their users."""
         if self.inner_ring == "auto":
             return inner_ring(ring, mesh.node_ring, kv_bytes)
-        check_inner_ring(ring, self.inner_ring)
-        return None if self.inner_ring in (1, ring) else self.inner_ring
+        return checked_inner_ring(ring, self.inner_ring)
 
     def _copies(self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None) -> bool:
         why_not = mesh.no_copies

@@ -71,17 +71,20 @@ class Window:
         return "holds {}, gives {}".format(*texts)
 
 
-def check_inner_ring(ring: int, inner: int) -> None:
-    """Check that a ring is whole nodes of so many ranks.
+def checked_inner_ring(ring: int, inner: int | None) -> int | None:
+    """Check that a ring is whole nodes of so many ranks; None where that makes no double ring.
 
     Raises:
         ConfigError: it is not.
     """
+    if inner is None:
+        return None
     if inner < 1 or ring % inner:
         fits = ", ".join(map(str, divisors(ring)))
         raise ConfigError(
             f"inner_ring={inner} does not divide the {ring} ranks of the ring. Use one of {fits}"
         )
+    return None if inner in (1, ring) else inner
 
 
 class Rings:
@@ -90,7 +93,7 @@ class Rings:
     Args:
         queries, keys: where they are.
         mask: which of them meet.
-        inner: ring ranks in a row that are one node; None: all of the ring.
+        inner: ring ranks in a row that are one node; None, or a node a rank: all of the ring.
 
     Raises:
         ConfigError: the ring is not whole nodes.
@@ -100,8 +103,8 @@ class Rings:
         self, queries: TokenLayout, keys: TokenLayout, mask: MaskSpec, inner: int | None = None
     ) -> None:
         self.queries, self.keys, self.mask = queries, keys, mask
-        self.ring, self.inner = queries.ring, queries.ring if inner is None else inner
-        check_inner_ring(self.ring, self.inner)
+        self.ring = queries.ring
+        self.inner = checked_inner_ring(self.ring, inner) or self.ring
         self._runs = visible_runs(queries, mask, keys)
         self._held: dict[tuple[int, int], Runs] = {}
 
