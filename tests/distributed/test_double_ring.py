@@ -7,10 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from cases import ALL_LAYOUTS, RESULTS, Case, run_cases
-from harness import WorkerPool
+from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
+from harness import RankContext, WorkerPool
+from test_planner_comm import LEDGER, model, over, told
 
-from ds_usp import Tuning
+from ds_usp import ConfigError, MeshError, Tuning
+from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.traffic import attention_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -54,3 +57,54 @@ def cases_of(inner: int) -> list[Case]:
 )
 def test_equals_the_oracle(pool: WorkerPool, world: int, ulysses: int, inner: int) -> None:
     check(pool, cases_of(inner), ulysses, world)
+
+
+SENT = [
+    *((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)),
+    ("zigzag", 96),
+]
+
+
+def ledgers(
+    ctx: RankContext, ulysses: int, inner: int, tunings: list[Tuning]
+) -> list[list[tuple[LEDGER, LEDGER]]]:
+    """What this rank counts after forward and after backward, by layout and tuning."""
+    mesh = mesh_of(ulysses)
+    return [
+        [over(mesh, 1, model(8, 4), seq_len, layout, tuning) for tuning in tunings]
+        for layout, seq_len in SENT
+    ]
+
+
+@pytest.mark.parametrize(("world", "ulysses", "inner"), [(4, 1, 2), (8, 2, 2)])
+def test_the_ledger_is_what_the_planner_says(
+    pool: WorkerPool, world: int, ulysses: int, inner: int
+) -> None:
+    tunings = [
+        Tuning(chunks, gather, inner_ring=inner) for chunks, gather in ((1, False), (2, True))
+    ]
+    split = Split(ulysses=ulysses, ring=world // ulysses, micro_batch=2)
+    results = pool.run(ledgers, world, ulysses=ulysses, inner=inner, tunings=tunings)
+    for rank, found in enumerate(results):
+        for (layout, seq_len), each in zip(SENT, found, strict=True):
+            work = Workload(model(8, 4), seq_len)
+            want = told(attention_bytes(work, split, rank, layout, inner_ring=inner))
+            assert each == [want] * len(tunings), (layout, seq_len, rank)
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    """What a ring of 4 says to tunings that it cannot serve, the last of which ranks differ in."""
+    texts = []
+    for inner in (3, 8, 4 - 2 * (ctx.rank % 2)):
+        try:
+            over(mesh_of(1), 1, model(8, 4), 64, "zigzag", Tuning(inner_ring=inner))
+        except (ConfigError, MeshError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_an_inner_ring_that_does_not_fit_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for three, eight, differ in pool.run(refusals, 4):
+        assert "inner_ring=3 does not divide the 4 ranks of the ring. Use one of 1, 2, 4" in three
+        assert "inner_ring=8" in eight
+        assert "inner ring 2" in differ and "rank 3" in differ
