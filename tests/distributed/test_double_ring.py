@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
 from harness import RankContext, WorkerPool
 from test_planner_comm import LEDGER, model, over, told
 
-from ds_usp import ConfigError, MeshError, Tuning
+from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
+from ds_usp.attention.functional import plan_call
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import attention_bytes
 
@@ -90,6 +92,28 @@ def test_the_ledger_is_what_the_planner_says(
             work = Workload(model(8, 4), seq_len)
             want = told(attention_bytes(work, split, rank, layout, inner_ring=inner))
             assert each == [want] * len(tunings), (layout, seq_len, rank)
+
+
+def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
+    """What meshes find of 8 ranks on hosts of 4, and how a call with large blocks is cut."""
+    hosts = [bytes([rank // 4]) for rank in range(ctx.world)]
+    with mock.patch("ds_usp.comm.mesh.host_names", lambda group: hosts):
+        ring, both = (SequenceMesh.from_group(None, ulysses) for ulysses in (1, 2))
+        turned = SequenceMesh.from_group(None, 2, "ring-ulysses")
+    mesh = both
+    layout = mesh.layout("zigzag", 4 * 2048)
+    q = torch.empty(1, layout.length(mesh.rank), 2, 64)
+    options = {"softmax_scale": None, "dropout_p": 0.0, "kernel": "auto"}
+    text, call = plan_call(q, q, q, mesh=mesh, layout=layout, mask=MaskSpec.causal(), **options)
+    assert len(call.rings[0].schedule.windows) == 1
+    return ring.node_ring, both.node_ring, turned.node_ring, text
+
+
+def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:
+    for ring, both, turned, text in pool.run(nodes, 8):
+        # Ring first, a ring of 4 is a host; 8 ranks on 2 hosts, 4 rings-of-ulysses ranks on 2.
+        assert (ring, both, turned) == (4, 2, 4)
+        assert "inner ring 2" in text
 
 
 def refusals(ctx: RankContext) -> list[str]:
