@@ -301,6 +301,7 @@ class _WayHome:
         self.keeps = len(travels) <= 2
         most = max((each.given for each in travels), default=0)
         self._buffer = self._room(0 if self.keeps else most)
+        self._leaving = k[:0]
         self._coming: list[tuple[Piece, torch.Tensor]] = []
         self._sums: Sequence[GradientSum] = ()
 
@@ -318,8 +319,9 @@ class _WayHome:
         comes = [piece for piece in travel.comes if piece.rank != self._rank]
         away = sum(piece.length for piece in comes)
         shape = (away, *self._buffer.shape[1:])
-        leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = _unpacked(leaving, *self._like)
+        # Held by this object: a lane may wait for it where its memory's stream does not.
+        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
+        places = _unpacked(self._leaving, *self._like)
         for total, place, own in zip(gradients, places, sums, strict=True):
             total.write(place)
             if away < travel.columns:  # this rank's own keys come last
@@ -327,7 +329,7 @@ class _WayHome:
         token = self._buffer.shape[1:].numel()
         self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
         self._channel.post(
-            [(piece.rank, part) for piece, part in _split(leaving, comes)],
+            [(piece.rank, part) for piece, part in _split(self._leaving, comes)],
             [
                 (piece.rank, part, at * token, 0)
                 for (piece, part), at in zip(self._coming, travel.given_at, strict=True)

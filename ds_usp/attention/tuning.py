@@ -36,9 +36,9 @@ class Tuning:
         inner_ring: ranks of the ring in a row that are a node: a double ring, in which keys and
             values cross the network once for all of them, a window ahead, and their gradients once
             as the node's sum (LoongTrain, arXiv 2406.18485). It goes by messages; ``gather`` then
-            is for the blocks of a window. 1 or the ring's degree: every block straight to its
-            users. ``"auto"``: the ranks of a host, where the ring spans hosts that hold as many
-            each and blocks are large.
+            is for the blocks of a window. It must divide the ring's degree, where there is a ring;
+            1 or all of it: every block straight to its users. ``"auto"``: the ranks of a host,
+            where the ring spans hosts that hold as many each and blocks are large.
     """
 
     chunks: int | Literal["auto"] = "auto"

@@ -72,12 +72,13 @@ class Window:
 
 
 def checked_inner_ring(ring: int, inner: int | None) -> int | None:
-    """Check that a ring is whole nodes of so many ranks; None where that makes no double ring.
+    """Check that a ring is whole nodes of so many ranks; None where that makes no double ring, as
+    one rank, which has nothing to pass on, never does.
 
     Raises:
         ConfigError: it is not.
     """
-    if inner is None:
+    if inner is None or ring == 1:
         return None
     if inner < 1 or ring % inner:
         fits = ", ".join(map(str, divisors(ring)))

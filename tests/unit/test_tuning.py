@@ -215,6 +215,7 @@ def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() ->
         assert inner(Tuning(), node=node) is None
     assert inner(Tuning(inner_ring=2), node=8, tokens=K) == 2
     assert inner(Tuning(inner_ring=1)) is None and inner(Tuning(inner_ring=8)) is None
+    assert inner(Tuning(inner_ring=2), ring=1) is None  # as without a ring nothing is gathered
     with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 8 .* 1, 2, 4, 8"):
         inner(Tuning(inner_ring=3))
     for wrong in (0, -2, 2.0, True, None, "node"):
