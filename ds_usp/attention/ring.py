@@ -17,7 +17,6 @@ a block, H query heads, G key/value heads, D head dim of queries and keys, E of 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,16 +24,14 @@ from dataclasses import dataclass
 import torch
 
 from ds_usp.attention.scores import PartScores
+from ds_usp.attention.travel import Arrivals, WayHome, packed_copy, unpacked
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import Channel
-from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import RingSchedule, RingStep
-from ds_usp.geometry.windows import Piece, Window
+from ds_usp.geometry.windows import Window
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Travel = RingStep | Window
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,9 @@ class BlockWalk:
         self._steps, self._own, schedule = steps, (k, v), call.schedule
         near, far = call.mesh.channel("ring_kv", call.copies), call.mesh.channel("ring_kv_outer")
         travelling = [step for step in steps if not step.own]
-        self._near = _Arrivals(near, travelling, schedule.ring_rank, k, v)
-        self._far = _Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
-        packed = _packed(near, k, v) if travelling or schedule.windows else k[:0]
+        self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
+        self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
+        packed = packed_copy(near, k, v) if travelling or schedule.windows else k[:0]
         self._window, self._held = 0, self._own
         self._far.begin(schedule.windows, packed)
         self._near.begin([step for step in travelling if not step.window], packed)
@@ -93,72 +90,16 @@ class BlockWalk:
             if step.own:
                 yield step, *self._held
                 continue
-            yield step, *_unpacked(self._near.take(), *self._own)
+            yield step, *unpacked(self._near.take(), *self._own)
 
     def _turn(self, window: int) -> None:
         """Go on to another window, or back to the own block."""
         self._window, self._held = window, self._own
         if window:
             packed = self._far.take()
-            self._held = _unpacked(packed, *self._own)
+            self._held = unpacked(packed, *self._own)
             mine = [step for step in self._steps if step.window == window and not step.own]
             self._near.begin(mine, packed)
-
-
-class _Arrivals:
-    """Keys and values that come one after the other. There are two buffers: while one is in use,
-    the other one is filled.
-
-    Args:
-        travels: all that will come.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        travels: Sequence[Travel],
-        rank: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        self._channel, self._rank = channel, rank
-        sizes = (max((each.columns for each in travels[i::2]), default=0) for i in range(2))
-        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes]
-        self._waiting: deque[Travel] = deque()
-        self._packed = self._coming = k[:0]
-
-    def begin(self, travels: Sequence[Travel], packed: torch.Tensor) -> None:
-        """Let the first of these come; others take theirs of what is packed here."""
-        self._waiting.extend(travels)
-        self._packed = packed
-        self._post()
-
-    def take(self) -> torch.Tensor:
-        """What was to come, when it is there; the next one is on its way then."""
-        self._channel.take()
-        block = self._coming
-        self._post()
-        return block
-
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self._channel.close()
-
-    def _post(self) -> None:
-        if not self._waiting:
-            return
-        travel = self._waiting.popleft()
-        self._buffers.reverse()
-        self._coming = self._buffers[1][: travel.columns]
-        token = self._packed.shape[1:].numel()
-        arriving = []
-        for piece, place in _split(self._coming, travel.comes):
-            if piece.rank == self._rank:
-                place.copy_(self._packed[piece.start : piece.stop])
-            else:
-                arriving.append((piece.rank, place, piece.start * token, 0))
-        leaving = [(piece.rank, self._packed[piece.start : piece.stop]) for piece in travel.gives]
-        self._channel.post(leaving, arriving)
 
 
 def ring_forward(
@@ -232,19 +173,23 @@ class RingGradients:
         dtype = wide if call.kernel.caps.wide_gradients else k.dtype
         schedule, mesh = call.schedule, call.mesh
         self._windows = schedule.windows
+        self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
         travelling = [step for step in schedule.backward_steps if not step.own]
         near, far = mesh.channel("ring_dkv", call.copies), mesh.channel("ring_dkv_outer")
-        self._near = _WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
-        self._far = _WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
+        self._near = WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
+        self._far = WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
 
     def of_step(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
     ) -> tuple[GradientSum, GradientSum, GradientSum]:
         """Where a step's gradients are summed."""
+        self._send_sums()
         if step.window != self._window:
-            self._close_window()
+            self._end_window()
             if step.window:  # its first step is of all that this rank holds
                 self._window, self._held = step.window, (GradientSum(k_block), GradientSum(v_block))
+            else:
+                self._send_sums()
         if step.own:
             return self._sums[0], *self._held
         return self._sums[0], GradientSum(k_block), GradientSum(v_block)
@@ -256,7 +201,9 @@ class RingGradients:
 
     def gather(self) -> None:
         """Take what is still to come now, if its buffer or the sums so far cannot wait."""
-        self._close_window()
+        self._send_sums()
+        self._end_window()
+        self._send_sums()
         if not self._near.keeps:
             self._near.settle()
 
@@ -272,118 +219,16 @@ class RingGradients:
         self._near.close()
         self._far.close()
 
-    def _close_window(self) -> None:
-        """Send the sums of what this rank held for its node to their owner."""
+    def _end_window(self) -> None:
+        """Go back to the own block. The last of the window's gradients may be under way to here:
+        before another window they travel under its first step."""
         if self._window:
-            self._near.settle()
-            self._far.send(self._windows[self._window - 1], self._held, self._sums[1:])
+            self._ended = self._windows[self._window - 1], self._held
             self._window, self._held = 0, self._sums[1:]
 
-
-class _WayHome:
-    """Gradients of keys and values that travel to where they are summed, one exchange in flight.
-
-    Attributes:
-        keeps: what comes has a buffer each, and is summed in one go: so few are the exchanges.
-            Else one buffer serves them all.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        travels: Sequence[Travel],
-        rank: int,
-        dtype: torch.dtype,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        self._channel, self._rank, self._dtype, self._like = channel, rank, dtype, (k, v)
-        self.keeps = len(travels) <= 2
-        most = max((each.given for each in travels), default=0)
-        self._buffer = self._room(0 if self.keeps else most)
-        self._leaving = k[:0]
-        self._coming: list[tuple[Piece, torch.Tensor]] = []
-        self._sums: Sequence[GradientSum] = ()
-
-    def send(
-        self, travel: Travel, gradients: Sequence[GradientSum], sums: Sequence[GradientSum]
-    ) -> None:
-        """Send the gradients of what came for a step or a window, and expect those of what left.
-
-        Args:
-            sums: where those are added, and the gradients of what this rank holds itself.
-        """
-        self.settle()
-        if self.keeps:
-            self._buffer = self._room(travel.given)
-        comes = [piece for piece in travel.comes if piece.rank != self._rank]
-        away = sum(piece.length for piece in comes)
-        shape = (away, *self._buffer.shape[1:])
-        # Held by this object: a lane may wait for it where its memory's stream does not.
-        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = _unpacked(self._leaving, *self._like)
-        for total, place, own in zip(gradients, places, sums, strict=True):
-            total.write(place)
-            if away < travel.columns:  # this rank's own keys come last
-                total.hand_over(away, own)
-        token = self._buffer.shape[1:].numel()
-        self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
-        self._channel.post(
-            [(piece.rank, part) for piece, part in _split(self._leaving, comes)],
-            [
-                (piece.rank, part, at * token, 0)
-                for (piece, part), at in zip(self._coming, travel.given_at, strict=True)
-            ],
-        )
-
-    def settle(self) -> None:
-        """Add what has come, if anything is to come."""
-        if not self._channel.busy:
-            return
-        self._channel.take()
-        coming, self._coming = self._coming, []
-        for piece, part in coming:
-            for total, each in zip(self._sums, _unpacked(part, *self._like), strict=True):
-                span = [(piece.start, piece.stop)]
-                total.add(each, span, borrowed=not self.keeps, held=self.keeps)
-
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self._channel.close()
-
-    def _room(self, tokens: int) -> torch.Tensor:
-        k, v = self._like
-        return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
-
-
-# Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
-# one dense message.
-
-
-def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, int, int]:
-    """Of so many tokens like keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
-    return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
-
-
-def _packed(channel: Channel, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them."""
-    packed = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
-    for place, x in zip(_unpacked(packed, k, v), (k, v), strict=True):
-        dense_copy(place, x)
-    return packed
-
-
-def _unpacked(
-    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
-    turned = packed.transpose(0, 1)
-    keys, values = turned.split([x.shape[2:].numel() for x in (k, v)], dim=2)
-    front = turned.shape[:2]
-    return keys.view(*front, *k.shape[2:]), values.view(*front, *v.shape[2:])
-
-
-def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-    """Each piece with its part of a tensor in which they lie one after the other."""
-    parts = packed.split([piece.length for piece in pieces]) if pieces else ()
-    return list(zip(pieces, parts, strict=True))
+    def _send_sums(self) -> None:
+        """Send the sums of a window that has ended, if one waits for it, to their owner."""
+        if self._ended is not None:
+            self._near.settle()
+            self._far.send(*self._ended, self._sums[1:])
+            self._ended = None

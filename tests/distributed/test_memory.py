@@ -53,12 +53,13 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
     assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"
 
 
-def test_a_double_ring_adds_as_much_as_four_blocks(pool: WorkerPool) -> None:
+def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
     local, inner = 256, ds_usp.Tuning(inner_ring=2)
     straight, double = (
         max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
         for tuning in (AUTO_TUNING, inner)
     )
-    # Three windows come and go: the one in use, the next one, and their gradients both ways.
+    # Three windows come and go: the one in use, the next one, two sums of gradients in fp32 (one
+    # of them half as large here), and what leaves and comes of these.
     block = 2 * local * 2 * 32 * 4
-    assert 2 * block <= double - straight <= 4 * block, f"{straight} B, {double} B"
+    assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"
