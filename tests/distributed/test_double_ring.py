@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
 from harness import RankContext, WorkerPool
+from test_attention import mean_errors
 from test_planner_comm import LEDGER, model, over, told
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
@@ -62,6 +63,15 @@ MESHES = [(4, 1, 2, 2), (8, 2, 2, 4), (6, 1, 2, 4), (6, 1, 3, 4)]
 def test_equals_the_oracle(pool: WorkerPool, at: int) -> None:
     world, ulysses, inner, every = MESHES[at]
     check(pool, cases_of(inner)[at % every :: every], ulysses, world)
+
+
+def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool: WorkerPool) -> None:
+    case = Case(dtype=torch.bfloat16, seq_len=256, heads=4, kv_heads=2, head_dim=32, batch=1)
+    straight, double = (
+        mean_errors(pool, replace(case, tuning=tuning), 1, 8, seeds=3)
+        for tuning in (Tuning(), Tuning(inner_ring=4))
+    )
+    assert all(double[name] <= 1.05 * straight[name] for name in RESULTS), (straight, double)
 
 
 SENT = [
