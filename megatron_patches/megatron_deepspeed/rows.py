@@ -26,6 +26,7 @@ from megatron_patches.settings import MeshSettings
 
 _MPU = "megatron.core.parallel_state"
 _LAYER = "megatron.model.transformer"
+_GELU = "megatron.model.fused_bias_gelu:GeLUFunction"
 _PIPE = "deepspeed.runtime.pipe"
 _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
@@ -85,6 +86,20 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             also_in=("megatron.training:set_jit_fusion_options",),
             guard=_checkout("8ada37e0af672f08"),
             reason="sets nvfuser switches that newer torch lacks",
+        ),
+        Patch(
+            f"{_GELU}.forward",
+            kernels.gelu,
+            "wrap",
+            guard=_checkout("fcc4122cb6e1d6c8"),
+            reason="one kernel an operation since torch lacks nvfuser; torch's own GELU is one",
+        ),
+        Patch(
+            f"{_GELU}.backward",
+            kernels.gelu_backward,
+            "wrap",
+            guard=_checkout("9939aa1d3de8e0a9"),
+            reason="the same of its gradient",
         ),
     )
 
