@@ -72,6 +72,12 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             guard=_checkout("cba729e752fc3c35"),
             reason="builds the index builder outside the checkout, without a pybind11 package",
         ),
+    )
+
+
+def fused_kernels() -> tuple[Patch, ...]:
+    """Kernels that the host builds or has fused, where today's torch and CUDA do not."""
+    return (
         Patch(
             "megatron.fused_kernels:load",
             kernels.load_fused_kernels,
