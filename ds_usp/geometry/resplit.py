@@ -36,8 +36,8 @@ def resplit(
     """Runs for the same two ranks, as many tokens for each as before, with work more even.
 
     Runs stay whole but for one, which fills up the tokens of both: its first part goes to one rank
-    and its second part to the other. For a choice of that run, the shortest first, the others are dealt
-    out, the one of most work first, and swapped as long as that helps.
+    and its second part to the other. For a choice of that run, the shortest first, the others are
+    dealt out, the one of most work first, and swapped as long as that helps.
 
     Args:
         documents: cumulative borders.
