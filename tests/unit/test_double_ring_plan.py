@@ -16,7 +16,7 @@ from test_document_plans import LAYOUTS, cover, random_borders, wanted
 from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.attention.ring import BlockWalk, RingCall
+from ds_usp.attention.ring import BlockWalk, RingCall, RingGradients
 from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.geometry.windows import Piece
@@ -217,19 +217,21 @@ class Recorder:
     """A channel that fills nothing and knows which memory is being filled."""
 
     def __init__(self) -> None:
-        self.filling: list[torch.Tensor] = []
+        self.busy, self.filling = False, list[torch.Tensor]()
         self.buffers: set[int] = set()
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return like.new_empty(*shape, dtype=dtype)
 
     def post(self, leaving: object, arriving: Sequence[tuple[int, torch.Tensor, int, int]]) -> None:
-        assert not self.filling
+        assert not self.busy
+        self.busy = True
         self.filling = [place for _, place, _, _ in arriving]
         self.buffers |= {place.untyped_storage().data_ptr() for place in self.filling}
 
     def take(self) -> None:
-        self.filling = []
+        assert self.busy
+        self.busy, self.filling = False, []
 
 
 @pytest.mark.parametrize("inner", [2, 3, 4, 6])
@@ -253,3 +255,29 @@ def test_two_buffers_near_and_two_far_serve_any_ring(inner: int) -> None:
         assert blocks == 12
         assert len(channels["ring_kv"].buffers) == 2
         assert len(channels["ring_kv_outer"].buffers) == min(2, 12 // inner - 1)
+
+
+def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -> None:
+    layout = TokenLayout("contiguous", 4 * 9, 1, 9)
+    plan = ring_schedule(layout, MaskSpec.full(), 4, inner=3)
+    kinds = ("ring_kv", "ring_kv_outer", "ring_dkv", "ring_dkv_outer")
+    channels = {kind: Recorder() for kind in kinds}
+    mesh = SimpleNamespace(channel=lambda kind, copies=False: channels[kind])
+    kernel = SimpleNamespace(caps=SimpleNamespace(wide_gradients=False))
+    call: Any = RingCall(mesh, plan, kernel, 1.0)  # type: ignore[arg-type]
+    k = torch.zeros(1, 4, 2, 8)
+    grads, under_way = RingGradients(call, k, k, k), []
+    for step, keys, values in BlockWalk(call, plan.backward_steps, k, k):
+        sums = grads.of_step(step, keys, values)
+        under_way.append((step.window, step.own, *(channels[x].busy for x in kinds[2:])))
+        if not step.own:
+            grads.send(step, sums[1:])
+    near, far = (True, False), (False, True)
+    assert under_way == [
+        *((0, True, False, False), (0, False, False, False), (0, False, *near)),
+        # The own block's last ones need nothing sent on and come when they come.
+        *((1, True, *near), (1, False, *near), (1, False, *near)),
+        # Held in window 1: the last ones come under the first step, the sum leaves under the next.
+        *((2, True, *near), (2, False, *far), (2, False, True, True)),
+        (0, True, *far),
+    ]
