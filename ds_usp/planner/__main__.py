@@ -122,6 +122,7 @@ def _comm_parser(commands: object) -> None:
     add("--dtype", choices=tuple(_BYTES), default="bf16", help="of q, k, v")
     add("--gradient-dtype", choices=tuple(_BYTES), help="of the ring's gradients (default: dtype)")
     add("--zero", type=int, default=1, help="ZeRO's stage")
+    add("--inner-ring", type=int, help="ring ranks of a node, in a double ring (default: none)")
 
 
 def _profile_parser(commands: object) -> None:
@@ -264,7 +265,14 @@ def _comm(args: Namespace) -> int:
     check(work, split)
     gradients = _BYTES[args.gradient_dtype or args.dtype]
     ranks = [
-        attention_bytes(work, split, rank, args.layout, gradient_bytes=gradients)
+        attention_bytes(
+            work,
+            split,
+            rank,
+            args.layout,
+            gradient_bytes=gradients,
+            inner_ring=args.inner_ring,
+        )
         for rank in range(split.sp)
     ]
     if args.json:

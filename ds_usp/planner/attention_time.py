@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
-from ds_usp.geometry.parts import comes_at_once, parts_of_heads
+from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
+from ds_usp.planner.links import (
+    DIRECT,
+    RELAY,
+    Group,
+    exchange_s,
+    groups,
+    ring_ranks_of_a_node,
+)
 from ds_usp.planner.measured import MeasuredAttention, between, host_seconds
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
@@ -156,15 +163,18 @@ def _formula(
     flop = _rank_flop(work, split) * (2.5 if backward else 1.0)
     kernel = flop / (cluster.peak_flop_per_s * share)
     parts = _parts(work, split) if engine.parts else 1
+    inner = double_ring(cluster, work, split) if engine.parts else None
     steps = split.ring - 1
-    if engine.parts and steps and _gathers(work, split, parts):
-        steps = 1
-    group = groups(split)
-    ulysses = exchange_s(cluster, group["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
+    if engine.parts and steps and _gathers(work, split, parts, inner):
+        # Of a double ring's later windows what a rank holds itself is a step too.
+        steps = 1 if inner is None else 2 * (split.ring // inner) - 1
+    ulysses = exchange_s(cluster, groups(split)["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
     sent = traffic.ring_backward if backward else traffic.ring_forward
-    ring = exchange_s(
-        cluster, group["ring"], sent, RELAY if engine.relay else DIRECT, steps * parts
-    )
+    if inner is None:
+        pattern = RELAY if engine.relay else DIRECT
+        ring = exchange_s(cluster, groups(split)["ring"], sent, pattern, steps * parts)
+    else:
+        ring = _double_ring_s(cluster, split, inner, sent, steps, parts)
     merge = tokens * work.model.q_width / split.tp * steps * engine.merge_bytes
     merge_s = merge / cluster.hbm_bytes_per_s
     edge = 1.0 if parts == 1 else 1 / (2 * (parts - 1))
@@ -184,7 +194,32 @@ def _parts(work: Workload, split: Split) -> int:
     return parts_of_heads(_rank_flop(work, split), most, split.ulysses, split.ring)
 
 
-def _gathers(work: Workload, split: Split, parts: int) -> bool:
+def _gathers(work: Workload, split: Split, parts: int, inner: int | None) -> bool:
+    window = inner or split.ring
+    return comes_at_once(_kv_bytes(work, split) * window // split.ring, parts, window)
+
+
+def _kv_bytes(work: Workload, split: Split) -> int:
+    """Keys and values of the whole ring, of one rank's heads."""
     kv = max(work.model.kv_heads / split.tp / split.ulysses, 1.0) * work.model.head_dim
-    block = work.seq_len * 2 * split.micro_batch * kv * split.param_bytes
-    return comes_at_once(int(block), parts, split.ring)
+    return int(work.seq_len * 2 * split.micro_batch * kv * split.param_bytes)
+
+
+def double_ring(cluster: Cluster, work: Workload, split: Split) -> int | None:
+    """Ranks of the inner ring where ``Tuning`` takes a double one; None where blocks go straight
+    to their users."""
+    on_a_node = ring_ranks_of_a_node(cluster, split)
+    return inner_ring(split.ring, on_a_node, _kv_bytes(work, split) // _parts(work, split))
+
+
+def _double_ring_s(
+    cluster: Cluster, split: Split, inner: int, sent_bytes: float, steps: int, parts: int
+) -> float:
+    """Seconds of a double ring: what crosses the network goes beside what stays inside nodes."""
+    outer, stride = split.ring // inner, groups(split)["ring"].stride
+    far_bytes = sent_bytes * (outer - 1) / (split.ring - 1)
+    far = Group(outer, stride * inner), far_bytes, (outer - 1) * parts
+    near = Group(inner, stride), sent_bytes - far_bytes, (steps - (outer - 1)) * parts
+    return max(
+        exchange_s(cluster, group, size, DIRECT, messages) for group, size, messages in (far, near)
+    )

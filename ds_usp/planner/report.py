@@ -76,11 +76,14 @@ def comm_json(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
                 "forward_bytes": {
                     "all_to_all": sent.all_to_all_forward,
                     "ring_kv": sent.ring_kv_forward,
+                    "ring_kv_outer": sent.ring_kv_outer,
                 },
                 "backward_bytes": {
                     "all_to_all": sent.all_to_all_backward,
                     "ring_kv": sent.ring_kv_backward,
                     "ring_dkv": sent.ring_dkv_backward,
+                    "ring_kv_outer": sent.ring_kv_outer,
+                    "ring_dkv_outer": sent.ring_dkv_outer,
                 },
                 "ledger_bytes": sent.ledger(),
                 "total_bytes": sent.forward + sent.backward,
@@ -97,6 +100,7 @@ def comm_json(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
 
 def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> str:
     """One line a rank, in MiB."""
+    outer = any(sent.ring_kv_outer for sent in ranks)
     rows = [
         (
             rank,
@@ -108,6 +112,7 @@ def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
                     sent.all_to_all_backward,
                     sent.ring_kv_backward,
                     sent.ring_dkv_backward,
+                    *((sent.ring_kv_outer, sent.ring_dkv_outer) if outer else ()),
                     sent.forward + sent.backward,
                 )
             ),
@@ -121,6 +126,7 @@ def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
         "bwd all-to-all",
         "bwd ring kv",
         "bwd ring dkv",
+        *(("each outer kv", "bwd outer dkv") if outer else ()),
     )
     mean = layer_traffic(work, split)
     lines = [

@@ -71,6 +71,11 @@ def test_comm(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["forward_bytes"]["ring_kv"] == 3 * 16384 * 2 * 2 * 128 * 2
     assert first["ledger_bytes"]["ring_dkv"] == 6 * 16384 * 2 * 2 * 128 * 2
     assert "bwd ring dkv" in run(capsys, line + " --tp 2")
+    assert "outer" not in run(capsys, line)
+    assert "bwd outer dkv" in run(capsys, line + " --inner-ring 2")
+    double = json.loads(run(capsys, line + " --inner-ring 2 --json"))["ranks"][0]
+    # Of both, one chunk for a node of two goes across, one stays and one is passed on.
+    assert double["forward_bytes"]["ring_kv_outer"] == 16384 * 2 * 2 * 128 * 2
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +187,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("memory --model 7b --seq-len 8192 --zero 7", "zero=7 must be"),
         ("memory --model 7b --seq-len 8192 --stage 1", "outside the 1 stages"),
         ("comm --model llama3-8b --seq-len 8192 --ulysses 64", "ulysses=64 needs at least 64"),
+        ("comm --model llama3-8b --seq-len 64 --ring 4 --inner-ring 3", "Use one of 1, 2, 4"),
         ("comm --model llama3-8b --seq-len 32 --ring 64", "32 tokens are too few"),
     ],
 )
