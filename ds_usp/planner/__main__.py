@@ -128,8 +128,10 @@ def _profile_parser(commands: object) -> None:
     parser = _command(commands, "profile", text)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the JSON file")
-    add("--seconds", type=float, default=90.0, help="for everything, starting up aside")
-    add("--model", nargs="*", default=["gpt-1.3b", "llama3-8b"], help="whose layers are measured")
+    late = "for everything, starting up aside; what comes late is measured once, not left out"
+    add("--seconds", type=float, default=90.0, help=late)
+    whose = "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)"
+    add("--model", nargs="*", help=whose)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")
 
 
@@ -300,7 +302,7 @@ def _profile(args: Namespace) -> int:
     if args.out.suffix != ".json":
         raise ConfigError(f"--out {args.out} must end in .json: that is how --cluster knows a file")
     stream = sys.stderr if args.json else sys.stdout
-    models = [load_model(name) for name in args.model]
+    models = None if args.model is None else [load_model(name) for name in args.model]
     cluster = run(
         args.out,
         models,

@@ -315,16 +315,27 @@ def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixtu
 
 
 def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """One process without links; the file serves the other commands at once."""
-    out = tmp_path / "here.json"
-    text = run(capsys, f"profile --out {out} --seconds 0.2 --device cpu --model")
+    """One process without links; the file serves the other commands at once, also where it is of
+    two models with the same layers."""
+    out, models = tmp_path / "here.json", tmp_path / "models.json"
+    shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100}
+    models.write_text(json.dumps({"base": shape, "chat": {**shape, "vocab": 120}}))
+    both = f"{models}:base {models}:chat"
+    text = run(capsys, f"profile --out {out} --seconds 0.01 --device cpu --model {both}")
     assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
-    line = f"plan --model gpt-1.3b --seq-len 4096 --gpus 1 --cluster {out} --memory-gib 999"
-    assert json.loads(run(capsys, line + " --json"))["plans"]
-    found = json.loads(
-        run(capsys, f"profile --out {out} --seconds 0.1 --device cpu --json --model")
-    )
+    for name in ("base", "chat"):
+        line = f"plan --model {models}:{name} --seq-len 256 --gpus 1 --cluster {out}"
+        assert json.loads(run(capsys, line + " --json"))["plans"]
+
+
+def test_on_a_cpu_no_models_layers_are_measured_unless_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One layer of a large model would take longer than all else."""
+    line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
+    found = json.loads(run(capsys, line))
     assert found["version"] == 1 and found["levels"]["origin"] == "assumed"
+    assert "calls" in found and "layers" not in found and "ends" not in found
 
 
 @pytest.mark.parametrize(
