@@ -10,7 +10,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.split import Split, Workload
 
-_CHUNK_TOKENS = 1024  # of a loss in chunks: plans count no logits, and these are 0.8 GB at most
+_CHUNK_TOKENS = 1024  # of a loss in chunks: plans count no logits; these are 0.8 GB of 128K words
 
 
 def emit(kind: str, work: Workload, split: Split) -> str:

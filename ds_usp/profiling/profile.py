@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ def profile(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world % gpus_per_node:
         raise ConfigError(f"{world} ranks do not fill nodes of {gpus_per_node}")
-    if budget_s <= 0:
-        raise ConfigError(f"--seconds {budget_s:g} must be more than 0")
+    if not 0 < budget_s < inf:
+        raise ConfigError(f"--seconds {budget_s:g} must be more than 0, and finite")
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
     sizes = Sizes.of(device)
     _warm_up(Clock(device, budget_s), sizes)

@@ -344,6 +344,7 @@ def test_on_a_cpu_no_models_layers_are_measured_unless_named(
         ("--out profile.txt", "must end in .json"),
         ("--out nowhere/profile.json", "there is no folder nowhere"),
         ("--out profile.json --seconds 0", "must be more than 0"),
+        ("--out profile.json --seconds nan", "--seconds nan must be more than 0, and finite"),
         ("--out profile.json --model b9000", "no model 'b9000'"),
     ],
 )
