@@ -87,7 +87,8 @@ def words(text: str) -> list[str]:
 
 
 def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = words(run(capsys, PLAN + " --emit megatron-deepspeed"))
+    more = " --pp 1 --fused-loss --documents 100000,31072 --emit megatron-deepspeed"
+    flags = words(run(capsys, PLAN + more))
     flags = flags[: flags.index("--deepspeed")]  # the launcher's own
     for host_only in ("--no-pipeline-parallel", "--checkpoint-activations"):
         if host_only in flags:
@@ -103,6 +104,7 @@ def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[st
     assert args.ds_sequence_parallel_size * args.tensor_model_parallel_size == 16
     assert args.num_key_value_heads == 8 and args.ffn_hidden_size == 14336
     assert args.swiglu and args.normalization == "rmsnorm"
+    assert args.reset_attention_mask and args.reset_position_ids and args.usp_loss_chunks > 0
 
 
 H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
