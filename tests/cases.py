@@ -107,6 +107,7 @@ class Case:
             f"{self.layout}-{self.mask}-S{self.seq_len}-H{self.heads}/{self.kv_heads}"
             f"-D{self.head_dim}-B{self.batch}-{dtype}-{self.kernel}"
             f"-{self.tuning.chunks}-{self.tuning.gather}"
+            f"{'' if self.tuning.inner_ring == 'auto' else f'-inner{self.tuning.inner_ring}'}"
             + "".join(f"-{len(each)}docs{max(each)}" for each in self.documents)
             + f"{f'-prefix{self.prefix}' if self.prefix else ''}"
             f"{f'-keys{self.keys[0]}{self.keys[1]}' if self.keys else ''}"

@@ -137,6 +137,9 @@ def joint_tokens(ctx: RankContext, ulysses: int, *, front: bool) -> float:
     return max(errors.values()) / TOLERANCE[torch.float32]
 
 
+CROSSED = Case(batch=1, mask="full", keys=(29, "contiguous"))
+
+
 def rows() -> Iterator[Row]:
     """All rows, in the order of the table."""
     base = Case(batch=1)
@@ -153,8 +156,7 @@ def rows() -> Iterator[Row]:
     yield row("mask", "sliding window, left", replace(base, mask="window"))
     yield row("mask", "sliding window, both sides", replace(base, mask="window both sides"))
     yield row("mask", "prefix language model", replace(base, prefix=23))
-    crossed = replace(base, mask="full", keys=(29, "contiguous"))
-    yield row("two sequences", "keys of another one (cross-attention)", crossed)
+    yield row("two sequences", "keys of another one (cross-attention)", CROSSED)
     yield Row("two sequences", "the same, causal", refused_call, (("kv_len", 32),))
     for front in (True, False):
         label = f"joint tokens {'before' if front else 'after'} it, on every rank"
@@ -167,6 +169,7 @@ def rows() -> Iterator[Row]:
     own = replace(packed, batch=2, documents=((1, 7, 30, 26), (40, 24)))
     yield row("documents", "of each sample", own)
     yield row("documents", "of another length", replace(packed, documents=((30, 30),)))
+    yield row("ring", "double, nodes of 2", replace(base, tuning=ds_usp.Tuning(inner_ring=2)))
     yield row("heads", "MHA", base)
     yield row("heads", "GQA, 8 over 2", replace(base, kv_heads=2))
     yield row("heads", "MQA, fewer KV heads than Ulysses ranks", replace(base, kv_heads=1))

@@ -37,7 +37,7 @@ class Ask(NamedTuple):
         mesh: its name.
         layout, tokens, kv_layout, kv_tokens: kinds and lengths of the layouts.
         left, right, prefix: of the mask, which has no documents.
-        chunks, gather, copies: of the tuning; None is ``"auto"``.
+        chunks, gather, copies, inner_ring: of the tuning; None is ``"auto"``.
         softcap, dropout_seed: of the scores.
         learns, sinks_learn: q, k or v has a gradient, the sinks have one.
         caller: what the ranks compare besides.
@@ -58,6 +58,7 @@ class Ask(NamedTuple):
     chunks: int | None
     gather: bool | None
     copies: bool | None
+    inner_ring: int | None
     softcap: float | None
     dropout_seed: int | None
     learns: bool
@@ -101,7 +102,12 @@ class Ask(NamedTuple):
                 dropout_p=self.dropout_p,
                 kernel=self.kernel,
                 with_lse=self.with_lse,
-                tuning=Tuning(_auto(self.chunks), _auto(self.gather), _auto(self.copies)),
+                tuning=Tuning(
+                    chunks=_auto(self.chunks),
+                    gather=_auto(self.gather),
+                    copies=_auto(self.copies),
+                    inner_ring=_auto(self.inner_ring),
+                ),
                 scores=scores,
                 kv_layout=layout_of(self.kv_layout, self.kv_tokens, *degrees),
             )
@@ -116,8 +122,8 @@ layout_of = lru_cache(maxsize=1024)(TokenLayout)
 _ASK = (
     "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
     "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
-    "bool with_lse, SymInt? chunks, bool? gather, bool? copies, float? softcap, "
-    "SymInt? dropout_seed, bool learns, bool sinks_learn, str caller"
+    "bool with_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
+    "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, str caller"
 )
 # torch's own CUDA graphs would leave out the comparison of the ranks and renumber copies.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)

@@ -68,7 +68,10 @@ class USPCall:
         return self.stays and len(self.parts) == 1
 
     def prepare(self, device: torch.device) -> None:
-        """Make room for copy engines; collective where there is not enough yet."""
+        """Make room for copy engines and groups for a double ring; collective where there is not
+        enough yet."""
+        if self.rings[0].schedule.windows:
+            self.mesh.open_outer()
         if self.staging and self.mesh.lacks(self.staging):
             with without_multicast():
                 self.mesh.reserve(self.staging, device)

@@ -138,8 +138,7 @@ def _new_plan(
     sinks = scores.sinks
     learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
     texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
-    texts.append(str(cut))
-    texts.append("with lse" if with_lse else "without lse")
+    texts += [str(cut), "with lse" if with_lse else "without lse"]
     plan = partial(
         ring_schedule,
         layout,
@@ -148,6 +147,7 @@ def _new_plan(
         chosen.caps.tiles,
         cut.gather,
         kv_layout=kv_layout,
+        inner=cut.inner,
     )
     rings = tuple(
         RingCall(held, plan(place=place), chosen, scale, cut.copies) for place in cut.places

@@ -1,9 +1,12 @@
 """The forward loop and the backward loop of ring attention: the only two in the package.
 
 Both walk a printed plan of integers and know no layout, mask or library by name. While a rank
-computes with one block of keys and values, the next one comes straight from its owner; gradients
-go straight home and are summed there in fp32. Two block buffers, the gradients that leave and one
+computes with one block of keys and values, the next one comes straight from who holds it; gradients
+go straight back and are summed there in fp32. Two block buffers, the gradients that leave and one
 buffer for those that come serve any number of steps.
+
+A rank holds its own block and, in a double ring, one window after another what its node sees of a
+block of another node. The same buffers again, over a communicator of their own, serve these.
 
 Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from the final
 log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
@@ -21,9 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from ds_usp.attention.scores import PartScores
+from ds_usp.attention.travel import Arrivals, WayHome, packed_copy, unpacked
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.dense import dense_copy
-from ds_usp.geometry.schedule import Piece, RingSchedule, RingStep
+from ds_usp.geometry.schedule import RingSchedule, RingStep
+from ds_usp.geometry.windows import Window
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
 
@@ -49,7 +53,8 @@ class BlockWalk:
     """The keys and values of each step, in order.
 
     The first block that travels is asked for at once, each further one when the caller has taken
-    the one before it: it comes while the caller computes.
+    the one before it: it comes while the caller computes. So does what crosses the network for the
+    next window, while the caller is in the one before.
 
     Shapes:
         k ``[B, T, G, D]``, v ``[B, T, G, E]``, this rank's own.
@@ -58,15 +63,15 @@ class BlockWalk:
     def __init__(
         self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._steps, self._own, self._rank = steps, (k, v), call.schedule.ring_rank
-        self._channel = call.mesh.channel("ring_kv", call.copies)
+        self._steps, self._own, schedule = steps, (k, v), call.schedule
+        near, far = call.mesh.channel("ring_kv", call.copies), call.mesh.channel("ring_kv_outer")
         travelling = [step for step in steps if not step.own]
-        self._waiting = enumerate(travelling)
-        sizes = (max((step.columns for step in travelling[i::2]), default=0) for i in range(2))
-        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes]
-        self._packed = self._packed_own() if travelling else k[:0]
-        self._coming = k[:0]
-        self._post()
+        self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
+        self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
+        packed = packed_copy(near, k, v) if travelling or schedule.windows else k[:0]
+        self._window, self._held = 0, self._own
+        self._far.begin(schedule.windows, packed)
+        self._near.begin([step for step in travelling if not step.window], packed)
 
     @property
     def value_dim(self) -> int:
@@ -75,43 +80,26 @@ class BlockWalk:
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
-        self._channel.close()
+        self._near.close()
+        self._far.close()
 
     def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor, torch.Tensor]]:
         for step in self._steps:
+            if step.window != self._window:
+                self._turn(step.window)
             if step.own:
-                yield step, *self._own
+                yield step, *self._held
                 continue
-            self._channel.take()
-            block = self._coming
-            self._post()
-            yield step, *_unpacked(block, *self._own)
+            yield step, *unpacked(self._near.take(), *self._own)
 
-    def _packed_own(self) -> torch.Tensor:
-        """This rank's keys and values, for all that take of them."""
-        k, v = self._own
-        packed = self._channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
-        for place, x in zip(_unpacked(packed, k, v), (k, v), strict=True):
-            dense_copy(place, x)
-        return packed
-
-    def _post(self) -> None:
-        """Let the next block come, if there is one, into the buffer that is not in use."""
-        index, step = next(self._waiting, (0, None))
-        if step is None:
-            return
-        self._coming = self._buffers[index % 2][: step.columns]
-        token = self._packed[:1].numel()
-        arriving = []
-        for piece, place in _split(self._coming, step.takes):
-            if piece.rank == self._rank:
-                place.copy_(self._packed)
-            else:
-                arriving.append((piece.rank, place, piece.start * token, 0))
-        self._channel.post(
-            [(piece.rank, self._packed[piece.start : piece.stop]) for piece in step.gives],
-            arriving,
-        )
+    def _turn(self, window: int) -> None:
+        """Go on to another window, or back to the own block."""
+        self._window, self._held = window, self._own
+        if window:
+            packed = self._far.take()
+            self._held = unpacked(packed, *self._own)
+            mine = [step for step in self._steps if step.window == window and not step.own]
+            self._near.begin(mine, packed)
 
 
 def ring_forward(
@@ -172,106 +160,75 @@ def ring_backward(
 class RingGradients:
     """``dq``, ``dk`` and ``dv`` of one rank: what it computed, what it sends, what comes to it.
 
+    The gradients of what a rank holds for its node are summed here, and sent home as one.
+
     Shapes:
         q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``.
     """
 
     def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._own, self._rank = (k, v), call.schedule.ring_rank
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
-        self._channel = call.mesh.channel("ring_dkv", call.copies)
+        self._window, self._held = 0, self._sums[1:]
         wide = torch.promote_types(k.dtype, torch.float32)
-        self._dtype = wide if call.kernel.caps.wide_gradients else k.dtype
-        # One buffer for what comes; what comes in so few steps is kept, and summed in one go.
-        self._keeps = sum(not step.own for step in call.schedule.backward_steps) <= 2
-        self._buffer = self._room(0 if self._keeps else call.schedule.most_given)
-        self._leaving = k[:0]
-        self._coming: list[tuple[Piece, torch.Tensor]] = []
+        dtype = wide if call.kernel.caps.wide_gradients else k.dtype
+        schedule, mesh = call.schedule, call.mesh
+        self._windows = schedule.windows
+        self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
+        travelling = [step for step in schedule.backward_steps if not step.own]
+        near, far = mesh.channel("ring_dkv", call.copies), mesh.channel("ring_dkv_outer")
+        self._near = WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
+        self._far = WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
 
     def of_step(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
     ) -> tuple[GradientSum, GradientSum, GradientSum]:
         """Where a step's gradients are summed."""
+        self._send_sums()
+        if step.window != self._window:
+            self._end_window()
+            if step.window:  # its first step is of all that this rank holds
+                self._window, self._held = step.window, (GradientSum(k_block), GradientSum(v_block))
+            else:
+                self._send_sums()
         if step.own:
-            return self._sums
+            return self._sums[0], *self._held
         return self._sums[0], GradientSum(k_block), GradientSum(v_block)
 
     def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
-        """Send a step's gradients to the owners of its keys and expect one's own from their
-        users."""
-        self._settle()
-        if self._keeps:
-            self._buffer = self._room(step.given)
-        takes = [piece for piece in step.takes if piece.rank != self._rank]
-        away = sum(piece.length for piece in takes)
-        shape = (away, *self._buffer.shape[1:])
-        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = _unpacked(self._leaving, *self._own)
-        for total, place, own in zip(gradients, places, self._sums[1:], strict=True):
-            total.write(place)
-            if away < step.columns:  # this rank's own keys come last
-                total.hand_over(away, own)
-        token = self._buffer.shape[1:].numel()
-        self._coming = _split(self._buffer[: step.given], step.gives)
-        self._channel.post(
-            [(piece.rank, part) for piece, part in _split(self._leaving, takes)],
-            [
-                (piece.rank, part, at * token, 0)
-                for (piece, part), at in zip(self._coming, step.given_at, strict=True)
-            ],
-        )
-
-    def _room(self, tokens: int) -> torch.Tensor:
-        k, v = self._own
-        return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
+        """Send a step's gradients to those who hold its keys and expect those of what this rank
+        holds from their users."""
+        self._near.send(step, gradients, self._held)
 
     def gather(self) -> None:
         """Take what is still to come now, if its buffer or the sums so far cannot wait."""
-        if not self._keeps:
-            self._settle()
+        self._send_sums()
+        self._end_window()
+        self._send_sums()
+        if not self._near.keeps:
+            self._near.settle()
 
     def result(self) -> Grads:
         """``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``."""
-        self._settle()
+        self._near.settle()
+        self._far.settle()
         dq, dk, dv = (total.result() for total in self._sums)
         return dq, dk, dv
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
-        self._channel.close()
+        self._near.close()
+        self._far.close()
 
-    def _settle(self) -> None:
-        """Add what has come."""
-        if not self._channel.busy:
-            return
-        self._channel.take()
-        coming, self._coming = self._coming, []
-        for piece, part in coming:
-            for total, each in zip(self._sums[1:], _unpacked(part, *self._own), strict=True):
-                span = [(piece.start, piece.stop)]
-                total.add(each, span, borrowed=not self._keeps, held=self._keeps)
+    def _end_window(self) -> None:
+        """Go back to the own block. The last of the window's gradients may be under way to here:
+        before another window they travel under its first step."""
+        if self._window:
+            self._ended = self._windows[self._window - 1], self._held
+            self._window, self._held = 0, self._sums[1:]
 
-
-# Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
-# one dense message.
-
-
-def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, int, int]:
-    """Of so many tokens like keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
-    return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
-
-
-def _unpacked(
-    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
-    turned = packed.transpose(0, 1)
-    keys, values = turned.split([x.shape[2:].numel() for x in (k, v)], dim=2)
-    front = turned.shape[:2]
-    return keys.view(*front, *k.shape[2:]), values.view(*front, *v.shape[2:])
-
-
-def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-    """Each piece with its part of a tensor in which they lie one after the other."""
-    parts = packed.split([piece.length for piece in pieces]) if pieces else ()
-    return list(zip(pieces, parts, strict=True))
+    def _send_sums(self) -> None:
+        """Send the sums of a window that has ended, if one waits for it, to their owner."""
+        if self._ended is not None:
+            self._near.settle()
+            self._far.send(*self._ended, self._sums[1:])
+            self._ended = None

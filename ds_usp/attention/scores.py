@@ -12,8 +12,9 @@ from ds_usp.attention.request import HeadTraffic
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.schedule import Piece, RingStep
+from ds_usp.geometry.schedule import RingStep
 from ds_usp.geometry.segments import cut
+from ds_usp.geometry.windows import Piece
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.scores import PLAIN, Place, ScoreChange, ScoreSpec
 

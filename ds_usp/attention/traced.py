@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -60,8 +61,6 @@ def ask_of(
         return None
     queries = plain_layout(layout, mesh)
     keys = queries if kv_layout is None else plain_layout(kv_layout, mesh)
-    if queries is None or keys is None:
-        return None
     plain = (
         type(mask) is MaskSpec
         and not mask.documents
@@ -74,7 +73,7 @@ def ask_of(
         and (scores.alibi_slopes is None or not scores.alibi_slopes.requires_grad)
         and q.ndim == k.ndim == v.ndim == 4
     )
-    if not plain:
+    if queries is None or keys is None or not plain:
         return None
     sinks, grad = scores.sinks, torch.is_grad_enabled()
     return Ask(
@@ -90,15 +89,20 @@ def ask_of(
         dropout_p=dropout_p,
         kernel=kernel,
         with_lse=return_lse,
-        chunks=None if tuning.chunks == "auto" else tuning.chunks,
-        gather=None if tuning.gather == "auto" else tuning.gather,
-        copies=None if tuning.copies == "auto" else tuning.copies,
+        chunks=_number(tuning.chunks),
+        gather=_number(tuning.gather),
+        copies=_number(tuning.copies),
+        inner_ring=_number(tuning.inner_ring),
         softcap=scores.softcap,
         dropout_seed=scores.dropout_seed,
         learns=grad and (q.requires_grad or k.requires_grad or v.requires_grad),
         sinks_learn=grad and sinks is not None and sinks.requires_grad,
         caller=caller,
     )
+
+
+def _number(value: Any) -> Any:
+    return None if value == "auto" else value
 
 
 def plain_layout(layout: Place, mesh: SequenceMesh) -> Told | None:

@@ -13,8 +13,9 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.parts import comes_at_once, parts_of_heads, visible_pairs
+from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads, visible_pairs
 from ds_usp.geometry.schedule import Place
+from ds_usp.geometry.windows import checked_inner_ring
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,25 @@ class Tuning:
             the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
             ``NCCL_P2P_DISABLE=1``. A call that a CUDA graph captures needs ``False``, and so do
             the calls that warm it up.
+        inner_ring: ranks of the ring in a row that are a node: a double ring, in which keys and
+            values cross the network once for all of them, a window ahead, and their gradients once
+            as the node's sum (LoongTrain, arXiv 2406.18485). It goes by messages; ``gather`` then
+            is for the blocks of a window. It must divide the ring's degree, where there is a ring;
+            1 or all of it: every block straight to its users. ``"auto"``: the ranks of a host,
+            where the ring spans hosts that hold as many each and blocks are large.
     """
 
     chunks: int | Literal["auto"] = "auto"
     gather: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
+    inner_ring: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
-        if self.chunks != "auto" and (not number or self.chunks < 1):
-            raise ConfigError(f"chunks={self.chunks!r} must be 'auto' or a number of 1 or more")
+        for name in ("chunks", "inner_ring"):
+            value = getattr(self, name)
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if value != "auto" and (not number or value < 1):
+                raise ConfigError(f"{name}={value!r} must be 'auto' or a number of 1 or more")
         for name in ("gather", "copies"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
@@ -64,7 +74,8 @@ class Tuning:
             keys: tokens of the keys' sequence; None: the queries'.
 
         Raises:
-            ConfigError: more parts than heads allow, or copies where there can be none.
+            ConfigError: more parts than heads allow, copies where there can be none, or an inner
+                ring that does not divide the ring.
         """
         most = split.most_chunks
         if self.chunks != "auto" and self.chunks > most:
@@ -82,14 +93,26 @@ class Tuning:
             pairs = visible_pairs(mask, layout.seq_len, keys)
             flop = 4 * batch * heads * dim * pairs / layout.degree
             chunks = parts_of_heads(flop, most, split.ulysses, layout.ring)
+        token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
+        inner = self._inner(layout.ring, mesh, keys * token // chunks)
         gather = self.gather
         if gather == "auto":
-            token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-            gather = not alone and comes_at_once(keys * token, chunks, layout.ring)
-        return Cut(chunks, gather and layout.ring > 1, self._copies(q, mesh))
+            window = inner or layout.ring  # what comes at once at most
+            size = keys * token * window // layout.ring
+            gather = not alone and comes_at_once(size, chunks, window)
+        copies = self._copies(q, mesh, inner)
+        return Cut(chunks, gather and layout.ring > 1, copies, inner)
 
-    def _copies(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
+    def _inner(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
+        """Ranks of an inner ring; None where blocks go straight to their users."""
+        if self.inner_ring == "auto":
+            return inner_ring(ring, mesh.node_ring, kv_bytes)
+        return checked_inner_ring(ring, self.inner_ring)
+
+    def _copies(self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None) -> bool:
         why_not = mesh.no_copies
+        if why_not is None and inner is not None:
+            why_not = f"the blocks of a double ring (inner_ring={inner}) are passed on by messages"
         if why_not is None and peer_copies_disabled():
             why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
         if why_not is None and not q.is_cuda:
@@ -106,11 +129,16 @@ class Tuning:
 
 
 class Cut(NamedTuple):
-    """A :class:`Tuning` for one call, nothing left open."""
+    """A :class:`Tuning` for one call, nothing left open.
+
+    Attributes:
+        inner: ranks of an inner ring; None where blocks go straight to their users.
+    """
 
     chunks: int
     gather: bool
     copies: bool
+    inner: int | None = None
 
     @property
     def places(self) -> list[Place]:
@@ -121,7 +149,8 @@ class Cut(NamedTuple):
     def __str__(self) -> str:
         how = "gathered" if self.gather else "block by block"
         parts = "1 part" if self.chunks == 1 else f"{self.chunks} parts"
-        return f"{parts}, {how}, by {'copy engines' if self.copies else 'messages'}"
+        rings = f", inner ring {self.inner}" if self.inner else ""
+        return f"{parts}, {how}, by {'copy engines' if self.copies else 'messages'}{rings}"
 
 
 AUTO_TUNING = Tuning()

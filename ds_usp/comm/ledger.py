@@ -8,7 +8,8 @@ from collections import Counter
 class CommLedger:
     """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
 
-    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``. The parts that a rank keeps are not counted.
+    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; of a double ring, what leaves the node apart:
+    ``ring_kv_outer``, ``ring_dkv_outer``. The parts that a rank keeps are not counted.
     """
 
     def __init__(self) -> None:

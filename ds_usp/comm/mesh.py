@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -16,7 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
-from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, why_not
+from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
+from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.names import Names
 from ds_usp.comm.ring import Channel, RingChannel
@@ -24,6 +22,7 @@ from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
 
+OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESHES: Final[Names[SequenceMesh]] = Names()
 
@@ -47,7 +46,11 @@ class SequenceMesh:
         agreement: where ranks compare what they are about to do.
         ledger: what this rank has sent through the mesh.
         no_copies: why copy engines cannot carry its exchanges; None if they can.
+        node_ring: ranks of the ring in a row that share a host; all of them if the hosts do not
+            hold as many each.
         engines: the copy engines in use, by the kind of traffic.
+        outer_groups: communicators for what crosses the network in a double ring, by the kind of
+            traffic: it is under way for longer than what the ranks of a node exchange meanwhile.
         plans: calls over this mesh that were checked before, by what was asked for.
         name: what compiled code calls it. Meshes that ever have the same name are alike in their
             degrees, order and rank, so that what was compiled for one is right for the other.
@@ -66,7 +69,9 @@ class SequenceMesh:
     agreement: Agreement = field(default_factory=Agreement, repr=False)
     ledger: CommLedger = field(default_factory=CommLedger, repr=False)
     no_copies: str | None = "one process has nobody to exchange with"
+    node_ring: int = 1
     engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
+    outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     name: str = field(init=False, repr=False)
 
@@ -162,6 +167,7 @@ class SequenceMesh:
         peers = {
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
+        hosts = host_names(group)
         whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
         ulysses_group = group if whole_is_ulysses else _subgroup(group, peers["ulysses"])
         mesh = cls(
@@ -176,7 +182,8 @@ class SequenceMesh:
             kv_group=_subgroup(group, peers["ring"]),
             dkv_group=_subgroup(group, peers["ring"]),
             agreement=Agreement(_control_group(group, ranks)),
-            no_copies=_no_copies(group),
+            no_copies=why_no_copies(group, hosts),
+            node_ring=ring_ranks_of_a_host(hosts, grid),
         )
         # A rank that waits in a stream for one that will never come is freed with the error.
         mesh.agreement.when_broken = partial(_let_go, mesh.engines)
@@ -193,7 +200,8 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """The way for one kind of traffic: ``all_to_all``, ``ring_kv`` or ``ring_dkv``.
+        """The way for one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
+        these two with ``_outer``, which :meth:`open_outer` has opened.
 
         Args:
             copies: by copy engines, for which :meth:`reserve` has made room.
@@ -204,6 +212,18 @@ class SequenceMesh:
         if kind not in self.engines:
             raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
         return CopyChannel(self.engines[kind], self.ledger, kind)
+
+    def open_outer(self) -> None:
+        """Make the communicators for what crosses the network in a double ring. Collective over
+        the mesh where they are not there yet."""
+        if self.outer_groups or self.kv_group is None or self.sp_group is None:
+            return
+        _even_out_group_counts(self.sp_group)
+        ranks = dist.get_process_group_ranks(self.kv_group)
+        for kind in OUTER_KINDS:
+            group = _subgroup(self.sp_group, ranks)
+            if group is not None:
+                self.outer_groups[kind] = group
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Let copy engines carry exchanges of up to so many bytes a rank, by kind. Collective when
@@ -250,6 +270,8 @@ class SequenceMesh:
             ulysses_group=self.sp_group,
             kv_group=None,
             dkv_group=None,
+            node_ring=1,
+            outer_groups={},
         )
 
     @property
@@ -272,6 +294,8 @@ class SequenceMesh:
             "all_to_all": self.ulysses_group,
             "ring_kv": self.kv_group,
             "ring_dkv": self.dkv_group,
+            **dict.fromkeys(OUTER_KINDS),
+            **self.outer_groups,
         }[kind]
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
@@ -344,26 +368,6 @@ def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGr
 def _let_go(engines: Mapping[str, CopyEngine]) -> None:
     for engine in engines.values():
         engine.let_go()
-
-
-def _no_copies(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of a group cannot copy from each other's GPUs; collective over it."""
-    gpu = torch.device("cuda")
-    if gpu not in group._device_types or group._get_backend(gpu).name() != "nccl":
-        return "the ranks do not exchange on GPUs"
-    mine = why_not(group)
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text() if boot.exists() else platform.node()
-    index = torch.cuda.current_device().to_bytes(4, "big")
-    digest = hashlib.sha256(f"{host} {mine is None}".encode()).digest()
-    said = all_gather_bytes(digest + index, group)
-    if mine is not None:
-        return mine
-    if len({each[: len(digest)] for each in said}) > 1:
-        return "the ranks are on several hosts, or differ in what they can"
-    if len({each[len(digest) :] for each in said}) < len(said):
-        return "each process sees its own GPU only, or several share one"
-    return None
 
 
 def _even_out_group_counts(group: dist.ProcessGroup) -> None:

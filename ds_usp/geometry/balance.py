@@ -1,7 +1,7 @@
 """Cuts of packed documents that give ring ranks as many tokens and as much attention each.
 
 Short documents stay whole, so that nothing of them travels; those whose work would not balance
-otherwise are cut into a zigzag each.
+otherwise are cut into a zigzag each. What is left uneven then is evened out between pairs of ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
+from ds_usp.geometry.resplit import Run, causal_pairs, resplit
 from ds_usp.geometry.segments import Segment, join
 
 # Work of the busiest rank, over the mean, that is not worth more cuts.
 _TOLERATED = 1.05
+# The same that is not worth dealing out anew what two ranks have.
+_EVEN = 1.005
 # Short documents next to each other stay together up to this part of a rank's tokens.
 _PARTS_OF_A_RANK = 32
 
@@ -25,7 +28,7 @@ class _Share:
 
     room: int = 0
     work: int = 0
-    runs: list[tuple[int, int]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -43,7 +46,8 @@ def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segmen
 
     Ranks hold as many tokens as an even cut gives them, to one. Documents longer than a rank's
     tokens are cut; as long as a rank has more than 1.05 of the mean work (causal pairs), those of
-    half that length are, and so on.
+    half that length are, and so on. Then the busiest and the idlest rank share anew, as often as
+    that helps.
 
     Args:
         documents: cumulative borders.
@@ -57,9 +61,26 @@ def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segmen
         longest //= 2
         if _imbalance(best) <= _TOLERATED or longest < 2 * ring:
             break
+    even = _evened(documents, [share.runs for share in best])
     return tuple(
-        join(Segment(start, stop - start) for start, stop in sorted(share.runs)) for share in best
+        join(Segment(start, stop - start) for start, stop in sorted(runs)) for runs in even
     )
+
+
+def _evened(documents: tuple[int, ...], shares: list[list[Run]]) -> list[list[Run]]:
+    """Shares of as many tokens each, with work more even."""
+    work = [sum(causal_pairs(documents, *run) for run in runs) for runs in shares]
+    for _ in range(2 * len(shares)):
+        busiest, idlest = (work.index(each) for each in (max(work), min(work)))
+        if work[busiest] * len(work) <= _EVEN * sum(work):
+            break
+        pair = resplit(documents, shares[busiest], shares[idlest])
+        if sorted(pair[0]) == sorted(shares[busiest]):
+            break
+        for rank, runs in zip((busiest, idlest), pair, strict=True):
+            shares[rank] = runs
+            work[rank] = sum(causal_pairs(documents, *run) for run in runs)
+    return shares
 
 
 def _imbalance(shares: list[_Share]) -> float:

@@ -1,4 +1,5 @@
-"""Into how many parts of the heads a call on GPUs is cut, and whether its blocks come at once."""
+"""Into how many parts of the heads a call on GPUs is cut, and how its blocks come: at once, or
+passed on inside a node."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from ds_usp.geometry.tiles import Tile
 _ULYSSES_FLOP, _BOTH_FLOP, _RING_FLOP, _MOST_PARTS = 7e11, 1.1e12, 3e12, 16
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
+
+# A block is passed on inside a node, after one message across the network, where that message takes
+# longer than its latency: 1 MiB on a NIC of 400 Gbit/s is 20 us. Reckoned, not measured.
+_RELAY_BYTES = 2**20
 
 
 def parts_of_heads(flop: float, most: int, ulysses: int, ring: int) -> int:
@@ -50,3 +55,15 @@ def comes_at_once(kv_bytes: int, parts: int, ring: int) -> bool:
         kv_bytes: of the whole ring and all heads of a rank.
     """
     return parts >= ring or kv_bytes // parts <= _GATHER_BYTES
+
+
+def inner_ring(ring: int, on_a_node: int, kv_bytes: int) -> int | None:
+    """Ranks of the inner ring of a double ring; None where blocks go straight to their users.
+
+    Args:
+        ring: degree.
+        on_a_node: ranks of the ring in a row that share a node.
+        kv_bytes: keys and values of the whole ring, of one part of a rank's heads.
+    """
+    spans = 1 < on_a_node < ring and ring % on_a_node == 0
+    return on_a_node if spans and kv_bytes // ring >= _RELAY_BYTES else None

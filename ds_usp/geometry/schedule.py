@@ -3,57 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ds_usp.geometry.calls import KernelCall, calls_of
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment, cut
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
-from ds_usp.geometry.visible import visible_runs
+from ds_usp.geometry.windows import Piece, Rings, Window
 
 Place = Literal["alone", "first", "later"]
-
-
-class Piece(NamedTuple):
-    """Tokens ``start : stop`` of a ring rank's own, and that rank or another one that uses them."""
-
-    rank: int
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"{self.rank}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
     """Attention of this rank's queries with the keys and values of one rank, or of several.
 
-    Tokens travel straight from their owner to their user, and only those that the user's queries
-    see. Their gradients travel the same way back.
+    Tokens travel straight from the rank that holds them to their user, and only those that the
+    user's queries see. Their gradients travel the same way back. In window 0 each rank holds what
+    it owns, in a later one what has come for its node.
 
     Args:
-        own: the keys are this rank's own, all of them, where they stand; nothing travels.
+        own: the keys are what this rank holds, all of it, where it stands; nothing travels.
         takes: whose tokens the keys are, in the order in which they lie. This rank's own may come
             last among those of others; only the others' travel.
-        gives: this rank's tokens that others take in this step.
+        comes: the same tokens among what a rank of the node holds, and that rank.
+        gives: tokens of what this rank holds that others take in this step.
         given_at: for each of them, the first of its tokens among all that the other one takes.
         calls: what kernels are called with. The own step's cover every query row.
+        window: 0, or the number of :attr:`RingSchedule.windows` that have come.
     """
 
     own: bool
     takes: tuple[Piece, ...]
+    comes: tuple[Piece, ...]
     gives: tuple[Piece, ...]
     given_at: tuple[int, ...]
     calls: tuple[KernelCall, ...]
+    window: int = 0
 
     @property
     def columns(self) -> int:
@@ -73,6 +62,8 @@ class RingStep:
     def __str__(self) -> str:
         work = "; ".join(map(str, self.calls)) or "nothing"
         keys = "own" if self.own else f"of {' '.join(map(str, self.takes)) or 'nobody'}"
+        if self.window:
+            keys = f"window {self.window}, {'held' if self.own else keys}"
         gives = f", gives {' '.join(map(str, self.gives))}" if self.gives else ""
         return f"{keys}: {work}{gives}"
 
@@ -86,6 +77,7 @@ class RingSchedule:
         backward_steps: backward.
         most_owned: most tokens that any rank of the ring owns.
         most_taken_anywhere: most tokens that any rank of the ring takes in one step.
+        windows: what crosses the network, in order; none where blocks go straight to their users.
     """
 
     ring_rank: int
@@ -94,6 +86,7 @@ class RingSchedule:
     backward_steps: tuple[RingStep, ...]
     most_owned: int
     most_taken_anywhere: int
+    windows: tuple[Window, ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -118,7 +111,8 @@ class RingSchedule:
 
     def __str__(self) -> str:
         head = f"ring rank {self.ring_rank} of {self.ring_degree}, {self.pairs} pairs"
-        return "\n  ".join([head, *map(str, self.steps)])
+        far = (f"window {at} {each}" for at, each in enumerate(self.windows, 1))
+        return "\n  ".join([head, *far, *map(str, self.steps)])
 
 
 @lru_cache(maxsize=64)
@@ -130,6 +124,7 @@ def ring_schedule(
     gather: bool = False,
     place: Place = "alone",
     kv_layout: TokenLayout | None = None,
+    inner: int | None = None,
 ) -> RingSchedule:
     """Plan one rank's steps.
 
@@ -138,8 +133,8 @@ def ring_schedule(
     that a causal mask half hides only the visible half travels.
 
     Args:
-        gather: the blocks of all other ranks in one step: fewer, larger kernel calls and fewer
-            sums over steps, for memory that grows with the ring.
+        gather: the blocks of all other ranks of a node in one step: fewer, larger kernel calls and
+            fewer sums over steps, for memory that grows with the ring.
         place: of this part among the parts of the heads. ``"alone"``: nothing else is computed
             while its blocks travel. The own block's backward is then cut in two, so that its
             first part hides the first block's arrival and its last part the way home of the last
@@ -148,84 +143,122 @@ def ring_schedule(
             it, so the own block is computed together with gathered ones where that takes fewer
             kernel calls: they are larger, and there are fewer sums.
         kv_layout: where the keys are, if they are of another sequence than the queries.
+        inner: ring ranks of a node: a double ring, whose blocks cross the network once for all of
+            them (see :mod:`ds_usp.geometry.windows`). None: all blocks go straight to their users.
+
+    Raises:
+        LayoutError: no such rank.
+        ConfigError: ``inner`` does not divide the ring.
     """
-    shards = _Shards(layout, kv_layout or layout, mask)
-    own = _own_step(shards, ring_rank, support)
-    useful = [offset for offset in _useful_offsets(shards) if offset]
+    rings = Rings(layout, kv_layout or layout, mask, inner)
+    own = _own_step(rings, ring_rank, support)
+    useful = [offset for offset in rings.offsets(0) if offset]
     visits = [[offset] for offset in useful]
     if gather:
         visits = [useful[:1], useful[1:]] if place == "alone" else [useful]
     visits = [visit for visit in visits if visit]
-    others = tuple(_step(shards, ring_rank, visit, support) for visit in visits)
-    steps = backward = (own, *others)
-    if others and place == "alone":
+    near = tuple(_step(rings, ring_rank, visit, support) for visit in visits)
+    windows, far = _later_windows(rings, ring_rank, support, gather)
+    steps = backward = (own, *near, *far)
+    if len(steps) > 1 and place == "alone":
         length = layout.ring_length(ring_rank)
         first, last = (
-            _own_step(shards, ring_rank, support, rows)
+            _own_step(rings, ring_rank, support, rows)
             for rows in ((0, length // 2), (length // 2, length))
         )
-        backward = (first, *others, last)
-    runs = visible_runs(shards.queries, shards.mask, shards.keys)
-    taken = (
-        sum(b - a for offset in visit for a, b in runs[rank][(rank - offset) % layout.ring])
-        for visit in visits
-        for rank in range(layout.ring)
+        backward = (first, *near, *far, last)
+    if gather and place == "later" and near and near[0].takes:
+        whole = _step(rings, ring_rank, [*useful, 0], support)
+        if len(whole.calls) < len(own.calls) + len(near[0].calls):
+            steps = backward = (whole, *far)
+    ranks = range(layout.ring)
+    return RingSchedule(
+        ring_rank,
+        layout.ring,
+        steps,
+        backward,
+        max(map(rings.keys.ring_length, ranks)),
+        max((_columns(rings, rank, visit) for visit in visits for rank in ranks), default=0),
+        windows,
     )
-    if gather and place == "later" and others and others[0].takes:
-        whole = _step(shards, ring_rank, [*useful, 0], support)
-        if len(whole.calls) < len(own.calls) + len(others[0].calls):
-            steps = backward = (whole,)
-    owned = max(shards.keys.ring_length(rank) for rank in range(layout.ring))
-    return RingSchedule(ring_rank, layout.ring, steps, backward, owned, max(taken, default=0))
 
 
-class _Shards(NamedTuple):
-    """Where queries and keys are, and which of them meet."""
+def _later_windows(
+    rings: Rings, ring_rank: int, support: TileSupport, gather: bool
+) -> tuple[tuple[Window, ...], tuple[RingStep, ...]]:
+    """The windows after the first of which anybody sees anything, and their steps."""
+    windows: list[Window] = []
+    steps: list[RingStep] = []
+    for window in rings.windows[1:]:
+        offsets = rings.offsets(window)
+        if not offsets:
+            continue
+        windows.append(rings.window(ring_rank, window))
+        others = [offset for offset in offsets if offset]
+        visits = [others] if gather and others else [[offset] for offset in others]
+        # What this rank holds comes first, seen or not: it hides the first of the others.
+        found = [_own_step(rings, ring_rank, support, window=window)]
+        found += [_step(rings, ring_rank, visit, support, window) for visit in visits]
+        steps += [replace(step, window=len(windows)) for step in found]
+    return tuple(windows), tuple(steps)
 
-    queries: TokenLayout
-    keys: TokenLayout
-    mask: MaskSpec
+
+def _columns(rings: Rings, rank: int, offsets: Sequence[int]) -> int:
+    """Tokens that a rank takes in a step of window 0."""
+    return sum(piece.length for piece, _ in rings.taken(rank, 0, offsets))
 
 
 def _own_step(
-    shards: _Shards,
+    rings: Rings,
     ring_rank: int,
     support: TileSupport,
     rows: tuple[int, int] | None = None,
+    window: int = 0,
 ) -> RingStep:
-    """This rank's own block, for all query rows or for some."""
-    queries, keys = (each.ring_segments(ring_rank) for each in shards[:2])
-    rows = rows or (0, shards.queries.ring_length(ring_rank))
-    calls = _calls(queries, keys, shards.mask, support, rows)
-    return RingStep(True, (Piece(ring_rank, 0, shards.keys.ring_length(ring_rank)),), (), (), calls)
+    """What this rank holds itself, for all query rows or for some."""
+    queries = rings.queries.ring_segments(ring_rank)
+    rows = rows or (0, rings.queries.ring_length(ring_rank))
+    keys = rings.held_segments(ring_rank, window)
+    takes, comes = _pieces(rings, ring_rank, window, [0])
+    return RingStep(True, takes, comes, (), (), _calls(queries, keys, rings.mask, support, rows))
 
 
 def _step(
-    shards: _Shards,
+    rings: Rings,
     ring_rank: int,
     offsets: Sequence[int],
     support: TileSupport,
+    window: int = 0,
 ) -> RingStep:
-    """The blocks of the ranks some offsets before this one; offset 0 is this rank itself."""
-    takes = _taken(shards, ring_rank, offsets)
-    users = sorted((ring_rank + offset) % shards.keys.ring for offset in offsets)
+    """What the ranks some offsets before this one in its node hold; offset 0 is this rank
+    itself."""
+    takes, comes = _pieces(rings, ring_rank, window, offsets)
+    users = sorted(rings.near(ring_rank, -offset) for offset in offsets)
     gives, given_at = [], []
     for user in users:
         if user == ring_rank:
             continue
         at = 0
-        for owner, start, stop in _taken(shards, user, offsets):
-            if owner == ring_rank:
+        for holder, start, stop in _pieces(rings, user, window, offsets)[1]:
+            if holder == ring_rank:
                 gives.append(Piece(user, start, stop))
                 given_at.append(at)
             at += stop - start
     keys = tuple(
         segment
         for owner, start, stop in takes
-        for segment in cut(shards.keys.ring_segments(owner), start, stop)
+        for segment in cut(rings.keys.ring_segments(owner), start, stop)
     )
-    calls = _calls(shards.queries.ring_segments(ring_rank), keys, shards.mask, support)
-    return RingStep(False, takes, tuple(gives), tuple(given_at), calls)
+    calls = _calls(rings.queries.ring_segments(ring_rank), keys, rings.mask, support)
+    return RingStep(False, takes, comes, tuple(gives), tuple(given_at), calls)
+
+
+def _pieces(
+    rings: Rings, rank: int, window: int, offsets: Sequence[int]
+) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """What a rank takes, by owner, and by holder."""
+    found = rings.taken(rank, window, offsets)
+    return tuple(piece for piece, _ in found), tuple(piece for _, piece in found)
 
 
 def _calls(
@@ -247,29 +280,3 @@ def _calls(
     if not mask.documents:
         return tuple(map(KernelCall.of, tiles[0]))
     return calls_of(tiles, stop - start, columns)
-
-
-def _taken(shards: _Shards, ring_rank: int, offsets: Sequence[int]) -> tuple[Piece, ...]:
-    """What a rank takes from those some offsets before it, the farthest first.
-
-    In this order the keys that a causal zigzag's front half sees lie next to each other, and those
-    of both halves end at their diagonals.
-    """
-    runs = visible_runs(shards.queries, shards.mask, shards.keys)[ring_rank]
-    pieces: list[Piece] = []
-    for offset in sorted(offsets, reverse=True):
-        owner = (ring_rank - offset) % shards.keys.ring
-        seen = runs[owner] if offset else ((0, shards.keys.ring_length(owner)),)
-        pieces += (Piece(owner, *run) for run in seen)
-    return tuple(pieces)
-
-
-def _useful_offsets(shards: _Shards) -> tuple[int, ...]:
-    """How far before their users the owners stand of which anything is seen."""
-    runs = visible_runs(shards.queries, shards.mask, shards.keys)
-    ranks = range(shards.keys.ring)
-    return tuple(
-        offset
-        for offset in ranks
-        if offset == 0 or any(runs[rank][(rank - offset) % len(ranks)] for rank in ranks)
-    )

@@ -39,13 +39,18 @@ def visible_runs(
                 queries, keys, runs = shards[user], kv_shards[owner], seen[user][owner]
                 for document in queries.keys() & keys.keys():
                     runs += visible_columns(queries[document], keys[document], mask)
-    gaps = [max(1, -(-kv_layout.ring_length(owner) // _LEAST_GAP)) for owner in ranks]
+    gaps = [least_gap(kv_layout.ring_length(owner)) for owner in ranks]
     return tuple(
-        tuple(_united(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
+        tuple(united(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
     )
 
 
-def _united(runs: Iterable[tuple[int, int]], gap: int) -> Runs:
+def least_gap(owned: int) -> int:
+    """Tokens nobody sees that stay away, of so many that their owner holds."""
+    return max(1, -(-owned // _LEAST_GAP))
+
+
+def united(runs: Iterable[tuple[int, int]], gap: int) -> Runs:
     """The union of runs, with the gaps that are shorter."""
     united: list[tuple[int, int]] = []
     for start, stop in sorted(runs):

@@ -7,7 +7,6 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -122,6 +121,7 @@ def _comm_parser(commands: object) -> None:
     add("--dtype", choices=tuple(_BYTES), default="bf16", help="of q, k, v")
     add("--gradient-dtype", choices=tuple(_BYTES), help="of the ring's gradients (default: dtype)")
     add("--zero", type=int, default=1, help="ZeRO's stage")
+    add("--inner-ring", type=int, help="ring ranks of a node, in a double ring (default: none)")
 
 
 def _profile_parser(commands: object) -> None:
@@ -129,8 +129,10 @@ def _profile_parser(commands: object) -> None:
     parser = _command(commands, "profile", text)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the JSON file")
-    add("--seconds", type=float, default=90.0, help="for everything, starting up aside")
-    add("--model", nargs="*", default=["gpt-1.3b", "llama3-8b"], help="whose layers are measured")
+    late = "for everything, starting up aside; what comes late is measured once, not left out"
+    add("--seconds", type=float, default=90.0, help=late)
+    whose = "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)"
+    add("--model", nargs="*", help=whose)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")
 
 
@@ -204,30 +206,45 @@ def _plan(args: Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top {args.top} must be 1 or more")
     work = Workload(load_model(args.model), args.seq_len, args.global_batch, documents)
-    name = args.engine or (ENGINE_OF[args.emit] if args.emit else "any")
-    how = engine(name)
-    if args.emit:
-        how = replace(how, offloads=False)
-    found = _search(args, cluster, work, how)
-    if args.svg and found.plans:
-        try:
-            args.svg.write_text(picture(found, args.top), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write --svg {args.svg}: {error.strerror}") from error
+    found = _search(args, cluster, work, _engine(args))
+    emitted = emit(args.emit, work, found.plans[0].split) if args.emit and found.plans else None
+    if args.svg:
+        _draw(args.svg, found, args.top)
     if args.json:
         whole = report.found_json(found, args.top)
         if args.explain:
             whole["explanation"] = explain(found)
-        if args.emit and found.plans:
-            whole["emitted"] = emit(args.emit, work, found.plans[0].split)
+        if emitted:
+            whole["emitted"] = emitted
         print(json.dumps(whole, indent=2))
-    elif args.emit and found.plans:
-        print(emit(args.emit, work, found.plans[0].split))
-    else:
-        print(report.plans_text(found, args.top))
-        if args.explain and found.plans:
-            print("\n" + "\n".join(explain(found)))
+        return 0 if found.plans else 1
+    print(emitted or report.plans_text(found, args.top))
+    if args.explain and found.plans:
+        why = "\n".join(explain(found))
+        print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
     return 0 if found.plans else 1
+
+
+def _engine(args: Namespace) -> Engine:
+    """The framework whose rules hold: that of what is emitted, if something is."""
+    if not args.emit:
+        return engine(args.engine or "any")
+    name = ENGINE_OF[args.emit]
+    if args.engine not in (None, name):
+        raise ConfigError(
+            f"--emit {args.emit} is what {name} can run, not --engine {args.engine}: leave one out"
+        )
+    return engine(name)
+
+
+def _draw(path: Path, found: Found, top: int) -> None:
+    if not found.plans:
+        print(f"--svg {path}: not written, because there is no plan to draw", file=sys.stderr)
+        return
+    try:
+        path.write_text(picture(found, top), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
 
 
 def _lengths(given: str | None) -> tuple[int, ...]:
@@ -264,7 +281,14 @@ def _comm(args: Namespace) -> int:
     check(work, split)
     gradients = _BYTES[args.gradient_dtype or args.dtype]
     ranks = [
-        attention_bytes(work, split, rank, args.layout, gradient_bytes=gradients)
+        attention_bytes(
+            work,
+            split,
+            rank,
+            args.layout,
+            gradient_bytes=gradients,
+            inner_ring=args.inner_ring,
+        )
         for rank in range(split.sp)
     ]
     if args.json:
@@ -286,7 +310,7 @@ def _profile(args: Namespace) -> int:
     if args.out.suffix != ".json":
         raise ConfigError(f"--out {args.out} must end in .json: that is how --cluster knows a file")
     stream = sys.stderr if args.json else sys.stdout
-    models = [load_model(name) for name in args.model]
+    models = None if args.model is None else [load_model(name) for name in args.model]
     cluster = run(
         args.out,
         models,
@@ -309,15 +333,8 @@ _COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what the user can mend is one line on stderr and the exit code 2."""
     args = build_parser().parse_args(argv)
-    commands = {
-        "memory": _memory,
-        "plan": _plan,
-        "comm": _comm,
-        "table": _table,
-        "profile": _profile,
-    }
     try:
-        status = commands[args.command](args)
+        status = _COMMANDS[args.command](args)
         sys.stdout.flush()
         return status
     except USPError as error:

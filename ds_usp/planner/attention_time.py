@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import log
 
-from ds_usp.geometry.parts import comes_at_once, parts_of_heads
+from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.links import DIRECT, RELAY, exchange_s, groups
-from ds_usp.planner.measured import between, host_seconds
+from ds_usp.planner.links import (
+    DIRECT,
+    RELAY,
+    Group,
+    exchange_s,
+    groups,
+    ring_ranks_of_a_node,
+)
+from ds_usp.planner.measured import MeasuredAttention, between, host_seconds
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic
@@ -48,6 +57,7 @@ class AttentionTime:
         exposed: exchanges that nothing hides, and what hidden ones take from the kernels.
         ulysses, ring: the exchanges alone, hidden or not.
         host: what the host takes to launch the call; 0: not known.
+        parts: of the heads, one after the other.
     """
 
     kernel: float
@@ -56,6 +66,7 @@ class AttentionTime:
     ulysses: float
     ring: float
     host: float = 0.0
+    parts: int = 1
 
     @property
     def total(self) -> float:
@@ -69,17 +80,50 @@ def attention_s(
     """Attention of one layer and one micro batch, in one direction, causal zigzag.
 
     Where the cluster's profile has calls on this pair of degrees, the formula is multiplied by what
-    they took over what it says of them, between calls of fewer and of more FLOP.
+    they took over what it says of them, between calls of fewer and of more FLOP, and the host takes
+    as long as theirs. Of another pair by what calls on the nearest one took: what is guessed must
+    not look faster than what is known.
     """
     found = _formula(cluster, work, split, backward, engine)
-    points = _measured_over_formula(cluster, split.ulysses, split.ring, backward)
-    if engine is not OURS or not points:
+    pair = _nearest_pair(cluster, split.ulysses, split.ring)
+    if engine is not OURS or pair is None:
         return found
     flop = _rank_flop(work, split)
+    points = _measured_over_formula(cluster, *pair, backward)
     ratio = between([(size, ratio) for size, ratio, _ in points], flop)
-    host = host_seconds([(size, host) for size, _, host in points], flop)
-    scaled = (ratio * getattr(found, name) for name in found.__dataclass_fields__)
-    return replace(AttentionTime(*scaled), host=host)
+    launching = _nearest_pair(cluster, split.ulysses, split.ring, of_known_host=True)
+    points = _measured_over_formula(cluster, *launching, backward) if launching else ()
+    host = host_seconds([(size, host) for size, _, host in points], flop) if points else 0.0
+    times = {name: ratio * getattr(found, name) for name in _SCALED}
+    return replace(found, **times, host=host)
+
+
+_SCALED = ("kernel", "merge", "exposed", "ulysses", "ring")
+
+
+@lru_cache(maxsize=256)
+def _nearest_pair(
+    cluster: Cluster, ulysses: int, ring: int, of_known_host: bool = False
+) -> tuple[int, int] | None:
+    """The pair of degrees with calls in the profile that is nearest to one, inside of a node."""
+    degrees = ulysses, ring
+    pairs = {(row.ulysses, row.ring) for row in _calls(cluster)}
+    if of_known_host:
+        unknown = (row for row in cluster.calls if not (row.forward_host_s and row.backward_host_s))
+        pairs -= {(row.ulysses, row.ring) for row in unknown}
+    if max(degrees) > 1 and len(pairs) > 1:
+        pairs.discard((1, 1))  # it exchanges nothing
+
+    def distance(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+        return sum(abs(log(mine / other)) for mine, other in zip(degrees, pair, strict=True)), pair
+
+    return min(pairs, key=distance, default=None)
+
+
+def _calls(cluster: Cluster) -> Iterator[MeasuredAttention]:
+    """Calls that the cluster's nodes hold: it may have been given smaller ones than the profile's,
+    and then the others were not measured on links like these."""
+    return (row for row in cluster.calls if row.ulysses * row.ring <= cluster.gpus_per_node)
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +133,7 @@ def _measured_over_formula(
     """(forward FLOP of a rank, measured over predicted seconds, the host's seconds), the fewest
     FLOP first."""
     points = {}
-    for row in cluster.calls:
+    for row in _calls(cluster):
         if (row.ulysses, row.ring) != (ulysses, ring):
             continue
         width = row.heads * row.head_dim
@@ -119,15 +163,18 @@ def _formula(
     flop = _rank_flop(work, split) * (2.5 if backward else 1.0)
     kernel = flop / (cluster.peak_flop_per_s * share)
     parts = _parts(work, split) if engine.parts else 1
+    inner = double_ring(cluster, work, split) if engine.parts else None
     steps = split.ring - 1
-    if engine.parts and steps and _gathers(work, split, parts):
-        steps = 1
-    group = groups(split)
-    ulysses = exchange_s(cluster, group["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
+    if engine.parts and steps and _gathers(work, split, parts, inner):
+        # Of a double ring's later windows what a rank holds itself is a step too.
+        steps = 1 if inner is None else 2 * (split.ring // inner) - 1
+    ulysses = exchange_s(cluster, groups(split)["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
     sent = traffic.ring_backward if backward else traffic.ring_forward
-    ring = exchange_s(
-        cluster, group["ring"], sent, RELAY if engine.relay else DIRECT, steps * parts
-    )
+    if inner is None:
+        pattern = RELAY if engine.relay else DIRECT
+        ring = exchange_s(cluster, groups(split)["ring"], sent, pattern, steps * parts)
+    else:
+        ring = _double_ring_s(cluster, split, inner, sent, steps, parts)
     merge = tokens * work.model.q_width / split.tp * steps * engine.merge_bytes
     merge_s = merge / cluster.hbm_bytes_per_s
     edge = 1.0 if parts == 1 else 1 / (2 * (parts - 1))
@@ -136,7 +183,7 @@ def _formula(
     cover = kernel * (steps / (steps + 1) if engine.relay else 1.0)
     exposed = ulysses * edge + max(0.0, beneath - cover)
     exposed += cluster.contention * min(beneath, cover)
-    return AttentionTime(kernel, merge_s, exposed, ulysses, ring)
+    return AttentionTime(kernel, merge_s, exposed, ulysses, ring, parts=parts)
 
 
 def _parts(work: Workload, split: Split) -> int:
@@ -147,7 +194,32 @@ def _parts(work: Workload, split: Split) -> int:
     return parts_of_heads(_rank_flop(work, split), most, split.ulysses, split.ring)
 
 
-def _gathers(work: Workload, split: Split, parts: int) -> bool:
+def _gathers(work: Workload, split: Split, parts: int, inner: int | None) -> bool:
+    window = inner or split.ring
+    return comes_at_once(_kv_bytes(work, split) * window // split.ring, parts, window)
+
+
+def _kv_bytes(work: Workload, split: Split) -> int:
+    """Keys and values of the whole ring, of one rank's heads."""
     kv = max(work.model.kv_heads / split.tp / split.ulysses, 1.0) * work.model.head_dim
-    block = work.seq_len * 2 * split.micro_batch * kv * split.param_bytes
-    return comes_at_once(int(block), parts, split.ring)
+    return int(work.seq_len * 2 * split.micro_batch * kv * split.param_bytes)
+
+
+def double_ring(cluster: Cluster, work: Workload, split: Split) -> int | None:
+    """Ranks of the inner ring where ``Tuning`` takes a double one; None where blocks go straight
+    to their users."""
+    on_a_node = ring_ranks_of_a_node(cluster, split)
+    return inner_ring(split.ring, on_a_node, _kv_bytes(work, split) // _parts(work, split))
+
+
+def _double_ring_s(
+    cluster: Cluster, split: Split, inner: int, sent_bytes: float, steps: int, parts: int
+) -> float:
+    """Seconds of a double ring: what crosses the network goes beside what stays inside nodes."""
+    outer, stride = split.ring // inner, groups(split)["ring"].stride
+    far_bytes = sent_bytes * (outer - 1) / (split.ring - 1)
+    far = Group(outer, stride * inner), far_bytes, (outer - 1) * parts
+    near = Group(inner, stride), sent_bytes - far_bytes, (steps - (outer - 1)) * parts
+    return max(
+        exchange_s(cluster, group, size, DIRECT, messages) for group, size, messages in (far, near)
+    )

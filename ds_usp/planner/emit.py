@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.split import Split, Workload
+
+_CHUNK_TOKENS = 1024  # of a loss in chunks: plans count no logits; these are 0.8 GB of 128K words
 
 
 def emit(kind: str, work: Workload, split: Split) -> str:
@@ -23,6 +26,11 @@ def emit(kind: str, work: Workload, split: Split) -> str:
         raise ConfigError(f"--emit {kind} is none of {', '.join(KINDS)}")
     if split.offload_ratio:
         raise ConfigError(f"{kind} has no switch for offload_ratio={split.offload_ratio}")
+    if min(split.ulysses, split.ring) > 1 and split.order != DEFAULT_SP_ORDER:
+        raise ConfigError(
+            f"{kind} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
+            f"{split.order}: leave --order out"
+        )
     return KINDS[kind](work, split)
 
 
@@ -61,6 +69,7 @@ def megatron_deepspeed(work: Workload, split: Split) -> str:
             "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
             "search with --engine megatron-deepspeed"
         )
+    more = _memory_flags(work, split)
     flags = ["--tensor-model-parallel-size", str(split.tp)]
     flags += ["--ds-sequence-parallel-size", str(split.sp), "--ulysses-degree", str(split.ulysses)]
     flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(split.pp)]
@@ -74,18 +83,38 @@ def megatron_deepspeed(work: Workload, split: Split) -> str:
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     elif split.recompute != "none":
         flags += ["--usp-recompute", split.recompute]
-    return _joined([*flags, "--deepspeed", "--deepspeed_config", "ds_config.json"])
+    return _joined([*flags, *more, "--deepspeed", "--deepspeed_config", "ds_config.json"])
+
+
+def _memory_flags(work: Workload, split: Split) -> list[str]:
+    """What else the plan was priced with: a loss in chunks, packed documents."""
+    if split.fused_activation:
+        raise ConfigError(
+            "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
+        )
+    for flag, given in (("--fused-loss", split.fused_loss), ("--documents", work.documents)):
+        if given and split.pp > 1:
+            raise ConfigError(
+                f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {split.pp}: "
+                "search with --pp 1"
+            )
+    tokens = split.micro_batch * work.seq_len // split.sp
+    flags = ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if split.fused_loss else []
+    return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
 
 
 def megatron_core(work: Workload, split: Split) -> str:
     """Flags of Megatron-LM; ``megatron_patches.apply("megatron_core", ...)`` takes the split of
-    context parallelism, which its own flags say too."""
+    context parallelism, which its own flags say too. It fuses SwiGLU unless it is told not to."""
     model = work.model
     if split.zero > 1 or split.recompute in ("gemm-last", "attention"):
         raise ConfigError(
             "Megatron-LM's flags have neither ZeRO-2 and 3 nor recomputation of all but the "
             "products, or but attention; search with --engine megatron-core"
         )
+    for flag, given in (("--fused-loss", split.fused_loss), ("--documents", work.documents)):
+        if given:
+            raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
     flags = ["--tensor-model-parallel-size", str(split.tp)]
     flags += ["--sequence-parallel"] if split.tp > 1 and split.tp_sequence else []
     flags += ["--context-parallel-size", str(split.sp)]
@@ -173,6 +202,7 @@ def script(work: Workload, split: Split) -> str:
     more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
     if split.recompute in ("gemm-last", "attention"):
         more += ["--usp-recompute", split.recompute]
+    more += _memory_flags(work, split)
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,

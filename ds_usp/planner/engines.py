@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import ORDERS
-from ds_usp.planner.split import RECOMPUTE
+from ds_usp.planner.split import RECOMPUTE, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,18 @@ class Engine:
     grad_bytes: int = 4
     whole_reduction: bool = False
 
+    def refusal(self, split: Split, axis: str, value: object) -> str:
+        """Why these degrees do not go with a value of another axis, as a short heading."""
+        if axis == "micro_batch":
+            return f"micro batch {value} does not divide the sequences of a replica"
+        if axis == "order" and value in self.orders:
+            return f"without both ulysses and ring there is no order {value}"
+        if axis == "zero" and value in self.zero:
+            if split.zero_ranks == 1:
+                return f"ZeRO-{value} has no ranks to share with"
+            return f"ZeRO-{value} does not go with a pipeline"
+        return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
+
 
 ENGINES = (
     Engine("any", (0, 1, 2, 3), (0, 1), RECOMPUTE, "1f1b", interleaves=True, offloads=True),
@@ -58,6 +70,7 @@ ENGINES = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
+        orders=ORDERS[:1],
     ),
 )
 

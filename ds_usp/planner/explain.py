@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ds_usp.planner.attention_time import double_ring
 from ds_usp.planner.links import groups
 from ds_usp.planner.memory import memory
 from ds_usp.planner.search import GIB, Found, Plan
@@ -98,7 +99,9 @@ def _sequence(found: Found, best: Plan) -> Iterator[str]:
         group = groups(split)[axis]
         span = (group.size - 1) * group.stride + 1
         where = "inside a node" if span <= cluster.gpus_per_node else "across nodes"
-        yield f"{axis} {degree} {where}" + _bound(found, split, axis)
+        inner = double_ring(cluster, found.work, split) if axis == "ring" else None
+        once = f", a block once for the {inner} ring ranks of a node" if inner else ""
+        yield f"{axis} {degree} {where}{once}" + _bound(found, split, axis)
     for axis in ("ulysses", "ring", "order"):
         yield from _choice(found, best, axis)
 

@@ -257,16 +257,45 @@ _ROWS: Mapping[str, type] = MappingProxyType(
 )
 
 
-def _check_rows(name: str, rows: Sequence[object]) -> None:
-    """Every number of a row counts something or says how long it took; ZeRO may be 0, and so may a
-    host's time, which is not known then."""
+_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
+
+
+def _check_rows(name: str, rows: Sequence[Any]) -> None:
+    """Rows say in whole numbers what was measured, and in finite seconds how long it took.
+
+    Two rows of the same would leave no line to draw through them.
+    """
+    seen = set()
     for row in rows:
-        for field_, value in vars(row).items():
-            if field_ == "collective":
-                continue
-            least = 0 if field_ in ("zero", "gated") or "host" in field_ else 1e-12
-            if not isinstance(value, (int, float)) or not value >= least:
-                raise ValueError(f"{name}: {field_}={value!r} must be a number above 0")
+        what = []
+        for part in fields(row):
+            value = getattr(row, part.name)
+            wanted = _not_wanted(part.name, str(part.type), value)
+            if wanted:
+                raise ValueError(f"{name}: {part.name}={value!r} must be {wanted}")
+            if part.type != "float":
+                what.append(f"{part.name} {value}")
+        key = ", ".join(what)
+        if key in seen:
+            raise ValueError(f"{name}: two rows of {key}: leave one of them out")
+        seen.add(key)
+
+
+def _not_wanted(name: str, kind: str, value: Any) -> str | None:
+    """What a field of a row must be, where this value is not that."""
+    if kind == "str":
+        return None if value in _COLLECTIVES else f"one of {', '.join(_COLLECTIVES)}"
+    if kind == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "zero":
+        return None if number and value in range(4) and isinstance(value, int) else "0, 1, 2 or 3"
+    if kind == "int":
+        whole = number and isinstance(value, int) and value > 0
+        return None if whole else "a whole number above 0"
+    if "host" in name:
+        return None if number and 0 <= value < inf else "a finite number above 0, or 0: not known"
+    return None if number and 0 < value < inf else "a finite number above 0"
 
 
 def _figure(given: Any) -> tuple[Any, str, str]:

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work that the host launches and the GPU then does, some times in a row.
+    """Work that the host launches and the GPU then does, in the order in which it is launched.
+
+    A flow shop of two machines (Johnson, 1954): nothing synchronizes them, so the GPU ends at the
+    greatest, over all launches, of the host's time up to that launch and the GPU's from it on.
+    Jobs are added and multiplied: one after the other, and so many times.
 
     Args:
-        device_s: of the GPU, once.
-        host_s: of the host to launch it, once; 0: not known, nothing waits for it.
-        times: how often.
+        device_s: of the GPU.
+        host_s: of the host to launch all of it; 0: not known, nothing waits for it.
+        wait_s: what the GPU idles until all of it is done; one launch: until it is launched.
     """
 
     device_s: float
     host_s: float = 0.0
-    times: int = 1
+    wait_s: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.wait_s < 0:
+            object.__setattr__(self, "wait_s", self.host_s)
 
     def __add__(self, other: Job) -> Job:
-        """Both, one after the other, as one."""
-        return Job(self.device_s + other.device_s, self.host_s + other.host_s, self.times)
+        wait = max(self.wait_s, self.host_s - self.device_s + other.wait_s)
+        return Job(self.device_s + other.device_s, self.host_s + other.host_s, wait)
+
+    def __mul__(self, times: int) -> Job:
+        if times == 0:
+            return NOTHING
+        behind = max(0.0, (times - 1) * (self.host_s - self.device_s))
+        return Job(times * self.device_s, times * self.host_s, self.wait_s + behind)
+
+    def part(self, of: int) -> Job:
+        """One of so many equal launches."""
+        return Job(self.device_s / of, self.host_s / of)
+
+    def cut(self, launches: int) -> Job:
+        """The same work in so many equal launches."""
+        return self.part(launches) * launches
+
+    def unknown(self) -> Job:
+        """Of a host that is not known."""
+        return Job(self.device_s)
 
 
-def waiting_s(jobs: Sequence[Job]) -> float:
-    """Seconds that the GPU idles for its host in a row of jobs that nothing synchronizes.
-
-    A flow shop of two machines (Johnson, 1954): what is launched first is computed first, so the
-    end is the greatest, over all jobs, of the host's time up to that job and the GPU's from it on.
-    Of equal jobs in a row that is the first or the last.
-    """
-    device = sum(job.device_s * job.times for job in jobs)
-    ends, host, rest = device, 0.0, device
-    for job in jobs:
-        last = host + job.host_s * job.times + job.device_s
-        ends = max(ends, host + job.host_s + rest)
-        host += job.host_s * job.times
-        rest -= job.device_s * job.times
-        ends = max(ends, last + rest)
-    return ends - device
+NOTHING = Job(0.0)

@@ -62,6 +62,14 @@ def groups(split: Split) -> dict[str, Group]:
     }
 
 
+def ring_ranks_of_a_node(cluster: Cluster, split: Split) -> int:
+    """Ranks of a ring in a row on one node; all of them where nodes do not hold as many each."""
+    ring = groups(split)["ring"]
+    here, rest = divmod(cluster.gpus_per_node, ring.stride)
+    even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
+    return here if even else ring.size
+
+
 @lru_cache(maxsize=65536)
 def crossing(group: Group, domain: int, pattern: str) -> Crossing:
     """How much of an exchange leaves the domains of so many GPUs.

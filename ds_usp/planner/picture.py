@@ -62,10 +62,13 @@ def picture(found: Found, top: int) -> str:
 
 
 def _layer_ms(found: Found, plan: Plan) -> dict[str, float]:
-    time = layer_time(found.cluster, found.work, plan.split)
+    """A layer's parts, and its share of what the step waits for the host."""
+    time, work, split = layer_time(found.cluster, found.work, plan.split), found.work, plan.split
     names = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
-    sizes = ((name, getattr(time, name) * 1e3) for name in names)
-    return {name: size for name, size in sizes if size > 0}
+    sizes = {name: getattr(time, name) * 1e3 for name in names}
+    times = split.micro_batches(work.global_batch) * split.layers_per_stage(work.model)
+    sizes["host"] = plan.time.host / times * 1e3
+    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _name(plan: Plan) -> str:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from ds_usp.planner.explain import helps, why_nothing_fits
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
-from ds_usp.planner.measured import nearest_tp
+from ds_usp.planner.measured import (
+    MeasuredAttention,
+    MeasuredLayer,
+    layer_rows,
+    nearest_tp,
+)
 from ds_usp.planner.memory import Memory
 from ds_usp.planner.search import GIB, Found, Plan
 from ds_usp.planner.split import Split, Workload
@@ -76,11 +81,14 @@ def comm_json(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
                 "forward_bytes": {
                     "all_to_all": sent.all_to_all_forward,
                     "ring_kv": sent.ring_kv_forward,
+                    "ring_kv_outer": sent.ring_kv_outer,
                 },
                 "backward_bytes": {
                     "all_to_all": sent.all_to_all_backward,
                     "ring_kv": sent.ring_kv_backward,
                     "ring_dkv": sent.ring_dkv_backward,
+                    "ring_kv_outer": sent.ring_kv_outer,
+                    "ring_dkv_outer": sent.ring_dkv_outer,
                 },
                 "ledger_bytes": sent.ledger(),
                 "total_bytes": sent.forward + sent.backward,
@@ -97,6 +105,7 @@ def comm_json(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
 
 def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> str:
     """One line a rank, in MiB."""
+    outer = any(sent.ring_kv_outer for sent in ranks)
     rows = [
         (
             rank,
@@ -108,6 +117,7 @@ def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
                     sent.all_to_all_backward,
                     sent.ring_kv_backward,
                     sent.ring_dkv_backward,
+                    *((sent.ring_kv_outer, sent.ring_dkv_outer) if outer else ()),
                     sent.forward + sent.backward,
                 )
             ),
@@ -121,6 +131,7 @@ def comm_text(work: Workload, split: Split, ranks: Sequence[AttentionBytes]) -> 
         "bwd all-to-all",
         "bwd ring kv",
         "bwd ring dkv",
+        *(("each outer kv", "bwd outer dkv") if outer else ()),
     )
     mean = layer_traffic(work, split)
     lines = [
@@ -180,6 +191,7 @@ def found_json(found: Found, top: int) -> Json:
         "cluster": found.cluster.name,
         "budget_bytes": round(found.budget_bytes),
         "model_flop_per_token": model_flop_per_token(work.model, work.seq_len, work.documents),
+        "warnings": _warnings(found),
         "considered": found.considered,
         "refused": dict(found.refused),
         "plans": [plan_json(found, plan) for plan in found.plans[:top]],
@@ -239,7 +251,8 @@ def plans_text(found: Found, top: int) -> str:
     lines = [
         f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
         f"{found.gpus} x {found.cluster.name}, {found.budget_bytes / GIB:.1f} GiB each: "
-        f"{found.considered} cuts looked at{_rows_text(found)}",
+        f"{found.considered} cuts looked at{_rows_text(found, top)}",
+        *(f"warning: {line}" for line in _warnings(found)),
         table(_HEAD, [_plan_row(found, plan) for plan in found.plans[:top]]),
     ]
     larger = [plan for plan in found.too_large[:3] if plan.mfu > best.mfu]
@@ -253,18 +266,46 @@ def plans_text(found: Found, top: int) -> str:
     return "\n".join(lines)
 
 
-def _rows_text(found: Found) -> str:
-    """What of the times comes from rows of a profile."""
+def _rows_text(found: Found, top: int) -> str:
+    """What of the times comes from rows of a profile, and of which listed degrees it has none."""
     cluster, model = found.cluster, found.work.model
+    attention = f"attention{_unmeasured(found, top)}"
     served = {
         "exchanges": bool(cluster.exchanges),
-        "attention": bool(cluster.calls),
+        attention: bool(cluster.calls),
         f"layers of {model.name}": nearest_tp(cluster.layers, model, 1) is not None,
         "its head": nearest_tp(cluster.ends, model, 1) is not None,
         "the step": bool(cluster.steps),
     }
     names = ", ".join(name for name, rows in served.items() if rows)
     return f"; measured: {names}" if names else ""
+
+
+def _unmeasured(found: Found, top: int) -> str:
+    """Pairs of the listed plans on which attention was not measured, if it was on any."""
+    measured = {(row.ulysses, row.ring) for row in found.cluster.calls}
+    listed = {(plan.split.ulysses, plan.split.ring) for plan in found.plans[:top]}
+    pairs = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in sorted(listed - measured))
+    return f" (not on ulysses x ring {pairs})" if pairs else ""
+
+
+def _warnings(found: Found) -> list[str]:
+    """What a profile knows by half, so that plans are priced without it."""
+    cluster, model = found.cluster, found.work.model
+    layers = [row for row in cluster.layers if layer_rows([row], model, row.tp)]
+    halves = {f"layers of {model.name}": _hosts_known(layers)}
+    halves["attention"] = _hosts_known(cluster.calls)
+    if len(set(halves.values())) == 1:
+        return []
+    there, missing = sorted(halves, key=lambda half: not halves[half])
+    return [
+        f"the profile has host times of {there}, but not of {missing}: what plans wait for their "
+        "host is not counted"
+    ]
+
+
+def _hosts_known(rows: Sequence[MeasuredLayer] | Sequence[MeasuredAttention]) -> bool:
+    return bool(rows) and all(min(row.forward_host_s, row.backward_host_s) > 0 for row in rows)
 
 
 def _breakdown(found: Found, plan: Plan) -> str:

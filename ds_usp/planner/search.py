@@ -91,7 +91,7 @@ def search(
         base: whose ``fused_loss`` and ``fused_activation`` all cuts have.
 
     Raises:
-        ConfigError: GPUs that do not fill nodes, or a cut for which there is no candidate at all.
+        ConfigError: GPUs that do not fill nodes, or ``fixed`` that leaves no candidate at all.
     """
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus} must be 1 or more")
@@ -110,14 +110,11 @@ def search(
     families = list(_families(found, how, given, base or Split()))
     for family in families:
         collector.family(family, given)
+    if collector.unmet and not found.considered:
+        why = ", ".join(why for why, _ in collector.unmet.most_common())
+        raise ConfigError(f"no cut of {gpus} GPUs has {_asked(given)}: {why}; leave one out")
     if not found.plans:
         collector.look_for_the_nearest(families, given)
-    if not found.considered and not found.refused:
-        asked = ", ".join(f"{axis} {value}" for axis, value in given.items())
-        raise ConfigError(
-            f"no cut of {gpus} GPUs has {asked}: degrees multiply to the number of GPUs, and ZeRO "
-            "needs ranks to share with; leave one of them out"
-        )
     collector.finish()
     return found
 
@@ -126,35 +123,51 @@ def _families(
     found: Found, how: Engine, fixed: Mapping[str, object], base: Split
 ) -> Iterator[Split]:
     """Degrees, and what decides a layer's time."""
-    work, gpus = found.work, found.gpus
-    model = work.model
+    work, model = found.work, found.work.model
     plain = replace(
         base,
         grad_bytes=how.grad_bytes,
         whole_reduction=how.whole_reduction,
         tp_sequence=how.tp_sequence,
     )
-    for tp in _given(fixed, "tp", divisors(gpus)):
-        if tp > found.cluster.gpus_per_node:
-            found.refused["tp beyond a node"] += 1
-            continue
-        for ulysses in _given(fixed, "ulysses", divisors(gpus // tp)):
-            for ring in _given(fixed, "ring", divisors(gpus // (tp * ulysses))):
-                split = replace(plain, tp=tp, ulysses=ulysses, ring=ring)
-                why = _refusal(work, split)
-                if why:
-                    found.refused[why] += 1
-                    continue
-                for pp in _given(fixed, "pp", divisors(gpus // (tp * ulysses * ring))):
-                    dp = gpus // (tp * ulysses * ring * pp)
-                    if fixed.get("dp") not in (None, dp):
-                        continue
-                    if model.layers % pp:
-                        found.refused["layers do not divide into stages"] += 1
-                    elif work.global_batch % dp:
-                        found.refused["the global batch does not divide among dp"] += 1
-                    else:
-                        yield replace(split, pp=pp, dp=dp, overlap_gradients=pp == 1)
+    for tp, ulysses, ring, pp, dp in _degrees(found.gpus, fixed):
+        split = replace(plain, tp=tp, ulysses=ulysses, ring=ring)
+        why = "tp beyond a node" if tp > found.cluster.gpus_per_node else _refusal(work, split)
+        if why:
+            found.refused[why] += 1
+        elif model.layers % pp:
+            found.refused["layers do not divide into stages"] += 1
+        elif work.global_batch % dp:
+            found.refused["the global batch does not divide among dp"] += 1
+        else:
+            yield replace(split, pp=pp, dp=dp, overlap_gradients=pp == 1)
+
+
+def _degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
+    """(tp, ulysses, ring, pp, dp) whose product is the number of GPUs.
+
+    Raises:
+        ConfigError: there are none with those that are given.
+    """
+    found: list[tuple[int, ...]] = [()]
+    for axis in ("tp", "ulysses", "ring", "pp"):
+        found = [
+            (*cut, degree)
+            for cut in found
+            for degree in _given(fixed, axis, divisors(gpus // math.prod(cut)))
+        ]
+    whole = [(*cut, gpus // math.prod(cut)) for cut in found]
+    whole = [cut for cut in whole if fixed.get("dp") in (None, cut[-1])]
+    if not whole:
+        raise ConfigError(
+            f"no cut of {gpus} GPUs has {_asked(fixed)}: degrees multiply to the number of GPUs; "
+            "leave one out"
+        )
+    return whole
+
+
+def _asked(given: Mapping[str, object]) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in given.items())
 
 
 def _refusal(work: Workload, split: Split) -> str | None:
@@ -185,6 +198,7 @@ class _Collector:
         self._ones: dict[tuple[object, ...], MicroBatch] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self.thorough = False
+        self.unmet: Counter[str] = Counter()  # what is given and no cut of a family can have
 
     def family(self, base: Split, fixed: Mapping[str, object]) -> None:
         """All settings of one set of degrees."""
@@ -195,7 +209,12 @@ class _Collector:
         orders = _given(fixed, "order", how.orders if both else how.orders[:1])
         recompute = _given(fixed, "recompute", how.recompute)
         batches = _given(fixed, "micro_batch", divisors(found.work.global_batch // base.dp))
-        if not stages:
+        if not (stages and orders and recompute and batches):
+            axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
+            axis = next(axis for axis, values in axes.items() if not values)
+            why = how.refusal(base, axis, fixed[axis])
+            self.unmet[why] += 1
+            found.refused[why] += 1
             return
         base = replace(base, schedule=how.schedule if base.pp > 1 else "1f1b", zero=max(stages))
         states = sum(states_bytes(stage_elements(found.work, base, 0), base))

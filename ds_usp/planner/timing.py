@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.host_time import Job, waiting_s
+from ds_usp.planner.host_time import NOTHING, Job
 from ds_usp.planner.links import COLLECTIVE, DIRECT, exchange_s, groups
 from ds_usp.planner.measured import (
     ends_rows,
@@ -21,6 +21,7 @@ from ds_usp.planner.measured import (
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, stage_boundary_bytes, step_traffic
 
+_PRODUCTS = 4  # of a layer: queries, keys and values; output; both of the MLP. A launch each
 _HBM_SHARE = 0.8  # of the bandwidth that elementwise kernels reach
 # Read and written for each logit by Megatron's cross entropy: to fp32, maximum, difference,
 # exponential, sum, quotient, and in backward the product and back to bf16.
@@ -66,33 +67,36 @@ def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
     that was measured at another tensor-parallel degree the formula is multiplied by what it took
     there over what the formula says: guesses must not look faster than what is known.
     """
-    core_forward, core_backward = (
+    core, core_back = (
         attention_s(cluster, work, split, backward=direction) for direction in (False, True)
     )
     outside = _measured_outside(cluster, work, split) or _scaled_outside(cluster, work, split)
-    known = outside.forward.host_s > 0 and core_forward.host > 0
-    there = Job(core_forward.total, core_forward.host), outside.forward
-    again = Job(0.0)
+    attention, attention_back = (
+        Job(each.total, each.host).cut(each.parts) for each in (core, core_back)
+    )
+    if not (attention.host_s and outside.forward.host_s):
+        attention, attention_back = attention.unknown(), attention_back.unknown()
+        outside = outside.of_unknown_host()
+    forward = outside.before(attention)
+    again = NOTHING
     if split.recompute == "full":
-        again = there[0] + there[1]
+        again = forward
     elif split.recompute == "attention":
-        again = outside.forward
+        again = outside.forward.cut(_PRODUCTS)
     elif split.recompute == "attention-only":
-        again = there[0]
+        again = attention
     elif split.recompute == "gemm-last":
         plain = layer_bytes(work, replace(split, recompute="none", fused_activation=True))
         again = Job(_passes_s(cluster, 2 * max(plain - layer_bytes(work, split), 0.0)))
-    forward = there[0] + there[1]
-    backward = again + Job(core_backward.total, core_backward.host) + outside.backward
     return LayerTime(
         matrices=outside.matrices,
-        attention=core_forward.kernel + core_backward.kernel,
-        elementwise=outside.elementwise + core_forward.merge + core_backward.merge,
+        attention=core.kernel + core_back.kernel,
+        elementwise=outside.elementwise + core.merge + core_back.merge,
         tp=outside.tp,
-        sp=core_forward.exposed + core_backward.exposed,
+        sp=core.exposed + core_back.exposed,
         recompute=again.device_s,
-        forward=forward if known else Job(forward.device_s),
-        backward=backward if known else Job(backward.device_s),
+        forward=forward,
+        backward=again + outside.after(attention_back),
         measured=outside.measured,
     )
 
@@ -107,6 +111,25 @@ class _Outside:
     forward: Job
     backward: Job
     measured: bool
+
+    @property
+    def device_s(self) -> float:
+        """Of the GPU, both directions."""
+        return self.forward.device_s + self.backward.device_s
+
+    def before(self, core: Job) -> Job:
+        """Forward of the whole layer: one of four products, attention, the others."""
+        product = self.forward.part(_PRODUCTS)
+        return product + core + product * (_PRODUCTS - 1)
+
+    def after(self, core: Job) -> Job:
+        """Backward of the whole layer."""
+        product = self.backward.part(_PRODUCTS)
+        return product * (_PRODUCTS - 1) + core + product
+
+    def of_unknown_host(self) -> _Outside:
+        """The same of a host that is not known."""
+        return replace(self, forward=self.forward.unknown(), backward=self.backward.unknown())
 
 
 def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside | None:
@@ -130,11 +153,10 @@ def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
     measured, formula = _measured_outside(cluster, work, there), _outside(cluster, work, there)
     if measured is None:
         return found
-    whole = formula.matrices + formula.elementwise + formula.tp
-    ratio = measured.matrices / whole
-    times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
     forward = _scaled(found.forward, measured.forward, formula.forward)
     backward = _scaled(found.backward, measured.backward, formula.backward)
+    ratio = (forward.device_s + backward.device_s) / found.device_s
+    times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
     return _Outside(*times, forward, backward, False)
 
 
@@ -224,8 +246,8 @@ class MicroBatch:
 
     def waiting_s(self, micro_batches: int, layers: int) -> float:
         """What the GPU waits for its host in so many micro batches of so many layers."""
-        there, back = (replace(job, times=layers) for job in (self.forward, self.backward))
-        return waiting_s((there, self.head, back) * micro_batches)
+        one = self.forward * layers + self.head + self.backward * layers
+        return (one * micro_batches).wait_s
 
 
 def micro_batch_time(cluster: Cluster, work: Workload, split: Split) -> MicroBatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
@@ -19,23 +20,32 @@ from ds_usp.planner.split import Split, Workload
 
 @dataclass(frozen=True, slots=True)
 class AttentionBytes:
-    """What one rank sends in one layer for one micro batch, by the ledger's kinds."""
+    """What one rank sends in one layer for one micro batch, by the ledger's kinds.
+
+    Args:
+        ring_kv_outer, ring_dkv_outer: of a double ring, what crosses the network: keys and values,
+            forward as often as backward, and their gradients. The ring's other numbers are then
+            what stays inside nodes.
+    """
 
     all_to_all_forward: int
     all_to_all_backward: int
     ring_kv_forward: int
     ring_kv_backward: int
     ring_dkv_backward: int
+    ring_kv_outer: int = 0
+    ring_dkv_outer: int = 0
 
     @property
     def forward(self) -> int:
         """All of forward."""
-        return self.all_to_all_forward + self.ring_kv_forward
+        return self.all_to_all_forward + self.ring_kv_forward + self.ring_kv_outer
 
     @property
     def backward(self) -> int:
         """All of backward."""
-        return self.all_to_all_backward + self.ring_kv_backward + self.ring_dkv_backward
+        ring = self.ring_kv_backward + self.ring_dkv_backward
+        return self.all_to_all_backward + ring + self.ring_kv_outer + self.ring_dkv_outer
 
     def ledger(self) -> dict[str, int]:
         """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
@@ -43,6 +53,8 @@ class AttentionBytes:
             "all_to_all": self.all_to_all_forward + self.all_to_all_backward,
             "ring_kv": self.ring_kv_forward + self.ring_kv_backward,
             "ring_dkv": self.ring_dkv_backward,
+            "ring_kv_outer": 2 * self.ring_kv_outer,
+            "ring_dkv_outer": self.ring_dkv_outer,
         }
         return {kind: sent for kind, sent in sums.items() if sent}
 
@@ -54,6 +66,7 @@ def attention_bytes(
     layout: str = "zigzag",
     mask: MaskSpec | None = None,
     gradient_bytes: int = 0,
+    inner_ring: int | None = None,
 ) -> AttentionBytes:
     """What one rank of the sequence-parallel group sends.
 
@@ -66,6 +79,11 @@ def attention_bytes(
         mask: causal if None.
         gradient_bytes: of an element of the ring's gradients; 0: as the keys. Kernels that
             return fp32 gradients send 4.
+        inner_ring: ranks of an inner ring, whose blocks cross the network once for all of them;
+            None: blocks go straight to their users.
+
+    Raises:
+        ConfigError: an inner ring that does not divide the ring.
     """
     tokens = TokenLayout(layout, work.seq_len, split.ulysses, split.ring, split.order)
     model = work.model
@@ -73,15 +91,18 @@ def attention_bytes(
     me, ring_rank = tokens.coords(rank)
     element = split.micro_batch * model.head_dim * split.param_bytes
     to_heads, to_sequence, queries_there, queries_back = _exchange(tokens, heads, me, ring_rank)
-    given, taken = _ring_tokens(tokens, mask or MaskSpec.causal(), ring_rank)
+    ring = _ring_tokens(tokens, mask or MaskSpec.causal(), ring_rank, inner_ring)
     kv_begin, kv_end = heads.kv_range(me)
     token = 2 * (kv_end - kv_begin) * split.micro_batch * model.head_dim
+    kv, dkv = token * split.param_bytes, token * (gradient_bytes or split.param_bytes)
     return AttentionBytes(
         all_to_all_forward=(to_heads + queries_back) * element,
         all_to_all_backward=(to_sequence + queries_there) * element,
-        ring_kv_forward=given * token * split.param_bytes,
-        ring_kv_backward=given * token * split.param_bytes,
-        ring_dkv_backward=taken * token * (gradient_bytes or split.param_bytes),
+        ring_kv_forward=ring.given * kv,
+        ring_kv_backward=ring.given * kv,
+        ring_dkv_backward=ring.taken * dkv,
+        ring_kv_outer=ring.given_outer * kv,
+        ring_dkv_outer=ring.taken_outer * dkv,
     )
 
 
@@ -108,19 +129,36 @@ def _width(span: tuple[int, int]) -> int:
     return span[1] - span[0]
 
 
+class _RingTokens(NamedTuple):
+    """Tokens that leave for other ring ranks and that come from them; across the network apart."""
+
+    given: int
+    taken: int
+    given_outer: int = 0
+    taken_outer: int = 0
+
+
 @lru_cache(maxsize=4096)
-def _ring_tokens(tokens: TokenLayout, mask: MaskSpec, ring_rank: int) -> tuple[int, int]:
-    """Tokens that leave for other ring ranks, and tokens of others that come."""
+def _ring_tokens(
+    tokens: TokenLayout, mask: MaskSpec, ring_rank: int, inner: int | None
+) -> _RingTokens:
     ring = tokens.ring
-    if ring == 1:
-        return 0, 0
-    if tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0:
+    if ring == 1 and inner is None:
+        return _RingTokens(0, 0)
+    even = tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0
+    if even and inner is None:
         # Ranks after this one see its front chunk, ranks before it both.
         chunk = tokens.seq_len // (2 * ring)
         later, earlier = ring - 1 - ring_rank, ring_rank
-        return (later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk
-    steps = [step for step in ring_schedule(tokens, mask, ring_rank).steps if not step.own]
-    return sum(step.given for step in steps), sum(step.columns for step in steps)
+        return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
+    schedule = ring_schedule(tokens, mask, ring_rank, inner=inner)
+    steps = [step for step in schedule.steps if not step.own]
+    return _RingTokens(
+        sum(step.given for step in steps),
+        sum(step.columns for step in steps),
+        sum(window.given for window in schedule.windows),
+        sum(window.columns for window in schedule.windows),
+    )
 
 
 # ------------------------------------------------------------------ in the mean over ranks

@@ -37,7 +37,8 @@ class Clock:
 
     Args:
         device: where steps run.
-        budget_s: seconds for all measurements together; a measurement beyond them is short.
+        budget_s: seconds for all measurements together; beyond them a measurement is one lap, after
+            one that warms up.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -60,11 +61,11 @@ class Clock:
         Args:
             most_s: what the laps may take together, after a warm-up.
         """
-        self._lap(step, 1)
-        one, spent = self._most([self._lap(step, 1), self.elapsed_s])
-        left = min(most_s, self._budget_s - spent)
+        one, left = self._warm(step, most_s)
+        if left <= 0:
+            return one
         steps = max(1, min(_MOST_STEPS, int(left / _LAPS / one)))
-        laps = _LAPS if left > 0 and _LAPS * one < 4 * most_s else 1
+        laps = _LAPS if _LAPS * one < 4 * most_s else 1
         return statistics.median(self._most([self._lap(step, steps)])[0] for _ in range(laps))
 
     def times(self, step: Step, most_s: float = 0.3) -> Times:
@@ -76,12 +77,12 @@ class Clock:
         """
         if not self.on_gpu:
             return Times(self.seconds(step, most_s), 0.0)
-        self._lap(step, 1)
-        one, spent = self._most([self._lap(step, 1), self.elapsed_s])
-        laps = [self._held(step, min(4 * one, _MOST_HELD_S)) for _ in range(_HELD_LAPS)]
+        one, left = self._warm(step, most_s)
+        held = _HELD_LAPS if left > 0 else 1
+        laps = [self._held(step, min(4 * one, _MOST_HELD_S)) for _ in range(held)]
         # A rank's median, then the slowest rank: a hiccup of any rank is no rank's pace.
         device, host = self._most([statistics.median(times) for times in zip(*laps, strict=True)])
-        steps = int(min(most_s, self._budget_s - spent) / max(device, host))
+        steps = int(left / max(device, host))
         if device <= host or steps < 1:
             return Times(device, host)
         self._lap(step, -(-steps // 2))
@@ -118,6 +119,12 @@ class Clock:
         """Wait for this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+    def _warm(self, step: Step, most_s: float) -> tuple[float, float]:
+        """Seconds of a lap after one that warms up, and what is left for more of them."""
+        self._lap(step, 1)
+        one, spent = self._most([self._lap(step, 1), self.elapsed_s])
+        return one, min(most_s, self._budget_s - spent)
 
     def _lap(self, step: Step, steps: int) -> float:
         self.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -70,8 +71,9 @@ def profile(
     """Measure; the content of a cluster's file, the same on every rank. Collective.
 
     Args:
-        models: whose layers are measured.
-        budget_s: seconds in all; what comes late is measured in one lap, never left out.
+        models: whose layers are measured, those of one shape once.
+        budget_s: seconds in all; what comes late is measured in one lap, after one that warms up,
+            and never left out.
         gpus_per_node: ranks of a node; ranks of a node are next to each other.
         base: a built-in cluster for what cannot be measured here, as NICs on one node.
         known: the GPUs are the base's, and so is their peak.
@@ -82,8 +84,8 @@ def profile(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world % gpus_per_node:
         raise ConfigError(f"{world} ranks do not fill nodes of {gpus_per_node}")
-    if budget_s <= 0:
-        raise ConfigError(f"--seconds {budget_s:g} must be more than 0")
+    if not 0 < budget_s < inf:
+        raise ConfigError(f"--seconds {budget_s:g} must be more than 0, and finite")
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
     sizes = Sizes.of(device)
     _warm_up(Clock(device, budget_s), sizes)
@@ -250,16 +252,24 @@ def _contention(state: Profile, group: dist.ProcessGroup) -> None:
 
 
 def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
+    """Rows of layers and ends, one for each shape: models may have layers in common."""
     clock, sizes = state.clock, state.sizes
+    seen: set[tuple[object, ...]] = set()
     for model in models:
+        layer = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated
         for tp in divisors(state.gpus_per_node):
-            if model.heads % tp or model.kv_heads % tp or model.ffn % tp:
+            possible = not (model.heads % tp or model.kv_heads % tp or model.ffn % tp)
+            if not possible or (*layer, tp) in seen:
                 continue
+            seen.add((*layer, tp))
             group = links.neighbours(tp, clock.world) if tp > 1 else None
             for row in layers.layers(clock, sizes, model, tp, group):
                 both = row.forward_s + row.backward_s
                 text = f"layer of {model.name}, tp {tp}, {row.tokens} tokens: {both * 1e3:.4g} ms"
                 state.add("layers", row, text)
+        if (model.hidden, model.vocab) in seen:
+            continue
+        seen.add((model.hidden, model.vocab))
         for end in layers.ends(clock, sizes, model):
             text = f"ends of {model.name}, {end.tokens} tokens: {end.seconds * 1e3:.4g} ms"
             state.add("ends", end, text)

@@ -26,6 +26,8 @@ class Sizes:
         most_s: for the laps of one measurement.
         kept_up_s: for laps of attention and layers: a GPU that never rests runs slower after a
             tenth of a second than at first.
+        models: whose layers are measured unless others are named. None on a CPU, where one layer of
+            a model that anybody trains takes seconds.
     """
 
     dtype: torch.dtype
@@ -39,6 +41,7 @@ class Sizes:
     exchange_bytes: tuple[int, ...]
     most_s: float
     kept_up_s: float
+    models: tuple[str, ...]
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
@@ -62,6 +65,7 @@ _ON_GPU = Sizes(
     exchange_bytes=(2**16, 2**20, 2**23, 2**26, 2**28),
     most_s=0.25,
     kept_up_s=0.6,
+    models=("gpt-1.3b", "llama3-8b"),
 )
 _ON_CPU = Sizes(
     dtype=torch.float32,
@@ -75,4 +79,5 @@ _ON_CPU = Sizes(
     exchange_bytes=(2**10, 2**14, 2**18, 2**20),
     most_s=0.02,
     kept_up_s=0.02,
+    models=(),
 )

@@ -15,15 +15,16 @@ from ds_usp.config import launched
 from ds_usp.errors import ConfigError
 from ds_usp.planner.choice import cluster_name
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.models import ModelShape
+from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.profiling.profile import profile
+from ds_usp.profiling.sizes import Sizes
 
 _UNKNOWN_GPU = "a100"  # whose assumptions serve a GPU that is not in the table
 
 
 def run(
     out: Path,
-    models: Sequence[ModelShape],
+    models: Sequence[ModelShape] | None,
     *,
     device: str,
     seconds: float,
@@ -32,6 +33,7 @@ def run(
     """Join the ranks, measure, and write the file.
 
     Args:
+        models: whose layers are measured; None: those of ``Sizes`` for the device.
         device: auto | cuda | cpu.
         say: takes lines on rank 0.
 
@@ -49,6 +51,8 @@ def run(
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     where = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
+    if models is None:
+        models = [load_model(name) for name in Sizes.of(where).models]
     if kind == "cuda":
         torch.cuda.set_device(where)
     if here.world > 1:

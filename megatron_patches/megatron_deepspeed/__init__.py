@@ -44,6 +44,7 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
         HOST,
         (
             *rows.start(read_settings(HOST, MeshSettings, settings)),
+            *rows.fused_kernels(),
             *rows.rank_groups(),
             *rows.model(),
             *rows.layers(),

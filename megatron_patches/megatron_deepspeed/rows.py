@@ -26,6 +26,7 @@ from megatron_patches.settings import MeshSettings
 
 _MPU = "megatron.core.parallel_state"
 _LAYER = "megatron.model.transformer"
+_GELU = "megatron.model.fused_bias_gelu:GeLUFunction"
 _PIPE = "deepspeed.runtime.pipe"
 _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
@@ -71,6 +72,12 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             guard=_checkout("cba729e752fc3c35"),
             reason="builds the index builder outside the checkout, without a pybind11 package",
         ),
+    )
+
+
+def fused_kernels() -> tuple[Patch, ...]:
+    """Kernels that the host builds or has fused, where today's torch and CUDA do not."""
+    return (
         Patch(
             "megatron.fused_kernels:load",
             kernels.load_fused_kernels,
@@ -85,6 +92,20 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             also_in=("megatron.training:set_jit_fusion_options",),
             guard=_checkout("8ada37e0af672f08"),
             reason="sets nvfuser switches that newer torch lacks",
+        ),
+        Patch(
+            f"{_GELU}.forward",
+            kernels.gelu,
+            "wrap",
+            guard=_checkout("fcc4122cb6e1d6c8"),
+            reason="one kernel an operation since torch lacks nvfuser; torch's own GELU is one",
+        ),
+        Patch(
+            f"{_GELU}.backward",
+            kernels.gelu_backward,
+            "wrap",
+            guard=_checkout("9939aa1d3de8e0a9"),
+            reason="the same of its gradient",
         ),
     )
 

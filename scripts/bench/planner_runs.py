@@ -266,6 +266,12 @@ def measure_host(
     _write(session, profile, path)
     cluster = load_cluster(str(path))
     add_rows(profile, "steps", [step_row(cluster, run) for run in runs], source)
+    if session.rank == 0:
+        write(
+            path.with_name("fitted.csv"),
+            f"runs of {source}, from which {path.name} has steps",
+            runs,
+        )
     if session.on_gpu:
         kept = {"value": max(workspace_bytes(runs), 0.0), "origin": "measured", "source": source}
         profile["workspace_bytes"] = kept

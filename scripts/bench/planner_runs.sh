@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Profiles this machine's GPUs, trains the held-out runs and judges the planner by them:
 #   scripts/bench/planner_runs.sh FOLDER [GPUS]       about five minutes on 4 H200
-# Leaves cluster.json, trainer.json, runs.csv and validation.csv in FOLDER; a cluster.json that is
-# there already is taken as it is.
+# Leaves cluster.json, trainer.json, fitted.csv, runs.csv and validation.csv in FOLDER; a cluster.json
+# that is there already is taken as it is.
 # DEVICE=cpu tries the scripts with models that a CPU trains; their figures mean little.
 set -euo pipefail
 

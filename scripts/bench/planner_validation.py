@@ -143,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = judge(cluster, [run for path in args.runs for run in read(path)])
     lines = summary(found)
     where = cluster.origins["gpus_per_node"][1]
-    command = f"python scripts/bench/planner_validation.py, profile and runs of {where}"
+    given = [args.profile, *map(str, args.runs)]
+    command = f"planner_validation.py --profile {' '.join(Path(x).name for x in given)}; {where}"
     write(args.out, [command, *lines], found)
     print("\n".join(lines))
 

@@ -168,7 +168,8 @@ def on_one_rank(ctx: RankContext) -> list[bool]:
     """Whether ranks with and without a compiler go on together, with the same bits."""
     found = []
     for ulysses in (1, 2, 4):
-        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True)
+        double = ds_usp.Tuning(inner_ring=2)
+        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=double)
         layer = Layer(mesh_of(ulysses), case)
         run = compiled(layer) if ctx.rank == 1 else layer
         want = results(layer, mesh_of(ulysses), case)

@@ -7,9 +7,12 @@ import torch
 from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp.attention.tuning import AUTO_TUNING
 
 
-def peak_bytes(ctx: RankContext, ring: int, ulysses: int, local: int) -> int:
+def peak_bytes(
+    ctx: RankContext, ring: int, ulysses: int, local: int, tuning: ds_usp.Tuning = AUTO_TUNING
+) -> int:
     """Peak of torch's own allocations in one forward and backward pass, above what it is given."""
     group = ctx.group if ring * ulysses == ctx.world else None
     mesh = ds_usp.SequenceMesh.from_group(group, ulysses)
@@ -18,7 +21,9 @@ def peak_bytes(ctx: RankContext, ring: int, ulysses: int, local: int) -> int:
     grad = torch.randn(1, local, 4, 32)
 
     def step() -> None:
-        out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal())
+        out = ds_usp.usp_attention(
+            q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), tuning=tuning
+        )
         torch.autograd.grad(out, (q, k, v), grad)
 
     step()
@@ -46,3 +51,15 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
     # A ring of two needs less: one block comes, so there is one buffer, and two parts are summed
     # without an accumulator.
     assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"
+
+
+def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
+    local, inner = 256, ds_usp.Tuning(inner_ring=2)
+    straight, double = (
+        max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
+        for tuning in (AUTO_TUNING, inner)
+    )
+    # Three windows come and go: the one in use, the next one, two sums of gradients in fp32 (one
+    # of them half as large here), and what leaves and comes of these.
+    block = 2 * local * 2 * 32 * 4
+    assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"

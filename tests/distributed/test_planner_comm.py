@@ -8,6 +8,7 @@ from cases import mesh_of
 from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import AttentionBytes, attention_bytes
@@ -30,7 +31,12 @@ def counted(
 
 
 def over(
-    mesh: ds_usp.SequenceMesh, tp: int, shape: ModelShape, seq_len: int, layout: str
+    mesh: ds_usp.SequenceMesh,
+    tp: int,
+    shape: ModelShape,
+    seq_len: int,
+    layout: str,
+    tuning: ds_usp.Tuning = AUTO_TUNING,
 ) -> tuple[LEDGER, LEDGER]:
     """The same over any mesh."""
     mesh.ledger.reset()
@@ -42,14 +48,18 @@ def over(
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
     mask = ds_usp.MaskSpec.causal()
-    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=tokens, mask=mask)
+    out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=tokens, mask=mask, tuning=tuning)
     forward = dict(mesh.ledger.bytes)
     out.sum().backward()
     return forward, dict(mesh.ledger.bytes)
 
 
 def told(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
-    forward = {"all_to_all": sent.all_to_all_forward, "ring_kv": sent.ring_kv_forward}
+    forward = {
+        "all_to_all": sent.all_to_all_forward,
+        "ring_kv": sent.ring_kv_forward,
+        "ring_kv_outer": sent.ring_kv_outer,
+    }
     return {kind: size for kind, size in forward.items() if size}, sent.ledger()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from ds_usp.profiling import Clock, profile
 from ds_usp.profiling.clock import Step
 
 MODEL = ModelShape("tiny", 2, 64, 128, 4, 2, 100)
+WORDS = replace(MODEL, name="the same layers, more words", vocab=120)
 
 
 def on_rank(ctx: RankContext, gpus_per_node: int) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
     found = profile(
         device=torch.device("cpu"),
-        models=[MODEL],
+        models=[MODEL, WORDS, MODEL],
         budget_s=0.5,
         gpus_per_node=gpus_per_node,
         base="cpu",
@@ -76,6 +79,12 @@ def test_the_planner_reads_it(cluster: Cluster) -> None:
     assert search(cluster, Workload(MODEL, 384, 4), 4).plans
 
 
+def test_a_shape_is_measured_once(cluster: Cluster) -> None:
+    """Models may have their layers in common; two rows of one size would be one too many."""
+    assert [(row.tp, row.tokens) for row in cluster.layers] == list(product((1, 2), (48, 192)))
+    assert [(row.vocab, row.tokens) for row in cluster.ends] == [(100, 48), (120, 48)]
+
+
 def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
     for row in cluster.calls:
         width = row.heads * row.head_dim
@@ -89,7 +98,8 @@ def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
         found = layer_time(cluster, Workload(MODEL, row.tokens), split)
         assert found.measured and found.matrices == pytest.approx(row.forward_s + row.backward_s)
     for row in cluster.ends:
-        assert head_time(cluster, Workload(MODEL, row.tokens), Split()).device_s == row.seconds
+        shape = replace(MODEL, vocab=row.vocab)
+        assert head_time(cluster, Workload(shape, row.tokens), Split()).device_s == row.seconds
     for row in cluster.exchanges:
         if row.collective == "all_gather":
             found = exchange_s(cluster, Group(row.ranks, 1), row.sent_bytes, COLLECTIVE)
@@ -116,8 +126,9 @@ def test_the_clock_reads_the_slowest_rank(pool: WorkerPool) -> None:
 
 
 def test_a_spent_budget_leaves_one_lap(pool: WorkerPool) -> None:
+    """After one that warms up; also of a step that ``most_s`` would hold many times."""
     (steps, seconds), other = pool.run(count_steps, 2, budget_s=0, most_s=0.5)
-    assert (steps, seconds) == other and steps == 3
+    assert (steps, seconds) == other and steps == 2 and seconds > 0.01
 
 
 def test_a_clock_alone() -> None:

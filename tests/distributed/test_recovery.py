@@ -55,12 +55,17 @@ def interrupted(
 PARTS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["block by block", "gathered"])
+# Gathered or not, inner ring.
+WAYS = {"block by block": (False, "auto"), "gathered": (True, "auto"), "double": (False, 2)}
+CALLS = [(*each, way) for way in WAYS for each in PARTS if way != "double" or each[0] == 1]
+
+
 @pytest.mark.parametrize("method", ["tile_forward", "tile_backward"])
-@pytest.mark.parametrize(("ulysses", "chunks", "part"), PARTS)
+@pytest.mark.parametrize(("ulysses", "chunks", "part", "way"), CALLS)
 def test_a_kernel_that_raises_leaves_nothing_under_way(
-    pool: WorkerPool, ulysses: int, chunks: int, part: int, method: str, gather: bool
+    pool: WorkerPool, ulysses: int, chunks: int, part: int, way: str, method: str
 ) -> None:
+    gather, inner = WAYS[way]
     # In the own block while the next one comes, in the first one that came, and at the end.
     for at in (0, 1, -1):
         results = pool.run(
@@ -68,7 +73,7 @@ def test_a_kernel_that_raises_leaves_nothing_under_way(
             WORLD,
             timeout=TIMEOUT_S,
             ulysses=ulysses,
-            tuning=Tuning(chunks, gather),
+            tuning=Tuning(chunks, gather, inner_ring=inner),
             method=method,
             part=part,
             at=at,

@@ -32,6 +32,7 @@ from planner_cases import (  # noqa: E402
 
 from ds_usp.planner import ModelShape, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
+from ds_usp.planner.measured import MeasuredAttention  # noqa: E402
 from ds_usp.planner.memory import memory, states_bytes  # noqa: E402
 from ds_usp.planner.split import check  # noqa: E402
 from ds_usp.planner.timing import step_time  # noqa: E402
@@ -66,6 +67,20 @@ def on_rank(ctx: RankContext, path: str) -> tuple[list[Measured], int]:
     return runs, large_storages() - before
 
 
+def waiting_step(ctx: RankContext, path: str, run: Measured) -> None:
+    """What a step costs beside its layers leaves out what its GPU waits for its host."""
+    from planner_runs import step_row
+
+    cluster, (work, split) = load_cluster(path), run.case.plan()
+    slow = {"forward_host_s": 1.0, "backward_host_s": 2.0}
+    layers = tuple(replace(row, **slow) for row in cluster.layers)
+    calls = (MeasuredAttention(split.ulysses, split.ring, 320, 4, 4, 16, 1e-3, 1e-3, **slow),)
+    waits = replace(cluster, layers=layers, calls=calls)
+    row = step_row(waits, replace(run, seconds=100.0))
+    again = step_time(replace(waits, steps=(row,)), work, split)
+    assert again.host > 1 and again.total == pytest.approx(100.0)
+
+
 def test_runs_judge_the_planner(tmp_path: Path) -> None:
     profile, table = tmp_path / "trainer.json", tmp_path / "runs.csv"
     ranks = fork_world(on_rank, 4, path=str(profile))
@@ -77,7 +92,10 @@ def test_runs_judge_the_planner(tmp_path: Path) -> None:
     assert [row.tp for row in cluster.layers] == [fitted.tp] * 2
     # The one run from which a step's cost is taken is predicted as it was measured, by definition.
     work, split = fitted.plan()
-    assert step_time(cluster, work, split).optimizer == cluster.steps[0].seconds >= 1e-6
+    assert step_time(cluster, work, split).optimizer == cluster.steps[0].seconds
+    (kept,) = read(profile.with_name("fitted.csv"))
+    assert kept.case == fitted
+    fork_world(waiting_step, 1, path=str(profile), run=kept)
     write(table, "a command\na machine", runs)
     (back,) = read(table)
     assert back.case == runs[0].case and back.seconds == pytest.approx(runs[0].seconds, rel=1e-3)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from host_runs import HostServer, flags, numbers, relative_difference
+
+from megatron_patches.megatron_deepspeed import kernels
 
 ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0 --micro-batch-size 1 --hidden-dropout 0.1"
 COMPILE = "megatron.data.dataset_utils:compile_helper"
@@ -49,6 +55,33 @@ def test_without_its_mending_deepspeed_scales_gradients_wrongly(
     wrong = [each["losses"] for each in host.run(world, flags(**degrees), without=without)]
     assert abs(wrong[0][0] / right[0] - 1) < 1e-6  # the first loss knows no gradient yet
     assert abs(wrong[0][1] / right[1] - 1) > 1e-3
+
+
+def test_gelu_is_the_hosts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs compute it: against the host's own in fp64, where nothing rounds."""
+    file = checkout / "megatron" / "model" / "fused_bias_gelu.py"
+    spec = importlib.util.spec_from_file_location("hosts_gelu", file)
+    assert spec is not None and spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    function = theirs.GeLUFunction
+    x = torch.randn(6, 2, 16, dtype=torch.float64).mul(3).requires_grad_()
+    bias = torch.randn(16, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(6, 2, 16, dtype=torch.float64)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        y = function.apply(x, bias)
+        return y, *torch.autograd.grad(y, (x, bias), dy)
+
+    expected = results()
+    monkeypatch.setattr(kernels, "_unfused", lambda _: True)
+    for name, ours in (("forward", kernels.gelu), ("backward", kernels.gelu_backward)):
+        wrapped = staticmethod(partial(ours, getattr(function, name)))
+        monkeypatch.setattr(function, name, wrapped)
+    ours = results()
+    assert ours[0].grad_fn is not expected[0].grad_fn
+    for mine, host in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, host, rtol=1e-6, atol=1e-7)  # its constants have 8 digits
 
 
 def test_dropout_differs_between_shards_and_is_the_same_again(host: HostServer) -> None:

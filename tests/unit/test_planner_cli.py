@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_usp.errors import ConfigError
+from ds_usp.planner import Split, Workload, load_model
 from ds_usp.planner.__main__ import main
+from ds_usp.planner.emit import KINDS, emit
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples_deepspeed" / "sequence_parallel"
@@ -71,6 +75,11 @@ def test_comm(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["forward_bytes"]["ring_kv"] == 3 * 16384 * 2 * 2 * 128 * 2
     assert first["ledger_bytes"]["ring_dkv"] == 6 * 16384 * 2 * 2 * 128 * 2
     assert "bwd ring dkv" in run(capsys, line + " --tp 2")
+    assert "outer" not in run(capsys, line)
+    assert "bwd outer dkv" in run(capsys, line + " --inner-ring 2")
+    double = json.loads(run(capsys, line + " --inner-ring 2 --json"))["ranks"][0]
+    # Of both, one chunk for a node of two goes across, one stays and one is passed on.
+    assert double["forward_bytes"]["ring_kv_outer"] == 16384 * 2 * 2 * 128 * 2
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +92,8 @@ def words(text: str) -> list[str]:
 
 
 def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = words(run(capsys, PLAN + " --emit megatron-deepspeed"))
+    more = " --pp 1 --fused-loss --documents 100000,31072 --emit megatron-deepspeed"
+    flags = words(run(capsys, PLAN + more))
     flags = flags[: flags.index("--deepspeed")]  # the launcher's own
     for host_only in ("--no-pipeline-parallel", "--checkpoint-activations"):
         if host_only in flags:
@@ -99,6 +109,74 @@ def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[st
     assert args.ds_sequence_parallel_size * args.tensor_model_parallel_size == 16
     assert args.num_key_value_heads == 8 and args.ffn_hidden_size == 14336
     assert args.swiglu and args.normalization == "rmsnorm"
+    assert args.reset_attention_mask and args.reset_position_ids and args.usp_loss_chunks > 0
+
+
+H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
+
+
+def after(flags: list[str], flag: str, count: int = 1) -> list[str]:
+    return flags[flags.index(flag) + 1 :][:count]
+
+
+@pytest.mark.parametrize("kind", ["megatron-deepspeed", "script"])
+def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """512K tokens on 8 GPUs fit only if the logits are never held whole."""
+    line = "plan --model llama3-8b --seq-len 524288 --gpus 8 --cluster a800 --tp 1 --emit " + kind
+    assert "nothing fits" in run(capsys, line, 1)
+    flags = words(run(capsys, line + " --fused-loss"))
+    assert after(flags, "--usp-loss-chunks") == ["64"]  # 64K tokens of a rank, 1K at a time
+    assert "--reset-attention-mask" not in flags
+    packed = words(run(capsys, f"{H200} --documents 100000,31072 --emit {kind}"))
+    assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed
+    assert "--usp-loss-chunks" not in packed
+
+
+def test_megatron_core_fuses_swiglu_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = words(run(capsys, f"{H200} --fused-activation --emit megatron-core"))
+    assert "--swiglu" in flags and "--no-bias-swiglu-fusion" not in flags
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--fused-activation --emit megatron-deepspeed", "leave --fused-activation out"),
+        ("--fused-activation --emit script", "leave --fused-activation out"),
+        ("--fused-loss --emit megatron-core", "no fused-loss: leave --fused-loss out"),
+        ("--documents 131072 --emit megatron-core", "no documents: leave --documents out"),
+        ("--fused-loss --pp 2 --emit script", "search with --pp 1"),
+        ("--documents 65536,65536 --pp 2 --emit megatron-deepspeed", "search with --pp 1"),
+        ("--order ring-ulysses --emit megatron-core", "megatron-core has no order ring-ulysses"),
+        ("--order ring-ulysses --emit script", "megatron-deepspeed has no order ring-ulysses"),
+        ("--engine megatron-core --emit script", "is what megatron-deepspeed can run, not --eng"),
+        ("--engine any --emit megatron-core", "is what megatron-core can run, not --engine any"),
+    ],
+)
+def test_what_a_host_has_no_switch_for_is_not_emitted(
+    capsys: pytest.CaptureFixture[str], more: str, says: str
+) -> None:
+    assert main([*H200.split(), *more.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and says in captured.err and captured.err.count("\n") == 1
+
+
+def test_an_order_that_no_host_has_is_not_emitted() -> None:
+    work = Workload(load_model("llama3-8b"), 131072)
+    split = Split(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match="has no switch for ring-ulysses"):
+            emit(kind, work, split)
+        assert emit(kind, work, replace(split, ring=1))  # which is the same in both orders
+
+
+def test_an_explanation_beside_what_is_emitted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{H200} --engine megatron-deepspeed --emit megatron-deepspeed"
+    assert main(line.split()) == 0
+    alone = capsys.readouterr()
+    assert main([*line.split(), "--explain"]) == 0
+    explained = capsys.readouterr()
+    assert alone.err == "" and explained.out == alone.out  # what a shell keeps
+    assert "% MFU" in explained.err and "because" in explained.err
 
 
 def test_emitted_for_megatron_core(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +226,12 @@ def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         assert right <= float(root.attrib["width"]) and bottom <= float(root.attrib["height"])
 
 
+def test_no_picture_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plans.svg"
+    assert main([*NOTHING.split(), "--svg", str(file)]) == 1
+    assert f"--svg {file}: not written" in capsys.readouterr().err and not file.exists()
+
+
 NOTHING = "plan --model 175b --seq-len 1048576 --gpus 8 --cluster h100"
 
 
@@ -182,6 +266,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("memory --model 7b --seq-len 8192 --zero 7", "zero=7 must be"),
         ("memory --model 7b --seq-len 8192 --stage 1", "outside the 1 stages"),
         ("comm --model llama3-8b --seq-len 8192 --ulysses 64", "ulysses=64 needs at least 64"),
+        ("comm --model llama3-8b --seq-len 64 --ring 4 --inner-ring 3", "Use one of 1, 2, 4"),
         ("comm --model llama3-8b --seq-len 32 --ring 64", "32 tokens are too few"),
     ],
 )
@@ -196,7 +281,10 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, sa
 STARTED = """
 import sys, time
 begin = time.process_time()
+from ds_usp.errors import ConfigError
+from ds_usp.planner import Split, Workload, load_model
 from ds_usp.planner.__main__ import main
+from ds_usp.planner.emit import KINDS, emit
 main(["table"])
 print(time.process_time() - begin, *(name for name in ("torch", "numpy") if name in sys.modules))
 """
@@ -235,16 +323,27 @@ def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixtu
 
 
 def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """One process without links; the file serves the other commands at once."""
-    out = tmp_path / "here.json"
-    text = run(capsys, f"profile --out {out} --seconds 0.2 --device cpu --model")
+    """One process without links; the file serves the other commands at once, also where it is of
+    two models with the same layers."""
+    out, models = tmp_path / "here.json", tmp_path / "models.json"
+    shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100}
+    models.write_text(json.dumps({"base": shape, "chat": {**shape, "vocab": 120}}))
+    both = f"{models}:base {models}:chat"
+    text = run(capsys, f"profile --out {out} --seconds 0.01 --device cpu --model {both}")
     assert "attention ulysses 1 x ring 1" in text and f"plan with --cluster {out}" in text
-    line = f"plan --model gpt-1.3b --seq-len 4096 --gpus 1 --cluster {out} --memory-gib 999"
-    assert json.loads(run(capsys, line + " --json"))["plans"]
-    found = json.loads(
-        run(capsys, f"profile --out {out} --seconds 0.1 --device cpu --json --model")
-    )
+    for name in ("base", "chat"):
+        line = f"plan --model {models}:{name} --seq-len 256 --gpus 1 --cluster {out}"
+        assert json.loads(run(capsys, line + " --json"))["plans"]
+
+
+def test_on_a_cpu_no_models_layers_are_measured_unless_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One layer of a large model would take longer than all else."""
+    line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
+    found = json.loads(run(capsys, line))
     assert found["version"] == 1 and found["levels"]["origin"] == "assumed"
+    assert "calls" in found and "layers" not in found and "ends" not in found
 
 
 @pytest.mark.parametrize(
@@ -253,6 +352,7 @@ def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         ("--out profile.txt", "must end in .json"),
         ("--out nowhere/profile.json", "there is no folder nowhere"),
         ("--out profile.json --seconds 0", "must be more than 0"),
+        ("--out profile.json --seconds nan", "--seconds nan must be more than 0, and finite"),
         ("--out profile.json --model b9000", "no model 'b9000'"),
     ],
 )

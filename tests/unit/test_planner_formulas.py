@@ -20,7 +20,13 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.memory import memory, offload_needed, stage_memory, states_bytes
+from ds_usp.planner.memory import (
+    logits_bytes,
+    memory,
+    offload_needed,
+    stage_memory,
+    states_bytes,
+)
 from ds_usp.planner.models import ModelShape, load_model
 from ds_usp.planner.split import Split, Workload, check, impossible
 from ds_usp.planner.timing import step_time
@@ -293,6 +299,14 @@ def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
     again = memory(work, replace(split, fused_loss=True, recompute="full"))
     kept = memory(work, replace(split, fused_loss=True)).activations / 24
     assert again.transient == pytest.approx(kept)
+
+
+@pytest.mark.parametrize("tp_sequence", [True, False])
+def test_only_megatrons_sequence_parallelism_cuts_what_the_head_keeps(tp_sequence: bool) -> None:
+    work, split = Workload(SMALL, 1024), Split(tp=2, ring=2, tp_sequence=tp_sequence)
+    logits = 512 * SMALL.padded_vocab(2) / 2 * 6
+    kept = 512 * 2 * 2 * 64 / (2 if tp_sequence else 1)  # the last norm's input and the head's
+    assert logits_bytes(work, split) == logits + kept
 
 
 def test_or_the_worst_moment_is_the_step() -> None:

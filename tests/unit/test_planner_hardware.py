@@ -14,7 +14,7 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.host_time import Job, waiting_s
+from ds_usp.planner.host_time import NOTHING, Job
 from ds_usp.planner.links import (
     COLLECTIVE,
     DIRECT,
@@ -129,12 +129,35 @@ def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Pa
             assert found.total == pytest.approx(seconds)
     between = attention_s(cluster, Workload(model, 65536), split, backward=False).total
     assert 0.005 * 4 * 0.8 < between < 0.064 / 4 * 1.2
-    formula = load_cluster("h200")
-    for pair in (Split(ulysses=4), Split(ulysses=2, ring=2, tp=2)):
+    for links in (1, 2):  # nodes too small for the group that was measured: other links
+        small = cluster.with_gpus_per_node(links)
         work = Workload(model, 65536)
-        same = attention_s(cluster, work, pair, backward=False).kernel
-        plain = attention_s(formula, work, pair, backward=False).kernel
-        assert (same == plain) == (pair.ulysses == 4)
+        found = attention_s(small, work, split, backward=False)
+        assert found == attention_s(replace(small, calls=()), work, split, backward=False)
+
+
+def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path: Path) -> None:
+    """Else what was never run, as a group across nodes, would beat all that was."""
+    cluster, work = profiled(tmp_path), Workload(load_model("llama3-8b"), 65536)
+    (row, *_) = cluster.calls
+    assert (row.ulysses, row.ring) == (2, 2)
+    slow = {"forward_host_s": 0.5, "backward_host_s": 0.7}
+    calls = tuple(replace(each, **slow) for each in cluster.calls)
+    one = replace(row, ulysses=1, ring=1, forward_s=1e-6)
+    cluster = replace(cluster, calls=(*calls, one))
+    plain = replace(cluster, calls=())
+    known = Split(ulysses=2, ring=2)
+    ratio = (
+        attention_s(cluster, work, known, backward=False).total
+        / attention_s(plain, work, known, backward=False).total
+    )
+    for guessed in (Split(ulysses=4), Split(ring=8), Split(ulysses=4, ring=4)):
+        found, formula = (attention_s(c, work, guessed, backward=False) for c in (cluster, plain))
+        assert found.host == 0.5 and formula.host == 0
+        assert found.total > formula.total and ratio > 1
+    # Of one rank the row of one rank, and only its host's time is that of the nearest known one.
+    alone = attention_s(cluster, work, Split(), backward=False)
+    assert alone.total < 1e-3 and alone.host == 0.5
 
 
 def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: Path) -> None:
@@ -182,27 +205,34 @@ def test_measured_ends_and_steps(tmp_path: Path) -> None:
     )
 
 
-def launched(jobs: list[Job]) -> float:
-    """The same by playing it: a GPU takes a job when it is launched and the one before is done."""
+def launched(jobs: list[tuple[float, float]]) -> float:
+    """The wait by playing it: a GPU takes a job when it is launched and the one before is done."""
     host = device = 0.0
-    for job in jobs:
-        for _ in range(job.times):
-            host += job.host_s
-            device = max(device, host) + job.device_s
-    return device - sum(job.device_s * job.times for job in jobs)
+    for device_s, host_s in jobs:
+        host += host_s
+        device = max(device, host) + device_s
+    return device - sum(device_s for device_s, _ in jobs)
 
 
 def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
+    """Sums and multiples of jobs wait as the row of their launches does."""
     draw = random.Random(5)
     waits = 0
-    for _ in range(500):
-        jobs = [
-            Job(draw.random() * draw.choice((0.1, 1)), draw.random() * 0.5, draw.randint(1, 6))
-            for _ in range(draw.randint(1, 5))
-        ]
-        assert waiting_s(jobs) == pytest.approx(launched(jobs), abs=1e-12)
-        waits += waiting_s(jobs) > jobs[0].host_s
-    assert waits > 100
+    for _ in range(300):
+        total, row = NOTHING, list[tuple[float, float]]()
+        for _ in range(draw.randint(1, 4)):
+            times, launches = draw.randint(0, 4), draw.randint(1, 5)
+            job = Job(draw.random() * draw.choice((0.1, 1)), draw.random() * 0.5)
+            other = Job(draw.random(), draw.random())
+            total += (job.cut(launches) + other) * times
+            row += [
+                *[(job.device_s / launches, job.host_s / launches)] * launches,
+                (other.device_s, other.host_s),
+            ] * times
+        assert total.wait_s == pytest.approx(launched(row), abs=1e-12)
+        assert total.device_s == pytest.approx(sum(device for device, _ in row))
+        waits += bool(row) and total.wait_s > row[0][1] + 1e-9
+    assert waits > 60
 
 
 def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> None:
@@ -217,11 +247,24 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> N
     layer, time = layer_time(known, work, split), step_time(known, work, split)
     assert (layer.forward.host_s, layer.backward.host_s) == pytest.approx((4, 6))
     assert layer.forward.device_s + layer.backward.device_s == pytest.approx(layer.total)
-    # All launches, then the GPU's last layer.
+    # All launches, then the GPU's last product: one of four, all but the first behind attention.
     busy = time.layers + time.head
-    assert time.host + busy == pytest.approx(8 * 10 + layer.backward.device_s)
+    assert time.host + busy > 8 * 10
+    assert time.host + busy < 8 * 10 + layer.backward.device_s
+    assert sum(time.parts().values()) == pytest.approx(time.total)
+    two = step_time(known, replace(work, global_batch=2), split)
+    assert two.host + two.layers + two.head > 2 * 8 * 10
     again = layer_time(known, work, replace(split, recompute="full"))
     assert again.backward.host_s == pytest.approx(10)
+    scaled = layer_time(known, work, replace(split, tp=2))
+    assert (scaled.forward.host_s, scaled.backward.host_s) == pytest.approx((4, 6))
+    assert scaled.forward.device_s + scaled.backward.device_s == pytest.approx(scaled.total)
+    longer = tuple(replace(r, forward_host_s=r.tokens * 1e-3) for r in known.layers)
+    at_length = layer_time(replace(known, layers=longer), work, split).forward.host_s - 2
+    assert min(r.tokens for r in longer) * 1e-3 < at_length < max(r.tokens for r in longer) * 1e-3
+    ends = tuple(replace(r, host_s=7.0) for r in known.ends)
+    late = step_time(replace(known, ends=ends), work, split)
+    assert late.host == pytest.approx(time.host + 7, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -135,6 +137,56 @@ def test_impossible_requests() -> None:
         find("llama3-8b", 8192, 4, 8, budget_gib=0)
     with pytest.raises(ConfigError, match="no cut of 8 GPUs has"):
         find("llama3-8b", 8192, 4, 8, tp=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "fixed", "says"),
+    [
+        ("any", {"zero": 3, "pp": 2}, "zero 3, pp 2: ZeRO-3 does not go with a pipeline"),
+        ("any", {"zero": 3, "tp": 8, "pp": 2}, "ZeRO-3 has no ranks to share with"),
+        ("megatron-core", {"zero": 3}, "megatron-core has no ZeRO-3"),
+        ("megatron-core", {"recompute": "gemm-last"}, "megatron-core has no recompute gemm-last"),
+        (
+            "megatron-deepspeed",
+            {"recompute": "attention-only"},
+            "megatron-deepspeed has no recompute attention-only",
+        ),
+        ("megatron-deepspeed", {"order": "ring-ulysses"}, "has no order ring-ulysses"),
+        ("megatron-core", {"order": "ring-ulysses"}, "has no order ring-ulysses"),
+        ("any", {"order": "ring-ulysses", "ring": 1}, "without both ulysses and ring there is no"),
+        ("any", {"micro_batch": 3}, "micro batch 3 does not divide the sequences of a replica"),
+        ("any", {"dp": 3}, "no cut of 16 GPUs has dp 3: degrees multiply"),
+        ("any", {"tp": 4, "ulysses": 8}, "no cut of 16 GPUs has tp 4, ulysses 8: degrees multiply"),
+    ],
+)
+def test_what_is_given_and_cannot_be_is_named(
+    how: str, fixed: dict[str, object], says: str
+) -> None:
+    """And not whatever other cuts are refused for."""
+    with pytest.raises(ConfigError, match="no cut of 16 GPUs has") as error:
+        find("llama3-8b", 131072, 1, 16, how=how, **fixed)
+    assert says in str(error.value)
+    for other in ("global batch", "node", "stages"):
+        assert other not in str(error.value)
+
+
+def test_what_is_given_is_counted_where_others_can_have_it() -> None:
+    found = find("llama3-8b", 131072, 1, 16, zero=3)
+    assert found.plans and found.refused["ZeRO-3 does not go with a pipeline"] > 0
+
+
+def test_every_cut_is_refused_or_looked_at() -> None:
+    found = find("llama3-8b", 8192, 1, 8, "h200", "megatron-deepspeed", micro_batch=1)
+    cuts = [cut for cut in product((1, 2, 4, 8), repeat=5) if math.prod(cut) == 8]
+    assert found.refused["the global batch does not divide among dp"] == sum(
+        dp > 1 for *_, dp in cuts
+    )
+    stages = [
+        1 if ulysses * ring == 1 else 4 if pp == 1 else 2  # of ZeRO
+        for _, ulysses, ring, pp, dp in cuts
+        if dp == 1
+    ]
+    assert found.considered == 4 * sum(stages)  # kinds of recomputation
 
 
 def test_nothing_fits() -> None:

@@ -57,7 +57,7 @@ PARAMETERS = {
     "TokenLayout.shard": "self x dim rank",
     "TokenLayout.gather": "self shards dim",
     "TokenLayout.positions": "self rank",
-    "Tuning": "chunks gather copies",
+    "Tuning": "chunks gather copies inner_ring",
     "Scores": "softcap alibi_slopes sinks dropout_seed",
     "MaskSpec": "left right documents prefix",
     "MaskSpec.prefix_lm": "prefix",

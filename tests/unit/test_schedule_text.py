@@ -11,6 +11,7 @@ from ds_usp.geometry.schedule import ring_schedule
 
 CAUSAL = MaskSpec.causal()
 README = Path(__file__).resolve().parents[2] / "README.md"
+ARCHITECTURE = README.with_name("ARCHITECTURE.md")
 
 
 def test_a_schedule_prints_as_a_table() -> None:
@@ -35,6 +36,18 @@ def test_a_schedule_prints_as_a_table() -> None:
         "  of 2[0:8] 0[0:4] 1[0:8]: q[0:4] k[8:16] causal; q[4:8] k[0:20] causal, "
         "gives 0[0:8] 2[0:4]",
     ]
+
+
+def test_a_double_ring_prints_its_windows() -> None:
+    plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
+    assert plan.splitlines()[1:] == [
+        "  window 1 holds 1[0:4], gives 1[0:8]",
+        "  own: q[0:8] k[0:8] causal",
+        "  of 2[0:4]: q[0:8] k[0:4] full, gives 2[0:8]",
+        "  window 1, held: q[0:8] k[0:4] full",
+        "  window 1, of 0[0:4]: q[0:8] k[0:4] full, gives 2[0:4]",
+    ]
+    assert plan in ARCHITECTURE.read_text(encoding="utf-8")
 
 
 def test_the_readme_shows_what_is_printed() -> None:

@@ -83,7 +83,7 @@ def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> 
     real = torch.empty(1, seq_len // ring, 32, 1)
     layout = TokenLayout("zigzag", seq_len, 1, ring)
     cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
-    assert cut == (1, False, False)
+    assert cut == (1, False, False, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -200,6 +200,49 @@ def test_copy_engines_carry_what_they_can(capturing: list[bool]) -> None:
     assert SequenceMesh.single().no_copies is not None
 
 
+def inner(tuning: Tuning, *, ring: int = 8, node: int = 4, tokens: int = 64 * K) -> int | None:
+    """The inner ring, of one KV head and bf16, on nodes of so many ring ranks."""
+    layout, split = TokenLayout("zigzag", tokens, 1, ring), HeadSplit(8, 1, 1)
+    mesh = SequenceMesh(1, ring, rank=0, node_ring=node)
+    return tuning.resolve(split, layout, tensor(tokens // ring, 8, "cpu"), mesh, CAUSAL).inner
+
+
+def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() -> None:
+    assert inner(Tuning()) == 4 and inner(Tuning(), node=2) == 2
+    # 2 * 128 * 2 bytes a token: a block of 2048 tokens is the first of 1 MiB.
+    assert inner(Tuning(), tokens=16 * K) == 4 and inner(Tuning(), tokens=16 * K - 8) is None
+    for node in (1, 8, 3):  # a node a rank, one node, nodes that do not fill the ring
+        assert inner(Tuning(), node=node) is None
+    assert inner(Tuning(inner_ring=2), node=8, tokens=K) == 2
+    assert inner(Tuning(inner_ring=1)) is None and inner(Tuning(inner_ring=8)) is None
+    assert inner(Tuning(inner_ring=2), ring=1) is None  # as without a ring nothing is gathered
+    with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 8 .* 1, 2, 4, 8"):
+        inner(Tuning(inner_ring=3))
+    for wrong in (0, -2, 2.0, True, None, "node"):
+        with pytest.raises(ConfigError, match=f"inner_ring={wrong!r} must be 'auto' or a number"):
+            Tuning(inner_ring=wrong)  # type: ignore[arg-type]
+
+
+def test_a_window_at_once_is_as_small_as_its_node() -> None:
+    def cut(node: int, chunks: int) -> Cut:
+        layout, split = TokenLayout("zigzag", 1024 * K, 1, 8), HeadSplit(8, 8, 1)
+        mesh = SequenceMesh(1, 8, rank=0, node_ring=node)
+        return Tuning(chunks).resolve(split, layout, tensor(128 * K, 8, "cuda"), mesh, CAUSAL)
+
+    # As many parts as the ranks whose blocks come together: 8 straight, 2 of a node.
+    assert [cut(8, chunks).gather for chunks in (2, 4, 8)] == [False, False, True]
+    assert [cut(2, chunks).gather for chunks in (1, 2, 8)] == [False, True, True]
+
+
+def test_a_double_ring_goes_by_messages(capturing: list[bool]) -> None:
+    layout, split = TokenLayout("zigzag", 64 * K, 1, 4), HeadSplit(8, 8, 1)
+    mesh, q = mesh_of(1, 4, None), tensor(16 * K, 8, "cuda")
+    assert Tuning().resolve(split, layout, q, mesh, CAUSAL).copies
+    assert not Tuning(inner_ring=2).resolve(split, layout, q, mesh, CAUSAL).copies
+    with pytest.raises(ConfigError, match=r"copies=True, but .* double ring \(inner_ring=2\)"):
+        Tuning(copies=True, inner_ring=2).resolve(split, layout, q, mesh, CAUSAL)
+
+
 def test_nobody_copies_where_nccl_must_not(
     capturing: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,10 +262,10 @@ def test_nobody_copies_into_a_graph(capturing: list[bool]) -> None:
 
 
 def test_ranks_that_cut_otherwise_say_so() -> None:
-    texts = {str(Cut(*each)) for each in product((1, 2), (False, True), (False, True))}
-    assert len(texts) == 8
+    texts = {str(Cut(*each)) for each in product((1, 2), *[(False, True)] * 2, (None, 2, 4))}
+    assert len(texts) == 24
 
 
 def test_equal_tunings_are_one_value() -> None:
     assert Tuning(2, True) == Tuning(chunks=2, gather=True) and len({Tuning(), Tuning()}) == 1
-    assert Tuning() == Tuning("auto", "auto", "auto") == AUTO_TUNING
+    assert Tuning() == Tuning("auto", "auto", "auto", "auto") == AUTO_TUNING

@@ -1,0 +1,185 @@
+"""Keys and values on their way to where they are used, and gradients on their way home.
+
+Letters of the shapes: B batch, T tokens of this rank's keys and values, N tokens of a block, G
+key/value heads, D head dim of keys, E of values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from ds_usp.comm.ring import Channel
+from ds_usp.dense import dense_copy
+from ds_usp.geometry.schedule import RingStep
+from ds_usp.geometry.windows import Piece, Window
+from ds_usp.kernels.merge import GradientSum
+
+Travel = RingStep | Window
+
+
+class Arrivals:
+    """Keys and values that come one after the other. There are two buffers: while one is in use,
+    the other one is filled.
+
+    Args:
+        travels: all that will come.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        travels: Sequence[Travel],
+        rank: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        self._channel, self._rank = channel, rank
+        sizes = [max((each.columns for each in travels[i::2]), default=0) for i in range(2)]
+        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes if travels]
+        self._waiting: deque[Travel] = deque()
+        self._packed = self._coming = k[:0]
+
+    def begin(self, travels: Sequence[Travel], packed: torch.Tensor) -> None:
+        """Let the first of these come; others take theirs of what is packed here."""
+        self._waiting.extend(travels)
+        self._packed = packed
+        self._post()
+
+    def take(self) -> torch.Tensor:
+        """What was to come, when it is there; the next one is on its way then."""
+        self._channel.take()
+        block = self._coming
+        self._post()
+        return block
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._channel.close()
+
+    def _post(self) -> None:
+        if not self._waiting:
+            return
+        travel = self._waiting.popleft()
+        self._buffers.reverse()
+        self._coming = self._buffers[1][: travel.columns]
+        token = self._packed.shape[1:].numel()
+        arriving = []
+        for piece, place in _split(self._coming, travel.comes):
+            if piece.rank == self._rank:
+                place.copy_(self._packed[piece.start : piece.stop])
+            else:
+                arriving.append((piece.rank, place, piece.start * token, 0))
+        leaving = [(piece.rank, self._packed[piece.start : piece.stop]) for piece in travel.gives]
+        self._channel.post(leaving, arriving)
+
+
+class WayHome:
+    """Gradients of keys and values that travel to where they are summed, one exchange in flight.
+
+    Attributes:
+        keeps: what comes has a buffer each, and is summed in one go: so few are the exchanges.
+            Else one buffer serves them all.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        travels: Sequence[Travel],
+        rank: int,
+        dtype: torch.dtype,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        self._channel, self._rank, self._dtype, self._like = channel, rank, dtype, (k, v)
+        self.keeps = len(travels) <= 2
+        most = max((each.given for each in travels), default=0)
+        self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
+        self._leaving = k[:0]
+        self._coming: list[tuple[Piece, torch.Tensor]] = []
+        self._sums: Sequence[GradientSum] = ()
+
+    def send(
+        self, travel: Travel, gradients: Sequence[GradientSum], sums: Sequence[GradientSum]
+    ) -> None:
+        """Send the gradients of what came for a step or a window, and expect those of what left.
+
+        Args:
+            sums: where those are added, and the gradients of what this rank holds itself.
+        """
+        self.settle()
+        if self.keeps:
+            self._buffer = self._room(travel.given)
+        comes = [piece for piece in travel.comes if piece.rank != self._rank]
+        away = sum(piece.length for piece in comes)
+        shape = (away, *self._buffer.shape[1:])
+        # Held by this object: a lane may wait for it where its memory's stream does not.
+        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
+        places = unpacked(self._leaving, *self._like)
+        for total, place, own in zip(gradients, places, sums, strict=True):
+            total.write(place)
+            if away < travel.columns:  # this rank's own keys come last
+                total.hand_over(away, own)
+        token = self._buffer.shape[1:].numel()
+        self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
+        self._channel.post(
+            [(piece.rank, part) for piece, part in _split(self._leaving, comes)],
+            [
+                (piece.rank, part, at * token, 0)
+                for (piece, part), at in zip(self._coming, travel.given_at, strict=True)
+            ],
+        )
+
+    def settle(self) -> None:
+        """Add what has come, if anything is to come."""
+        if not self._channel.busy:
+            return
+        self._channel.take()
+        coming, self._coming = self._coming, []
+        for piece, part in coming:
+            for total, each in zip(self._sums, unpacked(part, *self._like), strict=True):
+                span = [(piece.start, piece.stop)]
+                total.add(each, span, borrowed=not self.keeps, held=self.keeps)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._channel.close()
+
+    def _room(self, tokens: int) -> torch.Tensor:
+        k, v = self._like
+        return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
+
+
+# Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
+# one dense message.
+
+
+def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, int, int]:
+    """Of so many tokens like keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
+    return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
+
+
+def packed_copy(channel: Channel, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them."""
+    packed = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
+    for place, x in zip(unpacked(packed, k, v), (k, v), strict=True):
+        dense_copy(place, x)
+    return packed
+
+
+def unpacked(
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
+    turned = packed.transpose(0, 1)
+    keys, values = turned.split([x.shape[2:].numel() for x in (k, v)], dim=2)
+    front = turned.shape[:2]
+    return keys.view(*front, *k.shape[2:]), values.view(*front, *v.shape[2:])
+
+
+def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+    """Each piece with its part of a tensor in which they lie one after the other."""
+    parts = packed.split([piece.length for piece in pieces]) if pieces else ()
+    return list(zip(pieces, parts, strict=True))

@@ -1,0 +1,147 @@
+"""A double ring against the fp64 oracle, and what of it crosses the borders of its nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
+from harness import RankContext, WorkerPool
+from test_attention import mean_errors
+from test_planner_comm import LEDGER, model, over, told
+
+from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
+from ds_usp.attention.functional import plan_call
+from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.traffic import attention_bytes
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def check(pool: WorkerPool, cases: list[Case], ulysses: int, world: int) -> None:
+    results = pool.run(run_cases, world, cases=cases, ulysses_degree=ulysses)
+    for case, *by_rank in zip(cases, *results, strict=True):
+        worst = {name: max(errors[name] for errors in by_rank) for name in RESULTS}
+        assert max(worst.values()) <= TOLERANCE[case.dtype], f"{case}: {worst}"
+
+
+def cases_of(inner: int) -> list[Case]:
+    """Layouts x masks x how a window comes, then sizes that do not divide and documents."""
+    base = Case(batch=1, heads=8, kv_heads=4)
+    tunings = [
+        Tuning(chunks, gather, inner_ring=inner)
+        for chunks, gather in product((1, 2), (False, True))
+    ]
+    masks = ("causal", "full", "window", "window ahead", "neighbours")
+    return [
+        *(
+            replace(base, layout=layout, mask=mask, tuning=tunings[at % 4], seq_len=64 + at % 5)
+            for at, (layout, mask) in enumerate(product(ALL_LAYOUTS, masks))
+        ),
+        *(
+            replace(base, layout=layout, documents=((9, 30, 1, 24),), tuning=tuning)
+            for layout, tuning in zip(
+                (*ALL_LAYOUTS, "balanced"), (*tunings, tunings[0]), strict=True
+            )
+        ),
+        *(replace(base, kernel="eager", tuning=tuning) for tuning in tunings),
+        replace(base, dtype=torch.float64, seq_len=67, batch=2, tuning=tunings[0]),
+        replace(base, documents=((64,), (20, 44)), batch=2, tuning=tunings[0]),
+        replace(base, kernel="eager", alibi=True, sinks=True, dropout_p=0.1, tuning=tunings[1]),
+        replace(base, mask="full", keys=(51, "contiguous"), tuning=tunings[0]),
+    ]
+
+
+# World, Ulysses, inner ring, and of how many cases one: other ones on each mesh.
+MESHES = [(4, 1, 2, 2), (8, 2, 2, 4), (6, 1, 2, 4), (6, 1, 3, 4)]
+
+
+@pytest.mark.parametrize("at", range(len(MESHES)))
+def test_equals_the_oracle(pool: WorkerPool, at: int) -> None:
+    world, ulysses, inner, every = MESHES[at]
+    check(pool, cases_of(inner)[at % every :: every], ulysses, world)
+
+
+def test_bf16_gradients_summed_on_the_way_lose_no_more_than_straight(pool: WorkerPool) -> None:
+    case = Case(dtype=torch.bfloat16, seq_len=256, heads=4, kv_heads=2, head_dim=32, batch=1)
+    straight, double = (
+        mean_errors(pool, replace(case, tuning=tuning), 1, 8, seeds=3)
+        for tuning in (Tuning(), Tuning(inner_ring=4))
+    )
+    assert all(double[name] <= 1.05 * straight[name] for name in RESULTS), (straight, double)
+
+
+SENT = [
+    *((layout, seq_len) for layout in ALL_LAYOUTS for seq_len in (64, 61)),
+    ("zigzag", 96),
+]
+
+
+def ledgers(
+    ctx: RankContext, ulysses: int, inner: int, tunings: list[Tuning]
+) -> list[list[tuple[LEDGER, LEDGER]]]:
+    """What this rank counts after forward and after backward, by layout and tuning."""
+    mesh = mesh_of(ulysses)
+    return [
+        [over(mesh, 1, model(8, 4), seq_len, layout, tuning) for tuning in tunings]
+        for layout, seq_len in SENT
+    ]
+
+
+@pytest.mark.parametrize(("world", "ulysses", "inner"), [(4, 1, 2), (8, 2, 2)])
+def test_the_ledger_is_what_the_planner_says(
+    pool: WorkerPool, world: int, ulysses: int, inner: int
+) -> None:
+    tunings = [
+        Tuning(chunks, gather, inner_ring=inner) for chunks, gather in ((1, False), (2, True))
+    ]
+    split = Split(ulysses=ulysses, ring=world // ulysses, micro_batch=2)
+    results = pool.run(ledgers, world, ulysses=ulysses, inner=inner, tunings=tunings)
+    for rank, found in enumerate(results):
+        for (layout, seq_len), each in zip(SENT, found, strict=True):
+            work = Workload(model(8, 4), seq_len)
+            want = told(attention_bytes(work, split, rank, layout, inner_ring=inner))
+            assert each == [want] * len(tunings), (layout, seq_len, rank)
+
+
+def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
+    """What meshes find of 8 ranks on hosts of 4, and how a call with large blocks is cut."""
+    hosts = [bytes([rank // 4]) for rank in range(ctx.world)]
+    with mock.patch("ds_usp.comm.mesh.host_names", lambda group: hosts):
+        ring, both = (SequenceMesh.from_group(None, ulysses) for ulysses in (1, 2))
+        turned = SequenceMesh.from_group(None, 2, "ring-ulysses")
+    mesh = both
+    layout = mesh.layout("zigzag", 4 * 2048)
+    q = torch.empty(1, layout.length(mesh.rank), 2, 64)
+    options = {"softmax_scale": None, "dropout_p": 0.0, "kernel": "auto"}
+    text, call = plan_call(q, q, q, mesh=mesh, layout=layout, mask=MaskSpec.causal(), **options)
+    assert len(call.rings[0].schedule.windows) == 1
+    return ring.node_ring, both.node_ring, turned.node_ring, text
+
+
+def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:
+    for ring, both, turned, text in pool.run(nodes, 8):
+        # Ring first, a ring of 4 is a host; 8 ranks on 2 hosts, 4 rings-of-ulysses ranks on 2.
+        assert (ring, both, turned) == (4, 2, 4)
+        assert "inner ring 2" in text
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    """What a ring of 4 says to tunings that it cannot serve, the last of which ranks differ in."""
+    texts = []
+    for inner in (3, 8, 4 - 2 * (ctx.rank % 2)):
+        try:
+            over(mesh_of(1), 1, model(8, 4), 64, "zigzag", Tuning(inner_ring=inner))
+        except (ConfigError, MeshError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_an_inner_ring_that_does_not_fit_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for three, eight, differ in pool.run(refusals, 4):
+        assert "inner_ring=3 does not divide the 4 ranks of the ring. Use one of 1, 2, 4" in three
+        assert "inner_ring=8" in eight
+        assert "inner ring 2" in differ and "rank 3" in differ

@@ -1,0 +1,117 @@
+"""What is told of plans: where they lose, what was measured, and the host's part in a picture."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from xml.etree import ElementTree
+
+import pytest
+
+from ds_usp.planner.explain import explain
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.measured import MeasuredAttention, MeasuredLayer
+from ds_usp.planner.models import load_model
+from ds_usp.planner.picture import picture
+from ds_usp.planner.report import found_json, plans_text
+from ds_usp.planner.search import Found, Plan, search
+from ds_usp.planner.split import Workload
+from ds_usp.planner.timing import StepTime
+
+MODEL = load_model("llama3-8b")
+LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
+CALL = MeasuredAttention(4, 1, 32768, 32, 8, 128, 0.002, 0.005)
+HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
+
+
+def found_on(
+    layers: tuple[MeasuredLayer, ...] = (), calls: tuple[MeasuredAttention, ...] = ()
+) -> Found:
+    cluster = replace(load_cluster("h200"), layers=layers, calls=calls)
+    return search(cluster, Workload(MODEL, 131072), 4, fixed={"tp": 1, "pp": 1, "dp": 1})
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return found_on()
+
+
+@pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
+def test_whatever_a_plan_loses_with_has_a_name(found: Found, part: str) -> None:
+    """The layers' time is told by its own parts, so where it alone is more, one of these is."""
+    best = found.plans[0]
+    more = getattr(best.time, part) + 1e3
+    other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))
+    (line,) = (
+        line
+        for line in explain(replace(found, best_with={("zero", "other"): other}, given={}))
+        if "because zero other" in line
+    )
+    assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
+
+
+def test_pairs_that_were_not_measured_are_named(found: Found) -> None:
+    pairs = {(plan.split.ulysses, plan.split.ring) for plan in found.plans}
+    assert pairs == {(4, 1), (2, 2), (1, 4)}
+    assert "measured" not in plans_text(found, 99)
+    text = plans_text(found_on(calls=(CALL,)), 99)
+    assert "; measured: attention (not on ulysses x ring 1 x 4, 2 x 2)\n" in text
+    text = plans_text(found_on(calls=(CALL, replace(CALL, ulysses=2, ring=2))), 99)
+    assert "; measured: attention (not on ulysses x ring 1 x 4)\n" in text
+    all_of_them = [replace(CALL, ulysses=u, ring=r) for u, r in pairs]
+    assert "; measured: attention\n" in plans_text(found_on(calls=tuple(all_of_them)), 99)
+    alone = found_on(calls=(CALL,))
+    listed = alone.plans[0].split.ulysses, alone.plans[0].split.ring
+    assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
+
+
+HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
+OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
+
+
+@pytest.mark.parametrize(
+    ("layers", "calls", "says"),
+    [
+        ((HOSTED_LAYER,), (HOSTED_CALL,), None),
+        ((LAYER,), (CALL,), None),
+        ((), (), None),
+        ((HOSTED_LAYER,), (CALL,), "host times of layers of llama3-8b, but not of attention: "),
+        ((HOSTED_LAYER,), (), "host times of layers of llama3-8b, but not of attention: "),
+        ((LAYER,), (HOSTED_CALL,), "host times of attention, but not of layers of llama3-8b: "),
+        ((OTHER,), (HOSTED_CALL,), "host times of attention, but not of layers of llama3-8b: "),
+        (
+            (HOSTED_LAYER, replace(LAYER, tokens=4096)),
+            (HOSTED_CALL,),
+            "of attention, but not of layers",
+        ),
+        ((OTHER,), (CALL,), None),
+    ],
+)
+def test_host_times_of_one_half_are_no_host_times(
+    layers: tuple[MeasuredLayer, ...], calls: tuple[MeasuredAttention, ...], says: str | None
+) -> None:
+    found = found_on(layers, calls)
+    text, warnings = plans_text(found, 1), found_json(found, 1)["warnings"]
+    if says is None:
+        assert warnings == [] and "warning" not in text
+    else:
+        assert isinstance(warnings, list) and len(warnings) == 1 and says in warnings[0]
+        assert f"\nwarning: {warnings[0]}\n" in text
+
+
+def hints(drawn: str, part: str) -> list[str]:
+    root = ElementTree.fromstring(drawn)
+    return [hint.text for hint in root.iter() if (hint.text or "").startswith(f"{part}: ")]
+
+
+def test_the_pictures_layer_waits_for_its_host(found: Found) -> None:
+    best = found.plans[0]
+    assert hints(picture(replace(found, plans=[replace_host(found, 0.0)]), 1), "host") == []
+    drawn = picture(replace(found, plans=[replace_host(found, 0.64)]), 1)
+    # 32 layers and one micro batch
+    assert best.split.micro_batches(1) == 1 and MODEL.layers == 32
+    assert hints(drawn, "host") == ["host: 0.64 s", "host: 20 ms"]
+
+
+def replace_host(found: Found, seconds: float) -> Plan:
+    best = found.plans[0]
+    return replace(best, time=replace(best.time, host=seconds))
