@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 
-from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward, staging
-from ds_usp.attention.request import (
-    agreed,
-    check_keys,
-    check_layout,
-    check_mask,
-    check_tensors,
-    checked_scale,
-    head_split,
-    head_traffic,
-    refuse_dropout,
-)
-from ds_usp.attention.ring import RingCall
-from ds_usp.attention.scores import NO_SCORES, Scores, check_scores
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
+from ds_usp.attention.compiled import attention
+from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
+from ds_usp.attention.plan import plan_call
+from ds_usp.attention.request import agreed
+from ds_usp.attention.scores import NO_SCORES, Scores
+from ds_usp.attention.traced import ask_of, not_plain
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.schedule import ring_schedule
-from ds_usp.kernels.api import KernelRequest
-from ds_usp.kernels.merge import fallback
-from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.keep import kept
-from ds_usp.notices import notice
-
-# Lengths may differ from call to call. Documents do so with every batch, and have large plans.
-_MOST_PLANS = 1024
-_MOST_PLANS_OF_DOCUMENTS = 32
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -119,139 +100,6 @@ class UnifiedAttention(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def plan_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: SequenceMesh,
-    layout: TokenLayout,
-    mask: MaskSpec,
-    softmax_scale: float | None,
-    dropout_p: float,
-    kernel: str,
-    with_lse: bool = False,
-    tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORES,
-    kv_layout: TokenLayout | None = None,
-) -> tuple[str, USPCall]:
-    """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
-    not checked again.
-
-    Returns:
-        A description, which must be the same on every rank, and the plan.
-    """
-    sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    kv_layout = kv_layout or layout
-    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    modes = torch.is_grad_enabled(), _is_deterministic(), capturing
-    kind = scores.kind if isinstance(scores, Scores) else scores
-    key = sizes, modes, type(softmax_scale), type(dropout_p), options, kind
-    try:
-        found: tuple[str, USPCall] | None = mesh.plans.get(key)
-    except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
-        found = None
-    if found is None:
-        found = _new_plan(
-            q,
-            k,
-            v,
-            mesh=mesh,
-            layouts=(layout, kv_layout),
-            mask=mask,
-            softmax_scale=softmax_scale,
-            dropout_p=dropout_p,
-            kernel=kernel,
-            with_lse=with_lse,
-            tuning=tuning,
-            scores=scores,
-        )
-        if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if mask.documents else _MOST_PLANS):
-            mesh.plans.clear()
-        mesh.plans[key] = found
-    text, call = found
-    return (f"{text}, dropout seed {scores.dropout_seed}" if call.spec.dropout_p else text), call
-
-
-def _new_plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: SequenceMesh,
-    layouts: tuple[TokenLayout, TokenLayout],
-    mask: MaskSpec,
-    softmax_scale: float | None,
-    dropout_p: float,
-    kernel: str,
-    with_lse: bool,
-    tuning: Tuning,
-    scores: Scores,
-) -> tuple[str, USPCall]:
-    """:func:`plan_call` of a call like no earlier one."""
-    check_tuning(tuning)
-    layout, kv_layout = layouts
-    texts = [check_tensors(q, k, v), check_layout(q, "queries", mesh, layout)]
-    check_mask(mask, q, layout)
-    texts.append(check_keys(q, k, mesh, layouts, mask))
-    spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
-    if scores.dropout_seed is None:
-        refuse_dropout(dropout_p, mesh)
-    split = head_split(q.shape[2], k.shape[2], mesh)
-    scale = checked_scale(softmax_scale, q.shape[3])
-    request = KernelRequest(
-        q.device.type,
-        q.dtype,
-        q.shape[3],
-        mask.band,
-        documents=bool(mask.documents),
-        value_dim=v.shape[3],
-        scores=spec,
-        deterministic=_is_deterministic(),
-    )
-    chosen = select_kernel(request, kernel)
-    _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
-    cut = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
-    # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
-    held = cast(SequenceMesh, weakref.proxy(mesh))
-    parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
-    texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
-    sinks = scores.sinks
-    learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-    texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
-    texts += [str(cut), "with lse" if with_lse else "without lse"]
-    plan = partial(
-        ring_schedule,
-        layout,
-        mask,
-        mesh.ring_rank,
-        chosen.caps.tiles,
-        cut.gather,
-        kv_layout=kv_layout,
-        inner=cut.inner,
-    )
-    rings = tuple(
-        RingCall(held, plan(place=place), chosen, scale, cut.copies) for place in cut.places
-    )
-    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
-
-
-def _tell(q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None) -> None:
-    """Say what would make such calls faster, once."""
-    texts = [fallback(q.device), missing]
-    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
-        texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
-    for text in filter(None, texts):
-        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
-
-
-def _is_deterministic() -> bool:
-    """Whether torch is asked for the same bits every time, and not only to warn."""
-    asked = torch.are_deterministic_algorithms_enabled()
-    return asked and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 def exchange(
     exchange: HeadExchange, to_heads: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -300,7 +148,6 @@ def usp_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@torch.compiler.disable
 def usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -342,7 +189,8 @@ def usp_attention(
             (cross-attention); each rank then holds its share of both. The mask must be full.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
-    are taken.
+    are taken. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph, but for
+    documents, which are outside of it.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
@@ -355,25 +203,40 @@ def usp_attention(
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
 
-    options = layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, kv_layout
+    options: dict[str, Any] = {
+        "layout": layout,
+        "mask": mask,
+        "softmax_scale": softmax_scale,
+        "dropout_p": dropout_p,
+        "kernel": kernel,
+        "tuning": tuning,
+        "kv_layout": kv_layout,
+    }
+    if torch.compiler.is_compiling():
+        ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **options)
+        if ask is not None:
+            out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
+            return (out, rest[0].detach()) if return_lse else out
+    return _usp_attention(q, k, v, mesh, scores, return_lse, options)
+
+
+@not_plain
+def _usp_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mesh: SequenceMesh,
+    scores: Scores,
+    return_lse: bool,
+    options: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`usp_attention` outside of graphs."""
 
     def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
         call = agreed(
             mesh,
-            lambda: plan_call(
-                *qkv,
-                mesh=mesh,
-                layout=layout,
-                mask=mask,
-                softmax_scale=softmax_scale,
-                dropout_p=dropout_p,
-                kernel=kernel,
-                with_lse=return_lse,
-                tuning=tuning,
-                scores=learned,
-                kv_layout=kv_layout,
-            ),
+            lambda: plan_call(*qkv, mesh=mesh, scores=learned, with_lse=return_lse, **options),
             q,
         )
         out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
@@ -382,5 +245,5 @@ def usp_attention(
     # What is no Scores is refused with the rest, on every rank.
     known = scores if isinstance(scores, Scores) else NO_SCORES
     inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
-    outputs = kept(compute, inputs, (mesh, *options, known.values))
+    outputs = kept(compute, inputs, (mesh, return_lse, *options.values(), known.values))
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

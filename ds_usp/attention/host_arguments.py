@@ -18,6 +18,8 @@ _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4
 _COMPARED_AT_ONCE = 1 << 24  # elements of a mask
 
+NO_ARGUMENTS = "0 extra arguments, no keywords"
+
 
 class HostArguments:
     """Refuses every argument that would change the result, accepts those that say the same.
@@ -43,6 +45,8 @@ class HostArguments:
             self._check_one(f"extra argument {index}", "attention_mask", value, seq_len, scale)
         for name, value in kwargs.items():
             self._check_one(name, name, value, seq_len, scale)
+        if not args and not kwargs:
+            return NO_ARGUMENTS
         return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}"
 
     def _check_one(self, label: str, name: str, value: Any, seq_len: int, scale: float) -> None:

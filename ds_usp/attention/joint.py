@@ -7,6 +7,7 @@ import torch
 from ds_usp.attention.functional import exchange, usp_attention
 from ds_usp.attention.request import agreed, check_layout
 from ds_usp.attention.scores import NO_SCORES, Scores
+from ds_usp.attention.traced import not_plain
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
@@ -19,6 +20,7 @@ from ds_usp.kernels.registry import AUTO
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@not_plain
 def usp_joint_attention(
     q: torch.Tensor,
     k: torch.Tensor,

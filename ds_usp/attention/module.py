@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import UnifiedAttention, exchange, plan_call
-from ds_usp.attention.host_arguments import HostArguments
+from ds_usp.attention.functional import UnifiedAttention, exchange
+from ds_usp.attention.host_arguments import NO_ARGUMENTS, HostArguments
 from ds_usp.attention.local_attention import (
     LocalAttention,
     check_given,
@@ -18,24 +19,30 @@ from ds_usp.attention.local_attention import (
     ring_attention,
 )
 from ds_usp.attention.pipeline import USPCall
+from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import (
     HeadTraffic,
     agreed,
-    check_layout,
+    check_dims,
+    check_layout_kind,
     check_tensors,
-    head_split,
-    head_traffic,
+    local_call,
 )
-from ds_usp.attention.rotary import apply_rotary, check_rotary
+from ds_usp.attention.rotary import Rotary, apply_rotary, check_rotary, rotary_of
+from ds_usp.attention.traced import (
+    not_plain,
+    told_layout,
+    traced_attention,
+    traced_exchange,
+)
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
+from ds_usp.comm.lane import wait_for_stream
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, LayoutError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, TokenLayout
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, borders_of
 from ds_usp.kernels.registry import AUTO, check_name
 from ds_usp.memory.keep import check_only_inputs_learn, kept
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,16 @@ class _Plan:
     rotary: Rotary | None
     call: USPCall | HeadTraffic
     attention: LocalAttention | None
+
+
+class _Given(NamedTuple):
+    """What a call is given besides its tensors; see :meth:`USPAttention.forward`."""
+
+    batch_dim_idx: int | torch.Tensor | None
+    rotary: Rotary | None
+    documents: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class USPAttention(torch.nn.Module):
@@ -115,8 +132,8 @@ class USPAttention(torch.nn.Module):
             )
 
         def check() -> tuple[str, HostArguments | None]:
-            _check_dims(scatter_idx, gather_idx)
-            _check_layout_kind(layout, mesh)
+            check_dims(scatter_idx, gather_idx)
+            check_layout_kind(layout, mesh)
             check_name(kernel)
             check_tuning(tuning)
             known = known_attention(local_attention)
@@ -136,7 +153,6 @@ class USPAttention(torch.nn.Module):
         self.tuning = tuning
         self._layout = layout
 
-    @torch.compiler.disable
     def forward(
         self,
         query: torch.Tensor,
@@ -165,55 +181,84 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
+        given = _Given(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
+        if torch.compiler.is_compiling():
+            out = self._traced(query, key, value, given)
+            if out is not None:
+                return out
+        return self._forward(query, key, value, given)
+
+    def _traced(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+    ) -> torch.Tensor | None:
+        """:meth:`forward` in a graph; None if it cannot be there."""
+        dim: Any = 1 - self.gather_idx if given.batch_dim_idx is None else given.batch_dim_idx
+        plain = (
+            type(dim) is int
+            and dim in (0, 1)
+            and query.ndim == key.ndim == value.ndim == 4
+            and self.num_kv_heads in (None, key.shape[2])
+        )
+        outside = (given.rotary, given.documents, self.sp_stream)
+        if not plain or any(each is not None for each in outside):
+            return None
+        q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
+        layouts = tuple(told_layout(self._layout, x, self.mesh) for x in (q, k))
+        caller = f"{_batch_dim(dim)}, "
+        out: torch.Tensor | None = None
+        if self._host is None:
+            exchanged = traced_exchange(q, k, v, self.mesh, layouts, caller)
+            if exchanged is not None:
+                out = self._local(q, k, v, exchanged, dim == 1, None, given.args, given.kwargs)
+        elif not given.args and not given.kwargs:
+            out = traced_attention(
+                q,
+                k,
+                v,
+                self._host.attention,
+                mesh=self.mesh,
+                layouts=layouts,
+                training=self._in_training,
+                kernel=self.kernel,
+                tuning=self.tuning,
+                caller=f"{caller}{NO_ARGUMENTS}, ",
+            )
+        return out.transpose(0, 1) if dim and out is not None else out
+
+    @not_plain
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+    ) -> torch.Tensor:
+        """:meth:`forward` outside of graphs."""
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-            given = batch_dim_idx, rotary_pos_emb, documents, args, kwargs
-            return (self._attend(q, k, v, *given),)
+            return (self._attend(q, k, v, given),)
 
-        check_only_inputs_learn(self.local_attn, (*args, *kwargs.values(), batch_dim_idx))
-        dim = batch_dim_idx if isinstance(batch_dim_idx, int) else None
-        comparable = dim, _comparable(documents)
-        self._wait_for_stream(query, key, value)
+        extra = (*given.args, *given.kwargs.values(), given.batch_dim_idx)
+        check_only_inputs_learn(self.local_attn, extra)
+        dim = given.batch_dim_idx if isinstance(given.batch_dim_idx, int) else None
+        comparable = dim, _comparable(given.documents)
+        wait_for_stream(self.sp_stream, query, key, value)
         (out,) = kept(compute, (query, key, value), (self, *comparable))
         return out
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch_dim_idx: int | torch.Tensor | None,
-        rotary_pos_emb: Rotary | None,
-        documents: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
     ) -> torch.Tensor:
-        plan = agreed(
-            self.mesh,
-            lambda: self._plan(
-                query, key, value, batch_dim_idx, rotary_pos_emb, documents, args, kwargs
-            ),
-            query,
-        )
+        plan = agreed(self.mesh, lambda: self._plan(query, key, value, given), query)
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
         if isinstance(plan.call, HeadTraffic):
-            out = self._local(q, k, v, plan, plan.call, kwargs)
+            exchanged = partial(_exchanged, plan.call)
+            out = self._local(q, k, v, exchanged, plan.swap, plan.rotary, plan.args, given.kwargs)
         else:
             out = self._ring(q, k, v, plan, plan.call)
         return out.transpose(0, 1) if plan.swap else out
 
     def _plan(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch_dim_idx: int | torch.Tensor | None,
-        rotary: Rotary | None,
-        documents: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
     ) -> tuple[str, _Plan]:
         """All checks of one call on this rank, and its description for the others."""
+        batch_dim_idx, rotary, documents, args, kwargs = given
         if batch_dim_idx is None or isinstance(batch_dim_idx, torch.Tensor):
             args = args if batch_dim_idx is None else (batch_dim_idx, *args)
             batch_dim_idx = 1 - self.gather_idx
@@ -228,7 +273,8 @@ class USPAttention(torch.nn.Module):
             )
         swap = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
-        texts = [check_tensors(q, k, v), f"batch dim {batch_dim_idx}"]
+        texts = [_batch_dim(batch_dim_idx)]
+        tensors = check_tensors(q, k, v)
         layout = self._layout_of(q)
         host = self._host if documents is None else self._within(documents)
         if rotary is not None:
@@ -239,14 +285,11 @@ class USPAttention(torch.nn.Module):
                 )
             check_rotary(rotary, layout.seq_len, q.shape[3])
             texts.append("rotary")
-            rotary = self._rotary_of(rotary, layout, sharded=host is not None)
+            rotary = rotary_of(rotary, layout, None if host is None else self.mesh.rank)
         call: USPCall | HeadTraffic
         if host is None:
-            kv_layout = self._layout_of(k)
-            texts.append(check_layout(q, "queries", self.mesh, layout))
-            texts.append(check_layout(k, "keys", self.mesh, kv_layout))
-            split = head_split(q.shape[2], k.shape[2], self.mesh)
-            (call,) = head_traffic(split, self.mesh, layout, kv_layout)
+            text, call = local_call(q, k, self.mesh, layout, self._layout_of(k))
+            texts += [tensors, text]
         else:
             texts.append(host.check(layout.seq_len, q.shape[3], args, kwargs))
             text, call = self._plan_ring(q, k, v, layout, host)
@@ -273,7 +316,6 @@ class USPAttention(torch.nn.Module):
         layout: TokenLayout,
         host: HostArguments,
     ) -> tuple[str, USPCall]:
-        training = getattr(self.local_attn, "training", self.training)
         attention = host.attention
         return plan_call(
             q,
@@ -283,21 +325,12 @@ class USPAttention(torch.nn.Module):
             layout=layout,
             mask=attention.mask,
             softmax_scale=attention.softmax_scale,
-            dropout_p=attention.dropout_p if training else 0.0,
+            dropout_p=attention.dropout_p if self._in_training else 0.0,
             kernel=self.kernel,
             tuning=self.tuning,
             scores=attention.scores(q.device),
             kv_layout=self._layout_of(k),
         )
-
-    def _rotary_of(self, rotary: Rotary, layout: TokenLayout, *, sharded: bool) -> Rotary:
-        """Cos and sin of the tokens that are rotated here: for the package's kernels before the
-        exchange, for the local attention after it."""
-        cos, sin = (part[: layout.seq_len] for part in rotary)
-        if not sharded:
-            return cos, sin
-        rank = self.mesh.rank
-        return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)
 
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:
         """Where the tokens of ``x [b, s, h, d]`` are; as many on every rank where none is given."""
@@ -310,22 +343,24 @@ class USPAttention(torch.nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        plan: _Plan,
-        traffic: HeadTraffic,
+        exchanged: Callable[..., tuple[torch.Tensor, ...]],
+        swap: bool,
+        rotary: Rotary | None,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
-        q, k, v = exchange(traffic.qkv, True, q, k, v)
-        if plan.rotary is not None:
-            q, k = (apply_rotary(x, plan.rotary) for x in (q, k))
+        q, k, v = exchanged(True, q, k, v)
+        if rotary is not None:
+            q, k = (apply_rotary(x, rotary) for x in (q, k))
         heads = q.shape[2]
-        if plan.swap:
+        if swap:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        out = self.local_attn(q, k, v, *plan.args, **kwargs)
+        out = self.local_attn(q, k, v, *args, **kwargs)
         flat = out.ndim == 3
         out = out.unflatten(2, (heads, -1)) if flat else out
-        out = out.transpose(0, 1) if plan.swap else out
-        (out,) = exchange(traffic.out, False, out)
+        out = out.transpose(0, 1) if swap else out
+        (out,) = exchanged(False, out)
         return out.flatten(2) if flat else out
 
     def _ring(
@@ -339,20 +374,20 @@ class USPAttention(torch.nn.Module):
         out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
         return out.flatten(2) if attention.flat_output else out
 
-    def _wait_for_stream(self, *tensors: torch.Tensor) -> None:
-        """Order this call after the overlap stream's work, and that stream after our gradients."""
-        stream = self.sp_stream
-        if stream is None or tensors[0].device.type == "cpu":
-            return
-        device = torch.get_device_module(tensors[0].device)
-        device.current_stream().wait_stream(stream)
+    @property
+    def _in_training(self) -> bool:
+        return bool(getattr(self.local_attn, "training", self.training))
 
-        def hand_over(grad: torch.Tensor) -> None:
-            stream.wait_stream(device.current_stream())
 
-        for x in tensors:
-            if x.requires_grad:
-                x.register_hook(hand_over)
+def _exchanged(
+    traffic: HeadTraffic, to_heads: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v with all tokens of some heads, or the output the way back."""
+    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, *tensors)
+
+
+def _batch_dim(dim: object) -> str:
+    return f"batch dim {dim}"
 
 
 def _comparable(documents: Any) -> object:
@@ -361,21 +396,3 @@ def _comparable(documents: Any) -> object:
         return None if documents is None else borders_of(documents)
     except ConfigError:
         return None
-
-
-def _check_dims(scatter_idx: int, gather_idx: int) -> None:
-    if scatter_idx != 2 or gather_idx not in (0, 1):
-        raise ConfigError(
-            f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
-            "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
-        )
-
-
-def _check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
-    """Refuse at construction what cannot be right for the mesh."""
-    if isinstance(layout, TokenLayout):
-        fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
-        if layout != fits:
-            raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
-    elif layout not in KINDS:
-        raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")

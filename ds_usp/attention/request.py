@@ -13,7 +13,7 @@ from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import divisors
 
@@ -84,6 +84,21 @@ def head_traffic(
         )
         for part in parts
     )
+
+
+def local_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    kv_layout: TokenLayout,
+) -> tuple[str, HeadTraffic]:
+    """Describe a call of a local attention between two exchanges, of ``q [b, s, h, d]`` and
+    ``k [b, t, h_kv, d]``, and say how heads travel in it."""
+    text = f"{check_layout(q, 'queries', mesh, layout)}, {check_layout(k, 'keys', mesh, kv_layout)}"
+    split = head_split(q.shape[2], k.shape[2], mesh)
+    (traffic,) = head_traffic(split, mesh, layout, kv_layout)
+    return text, traffic
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -224,3 +239,30 @@ def _degrees_that_fit(heads: int, mesh: SequenceMesh) -> str:
     sp = mesh.sp_degree
     fits = [u for u in reversed(divisors(sp)) if u <= heads]
     return f"For sp={sp} use --ulysses-degree " + ", ".join(f"{u} (ring {sp // u})" for u in fits)
+
+
+def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
+    """Refuse a layout, or the kind of one, that cannot be right for the mesh.
+
+    Raises:
+        LayoutError: it cannot.
+    """
+    if isinstance(layout, TokenLayout):
+        fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
+        if layout != fits:
+            raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
+    elif layout not in KINDS:
+        raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+
+
+def check_dims(scatter_idx: int, gather_idx: int) -> None:
+    """Check which dims of its tensors a module is told to scatter and to gather.
+
+    Raises:
+        ConfigError: others than heads and tokens.
+    """
+    if scatter_idx != 2 or gather_idx not in (0, 1):
+        raise ConfigError(
+            f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
+            "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"
+        )

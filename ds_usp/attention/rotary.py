@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -> None:
@@ -42,3 +45,12 @@ def apply_rotary(x: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tenso
     front, back = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-back, front), dim=-1) * sin
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+def rotary_of(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
+    """Cos and sin of the tokens that are rotated here: before an exchange those of a rank, after
+    it, where there is none, those of the whole sequence."""
+    cos, sin = (part[: layout.seq_len] for part in rotary)
+    if rank is None:
+        return cos, sin
+    return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -91,3 +91,22 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
     """One a stream that computes, so that no two of them share its memory. Of high priority: its
     short copies are not to queue behind a long kernel."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+def wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
+    """Order what follows after another stream's work, and that stream after our gradients.
+
+    Args:
+        stream: None: there is none.
+    """
+    if stream is None or tensors[0].device.type == "cpu":
+        return
+    device = torch.get_device_module(tensors[0].device)
+    device.current_stream().wait_stream(stream)
+
+    def hand_over(grad: torch.Tensor) -> None:
+        stream.wait_stream(device.current_stream())
+
+    for x in tensors:
+        if x.requires_grad:
+            x.register_hook(hand_over)

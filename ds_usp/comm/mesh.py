@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.names import Names
 from ds_usp.comm.ring import Channel, RingChannel
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
 
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
+# Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
+MESHES: Final[Names[SequenceMesh]] = Names()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,8 @@ class SequenceMesh:
         outer_groups: communicators for what crosses the network in a double ring, by the kind of
             traffic: it is under way for longer than what the ranks of a node exchange meanwhile.
         plans: calls over this mesh that were checked before, by what was asked for.
+        name: what compiled code calls it. Meshes that ever have the same name are alike in their
+            degrees, order and rank, so that what was compiled for one is right for the other.
     """
 
     ulysses_degree: int
@@ -67,6 +73,17 @@ class SequenceMesh:
     engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    name: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # torch keeps compiled graphs on disk: the version tells those of an older ds_usp apart.
+        text = f"{self}, {self.order}, ds_usp {__version__}"
+        object.__setattr__(self, "name", MESHES.give(self, text))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another mesh."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @classmethod
     def single(cls) -> SequenceMesh:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
+from ds_usp.memory.graphs import outside_of_graphs
 from ds_usp.memory.hooks import hold, saved_tensors, storage_of
 from ds_usp.memory.random_state import RandomState
 from ds_usp.memory.views import View
@@ -29,6 +30,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[..., Outputs]
+Kept = TypeVar("Kept", bound="_Call")
 
 
 def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -63,8 +65,50 @@ def kept(compute: Compute, inputs: Sequence[torch.Tensor], key: object = None) -
     run = _RUN.get()
     if run is None:
         return compute(*inputs)
-    outputs: Outputs = Replay.apply(run.entry(compute, inputs, key), *inputs)
+    said = key, _kinds(inputs)
+    entry = run.entry(lambda: Entry(compute, inputs, said), said)
+    outputs: Outputs = Replay.apply(entry, *inputs)
     return outputs
+
+
+def kept_results(
+    compute: Callable[[], Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    key: object,
+    shown: int,
+) -> Sequence[torch.Tensor]:
+    """The results of an op, which has a backward op of its own: computed once for both runs of a
+    checkpoint under :func:`keep_attention`.
+
+    Args:
+        inputs, key: as for :func:`kept`.
+        shown: as many of the first results are seen by the code around the op, which a compiler
+            may let write over them; it gets copies. The others are for backward.
+    """
+    run = _RUN.get()
+    if run is None:
+        return compute()
+    # Not their places in memory, which a compiler may choose anew in the second run.
+    said = key, *((x.dtype, x.device, x.shape) for x in inputs)
+    return run.entry(lambda: Results(compute(), said), said).shown(shown)
+
+
+def keeps() -> bool:
+    """Whether a call now is one of a run under :func:`keep_attention`."""
+    return _RUN.get() is not None
+
+
+def refuse_kept(what: str) -> None:
+    """Refuse what cannot be kept.
+
+    Raises:
+        UnsupportedAttentionError: it runs under :func:`keep_attention`.
+    """
+    if keeps():
+        raise UnsupportedAttentionError(
+            f"{what} cannot be kept by keep_attention, which would run it twice. Checkpoint it "
+            "without keep_attention, or leave torch.compile out"
+        )
 
 
 def check_only_inputs_learn(attention: object, given: Sequence[object]) -> None:
@@ -109,15 +153,48 @@ class Replay(torch.autograd.Function):
         return None, *ctx.entry.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
 
-class Entry:
+class _Call:
+    """A call of attention that is kept.
+
+    Args:
+        said: what must be the same in both runs.
+    """
+
+    def __init__(self, said: object) -> None:
+        self._said = said
+
+    def check(self, now: object) -> None:
+        """Raise unless this is the call that was kept."""
+        if self._said != now:
+            raise RecomputeError(
+                f"the recomputation attends otherwise than the forward pass: {now} now, "
+                f"{self._said} then. A checkpointed function must do the same both times"
+            )
+
+
+class Results(_Call):
+    """The results of one call of an op; they go when the checkpoint does."""
+
+    def __init__(self, results: Sequence[torch.Tensor], said: object) -> None:
+        super().__init__(said)
+        self._held = [hold(x) for x in results]
+
+    def shown(self, count: int) -> list[torch.Tensor]:
+        """All of them, so many of the first ones as copies."""
+        found = [x() for x in self._held]
+        return [x.clone() for x in found[:count]] + found[count:]
+
+
+class Entry(_Call):
     """One result: its outputs, the graph behind them, and the random state that it left.
 
     Args:
-        compute, inputs, key: as for :func:`kept`.
+        compute, inputs: as for :func:`kept`.
+        said: what must be the same in both runs.
     """
 
-    def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], key: object) -> None:
-        self._key = key, _kinds(inputs)
+    def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], said: object) -> None:
+        super().__init__(said)
         self._borrowed = _Borrowed(inputs)
         asked = torch.is_grad_enabled()  # without: a reentrant checkpoint, which asks later
         device = inputs[0].device
@@ -135,15 +212,6 @@ class Entry:
     def borrows(self) -> tuple[int, ...]:
         """Numbers of the inputs that backward needs."""
         return tuple(self._borrowed.wanted)
-
-    def check(self, inputs: Sequence[torch.Tensor], key: object) -> None:
-        """Raise unless this is the call that was kept."""
-        now = key, _kinds(inputs)
-        if self._key != now:
-            raise RecomputeError(
-                f"the recomputation attends otherwise than the forward pass: {now} now, "
-                f"{self._key} then. A checkpointed function must do the same both times"
-            )
 
     def outputs(self) -> Outputs:
         """The outputs, without gradients; sets the random state that is right after them."""
@@ -227,18 +295,18 @@ class _Run:
         around: the run in which this one takes place.
     """
 
-    def __init__(self, entries: Sequence[Entry] | None, around: _Run | None) -> None:
+    def __init__(self, entries: Sequence[_Call] | None, around: _Run | None) -> None:
         self.first, self._around = entries is None, around
-        self.entries: list[Entry] = list(entries or ())
+        self.entries: list[_Call] = list(entries or ())
         self._next = 0
 
-    def entry(self, compute: Compute, inputs: Sequence[torch.Tensor], key: object) -> Entry:
+    def entry(self, make: Callable[[], Kept], said: object) -> Kept:
         """What the next call of attention gives."""
         if self.first:  # which may be part of another one's second run
             around = self._around
-            found = around.entry(compute, inputs, key) if around else Entry(compute, inputs, key)
-            self.entries.append(found)
-            return found
+            made = around.entry(make, said) if around else make()
+            self.entries.append(made)
+            return made
         if self._next == len(self.entries):
             raise RecomputeError(
                 f"the recomputation attends more often than the forward pass, which attended "
@@ -246,8 +314,8 @@ class _Run:
             )
         found = self.entries[self._next]
         self._next += 1
-        found.check(inputs, key)
-        return found
+        found.check(said)
+        return cast(Kept, found)  # calls of another kind have another key
 
 
 class _Region:
@@ -256,8 +324,12 @@ class _Region:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
-        self._entries: list[Entry] | None = None
+        self._entries: list[_Call] | None = None
 
+    @outside_of_graphs(
+        "keep_attention runs its function itself. In a graph torch's selective checkpoint keeps "
+        "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _Run(self._entries, _RUN.get())
         token = _RUN.set(run)

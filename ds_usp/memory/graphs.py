@@ -1,0 +1,27 @@
+"""What stays outside of the graphs of ``torch.compile``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_of_graphs(reason: str) -> Callable[[Function], Function]:
+    """Let no compiler trace a function: it breaks the graph, or with ``fullgraph`` is refused.
+
+    Args:
+        reason: what the refusal says.
+    """
+
+    def decorate(function: Function) -> Function:
+        known = inspect.signature(torch.compiler.disable).parameters  # torch 2.6 has no reasons
+        options = {"reason": f"ds_usp: {reason}"} if "reason" in known else {}
+        outside: Function = torch.compiler.disable(function, **options)
+        return outside
+
+    return decorate

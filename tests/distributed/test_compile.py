@@ -1,0 +1,398 @@
+"""``torch.compile`` takes attention into one graph, and its bits are those without a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
+from harness import RankContext, WorkerPool
+from local_attentions import (
+    TOKENS,
+    Local,
+    Setting,
+    flash_attn,
+    flash_self_attention,
+    full_tensors,
+    nobody_knows,
+    rotary,
+    triton,
+)
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ds_usp
+from ds_usp.attention.pipeline import attend
+from ds_usp.memory import keep_attention
+
+# Sinks with the kernel eager: the order in which their gradient is summed is that of the strides of
+# out, which others return transposed and an op must not.
+BASE = Case(batch=2, seq_len=43, heads=4, kv_heads=2, head_dim=16)
+CASES = [
+    BASE,
+    replace(BASE, layout="striped", mask="window", value_dim=8, softmax_scale=0.3),
+    replace(BASE, heads=8, kv_heads=4, tuning=ds_usp.Tuning(chunks=2, gather=True)),
+    replace(BASE, kernel="eager", softcap=2.0, alibi=True, sinks=True, dropout_p=0.2),
+    replace(BASE, kernel="eager", mask="full", keys=(17, "contiguous"), sinks=True),
+    replace(BASE, prefix=5, dtype=torch.bfloat16),
+]
+ops = torch.ops.ds_usp
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+class Layer(torch.nn.Module):
+    """Attention between products that change no bit of it, or alone."""
+
+    def __init__(self, mesh: ds_usp.SequenceMesh, case: Case, alone: bool = False) -> None:
+        super().__init__()
+        self.alone = alone
+        layout, kv_layout = layouts(mesh, case)
+        sink = sinks(case)
+        self.sinks = None if sink is None else torch.nn.Parameter(sink)
+        self.slopes, self.case = slopes(case), case
+        self.given: dict[str, Any] = {
+            "mesh": mesh,
+            "layout": layout,
+            "kv_layout": kv_layout,
+            "mask": case.mask_spec,
+            "softmax_scale": case.softmax_scale,
+            "dropout_p": case.dropout_p,
+            "kernel": case.kernel,
+            "tuning": case.tuning,
+            "return_lse": True,
+        }
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seed = SEED if self.case.dropout_p else None
+        scores = ds_usp.Scores(self.case.softcap, self.slopes, self.sinks, seed)
+        if self.alone:
+            return ds_usp.usp_attention(q, k, v, scores=scores, **self.given)
+        return self.attend(q, k, v, scores, self.given)
+
+    @staticmethod
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: ds_usp.Scores,
+        given: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = ds_usp.usp_attention(q / 2, k * 2, 4 * v, scores=scores, **given)
+        return out / 4, lse
+
+
+def shards(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """This rank's q, k, v, which ask for gradients, and dout."""
+    layout, kv_layout = layouts(mesh, case)
+    mine = {
+        name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
+        for name, x in inputs(case).items()
+    }
+    return {name: x.requires_grad_(name != "dout") for name, x in mine.items()}
+
+
+def results(layer: Any, mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """Out, lse and all gradients."""
+    q, k, v, dout = shards(mesh, case).values()
+    out, lse = layer(q, k, v)
+    grads = torch.autograd.grad(out, [q, k, v, *layer.parameters()], dout)
+    return dict(zip(NAMES, (out.detach(), lse, *grads), strict=False))
+
+
+def compiled(module: Any, backend: str = "aot_eager", fullgraph: bool = True) -> Any:
+    """A module compiled, as one graph, with nothing left of what was compiled before."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch._inductor.config.compile_threads = 1  # ranks are daemons, which have no children
+    return torch.compile(module, fullgraph=fullgraph, backend=backend)
+
+
+def graphs() -> tuple[int, int]:
+    """Graphs that were made, and breaks between them, since :func:`compiled`."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def same_bits(
+    ctx: RankContext, made: list[Case], ulysses: int, backend: str
+) -> list[tuple[list[str], tuple[int, int], dict[str, float]]]:
+    """Results that differ from those without a compiler; graphs; errors against the oracle."""
+    mesh, found = mesh_of(ulysses), []
+    for case in made:
+        layer = Layer(mesh, case, alone=backend == "inductor")
+        want = results(layer, mesh, case)
+        got = results(compiled(layer, backend), mesh, case)
+        differ = [name for name, x in got.items() if not torch.equal(x, want[name])]
+        found.append(
+            (differ, graphs(), errors_of(mesh, case, got) if backend == "inductor" else {})
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "made", "backend"),
+    [
+        (1, 1, CASES[:2], "aot_eager"),
+        (2, 1, CASES[2:4], "eager"),
+        (1, 2, CASES[3:], "aot_eager"),
+        (2, 2, CASES, "aot_eager"),
+    ],
+)
+def test_one_graph_with_the_same_bits(
+    pool: WorkerPool, ulysses: int, ring: int, made: list[Case], backend: str
+) -> None:
+    world = ulysses * ring
+    for each in pool.run(same_bits, world, made=made, ulysses=ulysses, backend=backend):
+        for case, (differ, found, _) in zip(made, each, strict=True):
+            assert not differ, f"{case}: {differ}"
+            assert found == (1, 0), str(case)
+
+
+def test_inductor_makes_one_graph_that_the_oracle_confirms(pool: WorkerPool) -> None:
+    # Alone: inductor would have a C++ compiler make what is around attention, for half a minute.
+    case = replace(BASE, heads=8, kv_heads=4, tuning=ds_usp.Tuning(chunks=2))
+    for [(differ, found, errors)] in pool.run(
+        same_bits, 2, made=[case], ulysses=2, backend="inductor"
+    ):
+        assert not differ
+        assert found == (1, 0)
+        assert max(errors.values()) <= 1e-5, errors
+
+
+def on_one_rank(ctx: RankContext) -> list[bool]:
+    """Whether ranks with and without a compiler go on together, with the same bits."""
+    found = []
+    for ulysses in (1, 2, 4):
+        double = ds_usp.Tuning(inner_ring=2)
+        case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=double)
+        layer = Layer(mesh_of(ulysses), case)
+        run = compiled(layer) if ctx.rank == 1 else layer
+        want = results(layer, mesh_of(ulysses), case)
+        got = results(run, mesh_of(ulysses), case)
+        found += [torch.equal(x, want[name]) for name, x in got.items()]
+    for setting in (SETTINGS[0], SETTINGS[4]):
+        module = setting.module()
+        layout = module.mesh.layout(setting.layout, TOKENS)
+        q, k, v, _ = (layout.shard(x, 1, ctx.rank).requires_grad_() for x in full_tensors())
+        run = compiled(module) if ctx.rank == 1 else module
+        found.append(torch.equal(module(q, k, v, 0), run(q, k, v, 0)))
+    return found
+
+
+def test_ranks_with_and_without_a_compiler_agree(pool: WorkerPool) -> None:
+    for same in pool.run(on_one_rank, 4):
+        assert all(same)
+
+
+def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]]:
+    """Whether each of some lengths has the bits of a call without a compiler; graphs."""
+    mesh, same = mesh_of(ulysses), []
+    made = [replace(BASE, seq_len=n, batch=b) for n, b in ((43, 2), (32, 1), (57, 3), (20, 2))]
+    layers = [Layer(mesh, case) for case in made]
+    run = compiled(Layer.attend)
+    for layer, case in zip(layers, made, strict=True):
+        q, k, v, dout = shards(mesh, case).values()
+        found = []
+        for each in (Layer.attend, run):
+            out, lse = each(q, k, v, ds_usp.Scores(), layer.given)
+            found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+        same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return same, graphs()
+
+
+def windows(ctx: RankContext, ulysses: int) -> list[bool]:
+    """The same of other windows and seeds, which a compiler takes for symbols."""
+    mesh, same = mesh_of(ulysses), []
+    layer = Layer(mesh, replace(BASE, kernel="eager", dropout_p=0.1))
+    run = compiled(Layer.attend)
+    for at in range(4):
+        given = layer.given | {"mask": ds_usp.MaskSpec.window(3 + at, at)}
+        scores = ds_usp.Scores(1.5 + at, dropout_seed=at)
+        q, k, v, dout = shards(mesh, BASE).values()
+        found = []
+        for each in (Layer.attend, run):
+            out, lse = each(q, k, v, scores, given)
+            found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+        same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_other_windows(pool: WorkerPool, ulysses: int) -> None:
+    for same in pool.run(windows, 2, ulysses=ulysses):
+        assert all(same)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_other_lengths(pool: WorkerPool, ulysses: int) -> None:
+    for same, (made, breaks) in pool.run(lengths, 2, ulysses=ulysses):
+        assert all(same)
+        assert breaks == 0
+        # A ring alone makes one more, for any length. What Ulysses exchanges has planned sizes.
+        assert made <= 3 if ulysses == 1 else made == 4
+
+
+# Drop-ins: around local attentions that a ring reads, and around any on ring 1.
+SETTINGS = [
+    Setting(flash_self_attention, {}, {}),
+    Setting(triton, {}, {}, layout="striped", batch_dim=1),
+    Setting(flash_attn, {"alibi": [0.5, 0.25, 0.125, 0.0625]}, {"kernel": "eager"}),
+    Setting(nobody_knows, {}, {"mask": ds_usp.MaskSpec.full(), "dropout_p": 0.0}, batch_dim=1),
+    Setting(Local, {"batch_dim": 0}, {}, ulysses=4),
+    Setting(Local, {"batch_dim": 1, "flat": True}, {}, ulysses=4, batch_dim=1),
+]
+
+
+def drop_in(
+    ctx: RankContext, setting: Setting, fullgraph: bool = True
+) -> tuple[list[bool], tuple[int, int]]:
+    """Whether out, dq, dk and dv have the bits of those without a compiler; graphs."""
+    slopes = setting.arguments.get("alibi")
+    if slopes:
+        setting = replace(setting, arguments={"alibi": torch.tensor(slopes)})
+    module, found = setting.module(), []
+    layout = module.mesh.layout(setting.layout, TOKENS)
+    shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
+    q, k, v, dout = (x.transpose(0, 1).contiguous() if setting.batch_dim else x for x in shards)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    turn = (rotary(setting.rotary, TOKENS),) if setting.rotary else ()
+    for run in (module, compiled(module, fullgraph=fullgraph)):
+        out = run(*inputs, setting.batch_dim, *turn)
+        found.append([out, *torch.autograd.grad(out, inputs, dout.view(out.shape))])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)], graphs()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.local.__name__}-{s.ulysses}")
+def test_a_drop_in_is_in_one_graph(pool: WorkerPool, setting: Setting) -> None:
+    for same, made in pool.run(drop_in, 4, setting=setting):
+        assert same == [True] * 4
+        assert made == (1, 0)
+
+
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_rotary_breaks_the_graph_or_is_refused(pool: WorkerPool, ulysses: int) -> None:
+    made = replace(SETTINGS[0] if ulysses == 2 else SETTINGS[4], rotary=8)
+    for same, (_, breaks) in pool.run(drop_in, 4, setting=made, fullgraph=False):
+        assert same == [True] * 4
+        assert breaks > 0
+    for error in pool.errors(drop_in, 4, setting=made):
+        assert "rotary" in str(error) and "graph" in str(error)
+
+
+DOCUMENTS = replace(BASE, documents=((20, 23),))
+
+
+def with_documents(ctx: RankContext, fullgraph: bool) -> tuple[list[bool], int]:
+    """Whether documents, which are outside of graphs, have the same bits; breaks of the graph."""
+    mesh = mesh_of(2)
+    layer = Layer(mesh, DOCUMENTS)
+    want = results(layer, mesh, DOCUMENTS)
+    got = results(compiled(layer, fullgraph=fullgraph), mesh, DOCUMENTS)
+    return [torch.equal(x, want[name]) for name, x in got.items()], graphs()[1]
+
+
+def test_documents_break_the_graph_or_are_refused(pool: WorkerPool) -> None:
+    for same, breaks in pool.run(with_documents, 2, fullgraph=False):
+        assert all(same)
+        assert breaks > 0
+    for error in pool.errors(with_documents, 2, fullgraph=True):
+        assert "documents" in str(error) and "graph" in str(error)
+
+
+def wrong_on_rank_1(ctx: RankContext, ulysses: int) -> None:
+    mesh = mesh_of(ulysses)
+    case = replace(BASE, seq_len=44, heads=1, kv_heads=1) if ctx.rank else replace(BASE, seq_len=44)
+    q, k, v, _ = shards(mesh, case).values()
+    given = Layer(mesh, case).given | {"dropout_p": float(ctx.rank)}
+    compiled(Layer.attend)(q, k, v, ds_usp.Scores(), given)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_what_one_rank_refuses_is_raised_on_all(pool: WorkerPool, ulysses: int) -> None:
+    others, one = pool.errors(wrong_on_rank_1, 2, ulysses=ulysses)
+    assert isinstance(one, ds_usp.USPError) and not isinstance(one, ds_usp.MeshError)
+    assert isinstance(others, ds_usp.MeshError) and "rank 1: error: " in str(others)
+
+
+class Counted:
+    """A function and how often it was called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def checkpointed(
+    ctx: RankContext, how: str, reentrant: bool, fullgraph: bool = False
+) -> tuple[list[bool], int]:
+    """Whether the gradients have the same bits; how often attention was computed forward."""
+    mesh, layer = mesh_of(2), Layer(mesh_of(2), BASE)
+    q, k, v, dout = shards(mesh, BASE).values()
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        run(q, k, v)[0].backward(dout)
+        found = [x.grad for x in (q, k, v)]
+        q.grad = k.grad = v.grad = None
+        return found
+
+    want = gradients(layer)
+    once = Counted(attend)
+    with (
+        mock.patch("ds_usp.attention.compiled.attend", once),
+        mock.patch("ds_usp.attention.functional.attend", once),
+    ):
+        if how == "selective":  # torch's own way, inside of one graph
+            keeps = partial(create_selective_checkpoint_contexts, [ops.attention.default])
+            run = partial(checkpoint, layer, use_reentrant=False, context_fn=keeps)
+            got = gradients(compiled(lambda *x: run(*x)))
+        elif how == "compiled around it":
+            kept = partial(checkpoint, use_reentrant=reentrant)
+            around = compiled(lambda *x: kept(keep_attention(layer), *x), fullgraph=fullgraph)
+            got = gradients(around)
+        else:
+            kept = keep_attention(compiled(layer))
+            got = gradients(partial(checkpoint, kept, use_reentrant=reentrant))
+    return [torch.equal(a, b) for a, b in zip(got, want, strict=True)], once.calls
+
+
+@pytest.mark.parametrize(
+    ("how", "reentrant"),
+    [
+        ("compiled inside", False),
+        ("compiled inside", True),
+        ("compiled around it", False),
+        ("selective", False),
+    ],
+)
+def test_attention_in_a_graph_is_kept(pool: WorkerPool, how: str, reentrant: bool) -> None:
+    for same, calls in pool.run(checkpointed, 4, how=how, reentrant=reentrant):
+        assert all(same)
+        assert calls == 1
+
+
+def test_keeping_in_a_graph_is_refused(pool: WorkerPool) -> None:
+    case = {"how": "compiled around it", "reentrant": False, "fullgraph": True}
+    for error in pool.errors(checkpointed, 4, **case):
+        assert "create_selective_checkpoint_contexts" in str(error)
+
+
+def local_kept(ctx: RankContext) -> None:
+    setting = SETTINGS[-2]
+    module = setting.module()
+    layout = module.mesh.layout(setting.layout, TOKENS)
+    q, k, v, _ = (layout.shard(x, 1, ctx.rank) for x in full_tensors())
+    checkpoint(keep_attention(compiled(module)), q.requires_grad_(), k, v, use_reentrant=False)
+
+
+def test_a_local_attention_in_a_graph_is_not_kept(pool: WorkerPool) -> None:
+    for error in pool.errors(local_kept, 4):
+        assert isinstance(error, ds_usp.UnsupportedAttentionError)
+        assert "without keep_attention" in str(error)

@@ -1,0 +1,72 @@
+"""``torch.compile`` with inductor on GPUs: one graph, NCCL or copy engines, eager's results."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from oracle import relative_error
+from torch._dynamo.utils import counters
+
+import ds_usp
+
+WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()] or [1]
+STEPS = 4  # as many as torch's CUDA graphs need to warm up, to record and to replay twice
+
+
+class Layer(torch.nn.Module):
+    """Projections around attention."""
+
+    def __init__(self, mesh: ds_usp.SequenceMesh, tuning: ds_usp.Tuning) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(512, 3 * 512, device="cuda", dtype=torch.bfloat16)
+        self.mesh, self.tuning = mesh, tuning
+        self.layout, self.mask = mesh.layout("zigzag", 1024), ds_usp.MaskSpec.causal()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x).unflatten(-1, (8, -1)).chunk(3, dim=-1)
+        given: dict[str, Any] = {"layout": self.layout, "mask": self.mask, "tuning": self.tuning}
+        return x + ds_usp.usp_attention(q, k, v, mesh=self.mesh, **given).flatten(2)
+
+
+def rank_main(rank: int, world: int, port: int, mode: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    torch._inductor.config.compile_threads = 1
+    for ulysses in (u for u in (1, 2, 4) if world % u == 0):
+        mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+        for tuning in (ds_usp.Tuning(), ds_usp.Tuning(2, True), ds_usp.Tuning(2, copies=False)):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.manual_seed(0)
+            layer = Layer(mesh, tuning)
+            run = torch.compile(layer, fullgraph=True, mode=mode)
+            for _ in range(STEPS):
+                found = []
+                x = torch.randn(2, 1024 // world, 512, device="cuda", dtype=torch.bfloat16)
+                for each in (layer, run):
+                    y = x.clone().requires_grad_()
+                    out = each(y)
+                    out.square().sum().backward()
+                    found.append([z.clone() for z in (out, y.grad, layer.mix.weight.grad)])
+                    layer.zero_grad()
+                for want, got in zip(*found, strict=True):
+                    error = relative_error(got.cpu(), want.cpu().double())
+                    assert error < 1e-2, (ulysses, tuning, error)
+            assert counters["stats"]["unique_graphs"] == 1, counters
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_compiled_layer_equals_the_layer(world: int, mode: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    mp.spawn(rank_main, (world, port, mode), nprocs=world)

@@ -1,0 +1,119 @@
+"""What ops are told of a call, and by which names they find meshes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+import ds_usp
+from ds_usp import MeshError, SequenceMesh
+from ds_usp.attention.compiled import Ask
+from ds_usp.attention.compiled_exchange import Trip
+from ds_usp.attention.traced import ask_of
+from ds_usp.comm.mesh import MESHES
+
+TOLD_OTHERWISE = {
+    ds_usp.MaskSpec: {"documents"},  # never told
+    ds_usp.Scores: {"alibi_slopes", "sinks"},  # as tensors
+    # By the mesh, which has the same; documents are never told.
+    ds_usp.TokenLayout: {"kind", "seq_len", "ulysses", "ring", "order", "documents"},
+    ds_usp.Tuning: set(),
+}
+
+
+@pytest.mark.parametrize("value", TOLD_OTHERWISE)
+def test_an_op_is_told_every_field(value: Any) -> None:
+    left = {field.name for field in fields(value)} - set(Ask._fields)
+    assert left == TOLD_OTHERWISE[value]
+
+
+def test_an_op_is_told_every_argument() -> None:
+    told = {"q", "k", "v", "mask", "tuning", "scores", "return_lse"}
+    assert set(inspect.signature(ds_usp.usp_attention).parameters) - set(Ask._fields) == told
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors", "told"),
+    [("attention", 5, Ask), ("attention_backward", 6, Ask), ("exchange", 1, Trip)],
+)
+def test_ops_take_what_they_are_told_in_that_order(op: str, tensors: int, told: Any) -> None:
+    schema = getattr(torch.ops.ds_usp, op).default._schema
+    assert tuple(x.name for x in schema.arguments[tensors:]) == told._fields
+
+
+def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> Ask | None:
+    given = {
+        "mesh": on,
+        "layout": on.layout("zigzag", 16),
+        "mask": ds_usp.MaskSpec.causal(),
+        "softmax_scale": None,
+        "dropout_p": 0.0,
+        "kernel": "auto",
+        "return_lse": True,
+        "tuning": ds_usp.Tuning(chunks=2, gather=True, copies=False),
+        "scores": ds_usp.Scores(),
+        "kv_layout": None,
+    }
+    return ask_of(x, x, x, **given | changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mesh": None},
+        {"layout": 16},
+        {"layout": ds_usp.TokenLayout("zigzag", 16, ulysses=2)},
+        {"layout": ds_usp.TokenLayout("zigzag", 16, order="ring-ulysses")},
+        {"layout": ds_usp.TokenLayout("balanced", 16, documents=[0, 16])},
+        {"kv_layout": "zigzag"},
+        {"mask": ds_usp.MaskSpec.causal([0, 3, 16])},
+        {"mask": None},
+        {"softmax_scale": torch.tensor(0.5)},
+        {"softmax_scale": True},
+        {"dropout_p": "0"},
+        {"kernel": None},
+        {"return_lse": 1},
+        {"tuning": 2},
+        {"scores": None},
+        {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
+    ],
+)
+def test_what_no_op_can_be_told_is_left_out(changed: dict[str, Any]) -> None:
+    mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
+    assert ask(mesh, x) is not None
+    assert ask(mesh, x[0]) is None
+    assert ask(mesh, x, **changed) is None
+
+
+def test_torch_finds_no_fault_with_the_op() -> None:
+    mesh = SequenceMesh.single()
+    q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
+    told = ask(mesh, q)
+    assert told is not None
+    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *told))
+
+
+def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
+    first, second = SequenceMesh.single(), SequenceMesh.single()
+    assert first.name != second.name
+    assert MESHES.find(first.name) is first
+    other = copy.deepcopy(first)
+    assert MESHES.find(other.name) is other and other.name != first.name
+    name = first.name
+    del first
+    gc.collect()
+    with pytest.raises(MeshError, match="is gone"):
+        MESHES.find(name)
+    assert MESHES.find(second.name) is second
+
+
+def test_meshes_of_one_name_are_alike() -> None:
+    assert SequenceMesh(2, 1, 0).name != SequenceMesh(1, 2, 0).name
+    assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 1, ulysses_rank=1).name
+    assert SequenceMesh(2, 1, 0).name != SequenceMesh(2, 1, 0, order="ring-ulysses").name
