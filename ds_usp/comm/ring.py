@@ -113,7 +113,9 @@ def _exchange(group: dist.ProcessGroup, leaving: Parcels, arriving: Parcels) -> 
         return works + [group.recv([x], source, 0) for source, x in arriving]
 
     device = (*leaving, *arriving)[0][1].device
-    if not group._get_backend(device).supports_coalescing:
+    # Backends of older torch do not say; NCCL's must, where sends would wait for each other.
+    backend = group._get_backend(device)
+    if not getattr(backend, "supports_coalescing", device.type == "cuda"):
         return start()
     with c10d._coalescing_manager(group, device, async_ops=True) as together:
         start()
