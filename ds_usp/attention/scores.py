@@ -52,7 +52,7 @@ class Scores:
     def __post_init__(self) -> None:
         cap, seed = self.softcap, self.dropout_seed
         number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
-        if cap is not None and (not number or not math.isfinite(cap) or cap <= 0):
+        if cap is not None and (not number or not 0 < cap < math.inf):
             raise ConfigError(
                 f"softcap={cap!r} must be a finite number above 0; None leaves the scores as they "
                 "are (a library's 0.0 is None here)"

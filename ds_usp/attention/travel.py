@@ -138,8 +138,9 @@ class WayHome:
             return
         self._channel.take()
         coming, self._coming = self._coming, []
+        sums, self._sums = self._sums, ()  # a window's are not kept longer than it
         for piece, part in coming:
-            for total, each in zip(self._sums, unpacked(part, *self._like), strict=True):
+            for total, each in zip(sums, unpacked(part, *self._like), strict=True):
                 span = [(piece.start, piece.stop)]
                 total.add(each, span, borrowed=not self.keeps, held=self.keeps)
 

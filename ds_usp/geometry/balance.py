@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ds_usp.geometry.resplit import Run, causal_pairs, resplit
+from ds_usp.geometry.resplit import Run, Tries, causal_pairs, resplit
 from ds_usp.geometry.segments import Segment, join
 
 # Work of the busiest rank, over the mean, that is not worth more cuts.
 _TOLERATED = 1.05
 # The same that is not worth dealing out anew what two ranks have.
 _EVEN = 1.005
+# Splits that are looked at for one layout: 10 to 20 ms of a host.
+_MOST_TRIES = 15_000
 # Short documents next to each other stay together up to this part of a rank's tokens.
 _PARTS_OF_A_RANK = 32
 
@@ -70,11 +72,12 @@ def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segmen
 def _evened(documents: tuple[int, ...], shares: list[list[Run]]) -> list[list[Run]]:
     """Shares of as many tokens each, with work more even."""
     work = [sum(causal_pairs(documents, *run) for run in runs) for runs in shares]
+    tries = Tries(_MOST_TRIES)
     for _ in range(2 * len(shares)):
         busiest, idlest = (work.index(each) for each in (max(work), min(work)))
         if work[busiest] * len(work) <= _EVEN * sum(work):
             break
-        pair = resplit(documents, shares[busiest], shares[idlest])
+        pair = resplit(documents, shares[busiest], shares[idlest], tries)
         if sorted(pair[0]) == sorted(shares[busiest]):
             break
         for rank, runs in zip((busiest, idlest), pair, strict=True):

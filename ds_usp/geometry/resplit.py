@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 Run = tuple[int, int]
 
-# Of more runs than this a greedy split is even enough, and a search among pairs of them slow.
-_MOST_RUNS = 48
 # What it costs that as many tokens as a rank has are needed elsewhere, as a part of its work.
 _TRAVEL = 0.02
-_MOST_SWAPS = 32
 # A cost below which no further run is tried.
 _GOOD = 1.002
 
@@ -30,8 +27,16 @@ class _Piece:
         return self.stop - self.start
 
 
+class Tries:
+    """How many more splits may be looked at: documents differ with every batch, and the host deals
+    them out before its step. A count and not a clock, for all ranks must find the same."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
 def resplit(
-    documents: Sequence[int], mine: Sequence[Run], theirs: Sequence[Run]
+    documents: Sequence[int], mine: Sequence[Run], theirs: Sequence[Run], tries: Tries
 ) -> tuple[list[Run], list[Run]]:
     """Runs for the same two ranks, as many tokens for each as before, with work more even.
 
@@ -42,24 +47,23 @@ def resplit(
     Args:
         documents: cumulative borders.
         mine, theirs: runs of both ranks, of whole or cut documents.
+        tries: that are left; those that are used are taken off.
     """
     tokens = sum(stop - start for start, stop in mine)
     pool = [
         _Piece(start, stop, causal_pairs(documents, start, stop))
         for start, stop in _joined(documents, [*mine, *theirs])
     ]
-    if len(pool) > _MOST_RUNS:
-        return list(mine), list(theirs)
     both = sum(piece.tokens for piece in pool), sum(piece.work for piece in pool)
     before = max(sum(causal_pairs(documents, *run) for run in runs) for runs in (mine, theirs))
     least = _cost(both, before, _cut_tokens(documents, mine, theirs))
     found = list(mine), list(theirs)
     for seam in sorted(pool, key=lambda piece: piece.tokens):
-        if least <= _GOOD:
+        if least <= _GOOD or tries.left <= 0:
             break
-        split = _Split(documents, tokens, both, seam)
+        split = _Split(documents, tokens, both, seam, tries)
         cost = split.deal(sorted((p for p in pool if p is not seam), key=lambda p: -p.work))
-        if cost < least:
+        if cost < least and split.most_work <= before:
             least, found = cost, split.runs()
     return found
 
@@ -106,12 +110,21 @@ class _Split:
         tokens: that the first rank shall have.
         both: tokens and work of both ranks.
         seam: the run that is cut.
+
+    Attributes:
+        most_work: of the busier rank, once all is dealt out.
     """
 
     def __init__(
-        self, documents: Sequence[int], tokens: int, both: tuple[int, int], seam: _Piece
+        self,
+        documents: Sequence[int],
+        tokens: int,
+        both: tuple[int, int],
+        seam: _Piece,
+        tries: Tries,
     ) -> None:
         self._documents, self._tokens, self._both, self._seam = documents, tokens, both, seam
+        self._tries, self.most_work = tries, both[1]
         self._sides: tuple[list[_Piece], list[_Piece]] = [], []
         self._head_first = True
 
@@ -126,7 +139,7 @@ class _Split:
             sums[side][0] += piece.tokens
             sums[side][1] += piece.work
         now = self._cost(sums[0][0], sums[0][1])
-        for _ in range(_MOST_SWAPS):
+        while self._tries.left > 0:
             then, swap = self._best_swap(sums[0][0], sums[0][1])
             if then >= now:
                 break
@@ -136,7 +149,7 @@ class _Split:
                     self._sides[side].remove(chosen)
                     self._sides[1 - side].append(chosen)
             sums[0] = [sum(p.tokens for p in self._sides[0]), sum(p.work for p in self._sides[0])]
-        final, self._head_first = self._filled(sums[0][0], sums[0][1])
+        final, self._head_first, self.most_work = self._filled(sums[0][0], sums[0][1])
         return final
 
     def runs(self) -> tuple[list[Run], list[Run]]:
@@ -155,6 +168,7 @@ class _Split:
     ) -> tuple[float, tuple[_Piece | None, _Piece | None]]:
         """The cheapest exchange of a run, or none, for a run, or none."""
         ours, theirs = ([*side, None] for side in self._sides)
+        self._tries.left -= len(ours) * len(theirs)
         best: tuple[float, tuple[_Piece | None, _Piece | None]] = float("inf"), (None, None)
         for mine in ours:
             for other in theirs:
@@ -172,11 +186,12 @@ class _Split:
         beyond = max(-lacking, lacking - self._seam.tokens, 0)
         return 10.0 + beyond if beyond else self._filled(tokens, work)[0]
 
-    def _filled(self, tokens: int, work: int) -> tuple[float, bool]:
-        """The cost with the cut run, and whether the first rank has its first part."""
+    def _filled(self, tokens: int, work: int) -> tuple[float, bool, int]:
+        """The cost with the cut run, whether the first rank has its first part, and the work of the
+        busier one."""
         seam, lacking = self._seam, self._tokens - tokens
         if not 0 <= lacking <= seam.tokens:
-            return float("inf"), True
+            return float("inf"), True, self._both[1]
         found = []
         for head in (True, False):
             cut = seam.start + (lacking if head else seam.tokens - lacking)
@@ -185,5 +200,5 @@ class _Split:
             inside = seam.start < cut < seam.stop
             travelling = cut - seam.start if inside else 0
             most = max(mine, self._both[1] - mine)
-            found.append((_cost(self._both, most, travelling), head))
+            found.append((_cost(self._both, most, travelling), head, most))
         return min(found)

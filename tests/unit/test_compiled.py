@@ -47,6 +47,24 @@ def test_ops_take_what_they_are_told_in_that_order(op: str, tensors: int, told: 
     assert tuple(x.name for x in schema.arguments[tensors:]) == told._fields
 
 
+def test_other_soft_caps_are_in_the_graph_too() -> None:
+    """From the second value on a number is a symbol."""
+    mesh = SequenceMesh.single()
+    layout, mask = mesh.layout("contiguous", 16), ds_usp.MaskSpec.causal()
+
+    def attend(x: torch.Tensor, cap: float) -> torch.Tensor:
+        scores = ds_usp.Scores(softcap=cap)
+        found: torch.Tensor = ds_usp.usp_attention(
+            x, x, x, mesh=mesh, layout=layout, mask=mask, kernel="eager", scores=scores
+        )
+        return found
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    x = torch.randn(1, 16, 2, 8)
+    for cap in (3.0, 5.0, 7.5):
+        assert torch.equal(compiled(x, cap), attend(x, cap))
+
+
 def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> Ask | None:
     given = {
         "mesh": on,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -288,10 +289,23 @@ def test_far_tiles_are_calls_of_their_own() -> None:
     assert len(calls_of([[*near, full]], 64, 64)) == 2, "one causal flag a call"
 
 
-def test_planning_is_fast() -> None:
+def exponential(tokens: int, mean: int, seed: int) -> list[int]:
+    """Borders of documents of very different lengths, which a greedy split leaves uneven."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        borders.append(min(tokens, borders[-1] + 1 + int(draw.expovariate(1 / mean))))
+    return borders
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [range(0, (1 << 17) + 1, 32), exponential(1 << 17, 1000, 3), exponential(1 << 17, 1000, 7)],
+    ids=["equal", "many", "others"],
+)
+def test_planning_is_fast(borders: Sequence[int]) -> None:
     tokens = 1 << 17
-    mask = MaskSpec.causal(range(0, tokens + 1, 32))
-    layout = TokenLayout("balanced", tokens, 2, 4, documents=mask.documents)
+    mask = MaskSpec.causal(borders)
+    layout = TokenLayout("balanced", tokens, 2, 8, documents=mask.documents)
     best = 9.0
     for _ in range(3):  # the machine is shared
         balanced_shares.cache_clear()
