@@ -25,6 +25,8 @@ for _folder in (str(TESTS), str(TESTS.parent)):
 
 from harness import WorkerPool  # noqa: E402
 
+_POOL = pytest.StashKey[WorkerPool]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the support table of the README be written anew by the run that proves it."""
@@ -50,8 +52,17 @@ def seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """Gloo ranks that the whole session shares."""
-    workers = WorkerPool()
+    workers = request.config.stash[_POOL] = WorkerPool()
     yield workers
     workers.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks before a file that does not begin with them: gloo wakes a hundred times a
+    second for each group of each rank, which takes a core from the tests that follow."""
+    if nextitem is None or nextitem.path == item.path:
+        return
+    if "pool" not in getattr(nextitem, "fixturenames", ()) and _POOL in item.config.stash:
+        item.config.stash[_POOL].close()
