@@ -2,8 +2,8 @@
 
 Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
 says when it is done. Both are words in the other's memory that a stream writes and waits for
-(cuStreamWriteValue32, cuStreamWaitValue32), so no kernel spins while a rank is late. NVLink
-multicast is never used.
+(cuStreamBatchMemOp, as many at once as can be: every call costs the host), so no kernel spins while
+a rank is late. NVLink multicast is never used.
 
 The memory is torch's (torch.distributed._symmetric_memory).
 """
@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +56,7 @@ class CopyEngine:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = self._last = torch.cuda.Stream(device, priority=-1)
         # words[0, r]: the last exchange for which rank r has packed; words[1, r]: the last one
         # that it has pulled.
         words = _symmetric((2, self._world), torch.int32, device, group)
@@ -112,8 +110,9 @@ class CopyEngine:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
         stream = current_stream(self._device).cuda_stream
-        for rank, exchange in slot.users.items():
-            _wait(stream, self._words.address(self.rank, self._world + rank), exchange)
+        word = self._words.address
+        users = slot.users.items()
+        _tell(stream, [], [(word(self.rank, self._world + rank), n) for rank, n in users])
         slot.users.clear()
         key = tuple(shape), dtype
         if key not in slot.views:
@@ -133,31 +132,38 @@ class CopyEngine:
         slot: _Slot,
         users: Sequence[int],
         arriving: Sequence[tuple[int, int, int, torch.Tensor, int]],
-    ) -> torch.cuda.Event:
+        *,
+        beside: bool = True,
+    ) -> torch.cuda.Event | None:
         """Tell the users that their parts are packed, and pull one's own.
 
         Args:
             slot: where this rank has packed.
             users: ranks that pull from it.
             arriving: (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row
-                to row there or 0 if all lies together), those of one rank together.
+                to row there or 0 if all lies together).
+            beside: on a stream of its own; False: on the current one, in its order.
 
         Returns:
-            When everything has come.
+            When everything has come; None on the current stream.
         """
-        self._exchange += 1
+        current = current_stream(self._device)
+        stream = self._stream if beside else current
         # Exchanges are announced in their order: a word says that all before it are packed too.
-        self._stream.wait_stream(current_stream(self._device))
-        raw = self._stream.cuda_stream
-        for user in users:
-            _write(raw, self._words.address(user, self.rank), self._exchange)
-            slot.users[user] = self._exchange
-        for source, parcels in groupby(arriving, key=itemgetter(0)):
-            _wait(raw, self._words.address(self.rank, source), self._exchange)
-            for _, index, offset, place, pitch in parcels:
-                self._pull(raw, source, self._slots[index].start + offset, place, pitch)
-            _write(raw, self._words.address(source, self._world + self.rank), self._exchange)
-        return self._stream.record_event()
+        for before in {current, self._last} - {stream}:
+            stream.wait_stream(before)
+        self._last = stream
+        self._exchange += 1
+        number, word = self._exchange, self._words.address
+        slot.users.update(dict.fromkeys(users, number))
+        sources = list(dict.fromkeys(source for source, *_ in arriving))
+        raw = stream.cuda_stream
+        packed = [(word(user, self.rank), number) for user in users]
+        _tell(raw, packed, [(word(self.rank, source), number) for source in sources])
+        for source, index, offset, place, pitch in arriving:
+            self._pull(raw, source, self._slots[index].start + offset, place, pitch)
+        _tell(raw, [(word(source, self._world + self.rank), number) for source in sources], [])
+        return stream.record_event() if beside else None
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
         if self._memory is None:
@@ -187,10 +193,13 @@ class CopyChannel:
         engine: of the group.
         ledger: where bytes are counted.
         kind: under which name.
+        beside: False: on the current stream, where who posts waits at once anyway.
     """
 
-    def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
-        self._engine, self._ledger, self._kind = engine, ledger, kind
+    def __init__(
+        self, engine: CopyEngine, ledger: CommLedger, kind: str, *, beside: bool = True
+    ) -> None:
+        self._engine, self._ledger, self._kind, self._beside = engine, ledger, kind, beside
         self._slot: _Slot | None = None
         self._done: torch.cuda.Event | None = None
         self._places: list[torch.Tensor] = []
@@ -220,16 +229,18 @@ class CopyChannel:
         # Not all from the same rank at a time; those of one rank together.
         pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
         self._places = [x for _, x, _, _ in arriving]
-        self._done = self._engine.start(self._slot, [to for to, _ in leaving], pulls)
+        users = [to for to, _ in leaving]
+        self._done = self._engine.start(self._slot, users, pulls, beside=self._beside)
         self.busy = True
         if leaving:
             self._ledger.add(self._kind, sum(x.numel() * x.element_size() for _, x in leaving))
 
     def take(self) -> None:
         """See :meth:`ds_usp.comm.ring.RingChannel.take`."""
-        if not self.busy or self._done is None:
+        if not self.busy:
             raise MeshError(f"no {self._kind} exchange was posted")
-        self._engine.current_stream().wait_event(self._done)
+        if self._done is not None:
+            self._engine.current_stream().wait_event(self._done)
         self._done, self._places, self.busy = None, [], False
 
     def close(self) -> None:
@@ -301,6 +312,23 @@ def _symmetric(
     return found
 
 
+Words = Sequence[tuple[int, int]]  # (address, value)
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
+
+
+class _WordJob(ctypes.Structure):
+    """The driver's CUstreamBatchMemOpParams, 48 bytes."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
+
+
 class _Rows(ctypes.Structure):
     """The driver's CUDA_MEMCPY2D."""
 
@@ -327,10 +355,13 @@ class _Rows(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        function = getattr(driver, name)
-        function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-        function.restype = ctypes.c_int
+    driver.cuStreamBatchMemOp_v2.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.POINTER(_WordJob),
+        ctypes.c_uint,
+    )
+    driver.cuStreamBatchMemOp_v2.restype = ctypes.c_int
     driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
     driver.cuMemcpy2DAsync_v2.restype = ctypes.c_int
     driver.cuMemcpyDtoDAsync_v2.argtypes = (
@@ -361,14 +392,13 @@ def _copy_rows(
     _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
 
 
-def _write(stream: int, address: int, value: int) -> None:
-    """Let a stream write a word, after all its writes so far can be seen."""
-    _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
-
-
-def _wait(stream: int, address: int, value: int) -> None:
-    """Let a stream wait until a word has reached a value."""
-    _call("cuStreamWaitValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
+def _tell(stream: int, writes: Words, waits: Words) -> None:
+    """Let a stream write words, after all its writes so far can be seen, and then wait until others
+    have reached their values: one call, in this order."""
+    jobs = [(_WRITE, *word) for word in writes] + [(_WAIT, *word) for word in waits]
+    if jobs:
+        each = (_WordJob(kind, address, value & 0xFFFFFFFF) for kind, address, value in jobs)
+        _call("cuStreamBatchMemOp_v2", stream, len(jobs), (_WordJob * len(jobs))(*each), 0)
 
 
 def _call(name: str, *arguments: Any) -> None:

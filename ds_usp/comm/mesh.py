@@ -211,7 +211,8 @@ class SequenceMesh:
             return RingChannel(group, self.ledger, kind)
         if kind not in self.engines:
             raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
-        return CopyChannel(self.engines[kind], self.ledger, kind)
+        beside = kind != "all_to_all"  # who exchanges heads waits at once
+        return CopyChannel(self.engines[kind], self.ledger, kind, beside=beside)
 
     def open_outer(self) -> None:
         """Make the communicators for what crosses the network in a double ring. Collective over

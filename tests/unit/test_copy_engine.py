@@ -89,7 +89,8 @@ class World:
             _device=None,
             rank=rank,
             _world=self.ranks,
-            _stream=FakeStream(),
+            _stream=(stream := FakeStream()),
+            _last=stream,
             _words=FakeWords(kind),
             _memory=FakeMemory(),
             _slots=[_Slot(0, 0), _Slot(1, SLOT)],
@@ -107,11 +108,9 @@ class World:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        def wait(stream: FakeStream, address: Tag, value: int) -> None:
-            stream.operations.append(("wait", address, value & 0xFFFFFFFF))
-
-        def write(stream: FakeStream, address: Tag, value: int) -> None:
-            stream.operations.append(("write", address, value & 0xFFFFFFFF))
+        def tell(stream: FakeStream, *words: list[tuple[Tag, int]]) -> None:
+            for kind, each in zip(("write", "wait"), words, strict=True):
+                stream.operations += [(kind, where, value & 0xFFFFFFFF) for where, value in each]
 
         def pull(
             engine: Any, stream: FakeStream, source: int, start: int, place: Place, pitch: int
@@ -119,8 +118,7 @@ class World:
             stream.operations.append(("pull", (engine.kind, source, start), place))
 
         with (
-            mock.patch.object(copy_engine, "_wait", wait),
-            mock.patch.object(copy_engine, "_write", write),
+            mock.patch.object(copy_engine, "_tell", tell),
             mock.patch.object(CopyEngine, "_pull", pull),
             mock.patch.object(copy_engine, "current_stream", lambda *_: self.current),
         ):
@@ -152,18 +150,20 @@ class FakeChannel:
         ]
         pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
         users = sorted(b for a, b in pairs if a == self.rank)
-        self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
+        beside = self.engine.kind != "all_to_all"  # type: ignore[attr-defined]
+        self.done = self.engine.start(self.slot, users, pulls, beside=beside)  # type: ignore[arg-type]
 
     def take(self) -> None:
-        self.world.current.wait_event(self.done)  # type: ignore[arg-type]
+        if self.done is not None:
+            self.world.current.wait_event(self.done)  # type: ignore[arg-type]
         for place in self.places:
             self.world.current.operations.append(("read", place))
 
 
 def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -> None:
-    """Some calls of one rank: parts of the heads on a second stream, steps of the ring on the
-    first, as attention makes them. ``draw`` is the same on all ranks."""
-    main, side = world.main[rank], world.side[rank]
+    """Some calls of one rank: parts of the heads on a second stream, if there are several, steps of
+    the ring on the first, as attention makes them. ``draw`` is the same on all ranks."""
+    main = side = world.main[rank]
     everyone = {(a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b}
     share = draw.choice([0.1, 0.5, 1.0])
 
@@ -190,9 +190,11 @@ def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -
 
     with world.on(main):
         for call in range(4):
+            count = draw.randint(1, parts)
+            side = world.side[rank] if count > 1 else main
             coming = [arrive(call, 0)]
-            for part in range(parts):
-                if part + 1 < parts:
+            for part in range(count):
+                if part + 1 < count:
                     coming.append(arrive(call, part + 1))
                 keys, event = coming.pop(0)
                 main.wait_event(event)
