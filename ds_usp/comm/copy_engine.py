@@ -10,16 +10,15 @@ The memory is torch's (torch.distributed._symmetric_memory).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_usp.comm.driver import copy, copy_rows, driver, tell
 from ds_usp.comm.lane import current_stream
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.ring import Arrivals, Parcels
@@ -28,7 +27,6 @@ from ds_usp.errors import MeshError
 _SLOTS = 2  # one is filled while the other one is still being pulled from
 _ALIGN = 512
 _MOST_VIEWS = 256
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 @dataclass
@@ -112,7 +110,7 @@ class CopyEngine:
         stream = current_stream(self._device).cuda_stream
         word = self._words.address
         users = slot.users.items()
-        _tell(stream, [], [(word(self.rank, self._world + rank), n) for rank, n in users])
+        tell(stream, [], [(word(self.rank, self._world + rank), n) for rank, n in users])
         slot.users.clear()
         key = tuple(shape), dtype
         if key not in slot.views:
@@ -159,10 +157,10 @@ class CopyEngine:
         sources = list(dict.fromkeys(source for source, *_ in arriving))
         raw = stream.cuda_stream
         packed = [(word(user, self.rank), number) for user in users]
-        _tell(raw, packed, [(word(self.rank, source), number) for source in sources])
+        tell(raw, packed, [(word(self.rank, source), number) for source in sources])
         for source, index, offset, place, pitch in arriving:
             self._pull(raw, source, self._slots[index].start + offset, place, pitch)
-        _tell(raw, [(word(source, self._world + self.rank), number) for source in sources], [])
+        tell(raw, [(word(source, self._world + self.rank), number) for source in sources], [])
         return stream.record_event() if beside else None
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
@@ -170,12 +168,12 @@ class CopyEngine:
             raise MeshError("the copy engine was asked for data before any room was reserved")
         size, theirs = place.element_size(), self._memory.address(source, start)
         if not pitch:
-            _copy(stream, place.data_ptr(), theirs, place.numel() * size)
+            copy(stream, place.data_ptr(), theirs, place.numel() * size)
             return
         rows, batch = place.shape[:2]
         width = place.shape[2:].numel() * size
         for sample in range(batch):
-            _copy_rows(
+            copy_rows(
                 stream,
                 place.data_ptr() + sample * place.stride(1) * size,
                 place.stride(0) * size,
@@ -276,7 +274,7 @@ def why_not(group: dist.ProcessGroup) -> str | None:
         return f"this process sees {torch.cuda.device_count()} GPUs, the group has {group.size()}"
     try:
         import_module("torch.distributed._symmetric_memory")
-        _driver()
+        driver()
     except (ImportError, OSError, AttributeError) as error:
         return f"symmetric memory cannot be used: {error}"
     here = torch.cuda.current_device()
@@ -310,101 +308,3 @@ def _symmetric(
     if found is None or failed.item():
         raise MeshError(f"a rank has no room for symmetric memory of {shape} {dtype} {reason}")
     return found
-
-
-Words = Sequence[tuple[int, int]]  # (address, value)
-_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
-
-
-class _WordJob(ctypes.Structure):
-    """The driver's CUstreamBatchMemOpParams, 48 bytes."""
-
-    _fields_ = (
-        ("kind", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("pad", ctypes.c_uint64),
-    )
-
-
-class _Rows(ctypes.Structure):
-    """The driver's CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_kind", ctypes.c_uint),
-        ("src_host", ctypes.c_void_p),
-        ("src", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_kind", ctypes.c_uint),
-        ("dst_host", ctypes.c_void_p),
-        ("dst", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("rows", ctypes.c_size_t),
-    )
-
-
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuStreamBatchMemOp_v2.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_uint,
-        ctypes.POINTER(_WordJob),
-        ctypes.c_uint,
-    )
-    driver.cuStreamBatchMemOp_v2.restype = ctypes.c_int
-    driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
-    driver.cuMemcpy2DAsync_v2.restype = ctypes.c_int
-    driver.cuMemcpyDtoDAsync_v2.argtypes = (
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    )
-    driver.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
-    return driver
-
-
-def _copy(stream: int, dst: int, src: int, size: int) -> None:
-    """Copy bytes."""
-    _call("cuMemcpyDtoDAsync_v2", dst, src, size, stream)
-
-
-def _copy_rows(
-    stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
-) -> None:
-    """Copy rows of ``width`` bytes that lie a pitch apart."""
-    device = 2  # CU_MEMORYTYPE_DEVICE
-    job = _Rows(
-        0, 0, device, None, src, None, src_pitch,
-        0, 0, device, None, dst, None, dst_pitch,
-        width, rows,
-    )  # fmt: skip
-    _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
-
-
-def _tell(stream: int, writes: Words, waits: Words) -> None:
-    """Let a stream write words, after all its writes so far can be seen, and then wait until others
-    have reached their values: one call, in this order."""
-    jobs = [(_WRITE, *word) for word in writes] + [(_WAIT, *word) for word in waits]
-    if jobs:
-        each = (_WordJob(kind, address, value & 0xFFFFFFFF) for kind, address, value in jobs)
-        _call("cuStreamBatchMemOp_v2", stream, len(jobs), (_WordJob * len(jobs))(*each), 0)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    error = getattr(_driver(), name)(*arguments)
-    if error == _NO_CONTEXT:  # the runtime binds one to a thread at its first call, as autograd's
-        torch.cuda.current_stream().query()
-        error = getattr(_driver(), name)(*arguments)
-    if error:
-        raise MeshError(f"the CUDA driver refused {name}: error {error}")

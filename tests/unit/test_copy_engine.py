@@ -78,8 +78,8 @@ class World:
     def __init__(self, ranks: int, first: int) -> None:
         self.ranks, self.first = ranks, first
         self.current = FakeStream()
-        self.main = [FakeStream() for _ in range(ranks)]
-        self.side = [FakeStream() for _ in range(ranks)]
+        # Two streams that compute, with one beside each: calls need not all be on one.
+        self.main, self.side = ([[FakeStream(), FakeStream()] for _ in range(ranks)] for _ in "ab")
         self.engines = [{kind: self._engine(kind, r) for kind in KINDS} for r in range(ranks)]
 
     def _engine(self, kind: str, rank: int) -> CopyEngine:
@@ -118,7 +118,7 @@ class World:
             stream.operations.append(("pull", (engine.kind, source, start), place))
 
         with (
-            mock.patch.object(copy_engine, "_tell", tell),
+            mock.patch.object(copy_engine, "tell", tell),
             mock.patch.object(CopyEngine, "_pull", pull),
             mock.patch.object(copy_engine, "current_stream", lambda *_: self.current),
         ):
@@ -126,7 +126,8 @@ class World:
 
     def streams(self) -> list[FakeStream]:
         engines = [engine._stream for each in self.engines for engine in each.values()]
-        return [s for s in (*self.main, *self.side, *engines) if s.operations]  # type: ignore[list-item]
+        own = [stream for each in (*self.main, *self.side) for stream in each]
+        return [s for s in (*own, *engines) if s.operations]  # type: ignore[list-item]
 
 
 class FakeChannel:
@@ -163,7 +164,7 @@ class FakeChannel:
 def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -> None:
     """Some calls of one rank: parts of the heads on a second stream, if there are several, steps of
     the ring on the first, as attention makes them. ``draw`` is the same on all ranks."""
-    main = side = world.main[rank]
+    main = side = world.main[rank][0]
     everyone = {(a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b}
     share = draw.choice([0.1, 0.5, 1.0])
 
@@ -188,10 +189,11 @@ def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -
             home.post(everyone, "home", call, part)
             home.take()
 
-    with world.on(main):
-        for call in range(4):
-            count = draw.randint(1, parts)
-            side = world.side[rank] if count > 1 else main
+    for call in range(4):
+        which, count = draw.randrange(2), draw.randint(1, parts)
+        main = world.main[rank][which]
+        side = world.side[rank][which] if count > 1 else main
+        with world.on(main):
             coming = [arrive(call, 0)]
             for part in range(count):
                 if part + 1 < count:

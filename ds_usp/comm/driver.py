@@ -1,0 +1,116 @@
+"""The CUDA driver's calls that torch does not offer: words that streams write and wait for, and
+copies between addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ds_usp.errors import MeshError
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+Words = Sequence[tuple[int, int]]  # (address, value)
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
+
+
+class _WordJob(ctypes.Structure):
+    """The driver's CUstreamBatchMemOpParams, 48 bytes."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
+
+
+class _Rows(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_kind", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_kind", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+    )
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """libcuda, with what is called of it.
+
+    Raises:
+        OSError, AttributeError: there is none, or an older one.
+    """
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuStreamBatchMemOp_v2.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.POINTER(_WordJob),
+        ctypes.c_uint,
+    )
+    library.cuStreamBatchMemOp_v2.restype = ctypes.c_int
+    library.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
+    library.cuMemcpy2DAsync_v2.restype = ctypes.c_int
+    library.cuMemcpyDtoDAsync_v2.argtypes = (
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
+    library.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
+    return library
+
+
+def copy(stream: int, dst: int, src: int, size: int) -> None:
+    """Copy bytes."""
+    _call("cuMemcpyDtoDAsync_v2", dst, src, size, stream)
+
+
+def copy_rows(
+    stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+) -> None:
+    """Copy rows of ``width`` bytes that lie a pitch apart."""
+    device = 2  # CU_MEMORYTYPE_DEVICE
+    job = _Rows(
+        0, 0, device, None, src, None, src_pitch,
+        0, 0, device, None, dst, None, dst_pitch,
+        width, rows,
+    )  # fmt: skip
+    _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
+
+
+def tell(stream: int, writes: Words, waits: Words) -> None:
+    """Let a stream write words, after all its writes so far can be seen, and then wait until others
+    have reached their values: one call, in this order."""
+    jobs = [(_WRITE, *word) for word in writes] + [(_WAIT, *word) for word in waits]
+    if jobs:
+        each = (_WordJob(kind, address, value & 0xFFFFFFFF) for kind, address, value in jobs)
+        _call("cuStreamBatchMemOp_v2", stream, len(jobs), (_WordJob * len(jobs))(*each), 0)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = getattr(driver(), name)(*arguments)
+    if error == _NO_CONTEXT:  # the runtime binds one to a thread at its first call, as autograd's
+        torch.cuda.current_stream().query()
+        error = getattr(driver(), name)(*arguments)
+    if error:
+        raise MeshError(f"the CUDA driver refused {name}: error {error}")
