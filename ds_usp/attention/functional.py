@@ -41,8 +41,8 @@ class SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        ctx.exchange.mesh.agreement.settle()
-        return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
+        with ctx.exchange.mesh.agreement.during_backward():
+            return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
 
 
 class UnifiedAttention(torch.autograd.Function):
@@ -82,7 +82,6 @@ class UnifiedAttention(torch.autograd.Function):
                 "(create_graph=True), which no kernel here computes"
             )
         call: USPCall = ctx.call
-        ctx.mesh.agreement.settle()
         sinks, *saved = ctx.saved_tensors
         if call.stays:
             whole, lses = saved[:4], saved[4:]
@@ -96,7 +95,8 @@ class UnifiedAttention(torch.autograd.Function):
         if dout is None:  # the other ranks wait for this one's part
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = replace(ctx.scores, sinks=sinks)
-        grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
+        with ctx.mesh.agreement.during_backward():
+            grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
         return None, None, None, *grads
 
 

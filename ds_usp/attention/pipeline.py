@@ -162,7 +162,7 @@ def attend_backward(
         return _Come((mine,), BlockWalk(ring, ring.schedule.backward_steps, k, v))
 
     def leave(part: HeadTraffic, mine: RingGradients) -> None:
-        part.qkv.to_sequence(mine.result(), grads)
+        part.qkv.to_sequence(mine.sums(), grads)
 
     call.prepare(dout.device)
     grads: tuple[torch.Tensor, ...] = ()

@@ -24,7 +24,14 @@ from dataclasses import dataclass
 import torch
 
 from ds_usp.attention.scores import PartScores
-from ds_usp.attention.travel import Arrivals, WayHome, packed_copy, unpacked
+from ds_usp.attention.travel import (
+    NO_ARRIVALS,
+    NO_WAY_HOME,
+    Arrivals,
+    WayHome,
+    packed_copy,
+    unpacked,
+)
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.schedule import RingSchedule, RingStep
 from ds_usp.geometry.windows import Window
@@ -64,13 +71,18 @@ class BlockWalk:
         self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self._steps, self._own, schedule = steps, (k, v), call.schedule
-        near, far = call.mesh.channel("ring_kv", call.copies), call.mesh.channel("ring_kv_outer")
-        travelling = [step for step in steps if not step.own]
-        self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
-        self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
-        packed = packed_copy(near, k, v) if travelling or schedule.windows else k[:0]
         self._window, self._held = 0, self._own
-        self._far.begin(schedule.windows, packed)
+        self._near = self._far = NO_ARRIVALS
+        travelling = [step for step in steps if not step.own]
+        if not (travelling or schedule.windows):
+            return
+        near = call.mesh.channel("ring_kv", call.copies)
+        self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
+        packed = packed_copy(near, k, v)
+        if schedule.windows:
+            far = call.mesh.channel("ring_kv_outer")
+            self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
+            self._far.begin(schedule.windows, packed)
         self._near.begin([step for step in travelling if not step.window], packed)
 
     @property
@@ -175,9 +187,13 @@ class RingGradients:
         self._windows = schedule.windows
         self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
         travelling = [step for step in schedule.backward_steps if not step.own]
-        near, far = mesh.channel("ring_dkv", call.copies), mesh.channel("ring_dkv_outer")
-        self._near = WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
-        self._far = WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
+        self._near = self._far = NO_WAY_HOME
+        if travelling:
+            near = mesh.channel("ring_dkv", call.copies)
+            self._near = WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
+        if schedule.windows:
+            far = mesh.channel("ring_dkv_outer")
+            self._far = WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
 
     def of_step(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
@@ -209,10 +225,14 @@ class RingGradients:
 
     def result(self) -> Grads:
         """``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``."""
+        dq, dk, dv = (total.result() for total in self.sums())
+        return dq, dk, dv
+
+    def sums(self) -> tuple[GradientSum, GradientSum, GradientSum]:
+        """The same, when all of it has come and before it is summed."""
         self._near.settle()
         self._far.settle()
-        dq, dk, dv = (total.result() for total in self._sums)
-        return dq, dk, dv
+        return self._sums
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_usp.comm.ring import Channel
+from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.ring import Channel, RingChannel, Room, cut_features
 from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import RingStep
 from ds_usp.geometry.windows import Piece, Window
@@ -65,15 +66,15 @@ class Arrivals:
         travel = self._waiting.popleft()
         self._buffers.reverse()
         self._coming = self._buffers[1][: travel.columns]
-        token = self._packed.shape[1:].numel()
+        token = self._packed.stride(0)  # it is dense
         arriving = []
         for piece, place in _split(self._coming, travel.comes):
             if piece.rank == self._rank:
                 place.copy_(self._packed[piece.start : piece.stop])
             else:
                 arriving.append((piece.rank, place, piece.start * token, 0))
-        leaving = [(piece.rank, self._packed[piece.start : piece.stop]) for piece in travel.gives]
-        self._channel.post(leaving, arriving)
+        leaving = [(piece.rank, piece.start, piece.stop) for piece in travel.gives]
+        self._channel.post(self._packed, leaving, arriving)
 
 
 class WayHome:
@@ -97,7 +98,7 @@ class WayHome:
         self.keeps = len(travels) <= 2
         most = max((each.given for each in travels), default=0)
         self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
-        self._leaving = k[:0]
+        self._leaving: Room | None = None
         self._coming: list[tuple[Piece, torch.Tensor]] = []
         self._sums: Sequence[GradientSum] = ()
 
@@ -117,15 +118,16 @@ class WayHome:
         shape = (away, *self._buffer.shape[1:])
         # Held by this object: a lane may wait for it where its memory's stream does not.
         self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = unpacked(self._leaving, *self._like)
+        places = self._leaving.parts(_shapes(*self._like), turned=True)
         for total, place, own in zip(gradients, places, sums, strict=True):
             total.write(place)
             if away < travel.columns:  # this rank's own keys come last
                 total.hand_over(away, own)
-        token = self._buffer.shape[1:].numel()
+        token = self._leaving.whole.stride(0)  # it is dense
         self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
         self._channel.post(
-            [(piece.rank, part) for piece, part in _split(self._leaving, comes)],
+            self._leaving.whole,
+            _rows(comes),
             [
                 (piece.rank, part, at * token, 0)
                 for (piece, part), at in zip(self._coming, travel.given_at, strict=True)
@@ -153,6 +155,12 @@ class WayHome:
         return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
 
 
+_NOTHING = torch.empty(0, 0, 0, 0)
+_NOWHERE = RingChannel(None, CommLedger(), "nothing")
+# Of a ring of one, or for a rank that nothing comes to.
+NO_ARRIVALS = Arrivals(_NOWHERE, (), 0, _NOTHING, _NOTHING)
+NO_WAY_HOME = WayHome(_NOWHERE, (), 0, torch.float32, _NOTHING, _NOTHING)
+
 # Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
 # one dense message.
 
@@ -164,23 +172,38 @@ def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, i
 
 def packed_copy(channel: Channel, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them."""
-    packed = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
-    for place, x in zip(unpacked(packed, k, v), (k, v), strict=True):
+    room = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
+    for place, x in zip(room.parts(_shapes(k, v), turned=True), (k, v), strict=True):
         dense_copy(place, x)
-    return packed
+    return room.whole
 
 
 def unpacked(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
-    turned = packed.transpose(0, 1)
-    keys, values = turned.split([x.shape[2:].numel() for x in (k, v)], dim=2)
-    front = turned.shape[:2]
-    return keys.view(*front, *k.shape[2:]), values.view(*front, *v.shape[2:])
+    keys, values = cut_features(packed, _shapes(k, v), turned=True)
+    return keys, values
+
+
+def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and head dim of keys and of values."""
+    _, _, heads, dim = k.shape
+    return (heads, dim), (heads, v.shape[3])
+
+
+def _rows(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """Of tensors that lie one after the other: to whom each goes, its first row and the next's."""
+    found, at = [], 0
+    for piece in pieces:
+        found.append((piece.rank, at, at + piece.length))
+        at += piece.length
+    return found
 
 
 def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
     """Each piece with its part of a tensor in which they lie one after the other."""
+    if len(pieces) == 1:
+        return [(pieces[0], packed)]
     parts = packed.split([piece.length for piece in pieces]) if pieces else ()
     return list(zip(pieces, parts, strict=True))

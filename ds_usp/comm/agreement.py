@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,15 @@ from ds_usp.errors import MeshError
 _TEXT_BYTES = 2048
 # Descriptions may differ from step to step, by the seed of dropout or by documents.
 _MOST_KNOWN = 1024
+# Comparisons under way at a time. One takes milliseconds, and no host should wait for it.
+_MOST_PENDING = 4
 
 
-Pending = tuple[dist.Work, list[torch.Tensor], str]
+class _Pending(NamedTuple):
+    """A comparison under way, and what each rank says."""
+
+    work: dist.Work
+    said: list[bytearray]
 
 
 class Agreement:
@@ -42,7 +50,7 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self._known: set[str] = set()
-        self._pending: list[Pending] = []  # at most one
+        self._pending: deque[_Pending] = deque()
         self.when_broken: Callable[[], object] = lambda: None
         self.passes = 0
         self._broken: MeshError | None = None
@@ -66,47 +74,57 @@ class Agreement:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
             Exception: ``error`` itself, on the rank that passed it.
         """
-        self.settle()
+        new = self.group is None or wait or error is not None or text not in self._known
+        self.settle(0 if new else _MOST_PENDING - 1)
         said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
-        if self.group is None or wait or error is not None or text not in self._known:
+        if self.group is None or new:
             agree(self.group, said, error)
             if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
                 self._known.clear()
             self._known.add(text)
             return
-        mine = _tensor(_digest(said), self.group)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-        self._pending.append((work, everyone, said))
+        mine = _tensor(_filled(said), self.group)
+        everyone = [bytearray(_TEXT_BYTES) for _ in range(self.group.size())]
+        places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
+        self._pending.append(_Pending(self.group.allgather([places], [mine]), everyone))
+
+    @contextlib.contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Look at the comparisons that are through, and at its end at all of them.
+
+        Raises:
+            MeshError: the ranks differed in an earlier call.
+        """
+        self.settle(_MOST_PENDING)
+        yield
+        self.settle()
 
     def forget(self) -> None:
         """Wait for the comparison of every description again, as if it were new."""
         self._known.clear()
 
-    def settle(self) -> None:
-        """Look at the comparison that is under way, if any.
+    def settle(self, most: int = 0) -> None:
+        """Look at the comparisons that are through, and wait until at most so many are under way.
 
         Raises:
-            MeshError: the ranks differed in the last call, or in an earlier one.
+            MeshError: the ranks differed in an earlier call.
         """
+        pending = self._pending
+        while self._broken is None and pending:
+            if len(pending) <= most and not pending[0].work.is_completed():
+                return
+            work, said = pending.popleft()
+            work.wait()
+            if any(each != said[0] for each in said):
+                self._broken = _difference(said)
+                self.when_broken()
         if self._broken is not None:
             raise self._broken
-        if not self._pending:
-            return
-        work, everyone, text = self._pending.pop()
-        work.wait()
-        if len({bytes(each.tolist()) for each in everyone}) > 1:
-            try:
-                _show_difference(self.group, text)
-            except MeshError as error:
-                self._broken = error
-                self.when_broken()
-                raise
 
 
-def _wait_out(pending: list[Pending]) -> None:
+def _wait_out(pending: deque[_Pending]) -> None:
     """At the end of the process: torch aborts one that leaves a collective behind."""
-    for work, *_ in pending:
+    for work, _ in pending:
         with contextlib.suppress(RuntimeError):
             work.wait(datetime.timedelta(seconds=5))
 
@@ -124,24 +142,20 @@ def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = 
         Exception: ``error`` itself, on the rank that passed it.
     """
     said = f"error: {error}" if error else text
-    if group is not None and len(set(all_gather_bytes(_digest(said), group))) > 1:
-        try:
-            _show_difference(group, said)
-        except MeshError:
-            if error is None:
-                raise
+    # The whole text, not its digest: who finds a difference needs nobody to show it. Comparisons
+    # that nobody waits for send as much, for a rank with an error may meet them.
+    texts = all_gather_bytes(_filled(said), group) if group is not None else []
     if error is not None:
         raise error
+    if any(each != texts[0] for each in texts):
+        raise _difference(texts)
 
 
-def _show_difference(group: dist.ProcessGroup | None, text: str) -> None:
-    """Raise with what each rank said; collective, where digests differed."""
-    if group is None:
-        return
-    texts = all_gather_bytes(_clipped(text).ljust(_TEXT_BYTES, b"\0"), group)
-    said = (each.rstrip(b"\0").decode(errors="replace") for each in texts)
-    table = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(said))
-    raise MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
+def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
+    """The error that shows what each rank said."""
+    texts = (each.rstrip(b"\0").decode(errors="replace") for each in said)
+    table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    return MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
@@ -149,15 +163,18 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     mine = _tensor(data, group)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [bytes(row.tolist()) for row in torch.stack(everyone).cpu()]
+    found = bytearray(len(everyone) * len(data))
+    torch.frombuffer(found, dtype=torch.uint8).copy_(torch.cat(everyone))
+    return [bytes(found[at : at + len(data)]) for at in range(0, len(found), len(data))]
 
 
 def _tensor(data: bytes, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport_device(group))
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+def _filled(text: str) -> bytes:
+    """As long for every text."""
+    return _clipped(text).ljust(_TEXT_BYTES, b"\0")
 
 
 def _clipped(text: str) -> bytes:

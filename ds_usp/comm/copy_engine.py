@@ -1,9 +1,9 @@
 """Exchange inside a host by the GPUs' copy engines: at the speed of the links, on no SM.
 
 Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
-says when it is done. Both are words in the other's memory that a stream writes and waits for
-(cuStreamBatchMemOp, as many at once as can be: every call costs the host), so no kernel spins while
-a rank is late. NVLink multicast is never used.
+says so when the next exchange begins. Both are words in the other's memory that a stream writes and
+waits for (cuStreamBatchMemOp, all of an exchange at once: every call costs the host), so no kernel
+spins while a rank is late. NVLink multicast is never used.
 
 The memory is torch's (torch.distributed._symmetric_memory).
 """
@@ -21,23 +21,21 @@ import torch.distributed as dist
 from ds_usp.comm.driver import copy, copy_rows, driver, tell
 from ds_usp.comm.lane import current_stream
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.ring import Arrivals, Parcels
+from ds_usp.comm.ring import Arrivals, Parcels, Room
 from ds_usp.errors import MeshError
 
 _SLOTS = 2  # one is filled while the other one is still being pulled from
 _ALIGN = 512
-_MOST_VIEWS = 256
+_MOST_ROOMS = 256
 
 
 @dataclass
 class _Slot:
-    """A part of this rank's symmetric memory: which, where, the last exchange that each rank pulled
-    from it, and the tensors that were made of it before."""
+    """A part of this rank's symmetric memory: which, where, and what was made of it before."""
 
     index: int
     start: int
-    users: dict[int, int] = field(default_factory=dict)
-    views: dict[tuple[Sequence[int], torch.dtype], torch.Tensor] = field(default_factory=dict)
+    rooms: dict[tuple[Sequence[int], torch.dtype], Room] = field(default_factory=dict)
 
 
 class CopyEngine:
@@ -54,7 +52,7 @@ class CopyEngine:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
-        self._stream = self._last = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
         # words[0, r]: the last exchange for which rank r has packed; words[1, r]: the last one
         # that it has pulled.
         words = _symmetric((2, self._world), torch.int32, device, group)
@@ -63,19 +61,23 @@ class CopyEngine:
         self._words = _Shared(words, group)
         dist.barrier(group)
         self._memory: _Shared | None = None
-        self._slots: list[_Slot] = []
-        self._next = 0
         self._exchange = 0
+        self._begin([])
+
+    def _begin(self, slots: list[_Slot]) -> None:
+        """Nothing is under way, and nothing is packed."""
+        self._slots = slots
+        self._next, self._posted = 0, False
+        self._last: torch.cuda.Stream | None = None  # on which the last exchange runs
+        self._after: torch.cuda.Stream | None = None  # a stream that comes after its words
+        self._users: Sequence[int] = ()
+        self._sources: Sequence[int] = ()
 
     def let_go(self) -> None:
         """End every wait of this rank's streams: after an error, when nobody will write any more.
         What they then read is worth nothing."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._words.own.fill_(self._exchange + 2**30)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """Of this rank's GPU."""
-        return current_stream(self._device)
 
     @property
     def reserved_bytes(self) -> int:
@@ -94,36 +96,37 @@ class CopyEngine:
         size = -(-size // _ALIGN) * _ALIGN
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
-        self._memory, self._slots = None, []  # with all views of it
+        self._memory = None
+        self._begin([])  # with all views of it
         own = _symmetric((size * _SLOTS,), torch.uint8, self._device, self._group)
         self._memory = _Shared(own, self._group)
-        self._slots = [_Slot(index, index * size) for index in range(_SLOTS)]
+        self._begin([_Slot(index, index * size) for index in range(_SLOTS)])
         dist.barrier(self._group)
 
-    def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, _Slot]:
-        """Room in symmetric memory, dense; the current stream waits until all have pulled what was
-        there before."""
+    def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Room, _Slot]:
+        """Room in symmetric memory; the current stream waits until all have pulled what was there
+        before: when the words of the exchange after it had come."""
         if self._memory is None:
             raise MeshError("the copy engine was asked for room before any was reserved")
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % _SLOTS
-        stream = current_stream(self._device).cuda_stream
-        word = self._words.address
-        users = slot.users.items()
-        tell(stream, [], [(word(self.rank, self._world + rank), n) for rank, n in users])
-        slot.users.clear()
+        if self._posted:  # else what was packed last was never told of: an error came between
+            self._next, self._posted = (self._next + 1) % _SLOTS, False
+        slot, current = self._slots[self._next], current_stream(self._device)
+        if self._last is not None and self._after is not current:
+            current.wait_stream(self._last)
+            self._after = current
         key = tuple(shape), dtype
-        if key not in slot.views:
+        room = slot.rooms.get(key)
+        if room is None:
             size = torch.Size(shape).numel() * dtype.itemsize
             most = self._memory.own.numel() // _SLOTS
             if size > most:
                 raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
-            if len(slot.views) >= _MOST_VIEWS:  # lengths may differ from call to call
-                slot.views.clear()
+            if len(slot.rooms) >= _MOST_ROOMS:  # lengths may differ from call to call
+                slot.rooms.clear()
             with torch.inference_mode(False):  # else no later pass with gradients could write it
                 flat = self._memory.own[slot.start : slot.start + size]
-                slot.views[key] = flat.view(dtype).view(*shape)
-        return slot.views[key], slot
+                room = slot.rooms[key] = Room(flat.view(dtype).view(*shape))
+        return room, slot
 
     def start(
         self,
@@ -135,11 +138,14 @@ class CopyEngine:
     ) -> torch.cuda.Event | None:
         """Tell the users that their parts are packed, and pull one's own.
 
+        A rank that says that it has packed for one exchange has pulled all of those before it. Who
+        has pulled and packs nothing for the same rank now says it apart.
+
         Args:
             slot: where this rank has packed.
             users: ranks that pull from it.
             arriving: (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row
-                to row there or 0 if all lies together).
+                to row there or 0 if all lies together); of this rank itself too.
             beside: on a stream of its own; False: on the current one, in its order.
 
         Returns:
@@ -148,20 +154,37 @@ class CopyEngine:
         current = current_stream(self._device)
         stream = self._stream if beside else current
         # Exchanges are announced in their order: a word says that all before it are packed too.
-        for before in {current, self._last} - {stream}:
-            stream.wait_stream(before)
-        self._last = stream
-        self._exchange += 1
-        number, word = self._exchange, self._words.address
-        slot.users.update(dict.fromkeys(users, number))
-        sources = list(dict.fromkeys(source for source, *_ in arriving))
+        if current is not stream:
+            stream.wait_stream(current)
+        if self._last is not None and self._last is not stream and self._last is not current:
+            stream.wait_stream(self._last)
+        self._last = self._after = stream
+        self._exchange, self._posted = self._exchange + 1, True
+        number, word, mine = self._exchange, self._words.address, self.rank
+        sources = list(dict.fromkeys(source for source, *_ in arriving if source != mine))
+        writes = [(word(user, mine), number) for user in users]
+        writes += [
+            (word(source, self._world + mine), number - 1)
+            for source in self._sources
+            if source not in users
+        ]
+        waits = [(word(mine, source), number) for source in sources]
+        waits += [
+            (word(mine, self._world + user), number - 1)
+            for user in self._users
+            if user not in sources
+        ]
+        self._users, self._sources = users, sources
         raw = stream.cuda_stream
-        packed = [(word(user, self.rank), number) for user in users]
-        tell(raw, packed, [(word(self.rank, source), number) for source in sources])
+        tell(raw, writes, waits)
         for source, index, offset, place, pitch in arriving:
             self._pull(raw, source, self._slots[index].start + offset, place, pitch)
-        tell(raw, [(word(source, self._world + self.rank), number) for source in sources], [])
         return stream.record_event() if beside else None
+
+    def wait_for(self, done: torch.cuda.Event) -> None:
+        """Let the current stream wait for the last exchange."""
+        self._after = current_stream(self._device)
+        self._after.wait_event(done)
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
         if self._memory is None:
@@ -170,16 +193,16 @@ class CopyEngine:
         if not pitch:
             copy(stream, place.data_ptr(), theirs, place.numel() * size)
             return
-        rows, batch = place.shape[:2]
-        width = place.shape[2:].numel() * size
+        rows, batch, heads, dim = place.shape
+        next_row, next_sample = place.stride()[:2]
         for sample in range(batch):
             copy_rows(
                 stream,
-                place.data_ptr() + sample * place.stride(1) * size,
-                place.stride(0) * size,
+                place.data_ptr() + sample * next_sample * size,
+                next_row * size,
                 theirs + sample * (pitch // batch),
                 pitch,
-                width,
+                heads * dim * size,
                 rows,
             )
 
@@ -200,15 +223,15 @@ class CopyChannel:
         self._engine, self._ledger, self._kind, self._beside = engine, ledger, kind, beside
         self._slot: _Slot | None = None
         self._done: torch.cuda.Event | None = None
-        self._places: list[torch.Tensor] = []
+        self._places: Arrivals = ()
         self.busy = False
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
         """See :meth:`ds_usp.comm.ring.RingChannel.room`."""
         packed, self._slot = self._engine.pack(shape, dtype)
         return packed
 
-    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         """See :meth:`ds_usp.comm.ring.RingChannel.post`."""
         if torch.cuda.is_current_stream_capturing():
             raise MeshError(
@@ -220,26 +243,27 @@ class CopyChannel:
             why = "before the last one was taken" if self.busy else "without room"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
         index, mine = self._slot.index, self._engine.rank  # the same slot on every rank
+        size = packed.element_size()
         pulls = [
-            (source, index, at * x.element_size(), x, pitch * x.element_size())
-            for source, x, at, pitch in arriving
+            (source, index, at * size, place, pitch * size) for source, place, at, pitch in arriving
         ]
-        # Not all from the same rank at a time; those of one rank together.
-        pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
-        self._places = [x for _, x, _, _ in arriving]
-        users = [to for to, _ in leaving]
+        if len(pulls) > 1:  # not all from the same rank at a time; those of one rank together
+            pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
+        self._places = arriving
+        users = [to for to, _, _ in leaving]
         self._done = self._engine.start(self._slot, users, pulls, beside=self._beside)
         self.busy = True
         if leaving:
-            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for _, x in leaving))
+            row = packed.stride(0) * size  # it is dense
+            self._ledger.add(self._kind, sum(stop - start for _, start, stop in leaving) * row)
 
     def take(self) -> None:
         """See :meth:`ds_usp.comm.ring.RingChannel.take`."""
         if not self.busy:
             raise MeshError(f"no {self._kind} exchange was posted")
         if self._done is not None:
-            self._engine.current_stream().wait_event(self._done)
-        self._done, self._places, self.busy = None, [], False
+            self._engine.wait_for(self._done)
+        self._done, self._places, self.busy = None, (), False
 
     def close(self) -> None:
         """See :meth:`ds_usp.comm.ring.RingChannel.close`."""
@@ -259,11 +283,11 @@ class _Shared:
         self._all = [
             self._handle.get_buffer(rank, shape, own.dtype) for rank in range(group.size())
         ]
-        self._addresses = [x.data_ptr() for x in self._all]
+        self._addresses, self._item = [x.data_ptr() for x in self._all], own.element_size()
 
     def address(self, rank: int, index: int) -> int:
         """Where in this process's addresses an element of a rank's tensor is."""
-        return self._addresses[rank] + index * self.own.element_size()
+        return self._addresses[rank] + index * self._item
 
 
 def why_not(group: dist.ProcessGroup) -> str | None:

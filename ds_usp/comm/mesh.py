@@ -206,9 +206,8 @@ class SequenceMesh:
         Args:
             copies: by copy engines, for which :meth:`reserve` has made room.
         """
-        group = self._group_of(kind)
-        if not copies or group is None:
-            return RingChannel(group, self.ledger, kind)
+        if not copies or (kind not in self.engines and self._group_of(kind) is None):
+            return RingChannel(self._group_of(kind), self.ledger, kind)
         if kind not in self.engines:
             raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
         beside = kind != "all_to_all"  # who exchanges heads waits at once
@@ -291,13 +290,14 @@ class SequenceMesh:
             self.agreement.forget()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
-        return {
+        if kind in OUTER_KINDS:
+            return self.outer_groups.get(kind)
+        groups = {
             "all_to_all": self.ulysses_group,
             "ring_kv": self.kv_group,
             "ring_dkv": self.dkv_group,
-            **dict.fromkeys(OUTER_KINDS),
-            **self.outer_groups,
-        }[kind]
+        }
+        return groups[kind]
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
         """The token layout of that kind that fits this mesh; see there."""

@@ -12,10 +12,53 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.errors import MeshError
 
-# (rank in the group, tensor that goes there), and (rank, tensor that is filled from there, where
-# its first element lies in what that rank packed, elements from row to row there or 0 if dense).
-Parcels = Sequence[tuple[int, torch.Tensor]]
+# (rank in the group, rows of what is packed that go there), and (rank, tensor that is filled from
+# there, where its first element lies in what that rank packed, elements from row to row there or 0
+# if dense).
+Parcels = Sequence[tuple[int, int, int]]
 Arrivals = Sequence[tuple[int, torch.Tensor, int, int]]
+Shapes = tuple[tuple[int, int], ...]
+_MOST_VIEWS = 64
+
+
+class Room:
+    """Dense memory ``[rows, ...]`` to pack what leaves into. Its views are made once: room of a
+    copy engine is used again and again."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._parts: dict[tuple[Shapes, bool], tuple[torch.Tensor, ...]] = {}
+
+    def parts(self, shapes: Shapes, *, turned: bool = False) -> tuple[torch.Tensor, ...]:
+        """:func:`cut_features` of all of it; turned, of ``[rows, B, features]``."""
+        key = shapes, turned
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= _MOST_VIEWS:
+                self._parts.clear()
+            with torch.inference_mode(False):  # they outlive the call
+                whole = self.whole.flatten(0, -3) if turned else self.whole
+                found = self._parts[key] = cut_features(whole, shapes, turned=turned)
+        return found
+
+
+def cut_features(
+    x: torch.Tensor, shapes: Shapes, *, turned: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The tensors ``[..., h, D]`` that lie one after the other in ``[..., features]``, views.
+
+    Args:
+        shapes: ``h`` and ``D`` of each.
+        turned: the first two dims change places.
+    """
+    front, strides, at = x.shape[:-1], x.stride()[:-1], x.storage_offset()
+    if turned:
+        front, strides = (front[1], front[0], *front[2:]), (strides[1], strides[0], *strides[2:])
+    found = []
+    for heads, dim in shapes:
+        found.append(x.as_strided((*front, heads, dim), (*strides, dim, 1), at))
+        at += heads * dim
+    return tuple(found)
 
 
 class Channel(Protocol):
@@ -23,10 +66,10 @@ class Channel(Protocol):
 
     busy: bool
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor to pack what leaves into, on all ranks."""
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+        """Room to pack what leaves into, on all ranks."""
 
-    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         """Start an exchange; see :meth:`RingChannel.post`."""
 
     def take(self) -> None:
@@ -54,18 +97,20 @@ class RingChannel:
         self._leaving: list[torch.Tensor] = []
         self.busy = False
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor to pack what leaves into. All ranks ask for it, before they post; it
-        serves until they ask again or forget the channel."""
-        return like.new_empty(*shape, dtype=dtype)
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+        """Room to pack what leaves into. All ranks ask for it, before they post; it serves until
+        they ask again or forget the channel."""
+        return Room(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         """Start an exchange; either side may have nothing in it.
 
         What leaves may not be written, and what arrives not read, until :meth:`take`.
 
         Args:
-            leaving: (rank of the group, tensor that goes there, dense, of the room).
+            packed: what leaves, dense; for copy engines their room.
+            leaving: (rank of the group, first row of ``packed`` that goes there, and the one after
+                the last).
             arriving: (rank of the group, dense tensor that it fills, where in that rank's room
                 the parcel starts, in elements, and 0). Two ranks name the parcels between them in
                 the same order.
@@ -76,12 +121,13 @@ class RingChannel:
         if self.busy or self._group is None:
             why = "before the last one was taken" if self.busy else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
+        parcels = [(to, packed[start:stop]) for to, start, stop in leaving]
         places = [(source, x) for source, x, _, _ in arriving]
-        self._works = _exchange(self._group, leaving, places) if leaving or places else []
-        self._leaving = [x for _, x in leaving]
+        self._works = _exchange(self._group, parcels, places) if parcels or places else []
+        self._leaving = [x for _, x in parcels]
         self.busy = True
-        if leaving:
-            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for _, x in leaving))
+        if parcels:
+            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for x in self._leaving))
 
     def take(self) -> None:
         """Wait for the exchange; on GPUs the current stream waits, not the host.
@@ -104,7 +150,11 @@ class RingChannel:
             self.take()
 
 
-def _exchange(group: dist.ProcessGroup, leaving: Parcels, arriving: Parcels) -> list[dist.Work]:
+def _exchange(
+    group: dist.ProcessGroup,
+    leaving: Sequence[tuple[int, torch.Tensor]],
+    arriving: Sequence[tuple[int, torch.Tensor]],
+) -> list[dist.Work]:
     """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the host
     than a small message takes on the links."""
 

@@ -324,11 +324,16 @@ def _places(call: KernelCall, tile: Tile) -> tuple[slice, slice]:
 
 
 def _rows(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _dense_features(x[:, call.q_start : call.q_stop])
+    return _tokens(x, call.q_start, call.q_stop)
 
 
 def _columns(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _dense_features(x[:, call.k_start : call.k_stop])
+    return _tokens(x, call.k_start, call.k_stop)
+
+
+def _tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some tokens of ``[B, S, H, D]``; the tensor itself if they are all."""
+    return _dense_features(x if stop - start == x.shape[1] else x[:, start:stop])
 
 
 def _dense_features(x: torch.Tensor) -> torch.Tensor:

@@ -156,12 +156,17 @@ class GradientSum:
     def write(self, place: torch.Tensor) -> None:
         """Write the sum into a tensor of the shard's shape, or of its first tokens."""
         tokens = place.shape[1]
-        parts = [
-            part.cut(part.start, min(part.stop, tokens))
-            for part in self._all()
-            if part.start < tokens
-        ]
+        parts = self._all()
+        if any(part.stop > tokens for part in parts):
+            parts = [
+                part.cut(part.start, min(part.stop, tokens))
+                for part in parts
+                if part.start < tokens
+            ]
         for start, stop, inside in _covered(parts, tokens):
+            if start == 0 and stop == tokens:
+                _sum(place, [part.value for part in inside])
+                return
             _sum(place[:, start:stop], [part.value for part in inside])
 
     def hand_over(self, start: int, other: GradientSum) -> None:

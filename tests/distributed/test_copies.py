@@ -15,7 +15,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import Cut
-from ds_usp.comm.ring import Arrivals, Parcels, RingChannel
+from ds_usp.comm.ring import Arrivals, Parcels, RingChannel, Room
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Sizes = dict[str, int]
@@ -24,18 +24,20 @@ Sizes = dict[str, int]
 class PullingChannel(RingChannel):
     """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
         self.mine = super().room(shape, like, dtype)
-        self.mine.fill_(float("nan"))
+        self.mine.whole.fill_(float("nan"))
         return self.mine
 
-    def post(self, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         rooms: list[Any] = [None] * dist.get_world_size(self._group)
-        users = [rank for rank, _ in leaving]
-        dist.all_gather_object(rooms, (self.mine, users), self._group)
+        assert packed is self.mine.whole
+        users = [rank for rank, *_ in leaving]
+        dist.all_gather_object(rooms, (packed, users), self._group)
+        mine = dist.get_rank(self._group)
         for source, place, at, pitch in arriving:
             room, told = rooms[source]
-            assert dist.get_rank(self._group) in told, "pulled from a rank that said nothing"
+            assert mine in told or mine == source, "pulled from a rank that said nothing"
             flat = room.flatten()
             if not pitch:
                 place.copy_(flat[at : at + place.numel()].view(place.shape))
@@ -73,7 +75,7 @@ def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Si
         return make(self, shape, like, dtype)
 
     decide: Callable[..., Cut] = Tuning.resolve
-    make: Callable[..., torch.Tensor] = PullingChannel.room
+    make: Callable[..., Room] = PullingChannel.room
     with (
         mock.patch.object(Tuning, "resolve", resolve),
         mock.patch.object(SequenceMesh, "reserve", reserve),

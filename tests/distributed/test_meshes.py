@@ -98,25 +98,67 @@ def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
         assert "with lse" in said and "without lse" in said
 
 
-def late_difference(ctx: RankContext) -> list[str]:
-    """What a comparison that nobody waited for says at the next calls, as on GPUs."""
+def late_difference(ctx: RankContext) -> tuple[list[str], int]:
+    """What a comparison that nobody waited for says later, as on GPUs, and after how many calls."""
     agreement = Agreement(ctx.group)
     for text in ("a", "b", "a"):
         agreement.before_call(text, wait=False)
     agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
-    said = []
-    for _ in range(2):
+    said: list[str] = []
+    calls = 0
+    while len(said) < 2 and calls < 9:
+        calls += 1
         try:
             agreement.before_call("a", wait=False)
         except ds_usp.MeshError as error:
             said.append(str(error))
-    return said
+    return said, calls
 
 
-def test_a_known_call_that_differs_is_told_at_the_next_one(pool: WorkerPool) -> None:
-    for said in pool.run(late_difference, 3):
+def test_a_known_call_that_differs_is_told_a_few_calls_later(pool: WorkerPool) -> None:
+    for said, calls in pool.run(late_difference, 3):
         assert len(said) == 2 and said[0] == said[1]
         assert "rank 0: a" in said[0] and "rank 1: b" in said[0]
+        assert calls <= 5  # four comparisons are under way at most; then every call says so
+
+
+def difference_in_backward(ctx: RankContext) -> str:
+    agreement = Agreement(ctx.group)
+    for text in ("a", "b"):
+        agreement.before_call(text, wait=False)
+    agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
+    try:
+        with agreement.during_backward():
+            pass
+    except ds_usp.MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_pass_does_not_end_before_the_ranks_have_agreed(pool: WorkerPool) -> None:
+    for said in pool.run(difference_in_backward, 3):
+        assert "rank 0: a" in said and "rank 1: b" in said
+
+
+def error_meets_a_known_call(ctx: RankContext) -> str:
+    agreement = Agreement(ctx.group)
+    for text in ("a", "b", "a"):
+        agreement.before_call(text, wait=False)
+    try:
+        if ctx.rank == 1:
+            agreement.before_call("", error=ValueError("no such head"))
+        agreement.before_call("a", wait=False)
+        with agreement.during_backward():
+            pass
+    except (ValueError, ds_usp.MeshError) as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_on_one_rank_is_told_by_those_who_made_a_known_call(pool: WorkerPool) -> None:
+    first, second, third = pool.run(error_meets_a_known_call, 3)
+    assert second == "no such head"
+    assert first == third and "rank 1: error: no such head" in first
 
 
 def unsorted(ctx: RankContext) -> str:

@@ -89,15 +89,13 @@ class World:
             _device=None,
             rank=rank,
             _world=self.ranks,
-            _stream=(stream := FakeStream()),
-            _last=stream,
+            _stream=FakeStream(),
             _words=FakeWords(kind),
             _memory=FakeMemory(),
-            _slots=[_Slot(0, 0), _Slot(1, SLOT)],
-            _next=0,
             _exchange=self.first,
             kind=kind,
         )
+        engine._begin([_Slot(0, 0), _Slot(1, SLOT)])
         return engine
 
     @contextlib.contextmanager
@@ -156,7 +154,7 @@ class FakeChannel:
 
     def take(self) -> None:
         if self.done is not None:
-            self.world.current.wait_event(self.done)  # type: ignore[arg-type]
+            self.engine.wait_for(self.done)
         for place in self.places:
             self.world.current.operations.append(("read", place))
 
@@ -266,11 +264,36 @@ def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
 
 
 def test_the_simulation_sees_a_slot_that_is_filled_too_early() -> None:
-    def forget(slot: _Slot, *_: Any) -> dict[int, int]:
-        return {}
+    real = CopyEngine.start
 
-    with mock.patch.object(_Slot, "users", property(forget, lambda *_: None), create=True):
-        assert sum(outcome(seed)[0] for seed in range(10)) > 0
+    def forgetful(engine: CopyEngine, *given: Any, **more: Any) -> Any:
+        engine._users = engine._sources = ()
+        return real(engine, *given, **more)
+
+    with mock.patch.object(CopyEngine, "start", forgetful):
+        assert sum(outcome(seed)[0] for seed in range(40)) > 0
+
+
+def test_the_simulation_sees_a_stream_that_packs_without_waiting() -> None:
+    real = CopyEngine.pack
+
+    def hasty(engine: CopyEngine, *given: Any) -> Any:
+        engine._after = copy_engine.current_stream(engine._device)
+        return real(engine, *given)
+
+    with mock.patch.object(CopyEngine, "pack", hasty):
+        assert sum(outcome(seed)[0] for seed in range(40)) > 0
+
+
+def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
+    world = World(2, 0)
+    engine = world.engines[0]["all_to_all"]
+    with world.patched():
+        _, first = engine.pack((4, 8), torch.bfloat16)
+        _, again = engine.pack((4, 8), torch.bfloat16)  # an error came between
+        engine.start(again, [], [])
+        _, other = engine.pack((4, 8), torch.bfloat16)
+    assert first is again and other is not again
 
 
 def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
@@ -279,10 +302,14 @@ def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
     with world.patched():
         for inference in (True, False):
             with torch.inference_mode(inference):
-                rooms = [engine.pack((4, 8), torch.bfloat16)[0] for _ in range(2)]
-        assert rooms[0].data_ptr() != rooms[1].data_ptr()
-        for room in rooms:
-            assert not room.is_inference() and room.zero_().shape == (4, 8)
+                rooms = []
+                for _ in range(2):
+                    room, slot = engine.pack((4, 8), torch.bfloat16)
+                    engine.start(slot, [], [])
+                    rooms += [room.whole, *room.parts(((2, 4),))]
+        assert rooms[0].data_ptr() == rooms[1].data_ptr() != rooms[2].data_ptr()
+        for x in rooms:
+            assert not x.is_inference() and x.zero_().numel() == 32
 
 
 def test_memory_that_is_too_small_is_free_before_more_is_asked_for() -> None:

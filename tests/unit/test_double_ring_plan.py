@@ -17,6 +17,7 @@ from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import BlockWalk, RingCall, RingGradients
+from ds_usp.comm.ring import Arrivals, Room
 from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.geometry.windows import Piece
@@ -220,10 +221,10 @@ class Recorder:
         self.busy, self.filling = False, list[torch.Tensor]()
         self.buffers: set[int] = set()
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return like.new_empty(*shape, dtype=dtype)
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+        return Room(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, leaving: object, arriving: Sequence[tuple[int, torch.Tensor, int, int]]) -> None:
+    def post(self, packed: object, leaving: object, arriving: Arrivals) -> None:
         assert not self.busy
         self.busy = True
         self.filling = [place for _, place, _, _ in arriving]

@@ -1,0 +1,185 @@
+"""Heads for sequence and back where every rank holds as many tokens and uses as many heads.
+
+What travels is ``[ranks, s, B, features]``: tokens come before samples, so the ranks' pieces lie
+one after the other as the ring rank's tokens do, and what comes needs no copy. A token's heads of
+every tensor (q, k, v) lie next to each other.
+
+Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.ring import Room, Shapes, cut_features
+from ds_usp.dense import dense_copy
+
+Send = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
+
+
+class Sum(Protocol):
+    """A tensor that is still to be summed."""
+
+    def write(self, place: torch.Tensor) -> None:
+        """Write it where it belongs."""
+
+    def result(self) -> torch.Tensor:
+        """All of it."""
+
+
+def write(place: torch.Tensor, source: torch.Tensor | Sum) -> None:
+    """Write a tensor, or what is to be one, to a place of its shape."""
+    if isinstance(source, torch.Tensor):
+        dense_copy(place, source)
+    else:
+        source.write(place)
+
+
+class _Heads(NamedTuple):
+    """Of one tensor: the first rank's first head, how many heads a rank has, and how far apart."""
+
+    first: int
+    count: int
+    apart: int
+
+
+class EvenExchange:
+    """The exchanges of some heads. Numbers that calls share are reckoned once: all of this is the
+    host's time, between kernels that wait for it.
+
+    Args:
+        mesh: the ranks.
+        ranges: for each tensor, the half-open head range that each Ulysses rank uses.
+        copies: copy engines carry it, else ``send``.
+        send: exchanges ``[ranks, ...]`` of these sizes by messages.
+    """
+
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        ranges: Sequence[Sequence[tuple[int, int]]],
+        copies: bool,
+        send: Send,
+    ) -> None:
+        self._mesh, self._copies, self._send = mesh, copies, send
+        ranks, mine = mesh.ulysses_degree, mesh.ulysses_rank
+        self._ranks, self._mine = ranks, mine
+        self._heads = [
+            _Heads(each[0][0], each[0][1] - each[0][0], each[1][0] - each[0][0]) for each in ranges
+        ]
+        # The next one first, itself last.
+        self._order = [(mine + step) % ranks for step in range(1, ranks + 1)]
+        self._leaving = [(rank, rank, rank + 1) for rank in self._order[:-1]]
+
+    def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
+        batch, tokens = tensors[0].shape[:2]
+        shapes = self._shapes(tensors)
+        size = self._size(tokens, batch, shapes)
+        got = tensors[0].new_empty(size)
+        parts = map(self._by_heads, tensors, self._heads)
+        if self._copies:
+            channel = self._mesh.channel("all_to_all", True)
+            room = _filled(channel.room(size, got, got.dtype), shapes, parts)
+            at = self._mine * (got.numel() // self._ranks)
+            pieces = got.unbind(0)
+            arriving = [(rank, pieces[rank], at, 0) for rank in self._order]
+            with closing(channel):  # which waits for what has been posted
+                channel.post(room.whole, self._leaving, arriving)
+        else:
+            room = _filled(Room(torch.empty_like(got)), shapes, parts)
+            self._send(room.whole, got, self._sizes(got))
+        return cut_features(got.view(self._ranks * tokens, *size[2:]), shapes, turned=True)
+
+    def to_sequence(
+        self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
+    ) -> None:
+        """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
+        dense tensor of one sample; copy engines bring what comes to its place."""
+        like = places[0]
+        batch, tokens = like.shape[:2]
+        shapes = self._shapes(places)
+        size = self._size(tokens, batch, shapes)
+        goals = [self._by_heads(x, each) for x, each in zip(places, self._heads, strict=True)]
+        if not self._copies:
+            sent = self._dense(sources[0], size) if len(sources) == batch == 1 else None
+            if sent is None:
+                sent = _summed(Room(like.new_empty(size)), shapes, sources)
+            got = torch.empty_like(sent)
+            self._send(sent, got, self._sizes(sent))
+            for goal, part in zip(goals, cut_features(got, shapes), strict=True):
+                dense_copy(goal, part)
+            return
+        channel = self._mesh.channel("all_to_all", True)
+        packed = _summed(channel.room(size, like, like.dtype), shapes, sources)
+        row = size[2] * size[3]
+        at = self._mine * tokens * row
+        pulls = []
+        for goal, (heads, dim) in zip(goals, shapes, strict=True):
+            pieces = goal.unbind(0)
+            pulls.append([(rank, pieces[rank], at, row) for rank in self._order])
+            at += heads * dim
+        arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
+        with closing(channel):
+            channel.post(packed, self._leaving, arriving)
+
+    @staticmethod
+    def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:
+        """What travels, where it is that already."""
+        if isinstance(source, torch.Tensor) and source.is_contiguous():
+            return source.view(size)
+        return None
+
+    def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], item: int) -> int:
+        """What a rank packs at most for one exchange that copy engines carry.
+
+        Args:
+            tokens, batch, dims, item: tokens of a rank, samples, each tensor's head dim, bytes of
+                an element.
+        """
+        shapes = tuple((each.count, dim) for each, dim in zip(self._heads, dims, strict=True))
+        return math.prod(self._size(tokens, batch, shapes)) * item if self._copies else 0
+
+    def _shapes(self, tensors: Sequence[torch.Tensor]) -> Shapes:
+        """Heads and head dim of each tensor on one rank."""
+        pairs = zip(self._heads, tensors, strict=True)
+        return tuple([(each.count, x.shape[3]) for each, x in pairs])
+
+    def _size(self, tokens: int, batch: int, shapes: Shapes) -> tuple[int, int, int, int]:
+        """Of all that travels."""
+        return self._ranks, tokens, batch, sum([heads * dim for heads, dim in shapes])
+
+    def _sizes(self, x: torch.Tensor) -> list[int]:
+        return [x.numel() // self._ranks] * self._ranks
+
+    def _by_heads(self, x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+        """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""
+        batch, tokens, _, dim = x.shape
+        sample, token, head, one = x.stride()
+        return x.as_strided(
+            (self._ranks, tokens, batch, heads.count, dim),
+            (heads.apart * head, token, sample, head, one),
+            x.storage_offset() + heads.first * head,
+        )
+
+
+def _summed(
+    room: Room, shapes: Shapes, sources: Sequence[torch.Tensor | Sum]
+) -> torch.Tensor:
+    """What travels, with these ``[B, S, h, D]`` packed in it."""
+    for place, source in zip(room.parts(shapes, turned=True), sources, strict=True):
+        write(place, source)
+    return room.whole
+
+
+def _filled(room: Room, shapes: Shapes, parts: Iterable[torch.Tensor]) -> Room:
+    """The room, with these tensors packed in it."""
+    for place, part in zip(room.parts(shapes), parts, strict=True):
+        dense_copy(place, part)
+    return room
