@@ -36,8 +36,8 @@ from ds_usp.attention.traced import (
     traced_exchange,
 )
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
-from ds_usp.comm.lane import wait_for_stream
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, borders_of

@@ -1,7 +1,9 @@
 """Attention over a mesh, part by part of the heads: exchange, ring, exchange back.
 
 While one part of the heads is computed, the next one arrives and the one before it travels home.
-Nothing hides the first arrival and the last departure, so these parts are small.
+Nothing hides the first arrival and the last departure, so these parts are small. Forward three
+tensors arrive and one departs, backward one arrives and three depart: it goes through the parts
+from the last to the first, which is the smallest.
 
 Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, h query heads,
 g key/value heads, of all ranks (in the arguments) or of one part on one rank; d head dim, e that of
@@ -10,7 +12,7 @@ values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +25,12 @@ from ds_usp.attention.ring import (
     BlockWalk,
     RingCall,
     RingGradients,
+    nothing,
     ring_backward,
     ring_forward,
 )
 from ds_usp.attention.scores import PartScores, Scores
-from ds_usp.comm.lane import Cargo, Lane
+from ds_usp.comm.even_exchange import Trip
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
 from ds_usp.kernels.scores import PLAIN, ScoreSpec
@@ -86,9 +89,10 @@ class USPCall:
         part = self.parts[index]
         return PartScores(self.mesh, part, self.spec, scores, x.shape[0], x.device)
 
-    def lane(self, device: torch.device) -> Lane:
-        """Where exchanges run: with one part there is nothing to run them beside."""
-        return Lane(device, beside=len(self.parts) > 1)
+    @property
+    def rings_travel(self) -> bool:
+        """Keys and values of other ring ranks come here, or go there."""
+        return self.rings[0].schedule.ring_degree > 1
 
 
 class Kept(NamedTuple):
@@ -109,36 +113,138 @@ class _Come(NamedTuple):
     walk: BlockWalk
 
 
+class _Belt:
+    """Brings the parts of the heads to where they are computed, one ahead, and takes them home.
+
+    All that computes and packs is on the current stream; copy engines and messages run beside it.
+    What has to be waited for is asked for early and taken late:
+
+    - A part is packed and sent before the part before it is computed, and its keys and values go on
+      their way around the ring in the middle of that one.
+    - The gradients of a part that come around the ring are summed and sent home in the middle of
+      the next one; where nothing comes around the ring a part goes home at once.
+
+    Args:
+        call: what is computed.
+        order: the parts, in the order in which they are computed.
+        send: begins a part's exchange.
+        walk: a part whose tensors have come, its keys and values on their way around the ring.
+    """
+
+    def __init__(
+        self,
+        call: USPCall,
+        order: Sequence[int],
+        send: Callable[[int], Trip],
+        walk: Callable[[int, tuple[torch.Tensor, ...]], BlockWalk],
+    ) -> None:
+        self._order, self._send, self._walk = order, send, walk
+        self._waits = call.rings_travel  # for what comes around the ring
+        self._local = call.stays
+        self._at = 0
+        self._coming: list[Trip] = []
+        self._here: list[_Come] = []
+        self._home: list[Trip] = []
+        self._late: tuple[Callable[[], Trip], Callable[[], None]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, _Come]]:
+        for at, index in enumerate(self._order):
+            self._at = at
+            if not at:
+                self._set_out(0)
+            self._set_out(at + 1)
+            if not self._here:
+                self._arrive(at)
+            if self._waits and self._local:
+                self._arrive(at + 1)
+            yield index, self._here.pop(0)
+        for trip in self._home:
+            trip.take()
+
+    def between(self) -> None:
+        """In the middle of a part's computation."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._go(*late)
+        if self._waits and not self._local:
+            self._arrive(self._at + 1)
+
+    def leave(self, task: Callable[[], Trip], undo: Callable[[], None] = nothing) -> None:
+        """A part is computed and may go home.
+
+        Args:
+            task: begins the exchange.
+            undo: for it, after an error.
+        """
+        if self._waits and self._at + 1 < len(self._order):
+            self._late = task, undo
+        else:
+            self._go(task, undo)
+
+    def close(self) -> None:
+        """After an error: nothing may stay under way, or the next call would take it."""
+        if self._late is not None:
+            self._late[1]()
+        for come in self._here:
+            come.walk.close()
+        for trip in (*self._coming, *self._home):
+            trip.close()
+
+    def _set_out(self, at: int) -> None:
+        if at < len(self._order):
+            self._coming.append(self._send(self._order[at]))
+
+    def _arrive(self, at: int) -> None:
+        if at < len(self._order):
+            tensors = self._coming.pop(0).take()
+            self._here.append(_Come(tensors, self._walk(self._order[at], tensors)))
+
+    def _go(self, task: Callable[[], Trip], undo: Callable[[], None]) -> None:
+        """Begin the trip home; the one before it must have ended, so that its memory is free."""
+        try:
+            self._home.append(task())
+        except BaseException:
+            undo()
+            raise
+        while len(self._home) > 1:
+            self._home.pop(0).take()
+
+
 def attend(
     call: USPCall, scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Kept]]:
     """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
 
-    def arrive(index: int) -> _Come:
-        mine, ring = call.parts[index].qkv.to_heads((q, k, v)), call.rings[index]
-        return _Come(mine, BlockWalk(ring, ring.schedule.steps, *mine[1:]))
+    def send(index: int) -> Trip:
+        return call.parts[index].qkv.send_to_heads((q, k, v))
 
-    def leave(part: HeadTraffic, mine: Kept) -> None:
-        part.out.to_sequence((mine.out,), (out,))
-        if lse is not None:
-            part.out.to_sequence((mine.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
+    def walk(index: int, mine: tuple[torch.Tensor, ...]) -> BlockWalk:
+        ring = call.rings[index]
+        return BlockWalk(ring, ring.schedule.steps, *mine[1:])
+
+    def leave(part: HeadTraffic, mine: Kept) -> Trip:
+        trip = part.out.send_to_sequence((mine.out,), (out,))
+        if lse is None:
+            return trip
+        trip.take()
+        return part.out.send_to_sequence((mine.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
 
     call.prepare(q.device)
-    lane, kept = call.lane(q.device), []
+    kept = []
     out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
-        for index, come in parts:
+    with closing(_Belt(call, range(len(call.parts)), send, walk)) as belt:
+        for index, come in belt:
             part = call.scores_of(index, scores, q)
-            result = ring_forward(call.rings[index], come.tensors[0], come.walk, part)
+            result = ring_forward(call.rings[index], come.tensors[0], come.walk, part, belt.between)
             if scores.sinks is not None:
                 result = with_sinks(*result, part.of_heads(scores.sinks))
             mine = Kept._make((*come.tensors, *result))
             if keep or call.in_place:
                 kept.append(mine)
             if not call.in_place:
-                lane.run(partial(leave, call.parts[index], mine), uses=mine)
+                belt.leave(partial(leave, call.parts[index], mine))
     call.passed()
     if call.in_place:
         return kept[0].out, kept[0].lse if call.with_lse else None, kept
@@ -155,24 +261,26 @@ def attend_backward(
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
     and, where sinks are learned, this rank's share of theirs ``[h]``."""
 
-    def arrive(index: int) -> _Come:
-        (mine,) = call.parts[index].out.to_heads((dout,))
-        k, v = kept[index][1:3]
-        ring = call.rings[index]
-        return _Come((mine,), BlockWalk(ring, ring.schedule.backward_steps, k, v))
+    def send(index: int) -> Trip:
+        return call.parts[index].out.send_to_heads((dout,))
 
-    def leave(part: HeadTraffic, mine: RingGradients) -> None:
-        part.qkv.to_sequence(mine.sums(), grads)
+    def walk(index: int, _: tuple[torch.Tensor, ...]) -> BlockWalk:
+        ring = call.rings[index]
+        return BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
+
+    def leave(part: HeadTraffic, mine: RingGradients) -> Trip:
+        return part.qkv.send_to_sequence(mine.sums(), grads)
 
     call.prepare(dout.device)
     grads: tuple[torch.Tensor, ...] = ()
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
-    lane = call.lane(dout.device)
-    with closing(_one_ahead(lane, len(call.parts), arrive)) as parts:
-        for index, come in parts:
+    with closing(_Belt(call, range(len(call.parts))[::-1], send, walk)) as belt:
+        for index, come in belt:
             part = call.scores_of(index, scores, dout)
-            mine = ring_backward(call.rings[index], come.tensors[0], *kept[index], come.walk, part)
+            mine = ring_backward(
+                call.rings[index], come.tensors[0], *kept[index], come.walk, part, belt.between
+            )
             try:
                 if sinks is not None and dsinks is not None:
                     share = sink_gradient(come.tensors[0], *kept[index][3:], part.of_heads(sinks))
@@ -182,32 +290,13 @@ def attend_backward(
                     continue
                 if not grads:  # as late as can be: they are as large as all that has come so far
                     grads = tuple(dout.new_empty(shape) for shape in shapes)
-                lane.run(partial(leave, call.parts[index], mine), uses=mine)
             except BaseException:
                 mine.close()
                 raise
+            belt.leave(partial(leave, call.parts[index], mine), mine.close)
     call.passed()
     dq, dk, dv = grads
     return dq, dk, dv, dsinks
-
-
-def _one_ahead(
-    lane: Lane, parts: int, arrive: Callable[[int], _Come]
-) -> Generator[tuple[int, _Come], None, None]:
-    """Each part when it has come; the one after it is on its way by then. At the end the current
-    stream has waited for all that was run on the lane."""
-    coming: list[Cargo[_Come]] = []
-    try:
-        for index in range(parts):
-            if not coming:
-                coming.append(lane.run(partial(arrive, index)))
-            if index + 1 < parts:
-                coming.append(lane.run(partial(arrive, index + 1)))
-            yield index, lane.take(coming.pop(0))
-    finally:
-        for cargo in coming:
-            cargo.result.walk.close()
-        lane.join()  # also after an error: nothing may write where others will allocate
 
 
 def staging(

@@ -17,7 +17,7 @@ a block, H query heads, G key/value heads, D head dim of queries and keys, E of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -39,6 +39,16 @@ from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.merge import GradientSum, OutputSum
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def nothing() -> None:
+    """Nothing is to be done in between."""
+
+
+def done(task: Callable[[], None]) -> Callable[[], None]:
+    """Do a task; what is to be done next time."""
+    task()
+    return nothing
 
 
 @dataclass(frozen=True)
@@ -115,9 +125,16 @@ class BlockWalk:
 
 
 def ring_forward(
-    call: RingCall, q: torch.Tensor, walk: BlockWalk, scores: PartScores
+    call: RingCall,
+    q: torch.Tensor,
+    walk: BlockWalk,
+    scores: PartScores,
+    between: Callable[[], None] = nothing,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this ring rank's queries with the keys and values of the whole ring.
+
+    Args:
+        between: what else is to be done when some of the first step is under way.
 
     Shapes:
         q ``[B, S, H, D]`` -> out ``[B, S, H, E]``, lse ``[B, H, S]``.
@@ -128,7 +145,9 @@ def ring_forward(
             kernel = scores.on(call.kernel, step)
             for each in step.calls:
                 part, lse = kernel.forward(q, k_block, v_block, each, scale=call.scale)
+                between = done(between)
                 total.add(part, lse, each.q_span)
+            between = done(between)  # in the first step on every rank, whatever it computes
     return total.result()
 
 
@@ -142,10 +161,14 @@ def ring_backward(
     lse: torch.Tensor,
     walk: BlockWalk,
     scores: PartScores,
+    between: Callable[[], None] = nothing,
 ) -> RingGradients:
     """The gradients of a ring attention, the last of them still on their way home.
 
     A step's share of ``dk`` and ``dv`` travels in the dtype in which the kernel returns it.
+
+    Args:
+        between: what else is to be done when some of the first step is under way.
     """
     with closing(walk):
         grads = RingGradients(call, q, k, v)
@@ -157,9 +180,11 @@ def ring_backward(
                     parts = kernel.backward(
                         dout, q, k_block, v_block, out, lse, each, scale=call.scale
                     )
+                    between = done(between)
                     spans = each.q_span, each.k_span, each.k_span
                     for total, part, span in zip(sums, parts, spans, strict=True):
                         total.add(part, [span])
+                between = done(between)
                 if not step.own:
                     grads.send(step, sums[1:])
             grads.gather()

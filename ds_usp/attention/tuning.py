@@ -92,7 +92,7 @@ class Tuning:
         elif not alone:
             pairs = visible_pairs(mask, layout.seq_len, keys)
             flop = 4 * batch * heads * dim * pairs / layout.degree
-            chunks = parts_of_heads(flop, most, split.ulysses, layout.ring)
+            chunks = parts_of_heads(flop, most, split.ulysses)
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
         inner = self._inner(layout.ring, mesh, keys * token // chunks)
         gather = self.gather

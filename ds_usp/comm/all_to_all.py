@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.even_exchange import EvenExchange, Sum, write
+from ds_usp.comm.even_exchange import EvenExchange, Sum, Trip, write
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import Run, TokenLayout
 
@@ -46,19 +46,7 @@ class HeadExchange:
 
         What comes back may be views, dense in their features, of one tensor.
         """
-        ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
-        if len(ranks) == 1:
-            return tuple(_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True))
-        if self._even is not None:
-            return self._even.to_heads(tensors)
-        outs = []
-        for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
-            begin, end = ranges[mine]
-            tokens = layout.ring_length(self.mesh.ring_rank)
-            outs.append(x.new_empty(x.shape[0], tokens, end - begin, x.shape[3]))
-        sent = [self._of_sequence(tensors, rank) for rank in ranks]
-        self._exchange(sent, [self._of_heads(outs, rank) for rank in ranks])
-        return tuple(outs)
+        return self.send_to_heads(tensors).take()
 
     def to_sequence(
         self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
@@ -70,28 +58,61 @@ class HeadExchange:
             places: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges
                 overlap all are, so they must be all of the tensor's.
         """
+        self.send_to_sequence(sources, places).take()
+
+    def send_to_heads(self, tensors: Sequence[torch.Tensor]) -> Trip:
+        """Begin :meth:`to_heads`."""
+        ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
+        if len(ranks) == 1:
+            here = [_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True)]
+            return Trip(lambda: tuple(here))
+        if self._even is not None:
+            return self._even.send_to_heads(tensors)
+        outs = []
+        for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
+            begin, end = ranges[mine]
+            tokens = layout.ring_length(self.mesh.ring_rank)
+            outs.append(x.new_empty(x.shape[0], tokens, end - begin, x.shape[3]))
+        leaving = [self._of_sequence(tensors, rank) for rank in ranks]
+        work, received = self._exchange(leaving, [self._of_heads(outs, rank) for rank in ranks])
+
+        def land() -> tuple[torch.Tensor, ...]:
+            _unpack(received, [self._of_heads(outs, rank) for rank in ranks])
+            return tuple(outs)
+
+        return Trip(land, work)
+
+    def send_to_sequence(
+        self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
+    ) -> Trip:
+        """Begin :meth:`to_sequence`; the places are written when it is taken."""
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             for place, x, each in zip(places, sources, self.ranges, strict=True):
                 write(_heads(place, each[0]), x)
-            return
+            return Trip(tuple)
         if self._even is not None:
-            self._even.to_sequence(sources, places)
-            return
+            return self._even.send_to_sequence(sources, places)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
-        wide = [
+        like = [
             self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)
         ]
         sent = [self._of_heads(tensors, rank) for rank in ranks]
+        work, received = self._exchange(sent, [self._of_sequence(like, rank) for rank in ranks])
         add = [
             _overlap(ranges)
             for layout, ranges in zip(self.layouts, self.ranges, strict=True)
             for _ in _places(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
-        self._exchange(sent, [self._of_sequence(wide, rank) for rank in ranks], add)
-        for place, total in zip(places, wide, strict=True):
-            if total is not place:
-                place.copy_(total)
+
+        def land() -> tuple[torch.Tensor, ...]:
+            _unpack(received, [self._of_sequence(like, rank) for rank in ranks], add)
+            for place, total in zip(places, like, strict=True):
+                if total is not place:
+                    place.copy_(total)
+            return ()
+
+        return Trip(land, work)
 
     def places(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Room for what :meth:`to_sequence` brings, where the exchange is of all heads."""
@@ -161,8 +182,8 @@ class HeadExchange:
             return 0
         return self._even.staging_bytes(self.layouts[0].length(self.mesh.rank), batch, dims, size)
 
-    def _exchange(self, leaving: Pieces, arriving: Pieces, add: Sequence[bool] = ()) -> None:
-        """Any pieces, the same number for each rank; ``add`` says which ones are summed."""
+    def _exchange(self, leaving: Pieces, arriving: Pieces) -> tuple[dist.Work, torch.Tensor]:
+        """Send any pieces, as many for each rank, by messages."""
         sent = [sum(piece.numel() for piece in pieces) for pieces in leaving]
         received = [sum(piece.numel() for piece in pieces) for pieces in arriving]
         out_buffer = leaving[0][0].new_empty(sum(sent))
@@ -171,13 +192,7 @@ class HeadExchange:
         for piece in (piece for pieces in leaving for piece in pieces):
             out_buffer[at : at + piece.numel()].view(piece.shape).copy_(piece)
             at += piece.numel()
-        self._send(out_buffer, in_buffer, sent, received)
-        at = 0
-        for pieces in arriving:
-            for place, adds in zip(pieces, add or [False] * len(pieces), strict=True):
-                piece = in_buffer[at : at + place.numel()].view(place.shape)
-                place.add_(piece) if adds else place.copy_(piece)
-                at += place.numel()
+        return self._send(out_buffer, in_buffer, sent, received), in_buffer
 
     def _send(
         self,
@@ -185,16 +200,29 @@ class HeadExchange:
         in_buffer: torch.Tensor,
         sent: list[int],
         received: list[int] | None = None,
-    ) -> None:
-        dist.all_to_all_single(
+    ) -> dist.Work:
+        to_others = sum(sent) - sent[self.mesh.ulysses_rank]
+        self.mesh.ledger.add("all_to_all", to_others * out_buffer.element_size())
+        work: dist.Work = dist.all_to_all_single(
             in_buffer.view(-1),
             out_buffer.view(-1),
             received or sent,
             sent,
             group=self.mesh.ulysses_group,
+            async_op=True,
         )
-        to_others = sum(sent) - sent[self.mesh.ulysses_rank]
-        self.mesh.ledger.add("all_to_all", to_others * out_buffer.element_size())
+        return work
+
+
+def _unpack(buffer: torch.Tensor, arriving: Pieces, add: Sequence[bool] = ()) -> None:
+    """Write what has come, the ranks' pieces one after the other, to its places; ``add`` says of
+    each rank's which ones are summed."""
+    at = 0
+    for pieces in arriving:
+        for place, adds in zip(pieces, add or [False] * len(pieces), strict=True):
+            piece = buffer[at : at + place.numel()].view(place.shape)
+            place.add_(piece) if adds else place.copy_(piece)
+            at += place.numel()
 
 
 def _heads(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ The memory is torch's (torch.distributed._symmetric_memory).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,22 +20,23 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.driver import copy, copy_rows, driver, tell
-from ds_usp.comm.lane import current_stream
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.ring import Arrivals, Parcels, Room
+from ds_usp.comm.streams import current_stream
 from ds_usp.errors import MeshError
 
-_SLOTS = 2  # one is filled while the other one is still being pulled from
 _ALIGN = 512
 _MOST_ROOMS = 256
 
 
 @dataclass
 class _Slot:
-    """A part of this rank's symmetric memory: which, where, and what was made of it before."""
+    """A part of this rank's symmetric memory: which, where, the last exchange of what is packed
+    there, and what was made of it before."""
 
     index: int
     start: int
+    last: int = 0
     rooms: dict[tuple[Sequence[int], torch.dtype], Room] = field(default_factory=dict)
 
 
@@ -46,9 +48,11 @@ class CopyEngine:
     Args:
         group: the ranks; all GPUs of one host that reach each other's memory.
         device: this rank's GPU.
+        slots: parts of the memory, filled in turns. Before one is filled again there must have
+            been an exchange after its last one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slots: int) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
@@ -62,14 +66,15 @@ class CopyEngine:
         dist.barrier(group)
         self._memory: _Shared | None = None
         self._exchange = 0
+        self._count = slots
         self._begin([])
 
     def _begin(self, slots: list[_Slot]) -> None:
         """Nothing is under way, and nothing is packed."""
         self._slots = slots
         self._next, self._posted = 0, False
-        self._last: torch.cuda.Stream | None = None  # on which the last exchange runs
-        self._after: torch.cuda.Stream | None = None  # a stream that comes after its words
+        # Exchanges and their ends. When one has ended, all have pulled what was told of before it.
+        self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
         self._users: Sequence[int] = ()
         self._sources: Sequence[int] = ()
 
@@ -86,7 +91,7 @@ class CopyEngine:
 
     def has_room(self, size: int) -> bool:
         """Whether exchanges of up to ``size`` bytes a rank fit."""
-        return -(-size // _ALIGN) * _ALIGN * _SLOTS <= self.reserved_bytes
+        return -(-size // _ALIGN) * _ALIGN * self._count <= self.reserved_bytes
 
     def reserve(self, size: int) -> None:
         """Make room for exchanges of up to ``size`` bytes a rank. Collective, rarely: it waits for
@@ -98,27 +103,31 @@ class CopyEngine:
         dist.barrier(self._group)
         self._memory = None
         self._begin([])  # with all views of it
-        own = _symmetric((size * _SLOTS,), torch.uint8, self._device, self._group)
+        own = _symmetric((size * self._count,), torch.uint8, self._device, self._group)
         self._memory = _Shared(own, self._group)
-        self._begin([_Slot(index, index * size) for index in range(_SLOTS)])
+        self._begin([_Slot(index, index * size) for index in range(self._count)])
         dist.barrier(self._group)
 
     def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Room, _Slot]:
         """Room in symmetric memory; the current stream waits until all have pulled what was there
-        before: when the words of the exchange after it had come."""
+        before, which they say in the exchange after it."""
         if self._memory is None:
             raise MeshError("the copy engine was asked for room before any was reserved")
         if self._posted:  # else what was packed last was never told of: an error came between
-            self._next, self._posted = (self._next + 1) % _SLOTS, False
-        slot, current = self._slots[self._next], current_stream(self._device)
-        if self._last is not None and self._after is not current:
-            current.wait_stream(self._last)
-            self._after = current
+            self._next, self._posted = (self._next + 1) % self._count, False
+        slot = self._slots[self._next]
+        if slot.last:
+            while self._ends and self._ends[0][0] <= slot.last:
+                self._ends.popleft()
+            if not self._ends:
+                raise MeshError("nobody says any more when room of a copy engine has been read")
+            current_stream(self._device).wait_event(self._ends[0][1])
+            slot.last = 0
         key = tuple(shape), dtype
         room = slot.rooms.get(key)
         if room is None:
             size = torch.Size(shape).numel() * dtype.itemsize
-            most = self._memory.own.numel() // _SLOTS
+            most = self._memory.own.numel() // self._count
             if size > most:
                 raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
             if len(slot.rooms) >= _MOST_ROOMS:  # lengths may differ from call to call
@@ -133,9 +142,7 @@ class CopyEngine:
         slot: _Slot,
         users: Sequence[int],
         arriving: Sequence[tuple[int, int, int, torch.Tensor, int]],
-        *,
-        beside: bool = True,
-    ) -> torch.cuda.Event | None:
+    ) -> torch.cuda.Event:
         """Tell the users that their parts are packed, and pull one's own.
 
         A rank that says that it has packed for one exchange has pulled all of those before it. Who
@@ -145,23 +152,16 @@ class CopyEngine:
             slot: where this rank has packed.
             users: ranks that pull from it.
             arriving: (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row
-                to row there or 0 if all lies together); of this rank itself too.
-            beside: on a stream of its own; False: on the current one, in its order.
+                to row there or 0 if all lies together).
 
         Returns:
-            When everything has come; None on the current stream.
+            When everything has come.
         """
-        current = current_stream(self._device)
-        stream = self._stream if beside else current
-        # Exchanges are announced in their order: a word says that all before it are packed too.
-        if current is not stream:
-            stream.wait_stream(current)
-        if self._last is not None and self._last is not stream and self._last is not current:
-            stream.wait_stream(self._last)
-        self._last = self._after = stream
-        self._exchange, self._posted = self._exchange + 1, True
+        stream = self._stream
+        stream.wait_stream(current_stream(self._device))
+        self._exchange += 1
         number, word, mine = self._exchange, self._words.address, self.rank
-        sources = list(dict.fromkeys(source for source, *_ in arriving if source != mine))
+        sources = list(dict.fromkeys([source for source, *_ in arriving]))
         writes = [(word(user, mine), number) for user in users]
         writes += [
             (word(source, self._world + mine), number - 1)
@@ -179,12 +179,14 @@ class CopyEngine:
         tell(raw, writes, waits)
         for source, index, offset, place, pitch in arriving:
             self._pull(raw, source, self._slots[index].start + offset, place, pitch)
-        return stream.record_event() if beside else None
+        end = stream.record_event()
+        self._ends.append((number, end))
+        slot.last, self._posted = number, True
+        return end
 
-    def wait_for(self, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for the last exchange."""
-        self._after = current_stream(self._device)
-        self._after.wait_event(done)
+    def wait_for(self, end: torch.cuda.Event) -> None:
+        """Let the current stream wait for an exchange."""
+        current_stream(self._device).wait_event(end)
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
         if self._memory is None:
@@ -214,13 +216,10 @@ class CopyChannel:
         engine: of the group.
         ledger: where bytes are counted.
         kind: under which name.
-        beside: False: on the current stream, where who posts waits at once anyway.
     """
 
-    def __init__(
-        self, engine: CopyEngine, ledger: CommLedger, kind: str, *, beside: bool = True
-    ) -> None:
-        self._engine, self._ledger, self._kind, self._beside = engine, ledger, kind, beside
+    def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
+        self._engine, self._ledger, self._kind = engine, ledger, kind
         self._slot: _Slot | None = None
         self._done: torch.cuda.Event | None = None
         self._places: Arrivals = ()
@@ -251,7 +250,7 @@ class CopyChannel:
             pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
         self._places = arriving
         users = [to for to, _, _ in leaving]
-        self._done = self._engine.start(self._slot, users, pulls, beside=self._beside)
+        self._done = self._engine.start(self._slot, users, pulls)
         self.busy = True
         if leaving:
             row = packed.stride(0) * size  # it is dense

@@ -11,16 +11,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.ring import Room, Shapes, cut_features
+from ds_usp.comm.ring import Channel, Room, Shapes, cut_features
 from ds_usp.dense import dense_copy
 
-Send = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
+Send = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
+
+
+class Trip:
+    """An exchange under way, in which this rank's own share is there already.
+
+    Args:
+        land: makes what is returned of what has come.
+        way: to wait for; None: it is there.
+    """
+
+    def __init__(
+        self,
+        land: Callable[[], tuple[torch.Tensor, ...]],
+        way: Channel | dist.Work | None = None,
+    ) -> None:
+        self._land, self._way = land, way
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """What comes; on GPUs the current stream waits for it, not the host."""
+        self.close()
+        return self._land()
+
+    def close(self) -> None:
+        """Wait for what is under way, and leave it: after an error, so that nothing is written
+        where others will allocate."""
+        way, self._way = self._way, None
+        if isinstance(way, dist.Work):
+            way.wait()
+        elif way is not None:
+            way.take()
 
 
 class Sum(Protocol):
@@ -45,7 +75,7 @@ class _Heads(NamedTuple):
     """Of one tensor: the first rank's first head, how many heads a rank has, and how far apart."""
 
     first: int
-    count: int
+    width: int
     apart: int
 
 
@@ -73,33 +103,34 @@ class EvenExchange:
         self._heads = [
             _Heads(each[0][0], each[0][1] - each[0][0], each[1][0] - each[0][0]) for each in ranges
         ]
-        # The next one first, itself last.
-        self._order = [(mine + step) % ranks for step in range(1, ranks + 1)]
-        self._leaving = [(rank, rank, rank + 1) for rank in self._order[:-1]]
+        self._others = [(mine + step) % ranks for step in range(1, ranks)]  # the next one first
+        self._leaving = [(rank, rank, rank + 1) for rank in self._others]
 
-    def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def send_to_heads(self, tensors: Sequence[torch.Tensor]) -> Trip:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         batch, tokens = tensors[0].shape[:2]
         shapes = self._shapes(tensors)
         size = self._size(tokens, batch, shapes)
         got = tensors[0].new_empty(size)
         parts = map(self._by_heads, tensors, self._heads)
-        if self._copies:
-            channel = self._mesh.channel("all_to_all", True)
-            room = _filled(channel.room(size, got, got.dtype), shapes, parts)
-            at = self._mine * (got.numel() // self._ranks)
-            pieces = got.unbind(0)
-            arriving = [(rank, pieces[rank], at, 0) for rank in self._order]
-            with closing(channel):  # which waits for what has been posted
-                channel.post(room.whole, self._leaving, arriving)
-        else:
-            room = _filled(Room(torch.empty_like(got)), shapes, parts)
-            self._send(room.whole, got, self._sizes(got))
-        return cut_features(got.view(self._ranks * tokens, *size[2:]), shapes, turned=True)
 
-    def to_sequence(
+        def land() -> tuple[torch.Tensor, ...]:
+            return cut_features(got.view(self._ranks * tokens, *size[2:]), shapes, turned=True)
+
+        if not self._copies:
+            sent = _filled(Room(torch.empty_like(got)), shapes, parts).whole
+            return Trip(land, self._send(sent, got, self._sizes(got)))
+        channel = self._mesh.channel("all_to_all", True)
+        packed = _filled(channel.room(size, got, got.dtype), shapes, parts).whole
+        at = self._mine * (got.numel() // self._ranks)
+        pieces = got.unbind(0)
+        channel.post(packed, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others])
+        pieces[self._mine].copy_(packed[self._mine])
+        return Trip(land, channel)
+
+    def send_to_sequence(
         self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> Trip:
         """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
         dense tensor of one sample; copy engines bring what comes to its place."""
         like = places[0]
@@ -110,24 +141,29 @@ class EvenExchange:
         if not self._copies:
             sent = self._dense(sources[0], size) if len(sources) == batch == 1 else None
             if sent is None:
-                sent = _summed(Room(like.new_empty(size)), shapes, sources)
+                sent = _summed(Room(like.new_empty(size)), shapes, sources).whole
             got = torch.empty_like(sent)
-            self._send(sent, got, self._sizes(sent))
-            for goal, part in zip(goals, cut_features(got, shapes), strict=True):
-                dense_copy(goal, part)
-            return
+
+            def land() -> tuple[torch.Tensor, ...]:
+                for goal, part in zip(goals, cut_features(got, shapes), strict=True):
+                    dense_copy(goal, part)
+                return ()
+
+            return Trip(land, self._send(sent, got, self._sizes(sent)))
         channel = self._mesh.channel("all_to_all", True)
-        packed = _summed(channel.room(size, like, like.dtype), shapes, sources)
+        room = _summed(channel.room(size, like, like.dtype), shapes, sources)
         row = size[2] * size[3]
         at = self._mine * tokens * row
         pulls = []
         for goal, (heads, dim) in zip(goals, shapes, strict=True):
             pieces = goal.unbind(0)
-            pulls.append([(rank, pieces[rank], at, row) for rank in self._order])
+            pulls.append([(rank, pieces[rank], at, row) for rank in self._others])
             at += heads * dim
         arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
-        with closing(channel):
-            channel.post(packed, self._leaving, arriving)
+        channel.post(room.whole, self._leaving, arriving)
+        for goal, part in zip(goals, room.parts(shapes), strict=True):
+            dense_copy(goal[self._mine], part[self._mine])
+        return Trip(tuple, channel)
 
     @staticmethod
     def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:
@@ -143,13 +179,13 @@ class EvenExchange:
             tokens, batch, dims, item: tokens of a rank, samples, each tensor's head dim, bytes of
                 an element.
         """
-        shapes = tuple((each.count, dim) for each, dim in zip(self._heads, dims, strict=True))
+        shapes = tuple((each.width, dim) for each, dim in zip(self._heads, dims, strict=True))
         return math.prod(self._size(tokens, batch, shapes)) * item if self._copies else 0
 
     def _shapes(self, tensors: Sequence[torch.Tensor]) -> Shapes:
         """Heads and head dim of each tensor on one rank."""
         pairs = zip(self._heads, tensors, strict=True)
-        return tuple([(each.count, x.shape[3]) for each, x in pairs])
+        return tuple([(each.width, x.shape[3]) for each, x in pairs])
 
     def _size(self, tokens: int, batch: int, shapes: Shapes) -> tuple[int, int, int, int]:
         """Of all that travels."""
@@ -163,19 +199,17 @@ class EvenExchange:
         batch, tokens, _, dim = x.shape
         sample, token, head, one = x.stride()
         return x.as_strided(
-            (self._ranks, tokens, batch, heads.count, dim),
+            (self._ranks, tokens, batch, heads.width, dim),
             (heads.apart * head, token, sample, head, one),
             x.storage_offset() + heads.first * head,
         )
 
 
-def _summed(
-    room: Room, shapes: Shapes, sources: Sequence[torch.Tensor | Sum]
-) -> torch.Tensor:
-    """What travels, with these ``[B, S, h, D]`` packed in it."""
+def _summed(room: Room, shapes: Shapes, sources: Sequence[torch.Tensor | Sum]) -> Room:
+    """The room, with these ``[B, S, h, D]`` packed in it."""
     for place, source in zip(room.parts(shapes, turned=True), sources, strict=True):
         write(place, source)
-    return room.whole
+    return room
 
 
 def _filled(room: Room, shapes: Shapes, parts: Iterable[torch.Tensor]) -> Room:

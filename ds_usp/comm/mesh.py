@@ -210,8 +210,7 @@ class SequenceMesh:
             return RingChannel(self._group_of(kind), self.ledger, kind)
         if kind not in self.engines:
             raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
-        beside = kind != "all_to_all"  # who exchanges heads waits at once
-        return CopyChannel(self.engines[kind], self.ledger, kind, beside=beside)
+        return CopyChannel(self.engines[kind], self.ledger, kind)
 
     def open_outer(self) -> None:
         """Make the communicators for what crosses the network in a double ring. Collective over
@@ -241,7 +240,10 @@ class SequenceMesh:
                 continue
             try:
                 if kind not in self.engines:
-                    self.engines[kind] = CopyEngine(group, device)
+                    # Gradients go one after the other. Heads come for one part while those of
+                    # another one go home, keys and values for one while another one's still go on.
+                    slots = 2 if kind == "ring_dkv" else 3
+                    self.engines[kind] = CopyEngine(group, device, slots)
                 self.engines[kind].reserve(size)
             except RuntimeError as error:
                 raise MeshError(

@@ -51,7 +51,7 @@ def cut_features(
         shapes: ``h`` and ``D`` of each.
         turned: the first two dims change places.
     """
-    front, strides, at = x.shape[:-1], x.stride()[:-1], x.storage_offset()
+    front, strides, at = tuple(x.shape[:-1]), x.stride()[:-1], x.storage_offset()
     if turned:
         front, strides = (front[1], front[0], *front[2:]), (strides[1], strides[0], *strides[2:])
     found = []

@@ -8,10 +8,10 @@ from itertools import pairwise
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import Tile
 
-# A part should keep a GPU busy for about a millisecond: smaller kernels are slower, and more parts
-# hide nothing more. With a ring each part costs more of the host's time. Of a ring alone the own
-# block hides what comes, so its parts only save memory. As 4 H200 have it at 32K and 128K tokens.
-_ULYSSES_FLOP, _BOTH_FLOP, _RING_FLOP, _MOST_PARTS = 7e11, 1.1e12, 3e12, 16
+# A part should keep a GPU busy for some milliseconds: each costs the host a millisecond or two, and
+# more of them hide nothing more. Of a ring alone the own block hides what comes, so its parts only
+# save memory. As 4 H200 have it at 32K and 128K tokens.
+_FLOP, _RING_FLOP, _MOST_PARTS = 1.1e12, 8e12, 8
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
 
@@ -20,15 +20,15 @@ _GATHER_BYTES = 512 * 2**20
 _RELAY_BYTES = 2**20
 
 
-def parts_of_heads(flop: float, most: int, ulysses: int, ring: int) -> int:
+def parts_of_heads(flop: float, most: int, ulysses: int) -> int:
     """The number of parts.
 
     Args:
         flop: of forward attention on one rank.
         most: as many as a rank has key/value heads to cut.
-        ulysses, ring: the degrees.
+        ulysses: degree.
     """
-    each = _RING_FLOP if ulysses == 1 else _ULYSSES_FLOP if ring == 1 else _BOTH_FLOP
+    each = _RING_FLOP if ulysses == 1 else _FLOP
     return max(1, min(most, _MOST_PARTS, round(flop / each)))
 
 

@@ -1,7 +1,7 @@
 """Sums over blocks: attention outputs by their log-sum-exp, gradients plainly. In fp32 or fp64.
 
-Parts are kept as the kernel returned them until a third one covers some row, and summed in one pass
-that reads them and writes the result. More are summed into an accumulator.
+Parts are kept as the kernel returned them until too many of them cover some row, and summed in one
+pass that reads them and writes the result. More are summed into an accumulator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OutputSum:
             part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, the rows of the span.
         """
         self._parts.append(_Part(*span, part, part_lse))
-        if self._sums is not None or _deepest(self._parts) > 2:
+        if self._sums is not None or _deepest(self._parts) > _most_kept(part):
             self._fold()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ class OutputSum:
         return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
 
     def _settle(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the sum of the parts, at most two a row."""
+        """Write the sum of the parts."""
         for start, stop, parts in _covered(self._parts, self._q.shape[1]):
             place, place_lse = out[:, start:stop], lse[:, :, start:stop]
             if not parts:
@@ -90,8 +90,7 @@ class OutputSum:
                 dense_copy(place, parts[0].value)
                 place_lse.copy_(parts[0].lse)
             else:
-                old, new = parts
-                _merge(place, place_lse, old.value, old.lse, new.value, new.lse)
+                _merge(place, place_lse, [(part.value, part.lse) for part in parts])
 
     def _fold(self) -> None:
         """Sum the parts into the accumulators."""
@@ -101,7 +100,7 @@ class OutputSum:
         out, lse = self._sums
         for start, stop, value, part_lse in self._parts:
             rows = out[:, start:stop], lse[:, :, start:stop]
-            _merge(*rows, *rows, value, part_lse)
+            _merge(*rows, [rows, (value, part_lse)])
         self._parts = []
 
 
@@ -137,7 +136,8 @@ class GradientSum:
         for begin, end in spans:
             self._parts.append(_Part(begin, end, part[:, start : start + end - begin]))
             start += end - begin
-        if borrowed or (not held and (self._total is not None or _deepest(self._parts) > 2)):
+        full = self._total is not None or _deepest(self._parts) > _most_kept(part)
+        if borrowed or (not held and full):
             self._fold()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -215,6 +215,11 @@ def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, li
         yield start, stop, [part.cut(start, stop) for part in inside]
 
 
+def _most_kept(part: torch.Tensor) -> int:
+    """Parts of a row that are kept: in as much memory as the accumulator and another part."""
+    return 4 if part.element_size() == 2 else 2
+
+
 def _deepest(parts: Sequence[_Part]) -> int:
     """Most parts that cover one row."""
     return max((sum(a.start <= b.start < a.stop for a in parts) for b in parts), default=0)
@@ -238,9 +243,22 @@ def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             place.copy_(total)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, *parts: torch.Tensor) -> None:
-    fused = _fused_for(out, lse, *parts)
-    (merge_rows if fused is None else fused.merge_fused)(out, lse, *parts)
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Write the attention over several sets of keys from that over each; of two, the first may be
+    where the result goes."""
+    fused = _fused_for(out, lse, *(x for part in parts for x in part))
+    if len(parts) == 2:
+        (merge_rows if fused is None else fused.merge_fused)(out, lse, *parts[0], *parts[1])
+    elif fused is not None:
+        fused.merge_few_fused(out, lse, parts)
+    else:
+        total = torch.empty_like(out, dtype=lse.dtype)
+        merge_rows(total, lse, *parts[0], *parts[1])
+        for part in parts[2:]:
+            merge_rows(total, lse, total, lse, *part)
+        out.copy_(total)
 
 
 def merge_rows(

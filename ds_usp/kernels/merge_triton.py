@@ -78,6 +78,66 @@ def merge_fused(
 
 
 @triton.jit
+def _merge_of_four(  # type: ignore[no-untyped-def]
+    out, lse, p0, l0, p1, l1, p2, l2, p3, l3,
+    rows, dim,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    pb0, pr0, ph0, lb0, lh0, pb1, pr1, ph1, lb1, lh1,
+    pb2, pr2, ph2, lb2, lh2, pb3, pr3, ph3, lb3, lh3,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    a = tl.load(l0 + batch * lb0 + head * lh0 + row, mask=inside, other=0.0).to(WIDE)
+    b = tl.load(l1 + batch * lb1 + head * lh1 + row, mask=inside, other=0.0).to(WIDE)
+    c = tl.load(l2 + batch * lb2 + head * lh2 + row, mask=inside, other=0.0).to(WIDE)
+    high = tl.maximum(tl.maximum(a, b), c)
+    if COUNT > 3:
+        d = tl.load(l3 + batch * lb3 + head * lh3 + row, mask=inside, other=0.0).to(WIDE)
+        high = tl.maximum(high, d)
+    high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing at all
+    total = tl.exp(a - high) + tl.exp(b - high) + tl.exp(c - high)
+    if COUNT > 3:
+        total += tl.exp(d - high)
+    total = high + tl.log(total)
+    base = tl.where(total == float("-inf"), 0.0, total)
+    tl.store(lse + batch * lse_batch + head * lse_head + row, total, mask=inside)
+    column = tl.arange(0, DIM)[None, :]
+    both = inside[:, None] & (column < dim)
+    row = row.to(tl.int64)[:, None]
+    value = tl.load(p0 + batch * pb0 + head * ph0 + row * pr0 + column, mask=both, other=0.0)
+    result = value.to(WIDE) * tl.exp(a - base)[:, None]
+    value = tl.load(p1 + batch * pb1 + head * ph1 + row * pr1 + column, mask=both, other=0.0)
+    result += value.to(WIDE) * tl.exp(b - base)[:, None]
+    value = tl.load(p2 + batch * pb2 + head * ph2 + row * pr2 + column, mask=both, other=0.0)
+    result += value.to(WIDE) * tl.exp(c - base)[:, None]
+    if COUNT > 3:
+        value = tl.load(p3 + batch * pb3 + head * ph3 + row * pr3 + column, mask=both, other=0.0)
+        result += value.to(WIDE) * tl.exp(d - base)[:, None]
+    out_at = out + batch * out_batch + head * out_head + row * out_row + column
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=both)
+
+
+def merge_few_fused(
+    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """:func:`merge_fused` of three or four parts, each its values and its log-sum-exp, none of
+    which is written."""
+    batch, rows, heads, dim = out.shape
+    filled = [*parts, *[parts[0]] * (4 - len(parts))]
+    strides = [stride for x, sums in filled for stride in (*x.stride()[:3], *sums.stride()[:2])]
+    with _on(out.device):
+        _merge_of_four[(triton.cdiv(rows, _ROWS), heads, batch)](
+            out, lse, *(x for part in filled for x in part),
+            rows, dim,
+            *out.stride()[:3], *lse.stride()[:2], *strides,
+            COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
+            WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
+        )  # fmt: skip
+
+
+@triton.jit
 def _sum_of_few(  # type: ignore[no-untyped-def]
     out, p0, p1,
     rows, dim,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
+from ds_usp.geometry.heads import bare_share
 from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
@@ -177,7 +178,7 @@ def _formula(
         ring = _double_ring_s(cluster, split, inner, sent, steps, parts)
     merge = tokens * work.model.q_width / split.tp * steps * engine.merge_bytes
     merge_s = merge / cluster.hbm_bytes_per_s
-    edge = 1.0 if parts == 1 else 1 / (2 * (parts - 1))
+    edge = bare_share(parts)
     beneath = ulysses * (1 - edge) + ring
     # Of the kernels' time a relay can use all but the last step's, block after block.
     cover = kernel * (steps / (steps + 1) if engine.relay else 1.0)
@@ -191,7 +192,7 @@ def _parts(work: Workload, split: Split) -> int:
     most = max(1, int(model.kv_heads / split.tp / split.ulysses))
     if split.sp == 1:
         return 1
-    return parts_of_heads(_rank_flop(work, split), most, split.ulysses, split.ring)
+    return parts_of_heads(_rank_flop(work, split), most, split.ulysses)
 
 
 def _gathers(work: Workload, split: Split, parts: int, inner: int | None) -> bool:

@@ -11,14 +11,18 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from ds_usp.attention.pipeline import _Belt
 from ds_usp.comm import copy_engine
 from ds_usp.comm.copy_engine import CopyEngine, _Slot
+from ds_usp.comm.even_exchange import Trip
+from ds_usp.errors import MeshError
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
 SLOT = 512
@@ -58,7 +62,7 @@ class FakeWords:
 
 @dataclass
 class FakeMemory:
-    own: torch.Tensor = field(default_factory=lambda: torch.empty(2 * SLOT, dtype=torch.uint8))
+    own: torch.Tensor = field(default_factory=lambda: torch.empty(6 * SLOT, dtype=torch.uint8))
 
 
 @dataclass
@@ -78,8 +82,8 @@ class World:
     def __init__(self, ranks: int, first: int) -> None:
         self.ranks, self.first = ranks, first
         self.current = FakeStream()
-        # Two streams that compute, with one beside each: calls need not all be on one.
-        self.main, self.side = ([[FakeStream(), FakeStream()] for _ in range(ranks)] for _ in "ab")
+        # Two streams that compute: calls need not all be on one.
+        self.main = [[FakeStream(), FakeStream()] for _ in range(ranks)]
         self.engines = [{kind: self._engine(kind, r) for kind in KINDS} for r in range(ranks)]
 
     def _engine(self, kind: str, rank: int) -> CopyEngine:
@@ -93,9 +97,10 @@ class World:
             _words=FakeWords(kind),
             _memory=FakeMemory(),
             _exchange=self.first,
+            _count=(count := 2 if kind == "ring_dkv" else 3),
             kind=kind,
         )
-        engine._begin([_Slot(0, 0), _Slot(1, SLOT)])
+        engine._begin([_Slot(index, index * SLOT) for index in range(count)])
         return engine
 
     @contextlib.contextmanager
@@ -124,8 +129,9 @@ class World:
 
     def streams(self) -> list[FakeStream]:
         engines = [engine._stream for each in self.engines for engine in each.values()]
-        own = [stream for each in (*self.main, *self.side) for stream in each]
-        return [s for s in (*own, *engines) if s.operations]  # type: ignore[list-item]
+        own = [stream for each in self.main for stream in each]
+        every: list[Any] = [*own, *engines]
+        return [stream for stream in every if stream.operations]
 
 
 class FakeChannel:
@@ -149,65 +155,81 @@ class FakeChannel:
         ]
         pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
         users = sorted(b for a, b in pairs if a == self.rank)
-        beside = self.engine.kind != "all_to_all"  # type: ignore[attr-defined]
-        self.done = self.engine.start(self.slot, users, pulls, beside=beside)  # type: ignore[arg-type]
+        self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        pass
 
     def take(self) -> None:
-        if self.done is not None:
-            self.engine.wait_for(self.done)
+        self.engine.wait_for(self.done)
         for place in self.places:
             self.world.current.operations.append(("read", place))
 
 
-def walk(world: World, rank: int, draw: random.Random, parts: int, steps: int) -> None:
-    """Some calls of one rank: parts of the heads on a second stream, if there are several, steps of
-    the ring on the first, as attention makes them. ``draw`` is the same on all ranks."""
-    main = side = world.main[rank][0]
-    everyone = {(a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b}
-    share = draw.choice([0.1, 0.5, 1.0])
+def some(world: World, draw: random.Random, share: float) -> set[tuple[int, int]]:
+    """Pairs of ranks, the first of which gives something to the second."""
+    pairs = ((a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b)
+    return {pair for pair in pairs if draw.random() < share}
 
-    def some() -> set[tuple[int, int]]:
-        return {pair for pair in sorted(everyone) if draw.random() < share}
 
-    def arrive(call: int, part: int) -> tuple[FakeChannel, Tag]:
-        side.wait_stream(main)
-        with world.on(side):
-            heads = FakeChannel(world, rank, "all_to_all").room("come", call, part)
-            heads.post(everyone, "come", call, part)
-            heads.take()
-            keys = FakeChannel(world, rank, "ring_kv").room("keys", call, part)
-            keys.post(some(), "keys", call, part, 0)
-            return keys, side.record_event()
+class Call:
+    """One call of one rank, its parts brought and taken home by attention's own belt.
 
-    def leave(grads: FakeChannel, call: int, part: int) -> None:
-        side.wait_stream(main)
-        with world.on(side):
+    ``draw`` is the same on all ranks.
+    """
+
+    def __init__(self, world: World, rank: int, draw: random.Random, name: int) -> None:
+        self.world, self.rank, self.draw, self.name = world, rank, draw, name
+        self.share = draw.choice([0.1, 0.5, 1.0])
+        # Ulysses and a ring, Ulysses alone, a ring alone.
+        self.rings_travel, self.stays = draw.choice([(True, False), (False, False), (True, True)])
+
+    def run(self, parts: int, steps: int) -> None:
+        with contextlib.closing(_Belt(self, range(parts), self.send, self.walk)) as belt:  # type: ignore[arg-type]
+            for part, come in belt:
+                grads = self.compute(part, come.walk, belt, steps if self.rings_travel else 0)  # type: ignore[arg-type]
+                belt.leave(partial(self.leave, part, grads))
+
+    def channel(self, kind: str, *name: Any) -> FakeChannel:
+        return FakeChannel(self.world, self.rank, kind).room(*name, self.name)
+
+    def trip(self, name: str, part: int) -> Trip:
+        if self.stays:
+            return Trip(tuple)
+        heads = self.channel("all_to_all", name, part)
+        heads.post(some(self.world, self.draw, 1.0), name, self.name, part)
+        return Trip(tuple, heads)  # type: ignore[arg-type]
+
+    def send(self, part: int) -> Trip:
+        return self.trip("come", part)
+
+    def walk(self, part: int, _: object) -> Any:
+        if self.rings_travel:
+            keys = self.channel("ring_kv", "keys", part)
+            self.post(keys, "keys", part, 0)
+            return keys
+        return None
+
+    def compute(self, part: int, keys: FakeChannel, belt: _Belt, steps: int) -> FakeChannel | None:
+        grads = FakeChannel(self.world, self.rank, "ring_dkv")
+        for step in range(steps):
+            if not step:
+                belt.between()
+            keys.take()
+            if step + 1 < steps:
+                self.post(keys, "keys", part, (step + 1) % 2)
+            if step:
+                grads.take()
+            self.post(grads.room("grads", part, step, self.name), "grads", part)
+        return grads if steps else None
+
+    def leave(self, part: int, grads: FakeChannel | None) -> Trip:
+        if grads is not None:
             grads.take()
-            home = FakeChannel(world, rank, "all_to_all").room("home", call, part)
-            home.post(everyone, "home", call, part)
-            home.take()
+        return self.trip("home", part)
 
-    for call in range(4):
-        which, count = draw.randrange(2), draw.randint(1, parts)
-        main = world.main[rank][which]
-        side = world.side[rank][which] if count > 1 else main
-        with world.on(main):
-            coming = [arrive(call, 0)]
-            for part in range(count):
-                if part + 1 < count:
-                    coming.append(arrive(call, part + 1))
-                keys, event = coming.pop(0)
-                main.wait_event(event)
-                grads = FakeChannel(world, rank, "ring_dkv")
-                for step in range(steps):
-                    keys.take()
-                    if step + 1 < steps:
-                        keys.post(some(), "keys", call, part, (step + 1) % 2)
-                    if step:
-                        grads.take()
-                    grads.room("grads", call, part, step).post(some(), "grads", call, part)
-                leave(grads, call, part)
-            main.wait_stream(side)
+    def post(self, channel: FakeChannel, *cell: Any) -> None:
+        channel.post(some(self.world, self.draw, self.share), self.name, *cell)
 
 
 def advance(world: World, draw: random.Random) -> tuple[int, bool]:
@@ -254,7 +276,10 @@ def outcome(seed: int) -> tuple[int, bool]:
     world = World(ranks, draw.choice([0, 2**31 - 15, 2**32 - 20]))
     with world.patched():
         for rank in range(ranks):
-            walk(world, rank, random.Random(seed), parts, steps)
+            same = random.Random(seed)
+            for name in range(4):
+                with world.on(world.main[rank][same.randrange(2)]):
+                    Call(world, rank, same, name).run(same.randint(1, parts), steps)
     return advance(world, draw)
 
 
@@ -278,11 +303,24 @@ def test_the_simulation_sees_a_stream_that_packs_without_waiting() -> None:
     real = CopyEngine.pack
 
     def hasty(engine: CopyEngine, *given: Any) -> Any:
-        engine._after = copy_engine.current_stream(engine._device)
+        for slot in engine._slots:
+            slot.last = 0
         return real(engine, *given)
 
     with mock.patch.object(CopyEngine, "pack", hasty):
         assert sum(outcome(seed)[0] for seed in range(40)) > 0
+
+
+def test_the_simulation_sees_too_few_slots() -> None:
+    def few(world: World, kind: str, rank: int, real: Any = World._engine) -> CopyEngine:
+        engine: CopyEngine = real(world, kind, rank)
+        engine._count = 2
+        engine._begin(engine._slots[:2])
+        return engine
+
+    with mock.patch.object(World, "_engine", few), pytest.raises(MeshError, match="nobody says"):
+        for seed in range(40):
+            outcome(seed)
 
 
 def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
@@ -329,5 +367,5 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for() -> None:
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(copy_engine.dist, "barrier"),
     ):
-        engine.reserve(2 * SLOT)
-    assert [slot.start for slot in engine._slots] == [0, 2 * SLOT]
+        engine.reserve(4 * SLOT)
+    assert [slot.start for slot in engine._slots] == [0, 4 * SLOT, 8 * SLOT]

@@ -50,7 +50,7 @@ def rounded_once(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> b
 
 
 # As many calls as a ring makes; the first and the last one are kept and folded differently.
-CALLS = [0, 1, 2, 3, 5]
+CALLS = [0, 1, 2, 3, 4, 5, 7]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
