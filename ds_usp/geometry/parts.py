@@ -9,9 +9,10 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import Tile
 
 # A part should keep a GPU busy for some milliseconds: each costs the host a millisecond or two, and
-# more of them hide nothing more. Of a ring alone the own block hides what comes, so its parts only
-# save memory. As 4 H200 have it at 32K and 128K tokens.
-_FLOP, _RING_FLOP, _MOST_PARTS = 1.1e12, 8e12, 8
+# more of them hide nothing more, but they need less memory: at 128K tokens and 32 heads, cut so, 4
+# GPUs need less beside the tensors than one exchange of all heads takes. Of a ring alone the own
+# block hides what comes. As 4 H200 have it at 32K and 128K tokens.
+_FLOP, _RING_FLOP, _MOST_PARTS = 1.1e12, 3e12, 16
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
 
