@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.ring import Channel, RingChannel, Room, cut_features
+from ds_usp.comm.ring import Channel, RingChannel, cut_features
 from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import RingStep
 from ds_usp.geometry.windows import Piece, Window
@@ -98,7 +98,6 @@ class WayHome:
         self.keeps = len(travels) <= 2
         most = max((each.given for each in travels), default=0)
         self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
-        self._leaving: Room | None = None
         self._coming: list[tuple[Piece, torch.Tensor]] = []
         self._sums: Sequence[GradientSum] = ()
 
@@ -116,17 +115,16 @@ class WayHome:
         comes = [piece for piece in travel.comes if piece.rank != self._rank]
         away = sum(piece.length for piece in comes)
         shape = (away, *self._buffer.shape[1:])
-        # Held by this object: a lane may wait for it where its memory's stream does not.
-        self._leaving = self._channel.room(shape, self._buffer, self._dtype)
-        places = self._leaving.parts(_shapes(*self._like), turned=True)
+        room = self._channel.room(shape, self._buffer, self._dtype)
+        places = room.parts(_shapes(*self._like), turned=True)
         for total, place, own in zip(gradients, places, sums, strict=True):
             total.write(place)
             if away < travel.columns:  # this rank's own keys come last
                 total.hand_over(away, own)
-        token = self._leaving.whole.stride(0)  # it is dense
+        token = room.whole.stride(0)  # it is dense
         self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
         self._channel.post(
-            self._leaving.whole,
+            room.whole,
             _rows(comes),
             [
                 (piece.rank, part, at * token, 0)
