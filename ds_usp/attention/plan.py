@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -149,9 +150,13 @@ def _new_plan(
         kv_layout=kv_layout,
         inner=cut.inner,
     )
-    rings = tuple(
-        RingCall(held, plan(place=place), chosen, scale, cut.copies) for place in cut.places
+    # Backward goes through the parts from the last to the first.
+    places = zip(cut.places, cut.places[::-1], strict=True)
+    plans = (
+        replace(plan(place=there), backward_steps=plan(place=back).backward_steps)
+        for there, back in places
     )
+    rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
     return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
 
 

@@ -67,7 +67,7 @@ class HeadExchange:
             here = [_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True)]
             return Trip(lambda: tuple(here))
         if self._even is not None:
-            return self._even.send_to_heads(tensors)
+            return self._even.send_to_heads(tensors, self._send)
         outs = []
         for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
             begin, end = ranges[mine]
@@ -92,7 +92,7 @@ class HeadExchange:
                 write(_heads(place, each[0]), x)
             return Trip(tuple)
         if self._even is not None:
-            return self._even.send_to_sequence(sources, places)
+            return self._even.send_to_sequence(sources, places, self._send)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         like = [
             self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)
@@ -153,7 +153,7 @@ class HeadExchange:
             and len({each[0].length for each in runs}) == 1
             and all(_evenly_apart(ranges) for ranges in self.ranges)
         )
-        return EvenExchange(self.mesh, self.ranges, self.copies, self._send) if even else None
+        return EvenExchange(self.mesh, self.ranges, self.copies) if even else None
 
     def _of_sequence(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Of sequence shards: this rank's runs, for the heads of another."""

@@ -86,18 +86,14 @@ class EvenExchange:
     Args:
         mesh: the ranks.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses.
-        copies: copy engines carry it, else ``send``.
-        send: exchanges ``[ranks, ...]`` of these sizes by messages.
+        copies: copy engines carry it, else ``send``, which exchanges ``[ranks, ...]`` of some sizes
+            by messages.
     """
 
     def __init__(
-        self,
-        mesh: SequenceMesh,
-        ranges: Sequence[Sequence[tuple[int, int]]],
-        copies: bool,
-        send: Send,
+        self, mesh: SequenceMesh, ranges: Sequence[Sequence[tuple[int, int]]], copies: bool
     ) -> None:
-        self._mesh, self._copies, self._send = mesh, copies, send
+        self._mesh, self._copies = mesh, copies
         ranks, mine = mesh.ulysses_degree, mesh.ulysses_rank
         self._ranks, self._mine = ranks, mine
         self._heads = [
@@ -106,7 +102,7 @@ class EvenExchange:
         self._others = [(mine + step) % ranks for step in range(1, ranks)]  # the next one first
         self._leaving = [(rank, rank, rank + 1) for rank in self._others]
 
-    def send_to_heads(self, tensors: Sequence[torch.Tensor]) -> Trip:
+    def send_to_heads(self, tensors: Sequence[torch.Tensor], send: Send) -> Trip:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         batch, tokens = tensors[0].shape[:2]
         shapes = self._shapes(tensors)
@@ -119,7 +115,7 @@ class EvenExchange:
 
         if not self._copies:
             sent = _filled(Room(torch.empty_like(got)), shapes, parts).whole
-            return Trip(land, self._send(sent, got, self._sizes(got)))
+            return Trip(land, send(sent, got, self._sizes(got)))
         channel = self._mesh.channel("all_to_all", True)
         packed = _filled(channel.room(size, got, got.dtype), shapes, parts).whole
         at = self._mine * (got.numel() // self._ranks)
@@ -129,7 +125,10 @@ class EvenExchange:
         return Trip(land, channel)
 
     def send_to_sequence(
-        self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
+        self,
+        sources: Sequence[torch.Tensor | Sum],
+        places: Sequence[torch.Tensor],
+        send: Send,
     ) -> Trip:
         """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
         dense tensor of one sample; copy engines bring what comes to its place."""
@@ -149,7 +148,7 @@ class EvenExchange:
                     dense_copy(goal, part)
                 return ()
 
-            return Trip(land, self._send(sent, got, self._sizes(sent)))
+            return Trip(land, send(sent, got, self._sizes(sent)))
         channel = self._mesh.channel("all_to_all", True)
         room = _summed(channel.room(size, like, like.dtype), shapes, sources)
         row = size[2] * size[3]

@@ -7,10 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, run_cases
-from harness import WorkerPool
+from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, mesh_of, run_cases
+from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp.attention.plan import plan_call
 from ds_usp.geometry.heads import HeadSplit
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
@@ -153,3 +154,34 @@ def test_bf16_loses_no_more_than_the_dense_kernel(pool: WorkerPool, layout: str)
         assert errors["lse"] <= 1e-5  # fp32, whatever the inputs are
     for name in ("out", "dq", "dk", "dv"):  # sums are fp32: no growth with the number of blocks
         assert by_ring[1, 8][name] <= 1.1 * by_ring[1, 2][name], (name, by_ring)
+
+
+def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
+    """Whether each part's first step is of the own block alone, forward and backward."""
+    mesh = mesh_of(2)
+    layout = mesh.layout("zigzag", 64)
+    x = torch.randn(1, 16, 8, 8)
+    _, call = plan_call(
+        x,
+        x,
+        x,
+        mesh=mesh,
+        layout=layout,
+        mask=ds_usp.MaskSpec.causal(),
+        softmax_scale=None,
+        dropout_p=0.0,
+        kernel="eager",
+        tuning=ds_usp.Tuning(3, True),
+    )
+    plans = [ring.schedule for ring in call.rings]
+    return (
+        [plan.steps[0].own for plan in plans],
+        [plan.backward_steps[0].own for plan in plans],
+    )
+
+
+def test_nothing_hides_what_comes_for_the_part_that_is_computed_first(pool: WorkerPool) -> None:
+    ways = pool.run(first_steps, 4)
+    assert any(forward == [True, False, False] for forward, _ in ways)
+    for forward, backward in ways:  # which begins with the last part
+        assert forward[0] and backward == forward[::-1]
