@@ -23,12 +23,12 @@ from ds_usp.attention.request import (
 )
 from ds_usp.attention.ring import RingCall
 from ds_usp.attention.scores import NO_SCORES, Scores, check_scores
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
+from ds_usp.attention.tuning import AUTO_TUNING, Cut, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.schedule import ring_schedule
-from ds_usp.kernels.api import KernelRequest
+from ds_usp.geometry.schedule import RingSchedule, ring_schedule
+from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import fallback
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
 from ds_usp.notices import notice
@@ -140,24 +140,33 @@ def _new_plan(
     learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
     texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
     texts += [str(cut), "with lse" if with_lse else "without lse"]
-    plan = partial(
-        ring_schedule,
-        layout,
-        mask,
-        mesh.ring_rank,
-        chosen.caps.tiles,
-        cut.gather,
-        kv_layout=kv_layout,
-        inner=cut.inner,
-    )
-    # Backward goes through the parts from the last to the first.
-    places = zip(cut.places, cut.places[::-1], strict=True)
-    plans = (
-        replace(plan(place=there), backward_steps=plan(place=back).backward_steps)
-        for there, back in places
-    )
+    plans = _schedules(mesh, layouts, mask, chosen, cut)
     rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
     return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
+
+
+def _schedules(
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout, TokenLayout],
+    mask: MaskSpec,
+    kernel: AttentionKernel,
+    cut: Cut,
+) -> list[RingSchedule]:
+    """The ring's steps for each part. Backward goes through the parts from the last to the first."""
+    plan = partial(
+        ring_schedule,
+        layouts[0],
+        mask,
+        mesh.ring_rank,
+        kernel.caps.tiles,
+        cut.gather,
+        kv_layout=layouts[1],
+        inner=cut.inner,
+    )
+    return [
+        replace(plan(place=there), backward_steps=plan(place=back).backward_steps)
+        for there, back in zip(cut.places, cut.places[::-1], strict=True)
+    ]
 
 
 def _tell(q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None) -> None:

@@ -9,6 +9,7 @@ from ds_usp.training.batch import (
     shard_batch,
 )
 from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
+from ds_usp.training.cluster import this_cluster
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -47,5 +48,6 @@ __all__ = [
     "rotary_frequencies",
     "shard_batch",
     "solved_ratio",
+    "this_cluster",
     "weighted_loss",
 ]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ds_usp.planner import ModelShape, Split, Workload, choose_ulysses, cluster_of, engine
+from ds_usp.planner import ModelShape, Split, Workload, choose_ulysses, engine
+from ds_usp.training import this_cluster
 
 GPT2_VOCABULARY = 50257  # the host reads its vocabulary later, and it weighs the same on any split
 
@@ -25,16 +26,11 @@ def planned_degree(args: Any, zero_stage: int) -> int:
     Raises:
         ConfigError: the planner knows no such cluster, or finds that no degree fits.
     """
-    gpus_per_node, device, memory = args.world_size, "", 0.0
-    if torch.cuda.is_available():
-        gpus_per_node = min(args.world_size, torch.cuda.device_count())
-        device = torch.cuda.get_device_name()
-        memory = float(torch.cuda.get_device_properties().total_memory)
     ours = engine("megatron-deepspeed")
     if args.usp_offload_ratio == "auto":  # solved when the degrees are known
         ours = replace(ours, offloads=True)
     choice = choose_ulysses(
-        cluster_of(args.usp_cluster, device, gpus_per_node, memory),
+        this_cluster(args.usp_cluster, args.world_size, on_gpu=torch.cuda.is_available()),
         Workload(model_shape(args), args.seq_length, args.global_batch_size),
         ours,
         settings(args, zero_stage),

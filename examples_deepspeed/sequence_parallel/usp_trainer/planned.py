@@ -5,10 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
-import torch
-
 from ds_usp import ConfigError
-from ds_usp.planner import AUTO, Choice, choose_ulysses, cluster_of, engine
+from ds_usp.planner import AUTO, Choice, choose_ulysses, engine
+from ds_usp.training import this_cluster
 from usp_trainer.checks import check
 from usp_trainer.launch import from_rank0
 from usp_trainer.memory import planned
@@ -40,13 +39,7 @@ def _with_ulysses(args: Namespace, degree: int | None) -> Namespace:
 
 def choose(args: Namespace, world_size: int) -> Choice:
     """What the planner says of a run whose other flags are checked."""
-    on_gpu = args.device == "cuda"
-    gpus_per_node = min(world_size, torch.cuda.device_count()) if on_gpu else world_size
-    device, memory = "", 0.0
-    if on_gpu:
-        device = torch.cuda.get_device_name()
-        memory = float(torch.cuda.get_device_properties().total_memory)
-    cluster = cluster_of(args.usp_cluster, device, gpus_per_node, memory)
+    cluster = this_cluster(args.usp_cluster, world_size, on_gpu=args.device == "cuda")
     work, split = planned(args)
     ours = engine("megatron-deepspeed")
     if args.usp_offload_ratio == "auto":  # solved when the degrees are known
