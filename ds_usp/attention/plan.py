@@ -152,7 +152,7 @@ def _schedules(
     kernel: AttentionKernel,
     cut: Cut,
 ) -> list[RingSchedule]:
-    """The ring's steps for each part. Backward goes through the parts from the last to the first."""
+    """The ring's steps for each part. Backward goes from the last to the first."""
     plan = partial(
         ring_schedule,
         layouts[0],
