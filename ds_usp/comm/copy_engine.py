@@ -75,6 +75,7 @@ class CopyEngine:
         self._next, self._posted = 0, False
         # Exchanges and their ends. When one has ended, all have pulled what was told of before it.
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._last: torch.cuda.Stream | None = None  # on which the last exchange was begun
         self._users: Sequence[int] = ()
         self._sources: Sequence[int] = ()
 
@@ -157,8 +158,12 @@ class CopyEngine:
         Returns:
             When everything has come.
         """
-        stream = self._stream
-        stream.wait_stream(current_stream(self._device))
+        stream, current = self._stream, current_stream(self._device)
+        stream.wait_stream(current)
+        if self._last is not None and self._last is not current:
+            # It may still read what it packed itself: the end of this exchange comes after that.
+            stream.wait_stream(self._last)
+        self._last = current
         self._exchange += 1
         number, word, mine = self._exchange, self._words.address, self.rank
         sources = list(dict.fromkeys([source for source, *_ in arriving]))
