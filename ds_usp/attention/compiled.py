@@ -248,6 +248,7 @@ def attention_backward(
         kv_length, kv_heads: t and g.
     """
     ask = Ask(*plain)
+    ask.on.agreement.settle()
     scores = ask.scores(sinks, slopes)
     sizes = _sizes(dout, saved, kv_length, kv_heads)
     _, call = ask.plan(dout, sizes, scores)
@@ -265,8 +266,7 @@ def attention_backward(
     else:
         kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
     shapes = [torch.Size(size) for size in sizes]
-    with ask.on.agreement.during_backward():
-        grads = attend_backward(call, scores, dout.contiguous(), shapes, kept)
+    grads = attend_backward(call, scores, dout.contiguous(), shapes, kept)
     return own([x for x in grads if x is not None], (dout, *saved))
 
 

@@ -41,8 +41,8 @@ class SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        with ctx.exchange.mesh.agreement.during_backward():
-            return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
+        ctx.exchange.mesh.agreement.settle()
+        return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
 
 
 class UnifiedAttention(torch.autograd.Function):
@@ -82,6 +82,7 @@ class UnifiedAttention(torch.autograd.Function):
                 "(create_graph=True), which no kernel here computes"
             )
         call: USPCall = ctx.call
+        ctx.mesh.agreement.settle()
         sinks, *saved = ctx.saved_tensors
         if call.stays:
             whole, lses = saved[:4], saved[4:]
@@ -95,8 +96,7 @@ class UnifiedAttention(torch.autograd.Function):
         if dout is None:  # the other ranks wait for this one's part
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = replace(ctx.scores, sinks=sinks)
-        with ctx.mesh.agreement.during_backward():
-            grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
+        grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
         return None, None, None, *grads
 
 
@@ -197,7 +197,7 @@ def usp_attention(
         MeshError: the ranks disagree about the call.
 
     Every rank raises in all of these cases, before anything moves. On GPUs a rank that departs
-    from a call on which all agreed before is reported when the next call or the backward pass
+    from a call on which all agreed before is reported a few calls later or when the backward pass
     begins (see ``Agreement``).
 
     Source: USP, arXiv 2405.07719, algorithm 1.

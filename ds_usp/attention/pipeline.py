@@ -13,7 +13,7 @@ values and outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -157,7 +157,8 @@ class _Belt:
                 self._arrive(at)
             if self._waits and self._local:
                 self._arrive(at + 1)
-            yield index, self._here.pop(0)
+            yield index, self._here[0]
+            self._here.pop(0)
         for trip in self._home:
             trip.take()
 
@@ -168,6 +169,8 @@ class _Belt:
             self._go(*late)
         if self._waits and not self._local:
             self._arrive(self._at + 1)
+        while not self._waits and self._home:  # it went home beside this part
+            self._home.pop(0).take()
 
     def leave(self, task: Callable[[], Trip], undo: Callable[[], None] = nothing) -> None:
         """A part is computed and may go home.
@@ -183,12 +186,13 @@ class _Belt:
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
-        if self._late is not None:
-            self._late[1]()
-        for come in self._here:
-            come.walk.close()
-        for trip in (*self._coming, *self._home):
-            trip.close()
+        with ExitStack() as stack:  # all of it, whatever fails
+            for trip in (*self._home, *self._coming):
+                stack.callback(trip.close)
+            for come in self._here:
+                stack.callback(come.walk.close)
+            if self._late is not None:
+                stack.callback(self._late[1])
 
     def _set_out(self, at: int) -> None:
         if at < len(self._order):

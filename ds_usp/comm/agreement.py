@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,32 +88,19 @@ class Agreement:
         places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
         self._pending.append(_Pending(self.group.allgather([places], [mine]), everyone))
 
-    @contextlib.contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Look at the comparisons that are through, and at its end at all of them.
-
-        Raises:
-            MeshError: the ranks differed in an earlier call.
-        """
-        self.settle(_MOST_PENDING)
-        yield
-        self.settle()
-
     def forget(self) -> None:
         """Wait for the comparison of every description again, as if it were new."""
         self._known.clear()
 
     def settle(self, most: int = 0) -> None:
-        """Look at the comparisons that are through, and wait until at most so many are under way.
+        """Wait until at most so many comparisons are under way. By their number alone, so that the
+        ranks find a difference at the same call, and no collective is left without its partners.
 
         Raises:
             MeshError: the ranks differed in an earlier call.
         """
-        pending = self._pending
-        while self._broken is None and pending:
-            if len(pending) <= most and not pending[0].work.is_completed():
-                return
-            work, said = pending.popleft()
+        while self._broken is None and len(self._pending) > most:
+            work, said = self._pending.popleft()
             work.wait()
             if any(each != said[0] for each in said):
                 self._broken = _difference(said)

@@ -123,7 +123,6 @@ class CopyEngine:
             if not self._ends:
                 raise MeshError("nobody says any more when room of a copy engine has been read")
             current_stream(self._device).wait_event(self._ends[0][1])
-            slot.last = 0
         key = tuple(shape), dtype
         room = slot.rooms.get(key)
         if room is None:
@@ -232,17 +231,17 @@ class CopyChannel:
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
         """See :meth:`ds_usp.comm.ring.RingChannel.room`."""
-        packed, self._slot = self._engine.pack(shape, dtype)
-        return packed
-
-    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
-        """See :meth:`ds_usp.comm.ring.RingChannel.post`."""
         if torch.cuda.is_current_stream_capturing():
             raise MeshError(
                 f"a {self._kind} exchange by copy engines cannot be captured in a CUDA graph, "
                 "where its number would not change: capture forward and backward together, or "
                 "use Tuning(copies=False)"
             )
+        packed, self._slot = self._engine.pack(shape, dtype)
+        return packed
+
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
+        """See :meth:`ds_usp.comm.ring.RingChannel.post`."""
         if self.busy or self._slot is None:
             why = "before the last one was taken" if self.busy else "without room"
             raise MeshError(f"a {self._kind} exchange was posted {why}")

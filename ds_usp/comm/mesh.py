@@ -362,8 +362,11 @@ def _subgroup(
 
 
 def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
-    """Where ranks compare what they are about to do: on the host, so that no stream waits."""
-    if transport_device(group).type == "cpu":
+    """Where ranks compare what they are about to do: on the host, so that no stream waits. Where
+    tensors may be on GPUs ranks compare several calls at a time, and nothing else may come between:
+    a group of its own."""
+    backends = {type(group._get_backend(device)) for device in group._device_types}
+    if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
         return group
     return _subgroup(group, ranks, backend="gloo")
 

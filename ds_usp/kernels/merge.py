@@ -216,7 +216,7 @@ def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, li
 
 
 def _most_kept(part: torch.Tensor) -> int:
-    """Parts of a row that are kept: in as much memory as the accumulator and another part."""
+    """Parts of a row that are kept: in about the memory of the accumulator and another part."""
     return 4 if part.element_size() == 2 else 2
 
 

@@ -186,6 +186,7 @@ class Call:
     def __init__(self, world: World, rank: int, draw: random.Random, name: int) -> None:
         self.world, self.rank, self.draw, self.name = world, rank, draw, name
         self.share = draw.choice([0.1, 0.5, 1.0])
+        self.with_lse = draw.random() < 0.3
         # Ulysses and a ring, Ulysses alone, a ring alone.
         self.rings_travel, self.stays = draw.choice([(True, False), (False, False), (True, True)])
 
@@ -231,7 +232,11 @@ class Call:
     def leave(self, part: int, grads: FakeChannel | None) -> Trip:
         if grads is not None:
             grads.take()
-        return self.trip("home", part)
+        trip = self.trip("home", part)
+        if self.with_lse:
+            trip.take()
+            return self.trip("lse", part)
+        return trip
 
     def post(self, channel: FakeChannel, *cell: Any) -> None:
         channel.post(some(self.world, self.draw, self.share), self.name, *cell)
