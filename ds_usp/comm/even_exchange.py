@@ -10,7 +10,8 @@ Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,15 @@ class Trip:
         """What comes; on GPUs the current stream waits for it, not the host."""
         self.close()
         return self._land()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """Close it if what is done meanwhile fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Wait for what is under way, and leave it: after an error, so that nothing is written
@@ -121,8 +131,10 @@ class EvenExchange:
         at = self._mine * (got.numel() // self._ranks)
         pieces = got.unbind(0)
         channel.post(packed, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others])
-        pieces[self._mine].copy_(packed[self._mine])
-        return Trip(land, channel)
+        trip = Trip(land, channel)
+        with trip.closed_by_errors():
+            pieces[self._mine].copy_(packed[self._mine])
+        return trip
 
     def send_to_sequence(
         self,
@@ -160,9 +172,11 @@ class EvenExchange:
             at += heads * dim
         arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
         channel.post(room.whole, self._leaving, arriving)
-        for goal, part in zip(goals, room.parts(shapes), strict=True):
-            dense_copy(goal[self._mine], part[self._mine])
-        return Trip(tuple, channel)
+        trip = Trip(tuple, channel)
+        with trip.closed_by_errors():
+            for goal, part in zip(goals, room.parts(shapes), strict=True):
+                dense_copy(goal[self._mine], part[self._mine])
+        return trip
 
     @staticmethod
     def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:
