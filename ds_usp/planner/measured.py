@@ -182,7 +182,7 @@ def seconds_at(
     beyond the last one it does not shrink.
     """
     first = rows[0]
-    in_proportion = seconds(first) * asked / size(first)
+    in_proportion = seconds(first) * (asked / size(first))  # a measured size has its time, exactly
     if len(rows) == 1:
         return in_proportion
     upper = next((i for i, row in enumerate(rows) if i and size(row) >= asked), len(rows) - 1)
