@@ -37,8 +37,9 @@ _ALIGNMENT = 512  # of a tensor that is cut in two
 
 @dataclass
 class Counts:
-    """Bytes: saved by layers whose turn to leave came, gone to the host, and of these those that
-    were asked for before anyone had fetched them, so that the device waited."""
+    """Bytes: saved by layers whose turn to leave came, as far as backward needs them, gone to the
+    host, and of these those that were asked for before anyone had fetched them, so that the device
+    waited."""
 
     saved: int = 0
     offloaded: int = 0
@@ -154,7 +155,7 @@ class _Layer:
         self._offload, self.copies = offload, offload.copies
         self._state = _State.OPEN
         self._done: Done = None
-        self._total = 0
+        self._small_bytes = 0
         self._items: list[weakref.ref[_Item]] = []
         self._open: dict[int, _Item] = {}  # by storage; they hold it, so no address comes twice
         self._small: dict[int, torch.UntypedStorage] = {}
@@ -173,9 +174,9 @@ class _Layer:
         key = storage_of(tensor)
         item = self._open.get(key) or self._shared(key)
         if item is None and key not in self._small:
-            self._total += storage.nbytes()
             if storage.nbytes() < self._offload.min_bytes:
                 self._small[key] = storage
+                self._small_bytes += storage.nbytes()
             else:
                 item = self._open[key] = _Item(self, tensor)
                 self._items.append(weakref.ref(item))
@@ -204,7 +205,8 @@ class _Layer:
         items, counts = self.items, self._offload.counts
         if self._state is not _State.HERE or self.asked or not items:
             return
-        counts.saved += self._total
+        # What some nodes saved has gone with them: TorchScript's make many that nobody needs.
+        counts.saved += self._small_bytes + sum(item.size for item in items)
         want = round(self._offload.ratio * counts.saved) - counts.offloaded
         going, parts, at = [], [], 0
         for item in sorted(items, key=lambda item: -item.size):

@@ -173,6 +173,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     yield Seen(monkeypatch)
 
 
+def test_what_backward_does_not_need_is_neither_counted_nor_moved() -> None:
+    moving, weight = offload(0.5), nn.Parameter(torch.full((S, H), 1.5))
+    hidden = torch.randn(S, H, requires_grad=True)
+    for number in range(3):
+        with moving.layer(number):
+            hidden.exp().sin()  # saves, and goes at once
+            hidden = hidden * weight
+    counts, one = moving.counts, S * H * 4
+    assert (counts.saved, counts.offloaded) == (2 * one, one)
+    hidden.sum().backward()
+    assert moving.bytes_away == 0
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 0.75, 1.0])
 def test_what_is_resident_is_the_planners_formula(seen: Seen, ratio: float) -> None:
     """Two layers whole, and of the others what does not leave; a deep model, because a tensor that
