@@ -88,7 +88,7 @@ class BlockWalk:
             return
         near = call.mesh.channel("ring_kv", call.copies)
         self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
-        packed = packed_copy(near, k, v)
+        packed = packed_copy(near, k, v, schedule.packed)
         if schedule.windows:
             far = call.mesh.channel("ring_kv_outer")
             self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)

@@ -15,6 +15,7 @@ from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.ring import Channel, RingChannel, cut_features
 from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import RingStep
+from ds_usp.geometry.visible import Runs
 from ds_usp.geometry.windows import Piece, Window
 from ds_usp.kernels.merge import GradientSum
 
@@ -168,11 +169,16 @@ def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, i
     return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
 
 
-def packed_copy(channel: Channel, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them."""
+def packed_copy(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them.
+
+    Args:
+        runs: of tokens that anyone takes; the others are left out.
+    """
     room = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
     for place, x in zip(room.parts(_shapes(k, v), turned=True), (k, v), strict=True):
-        dense_copy(place, x)
+        for start, stop in runs:
+            dense_copy(place[:, start:stop], x[:, start:stop])
     return room.whole
 
 

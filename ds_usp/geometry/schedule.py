@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ds_usp.geometry.calls import KernelCall, calls_of
@@ -12,6 +12,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment, cut
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
+from ds_usp.geometry.visible import Runs, least_gap, united
 from ds_usp.geometry.windows import Piece, Rings, Window
 
 Place = Literal["alone", "first", "later"]
@@ -108,6 +109,18 @@ class RingSchedule:
     def most_given(self) -> int:
         """Tokens whose gradients come back from one step: what a buffer must hold."""
         return max(step.given for step in self.steps)
+
+    @cached_property
+    def packed(self) -> Runs:
+        """Of what this rank owns, what it packs: what others take of it, forward or backward, and
+        what lies among theirs in a step. Short gaps are packed too."""
+        steps = [step for step in (*self.steps, *self.backward_steps) if not step.window]
+        taken = [piece for step in steps for piece in step.gives]
+        taken += [piece for window in self.windows for piece in window.gives]
+        mixed = [piece for step in steps if not step.own for piece in step.comes]
+        taken += [piece for piece in mixed if piece.rank == self.ring_rank]
+        runs = ((piece.start, piece.stop) for piece in taken)
+        return united(runs, least_gap(self.most_owned))
 
     def __str__(self) -> str:
         head = f"ring rank {self.ring_rank} of {self.ring_degree}, {self.pairs} pairs"

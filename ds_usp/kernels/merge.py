@@ -55,7 +55,8 @@ class OutputSum:
         self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, part: torch.Tensor, part_lse: torch.Tensor, span: tuple[int, int]) -> None:
-        """Take a call's rows. Those that see none of its keys have lse ``-inf`` and add nothing.
+        """Take a call's rows, and over: they may be written. Those that see none of its keys have
+        lse ``-inf`` and add nothing.
 
         Shapes:
             part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, the rows of the span.
@@ -65,12 +66,21 @@ class OutputSum:
             self._fold()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``."""
+        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``.
+
+        Where the first part covers the shard, the others are merged into it: rows that it alone
+        has are not touched.
+        """
         if self._sums is not None:
             out, lse = self._sums
             return out.to(self._q.dtype), lse
-        if len(self._parts) == 1 and self._parts[0].value.shape[1] == self._q.shape[1]:
-            return self._parts[0].value.to(self._q.dtype), self._parts[0].lse
+        first = self._parts[0] if self._parts else None
+        if first is not None and first.value.shape[1] == self._q.shape[1]:
+            if len(self._parts) == 1:
+                return first.value.to(self._q.dtype), first.lse
+            if first.value.dtype == self._q.dtype:
+                self._settle(first.value, first.lse)
+                return first.value, first.lse
         out, lse = self._q.new_empty(self._shape), self._new_lse()
         self._settle(out, lse)
         return out, lse
@@ -81,16 +91,16 @@ class OutputSum:
         return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
 
     def _settle(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the sum of the parts."""
+        """Write the sum of the parts; ``out`` may be the first one's values."""
         for start, stop, parts in _covered(self._parts, self._q.shape[1]):
             place, place_lse = out[:, start:stop], lse[:, :, start:stop]
             if not parts:
                 place.zero_()
-            elif len(parts) == 1:
+            elif len(parts) > 1:
+                _merge(place, place_lse, [(part.value, part.lse) for part in parts])
+            elif out is not self._parts[0].value:
                 dense_copy(place, parts[0].value)
                 place_lse.copy_(parts[0].lse)
-            else:
-                _merge(place, place_lse, [(part.value, part.lse) for part in parts])
 
     def _fold(self) -> None:
         """Sum the parts into the accumulators."""
@@ -246,8 +256,8 @@ def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Write the attention over several sets of keys from that over each; of two, the first may be
-    where the result goes."""
+    """Write the attention over several sets of keys from that over each; the first may be where the
+    result goes."""
     fused = _fused_for(out, lse, *(x for part in parts for x in part))
     if len(parts) == 2:
         (merge_rows if fused is None else fused.merge_fused)(out, lse, *parts[0], *parts[1])

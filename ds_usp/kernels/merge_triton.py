@@ -96,6 +96,7 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     if COUNT > 3:
         d = tl.load(l3 + batch * lb3 + head * lh3 + row, mask=inside, other=0.0).to(WIDE)
         high = tl.maximum(high, d)
+    tl.debug_barrier()  # as above: the result may be written over the first part
     high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing at all
     total = tl.exp(a - high) + tl.exp(b - high) + tl.exp(c - high)
     if COUNT > 3:
@@ -122,8 +123,8 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
 def merge_few_fused(
     out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """:func:`merge_fused` of three or four parts, each its values and its log-sum-exp, none of
-    which is written."""
+    """:func:`merge_fused` of three or four parts, each its values and its log-sum-exp, of which
+    only the first may be where the result goes."""
     batch, rows, heads, dim = out.shape
     filled = [*parts, *[parts[0]] * (4 - len(parts))]
     strides = [stride for x, sums in filled for stride in (*x.stride()[:3], *sums.stride()[:2])]

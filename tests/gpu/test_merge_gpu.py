@@ -24,8 +24,11 @@ def strided(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "into the first"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_merge_is_the_softmax_over_all_sets_of_keys(count: int, dtype: torch.dtype) -> None:
+def test_a_merge_is_the_softmax_over_all_sets_of_keys(
+    count: int, in_place: bool, dtype: torch.dtype
+) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     batch, rows, heads, _ = SHAPE
     parts = []
@@ -34,12 +37,13 @@ def test_a_merge_is_the_softmax_over_all_sets_of_keys(count: int, dtype: torch.d
         lse[:, :, at::5] = float("-inf")  # and some rows see nothing of any set
         lse[:, :, 4::5] = float("-inf")
         parts.append((strided(dtype), lse))
-    out, lse = strided(dtype), torch.empty_like(parts[0][1])
-    _merge(out, lse, parts)
     sums = torch.stack([each for _, each in parts]).double()
+    values = torch.stack([x for x, _ in parts]).double()
+    out, lse = parts[0] if in_place else (strided(dtype), torch.empty_like(parts[0][1]))
+    _merge(out, lse, parts)
     want_lse = sums.logsumexp(0)
     weights = (sums - want_lse).exp().nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
-    want = (weights * torch.stack([x for x, _ in parts]).double()).sum(0)
+    want = (weights * values).sum(0)
     seen = want_lse > float("-inf")
     assert torch.equal(lse > float("-inf"), seen) and not seen.all()
     assert relative_error(lse[seen], want_lse[seen]) < (1e-13 if wide == torch.float64 else 1e-6)

@@ -182,6 +182,22 @@ def check_travel(plans: list[RingSchedule]) -> None:
                 assert takes == [piece[1:] for piece in theirs.gives if piece.rank == user]
 
 
+def check_packed(plans: list[RingSchedule]) -> None:
+    """Runs of an owner's tokens that hold all that anyone takes of it, from such a token to one."""
+    for owner, plan in enumerate(plans):
+        taken = {
+            piece[1:]
+            for each in plans
+            for step in (*each.steps, *each.backward_steps)
+            for piece in step.takes
+            if piece.rank == owner and not step.own
+        }
+        runs, edges = plan.packed, {edge for span in taken for edge in span}
+        assert all(any(a <= start and stop <= b for a, b in runs) for start, stop in taken)
+        assert all(before < after for (_, before), (after, _) in pairwise(runs))
+        assert {edge for run in runs for edge in run} <= edges
+
+
 MESHES = [(u, r) for u in range(1, 17) for r in range(1, 17) if u * r <= 16]
 # A plan takes time with the square of the ring: large ones come less often, but they come.
 OFTEN = [1 / ring**1.5 if ring > 1 else 0.1 for _, ring in MESHES]
@@ -206,6 +222,7 @@ def test_every_allowed_pair_is_computed_exactly_once(seed: int) -> None:
         gather, alone = draw.random() < 0.5, draw.random() < 0.5
         plans = [ring_schedule(layout, mask, r, support, gather, alone) for r in range(ring)]
         check_travel(plans)
+        check_packed(plans)
         for sample, borders in enumerate(samples if mask.documents else [[0, tokens]]):
             want, of_others = wanted(mask, borders), [0] * tokens
             for rank, plan in enumerate(plans):

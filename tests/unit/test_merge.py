@@ -71,7 +71,8 @@ def test_an_output_is_the_softmax_over_what_covers_each_row(calls: int, dtype: t
             # A call's rows are all between the outermost; those of no tile have no sum.
             hull = (spans[0][0], spans[-1][1])
             rows = slice(*hull)
-            total.add(values[-1][:, rows].to(dtype), sums[-1][:, :, rows].to(wide), hull)
+            mine = values[-1][:, rows].to(dtype), sums[-1][:, :, rows].to(wide)
+            total.add(*(x.clone() for x in mine), hull)  # which may write to it
         out, lse = total.result()
         assert out.shape == (B, TOKENS, HEADS, DIM) and out.dtype == dtype and lse.dtype == wide
         if not calls:
@@ -186,6 +187,17 @@ def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
     total.add(part, lse, (0, TOKENS))
     grads.add(part, [(0, TOKENS)])
     assert all(map(shares_memory, (*total.result(), grads.result()), (part, lse, part)))
+
+
+def test_what_the_first_call_alone_covers_is_not_copied() -> None:
+    part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
+    alone, rest = part[:, :3].clone(), slice(3, TOKENS)
+    total = OutputSum(part)
+    total.add(part, lse, (0, TOKENS))
+    total.add(torch.randn_like(part[:, rest]), torch.randn_like(lse[:, :, rest]), (3, TOKENS))
+    out, sums = total.result()
+    assert shares_memory(out, part) and shares_memory(sums, lse)
+    assert torch.equal(out[:, :3], alone)
 
 
 def lse_rounding(dtype: torch.dtype, size: float) -> float:
