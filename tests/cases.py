@@ -228,8 +228,9 @@ def errors_of(
 ) -> dict[str, float]:
     """Relative error of each of this rank's results against its share of the truth.
 
-    A document of one token has dq = dk = 0: errors of gradients of documents are relative to a
-    hundredth of dout's norm at least.
+    A document of one token has dq = dk = 0, as a difference of numbers of dout's size that are
+    each rounded to 6e-8 of it: errors of gradients of documents are relative to a twentieth of
+    dout's norm at least, so that 1e-5 allows for some such roundings.
     """
     layout, kv_layout = layouts(mesh, case)
     places = dict.fromkeys(TOKEN_DIM, layout) | {"dk": kv_layout, "dv": kv_layout}
@@ -238,7 +239,7 @@ def errors_of(
         for name, x in truth(case).items()
     }
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)
-    least = 1e-2 * float(dout.double().norm()) if case.documents else 0.0
+    least = 0.05 * float(dout.double().norm()) if case.documents else 0.0
     return {
         name: oracle.relative_error(x, want[name], least if name in ("dq", "dk") else 0.0)
         for name, x in got.items()

@@ -10,14 +10,14 @@ Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.packing import Outgoing, Sum, hand_out
 from ds_usp.comm.ring import Channel, Room, Shapes, cut_features
 from ds_usp.dense import dense_copy
 
@@ -25,7 +25,7 @@ Send = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
 
 
 class Trip:
-    """An exchange under way, in which this rank's own share is there already.
+    """An exchange under way. This rank's own share is there already, or on the current stream.
 
     Args:
         land: makes what is returned of what has come.
@@ -44,15 +44,6 @@ class Trip:
         self.close()
         return self._land()
 
-    @contextmanager
-    def closed_by_errors(self) -> Iterator[None]:
-        """Close it if what is done meanwhile fails."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Wait for what is under way, and leave it: after an error, so that nothing is written
         where others will allocate."""
@@ -61,16 +52,6 @@ class Trip:
             way.wait()
         elif way is not None:
             way.take()
-
-
-class Sum(Protocol):
-    """A tensor that is still to be summed."""
-
-    def write(self, place: torch.Tensor) -> None:
-        """Write it where it belongs."""
-
-    def result(self) -> torch.Tensor:
-        """All of it."""
 
 
 def write(place: torch.Tensor, source: torch.Tensor | Sum) -> None:
@@ -127,14 +108,17 @@ class EvenExchange:
             sent = _filled(Room(torch.empty_like(got)), shapes, parts).whole
             return Trip(land, send(sent, got, self._sizes(got)))
         channel = self._mesh.channel("all_to_all", True)
-        packed = _filled(channel.room(size, got, got.dtype), shapes, parts).whole
+        room = channel.room(size, got, got.dtype).whole
         at = self._mine * (got.numel() // self._ranks)
         pieces = got.unbind(0)
-        channel.post(packed, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others])
-        trip = Trip(land, channel)
-        with trip.closed_by_errors():
-            pieces[self._mine].copy_(packed[self._mine])
-        return trip
+        hand_out(
+            room,
+            self._mine,
+            shapes,
+            list(map(Outgoing, parts, cut_features(pieces[self._mine], shapes))),
+        )
+        channel.post(room, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others])
+        return Trip(land, channel)
 
     def send_to_sequence(
         self,
@@ -162,21 +146,19 @@ class EvenExchange:
 
             return Trip(land, send(sent, got, self._sizes(sent)))
         channel = self._mesh.channel("all_to_all", True)
-        room = _summed(channel.room(size, like, like.dtype), shapes, sources)
+        room = channel.room(size, like, like.dtype).whole
         row = size[2] * size[3]
         at = self._mine * tokens * row
-        pulls = []
-        for goal, (heads, dim) in zip(goals, shapes, strict=True):
-            pieces = goal.unbind(0)
-            pulls.append([(rank, pieces[rank], at, row) for rank in self._others])
+        pulls, leaving = [], []
+        for source, goal, (heads, dim) in zip(sources, goals, shapes, strict=True):
+            places = goal.unbind(0)
+            leaving.append(Outgoing(self._by_rank(source), places[self._mine]))
+            pulls.append([(rank, places[rank], at, row) for rank in self._others])
             at += heads * dim
+        hand_out(room, self._mine, shapes, leaving)
         arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
-        channel.post(room.whole, self._leaving, arriving)
-        trip = Trip(tuple, channel)
-        with trip.closed_by_errors():
-            for goal, part in zip(goals, room.parts(shapes), strict=True):
-                dense_copy(goal[self._mine], part[self._mine])
-        return trip
+        channel.post(room, self._leaving, arriving)
+        return Trip(tuple, channel)
 
     @staticmethod
     def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:
@@ -206,6 +188,12 @@ class EvenExchange:
 
     def _sizes(self, x: torch.Tensor) -> list[int]:
         return [x.numel() // self._ranks] * self._ranks
+
+    def _by_rank(self, x: torch.Tensor | Sum) -> torch.Tensor | Sum:
+        """Each rank's tokens of ``[B, S, h, D]``: ``[ranks, s, B, h, D]``, a view."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.unflatten(1, (self._ranks, -1)).permute(1, 2, 0, 3, 4)
 
     def _by_heads(self, x: torch.Tensor, heads: _Heads) -> torch.Tensor:
         """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""

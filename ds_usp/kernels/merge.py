@@ -7,8 +7,6 @@ pass that reads them and writes the result. More are summed into an accumulator.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
@@ -16,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ds_usp.dense import dense_copy
+from ds_usp.fused import fused
 
 _NO_LSE = torch.empty(0, 0, 0)
 
@@ -163,21 +162,29 @@ class GradientSum:
         self.write(total)
         return total
 
-    def write(self, place: torch.Tensor) -> None:
-        """Write the sum into a tensor of the shard's shape, or of its first tokens."""
-        tokens = place.shape[1]
+    def whole(self) -> torch.Tensor | None:
+        """The sum in the shard's dtype, where it is a tensor already."""
+        if self._total is None and len(self._parts) == 1:
+            only = self._parts[0].value
+            if only.shape == self._like.shape and only.dtype == self._like.dtype:
+                return only
+        return None
+
+    def write(self, place: torch.Tensor, first: int = 0) -> None:
+        """Write the sum of the tokens from ``first`` on into a tensor that has room for some."""
+        last = first + place.shape[1]
         parts = self._all()
-        if any(part.stop > tokens for part in parts):
+        if any(part.start < first or last < part.stop for part in parts):
             parts = [
-                part.cut(part.start, min(part.stop, tokens))
+                part.cut(max(part.start, first), min(part.stop, last))
                 for part in parts
-                if part.start < tokens
+                if part.start < last and first < part.stop
             ]
-        for start, stop, inside in _covered(parts, tokens):
-            if start == 0 and stop == tokens:
+        for start, stop, inside in _covered(parts, last, first):
+            if start == first and stop == last:
                 _sum(place, [part.value for part in inside])
                 return
-            _sum(place[:, start:stop], [part.value for part in inside])
+            _sum(place[:, start - first : stop - first], [part.value for part in inside])
 
     def hand_over(self, start: int, other: GradientSum) -> None:
         """Add what there is from token ``start`` on to another sum, as its first tokens."""
@@ -214,12 +221,14 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
     return _fused()
 
 
-def _covered(parts: Sequence[_Part], tokens: int) -> Iterator[tuple[int, int, list[_Part]]]:
+def _covered(
+    parts: Sequence[_Part], last: int, first: int = 0
+) -> Iterator[tuple[int, int, list[_Part]]]:
     """Runs of rows between which the set of parts that cover them changes, with the parts."""
-    if all(part.start == 0 and part.stop == tokens for part in parts):
-        yield 0, tokens, list(parts)
+    if all(part.start == first and part.stop == last for part in parts):
+        yield first, last, list(parts)
         return
-    edges = sorted({0, tokens, *(edge for part in parts for edge in part[:2])})
+    edges = sorted({first, last, *(edge for part in parts for edge in part[:2])})
     for start, stop in pairwise(edges):
         inside = [part for part in parts if part.start <= start and stop <= part.stop]
         yield start, stop, [part.cut(start, stop) for part in inside]
@@ -241,8 +250,8 @@ def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         place.zero_()
     elif len(parts) == 1:
         dense_copy(place, parts[0])
-    elif (fused := _fused_for(place, *parts)) is not None:
-        fused.sum_fused(place, parts)
+    elif (triton := _fused_for(place, *parts)) is not None:
+        triton.sum_fused(place, parts)
     else:
         wide = torch.promote_types(place.dtype, torch.float32)
         total = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
@@ -258,11 +267,11 @@ def _merge(
 ) -> None:
     """Write the attention over several sets of keys from that over each; the first may be where the
     result goes."""
-    fused = _fused_for(out, lse, *(x for part in parts for x in part))
+    triton = _fused_for(out, lse, *(x for part in parts for x in part))
     if len(parts) == 2:
-        (merge_rows if fused is None else fused.merge_fused)(out, lse, *parts[0], *parts[1])
-    elif fused is not None:
-        fused.merge_few_fused(out, lse, parts)
+        (merge_rows if triton is None else triton.merge_fused)(out, lse, *parts[0], *parts[1])
+    elif triton is not None:
+        triton.merge_few_fused(out, lse, parts)
     else:
         total = torch.empty_like(out, dtype=lse.dtype)
         merge_rows(total, lse, *parts[0], *parts[1])
@@ -303,10 +312,6 @@ def fallback(device: torch.device) -> str | None:
     return "Triton is not installed: blocks of attention are summed by torch, in more passes"
 
 
-@lru_cache(maxsize=1)
 def _fused() -> ModuleType | None:
     """The Triton kernels; None where Triton is not installed."""
-    try:
-        return import_module("ds_usp.kernels.merge_triton")
-    except ImportError:
-        return None
+    return fused("ds_usp.kernels.merge_triton")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+
+from ds_usp.fused import on
 
 _ROWS = 32
 _MOST_PARTS = 8
@@ -66,7 +67,7 @@ def merge_fused(
     """
     batch, rows, heads, dim = out.shape
     wide = tl.float64 if lse.dtype == torch.float64 else tl.float32
-    with _on(out.device):
+    with on(out.device):
         _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
             out, lse, old, old_lse, new, new_lse,
             rows, dim,
@@ -128,7 +129,7 @@ def merge_few_fused(
     batch, rows, heads, dim = out.shape
     filled = [*parts, *[parts[0]] * (4 - len(parts))]
     strides = [stride for x, sums in filled for stride in (*x.stride()[:3], *sums.stride()[:2])]
-    with _on(out.device):
+    with on(out.device):
         _merge_of_four[(triton.cdiv(rows, _ROWS), heads, batch)](
             out, lse, *(x for part in filled for x in part),
             rows, dim,
@@ -203,16 +204,9 @@ def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     kernel, slots = (_sum_of_few, 2) if len(parts) <= 2 else (_sum, _MOST_PARTS)
     filled = [*parts, *[parts[0]] * (slots - len(parts))]
     strides = [stride for x in (out, *filled) for stride in x.stride()[:3]]
-    with _on(out.device):
+    with on(out.device):
         kernel[grid](
             out, *filled, rows, dim, *strides,
             COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
             WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         )  # fmt: skip
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The device as the current one, on which Triton launches."""
-    if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -15,7 +15,6 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import Cut
-from ds_usp.comm.even_exchange import Trip
 from ds_usp.comm.ring import Arrivals, Parcels, RingChannel, Room
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -151,16 +150,3 @@ def test_copies_without_room_are_refused(pool: WorkerPool) -> None:
     for error in pool.errors(no_room, 4):
         assert isinstance(error, MeshError)
         assert "ring_kv" in str(error)
-
-
-def test_an_exchange_under_way_is_waited_for_when_something_beside_it_fails() -> None:
-    channel = mock.Mock()
-    trip = Trip(tuple, channel)
-    with pytest.raises(ValueError, match="own share"), trip.closed_by_errors():
-        raise ValueError("own share")
-    channel.take.assert_called_once_with()
-    trip.close()
-    channel.take.assert_called_once_with()  # once is enough
-    with Trip(tuple, channel).closed_by_errors():
-        pass
-    channel.take.assert_called_once_with()  # all is well: whoever takes it waits

@@ -1,0 +1,85 @@
+"""What leaves goes into a room, each rank's piece behind the one before, and this rank's own piece
+straight to where it belongs: one read and one write of each number.
+
+Letters of the shapes: P ranks, s tokens of a rank, B batch, h heads of a rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ds_usp.comm.ring import Shapes, cut_features
+from ds_usp.dense import dense_copy
+from ds_usp.fused import fused
+
+
+class Sum(Protocol):
+    """A tensor ``[B, tokens, h, D]`` that is still to be summed."""
+
+    def whole(self) -> torch.Tensor | None:
+        """The sum, where it is a tensor already."""
+
+    def write(self, place: torch.Tensor, first: int = 0) -> None:
+        """Write its tokens from ``first`` on that ``place`` ``[B, ., h, D]`` has room for."""
+
+    def result(self) -> torch.Tensor:
+        """All of it."""
+
+
+class Outgoing(NamedTuple):
+    """One tensor, cut into the ranks' pieces.
+
+    Shapes:
+        pieces ``[P, s, B, h, D]``, a view, or the sum ``[B, P s, h, D]`` of them.
+        own ``[s, B, h, D]``: where this rank's piece goes.
+    """
+
+    pieces: torch.Tensor | Sum
+    own: torch.Tensor
+
+
+def hand_out(room: torch.Tensor, mine: int, shapes: Shapes, tensors: Sequence[Outgoing]) -> None:
+    """Pack every tensor's pieces into the room, but this rank's own.
+
+    Args:
+        room: ``[P, s, B, features]``, dense; a token's heads of all tensors are neighbours.
+        mine: this rank among them; what its piece of the room holds afterwards is not said.
+        shapes: heads and head dim of each tensor.
+    """
+    triton = fused("ds_usp.comm.packing_triton") if room.is_cuda else None
+    if triton is not None and triton.hand_out_fused(room, mine, tensors):
+        return
+    for place, (pieces, own) in zip(cut_features(room, shapes), tensors, strict=True):
+        for start, stop in ((0, mine), (mine + 1, len(place))):
+            if start < stop:
+                _write(place[start:stop], pieces, start)
+        _write(own.unsqueeze(0), pieces, mine)
+
+
+def _write(places: torch.Tensor, pieces: torch.Tensor | Sum, first: int) -> None:
+    """Write the pieces from the first on to as many places ``[., s, B, h, D]``."""
+    if isinstance(pieces, torch.Tensor):
+        dense_copy(places, pieces[first : first + len(places)])
+        return
+    tokens = places.shape[1]
+    for at, place in _runs(places):
+        pieces.write(place, (first + at) * tokens)
+
+
+def _runs(places: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """The places as tensors ``[B, tokens, h, D]``, in one where they lie one after the other."""
+    count, tokens, *_ = places.shape
+    if count == 1 or places.stride(0) == tokens * places.stride(1):
+        size, stride = places.shape, places.stride()
+        return [
+            (
+                0,
+                places.as_strided(
+                    (size[2], count * tokens, *size[3:]), (stride[2], stride[1], *stride[3:])
+                ),
+            )
+        ]
+    return [(at, place.transpose(0, 1)) for at, place in enumerate(places)]

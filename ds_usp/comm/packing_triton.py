@@ -1,0 +1,92 @@
+"""Packing of up to three tensors for all ranks as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_usp.fused import on
+
+_MOST = 3  # tensors: q, k and v
+_TILE = 8192  # elements of a program
+_COLUMNS = 1024
+
+
+@triton.jit
+def _hand_out(  # type: ignore[no-untyped-def]
+    room, p0, p1, p2, o0, o1, o2,
+    mine, tokens, batch, features,
+    rank0, token0, sample0, own_token0, own_sample0, width0,
+    rank1, token1, sample1, own_token1, own_sample1, width1,
+    rank2, token2, sample2, own_token2, own_sample2, width2,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rank, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = (row < tokens * batch)[:, None]
+    token, sample = row // batch, row % batch
+    if tensor == 0:
+        source = p0 + rank * rank0 + (token * token0 + sample * sample0)[:, None]
+        own = o0 + (token * own_token0 + sample * own_sample0)[:, None]
+        width, at = width0, 0
+    elif tensor == 1:
+        source = p1 + rank * rank1 + (token * token1 + sample * sample1)[:, None]
+        own = o1 + (token * own_token1 + sample * own_sample1)[:, None]
+        width, at = width1, width0
+    else:
+        source = p2 + rank * rank2 + (token * token2 + sample * sample2)[:, None]
+        own = o2 + (token * own_token2 + sample * own_sample2)[:, None]
+        width, at = width2, width0 + width1
+    away = room + ((rank * tokens * batch + row) * features)[:, None] + at
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        mask = inside & (column < width)
+        value = tl.load(source + column, mask=mask)
+        if rank == mine:
+            tl.store(own + column, value, mask=mask)
+        else:
+            tl.store(away + column, value, mask=mask)
+
+
+def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> bool:
+    """:func:`ds_usp.comm.packing.hand_out` of tensors whose heads are neighbours; False: these are
+    others, and nothing was done."""
+    ranks, tokens, batch, features = room.shape
+    found = []
+    for pieces, own in tensors:
+        each = pieces if isinstance(pieces, torch.Tensor) else _cut(pieces.whole(), ranks)
+        if each is None or not (_dense(each, room) and _dense(own, room)):
+            return False
+        found.append((each, own))
+    count, width = len(found), max(x.shape[-2] * x.shape[-1] for _, x in found)
+    if count > _MOST:
+        return False
+    filled = [*found, *[found[0]] * (_MOST - count)]
+    numbers = [
+        number
+        for each, own in filled
+        for number in (*each.stride()[:3], *own.stride()[:2], own.shape[-2] * own.shape[-1])
+    ]
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    rows = _TILE // columns
+    with on(room.device):
+        _hand_out[(triton.cdiv(tokens * batch, rows), ranks, count)](
+            room, *(each for each, _ in filled), *(own for _, own in filled),
+            mine, tokens, batch, features, *numbers,
+            ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+    return True
+
+
+def _cut(whole: torch.Tensor | None, ranks: int) -> torch.Tensor | None:
+    """``[B, P s, h, D] -> [P, s, B, h, D]``, a view."""
+    return None if whole is None else whole.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
+
+
+def _dense(x: torch.Tensor, room: torch.Tensor) -> bool:
+    """A token's heads lie next to each other, in the room's dtype."""
+    return x.dtype == room.dtype and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]

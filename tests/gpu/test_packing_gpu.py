@@ -1,0 +1,81 @@
+"""Packing for all ranks as one kernel, beside the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_usp.comm.packing import Outgoing, hand_out
+from ds_usp.kernels.merge import GradientSum
+
+fused = pytest.importorskip("ds_usp.comm.packing_triton", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TOKENS = 37  # fills no block
+
+
+def wide(*size: int) -> Tensor:
+    """Numbers that lie in a tensor of twice as many heads."""
+    *front, heads, dim = size
+    x = torch.randn(*front, 2 * heads, dim, device="cuda", dtype=torch.bfloat16)
+    return x[..., heads:, :]
+
+
+def check(
+    mine: int, shapes: tuple[tuple[int, int], ...], sources: list[Outgoing], want: list[Tensor]
+) -> None:
+    """Every rank's pieces ``[P, s, B, h, D]`` are where they belong."""
+    ranks, tokens, batch = want[0].shape[:3]
+    features = sum(heads * dim for heads, dim in shapes)
+    room = want[0].new_full((ranks, tokens, batch, features), float("nan"))
+    hand_out(room, mine, shapes, sources)
+    packed = torch.cat([x.flatten(3) for x in want], 3)
+    for rank in range(ranks):
+        if rank != mine:
+            assert torch.equal(room[rank], packed[rank])
+    for (_, own), x in zip(sources, want, strict=True):
+        assert torch.equal(own, x[mine])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ranks, mine", [(2, 0), (2, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 64)), ((40, 128),)])
+def test_each_rank_gets_its_heads(
+    shapes: tuple[tuple[int, int], ...], ranks: int, mine: int, batch: int
+) -> None:
+    sources, want = [], []
+    for heads, dim in shapes:
+        x = wide(batch, TOKENS, ranks * heads, dim)
+        pieces = x.unflatten(2, (ranks, heads)).permute(2, 1, 0, 3, 4)
+        own = torch.full_like(wide(TOKENS, batch, heads, dim), float("nan"))
+        assert fused.hand_out_fused(
+            pieces.new_empty(*pieces.shape[:3], heads * dim), mine, [(pieces, own)]
+        )
+        sources.append(Outgoing(pieces, own))
+        want.append(pieces)
+    check(mine, shapes, sources, want)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
+    ranks, mine, shape = 4, 1, (2, 128)
+    like = torch.empty(1, ranks * TOKENS, *shape, device="cuda", dtype=torch.bfloat16)
+    total, parts = GradientSum(like), []
+    for _ in range(calls):
+        parts.append(torch.randn_like(like))
+        total.add(parts[-1], [(0, like.shape[1])])
+    assert (total.whole() is not None) == (calls == 1)
+    want = torch.stack(parts).float().sum(0).bfloat16()
+    own = wide(TOKENS, 1, *shape)
+    pieces = want.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
+    check(mine, (shape,), [Outgoing(total, own)], [pieces])
+
+
+def test_heads_that_are_no_neighbours_are_packed_one_by_one() -> None:
+    ranks, mine, shape = 2, 0, (3, 64)
+    x = torch.randn(1, ranks * 3, TOKENS, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    pieces = x.unflatten(2, (ranks, 3)).permute(2, 1, 0, 3, 4)
+    own = wide(TOKENS, 1, *shape)
+    room = torch.empty(ranks, TOKENS, 1, 3 * 64, device="cuda", dtype=torch.bfloat16)
+    assert not fused.hand_out_fused(room, mine, [(pieces, own)])
+    check(mine, (shape,), [Outgoing(pieces, own)], [pieces])
