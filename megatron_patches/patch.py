@@ -214,8 +214,10 @@ class PatchSet:
             _mark(module, tuple(each for each in _sets_on(module) if each is not self))
 
     def stale(self) -> tuple[str, ...]:
-        """Names in loaded modules that still hold what was replaced."""
-        old = {id(_plain(before)) for _, before in self._undo if before is not _ABSENT}
+        """Names in loaded modules that still hold what was replaced. A module that was replaced is
+        another one in that place alone: all the others hold it rightly."""
+        replaced = (x for _, x in self._undo if x is not _ABSENT and not isinstance(x, ModuleType))
+        old = set(map(id, map(_plain, replaced)))
         return tuple(
             f"{module.__name__}:{name}"
             for module in _loaded()

@@ -286,6 +286,9 @@ fi
 mkdir -p "$output_home/log" "$output_home/config" "$checkpoint_path"
 if [[ -n "$host" ]]; then deepspeed_config >"$config"; fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON* on to other nodes
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+# One queue for all streams: megatron-core's all-reduce of tensor parallelism then starts before the
+# product that hides it, and copies beside attention and to the host wait in line behind kernels.
+[[ -n "$host" ]] || ((mp_size == 1)) ||
+  export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 if [[ "$device" == cpu ]]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 "${command[@]}" 2>&1 | tee "$log"

@@ -133,9 +133,14 @@ def _build_helpers() -> ModuleType:
     from megatron.data import __path__ as folders
     from torch.utils import cpp_extension
 
-    # torch brings pybind11's headers and a lock: ranks that come together build once.
+    # torch brings pybind11's headers and a lock: ranks that come together build once. Where the
+    # compiler puts libstdc++ into the module, its symbols must stay there: beside the libstdc++
+    # that torch has loaded, half of one and half of the other print no number without a crash.
     built: ModuleType = cpp_extension.load(
-        name="helpers", sources=[str(Path(folders[0]) / "helpers.cpp")], extra_cflags=["-O3"]
+        name="helpers",
+        sources=[str(Path(folders[0]) / "helpers.cpp")],
+        extra_cflags=["-O3"],
+        extra_ldflags=["-Wl,--exclude-libs,ALL"],
     )
     return built
 

@@ -16,7 +16,6 @@ device="${DEVICE:-cuda}"
 }
 mkdir -p "$folder"
 export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # as launch.sh sets it for the trainer
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 ranks=(torchrun --standalone --nproc-per-node "$gpus")
 seconds=(--seconds "${SECONDS_TO_PROFILE:-90}")
