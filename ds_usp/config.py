@@ -123,3 +123,8 @@ def launched() -> Launched:
 def peer_copies_disabled() -> bool:
     """True where the user told NCCL that GPUs must not reach each other's memory."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
+
+
+def streams_share_a_queue() -> bool:
+    """True where all streams of a GPU go through one queue: what waits in it holds up the rest."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

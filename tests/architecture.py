@@ -20,13 +20,14 @@ MAX_FUNCTION_LINES = 60  # without the docstring
 
 # Which parts of ds_usp a part may import. `__init__` gathers the public names from all of them.
 _BASE = {"errors", "notices", "_version"}
-_FLOOR_1 = _BASE | {"geometry", "dense"}
+_FLOOR_1 = _BASE | {"geometry", "dense", "fused"}
 _FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config", "memory"}
 FLOORS = {
     "_version": set(),
     "errors": set(),
     "notices": set(),
     "dense": set(),
+    "fused": set(),
     "geometry": _BASE | {"geometry"},
     "config": _FLOOR_1,
     "planner": _FLOOR_1 | {"planner"},

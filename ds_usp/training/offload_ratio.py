@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+from ds_usp.config import streams_share_a_queue
 from ds_usp.errors import ConfigError
+from ds_usp.notices import notice
 from ds_usp.planner.memory import offload_needed
 from ds_usp.planner.split import Split, Workload
 
@@ -47,6 +50,12 @@ def solved_ratio(
 
     Source: :func:`ds_usp.planner.memory.offload_needed`, closed form.
     """
+    if asked and device.type == "cuda" and streams_share_a_queue():
+        notice(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue: kernels wait "
+            "behind copies to and from the host. Unset it, unless tensor parallelism needs it",
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+        )
     if not isinstance(asked, str):
         return asked
     if memory_bytes is None:

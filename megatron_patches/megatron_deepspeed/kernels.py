@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ds_usp.fused import fused
 
 _LAST_CUDA_WITH_VOLTA = 12
 
@@ -75,7 +75,14 @@ def _in_one_pass(given: Tensor, bias: Tensor) -> ModuleType | None:
     """The Triton kernels, if there are any for this."""
     if given.dtype == torch.float64 or bias.shape != given.shape[-1:]:
         return None
-    return fused("megatron_patches.megatron_deepspeed.gelu_triton")
+    return _triton()
+
+
+@cache
+def _triton() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("megatron_patches.megatron_deepspeed.gelu_triton")
 
 
 def _tensor(data: Any, *, device: Any = None, **how: Any) -> Tensor:
