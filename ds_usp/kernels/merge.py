@@ -65,10 +65,10 @@ class OutputSum:
             self._fold()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``.
+        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; to be asked for once.
 
         Where the first part covers the shard, the others are merged into it: rows that it alone
-        has are not touched.
+        has are not touched. Unless it lies in more memory than it fills, which would be kept.
         """
         if self._sums is not None:
             out, lse = self._sums
@@ -77,7 +77,7 @@ class OutputSum:
         if first is not None and first.value.shape[1] == self._q.shape[1]:
             if len(self._parts) == 1:
                 return first.value.to(self._q.dtype), first.lse
-            if first.value.dtype == self._q.dtype:
+            if first.value.dtype == self._q.dtype and _fills(first.value) and _fills(first.lse):
                 self._settle(first.value, first.lse)
                 return first.value, first.lse
         out, lse = self._q.new_empty(self._shape), self._new_lse()
@@ -208,6 +208,11 @@ class GradientSum:
             for start, stop, value, _ in self._parts:
                 self._total[:, start:stop] += value
         self._parts = []
+
+
+def _fills(x: torch.Tensor) -> bool:
+    """Dense, and all that its memory holds."""
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -288,7 +288,9 @@ if [[ -n "$host" ]]; then deepspeed_config >"$config"; fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON* on to other nodes
 # One queue for all streams: megatron-core's all-reduce of tensor parallelism then starts before the
 # product that hides it, and copies beside attention and to the host wait in line behind kernels.
-[[ -n "$host" ]] || ((mp_size == 1)) ||
+# Megatron-DeepSpeed has no such all-reduce under DeepSpeed; its --sequence-parallel insists on it.
+if [[ (-z "$host" && "$mp_size" -gt 1) || " $* " == *" --sequence-parallel "* ]]; then
   export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+fi
 if [[ "$device" == cpu ]]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 "${command[@]}" 2>&1 | tee "$log"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -73,16 +73,19 @@ def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple
 
 def _in_one_pass(given: Tensor, bias: Tensor) -> ModuleType | None:
     """The Triton kernels, if there are any for this."""
-    if given.dtype == torch.float64 or bias.shape != given.shape[-1:]:
+    if given.dtype == torch.float64 or given.dtype != bias.dtype:
+        return None
+    if bias.shape != given.shape[-1:]:
         return None
     return _triton()
 
 
 @cache
 def _triton() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
+    try:
+        return importlib.import_module("megatron_patches.megatron_deepspeed.gelu_triton")
+    except ImportError:
         return None
-    return importlib.import_module("megatron_patches.megatron_deepspeed.gelu_triton")
 
 
 def _tensor(data: Any, *, device: Any = None, **how: Any) -> Tensor:
@@ -104,7 +107,8 @@ def unhurried_torch() -> ModuleType:
     its launches: of GPT 1.3B on 16K tokens (2 H200) an eighth of the time.
     """
     seen = ModuleType("torch")
-    vars(seen).update(vars(torch), tensor=_tensor)
+    # All else is torch's as it is when it is asked for: profilers and ZeRO change it later.
+    vars(seen).update(tensor=_tensor, __getattr__=partial(getattr, torch))
     return seen
 
 

@@ -84,7 +84,7 @@ def test_gelu_is_the_hosts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(F, "gelu", gelu)
     for name, ours in (("forward", kernels.gelu), ("backward", kernels.gelu_backward)):
-        wrapped = staticmethod(partial(ours, getattr(function, name)))
+        wrapped = staticmethod(partial(ours, None))  # the host's would not do
         monkeypatch.setattr(function, name, wrapped)
     ours = results()
     assert used == [{"approximate": "tanh"}]

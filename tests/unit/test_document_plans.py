@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import oracle
 import pytest
@@ -16,7 +16,7 @@ from cases import ALL_LAYOUTS, ALL_ORDERS
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.geometry.balance import balanced_shares
 from ds_usp.geometry.calls import KernelCall, calls_of
-from ds_usp.geometry.schedule import RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.geometry.visible import visible_runs
 
@@ -173,10 +173,11 @@ def wanted(mask: MaskSpec, borders: Borders) -> list[int]:
 
 def check_travel(plans: list[RingSchedule]) -> None:
     """What a rank takes of another in a step is what that one gives it, piece by piece."""
-    for steps in zip(*(plan.steps for plan in plans), strict=True):
+    travelling = ([step for step in plan.steps if not step.own] for plan in plans)
+    for steps in zip(*travelling, strict=True):
         for user, step in enumerate(steps):
             for owner, theirs in enumerate(steps):
-                if step.own:
+                if owner == user:
                     continue
                 takes = [piece[1:] for piece in step.takes if piece.rank == owner]
                 assert takes == [piece[1:] for piece in theirs.gives if piece.rank == user]
@@ -219,23 +220,18 @@ def test_every_allowed_pair_is_computed_exactly_once(seed: int) -> None:
         layout = TokenLayout(kind, tokens, ulysses, ring, order, cut)
         window = mask.left is not None or draw.random() < 0.5
         support = TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
-        gather, alone = draw.random() < 0.5, draw.random() < 0.5
-        plans = [ring_schedule(layout, mask, r, support, gather, alone) for r in range(ring)]
+        gather, place = draw.random() < 0.5, draw.choice(get_args(Place))
+        plans = [ring_schedule(layout, mask, r, support, gather, place) for r in range(ring)]
         check_travel(plans)
         check_packed(plans)
         for sample, borders in enumerate(samples if mask.documents else [[0, tokens]]):
-            want, of_others = wanted(mask, borders), [0] * tokens
-            for rank, plan in enumerate(plans):
-                for step in plan.steps[1:]:
-                    cover(of_others, layout, rank, step, sample)
-            for name in ("steps", "backward_steps"):
-                seen = list(of_others)
-                for rank, plan in enumerate(plans):
-                    own = [step for step in getattr(plan, name) if step.own]
-                    for step in own:
+            want = wanted(mask, borders)
+            for walk in ([plan.steps for plan in plans], [plan.backward_steps for plan in plans]):
+                seen = [0] * tokens
+                for rank, steps in enumerate(walk):
+                    for step in steps:
                         cover(seen, layout, rank, step, sample)
-                    assert len(getattr(plan, name)) == len(own) + len(plan.steps) - 1
-                assert seen == want, (layout, mask, support, name)
+                assert seen == want, (layout, mask, support, place)
 
 
 def test_the_own_step_covers_every_row() -> None:

@@ -42,6 +42,15 @@ def plans_of(
     ]
 
 
+def packed(layout: TokenLayout, plan: RingSchedule) -> Tokens:
+    """What a rank owns as others find it: -1 for tokens that it does not pack."""
+    runs = plan.packed
+    return [
+        token if any(start <= at < stop for start, stop in runs) else -1
+        for at, token in enumerate(layout.ring_positions(plan.ring_rank))
+    ]
+
+
 def sent(gives: Sequence[Piece], has: Tokens, to: int) -> list[Tokens]:
     """The parcels for a rank, of what one has."""
     return [has[piece.start : piece.stop] for piece in gives if piece.rank == to]
@@ -62,9 +71,9 @@ def come(comes: Sequence[Piece], at: int, parcels: dict[int, list[Tokens]]) -> T
 def held(layout: TokenLayout, plans: list[RingSchedule], window: int, inner: int) -> list[Tokens]:
     """What every rank holds in a window, as the ranks before it give it: tokens of the rank with
     its place in another node."""
-    owned = [layout.ring_positions(rank) for rank in range(layout.ring)]
     if not window:
-        return owned
+        return [layout.ring_positions(rank) for rank in range(layout.ring)]
+    owned = [packed(layout, plan) for plan in plans]
     found = []
     for rank, plan in enumerate(plans):
         there = [each.windows[window - 1] for each in plans]
@@ -93,7 +102,7 @@ def check_keys(
         for rank, step in enumerate(here):
             node = range(rank - rank % inner, rank - rank % inner + inner)
             assert all(piece.rank in node for piece in (*step.comes, *step.gives))
-            has = holds[window]
+            has = holds[window] if window else [packed(layout, plan) for plan in plans]
             parcels = {r: sent(here[r].gives, has[r], rank) for r in node if r != rank}
             own = [piece for piece in step.comes if piece.rank == rank]
             assert len(own) <= 1 and own == list(step.comes[len(step.comes) - len(own) :])

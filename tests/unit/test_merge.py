@@ -200,6 +200,15 @@ def test_what_the_first_call_alone_covers_is_not_copied() -> None:
     assert torch.equal(out[:, :3], alone)
 
 
+def test_a_padded_first_call_is_not_what_is_kept() -> None:
+    padded, lse = torch.randn(B, TOKENS, HEADS, 2 * DIM), torch.randn(B, HEADS, TOKENS)
+    total = OutputSum(padded[..., :DIM], DIM)
+    for _ in range(2):
+        total.add(padded[..., :DIM], lse.clone(), (0, TOKENS))
+    out, _ = total.result()
+    assert out.untyped_storage().nbytes() == out.numel() * out.element_size()
+
+
 def lse_rounding(dtype: torch.dtype, size: float) -> float:
     """What a log-sum-exp of that size, rounded to the dtype, does to the weights exp(s - lse)."""
     return 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * abs(size)
