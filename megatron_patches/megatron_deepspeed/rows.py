@@ -9,6 +9,7 @@ from megatron_patches.megatron_deepspeed import (
     arguments,
     attention,
     batch,
+    datasets,
     dropout,
     gradients,
     groups,
@@ -71,6 +72,13 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
             "wrap",
             guard=_checkout("cba729e752fc3c35"),
             reason="builds the index builder outside the checkout, without a pybind11 package",
+        ),
+        Patch(
+            "megatron.data.gpt_dataset:_build_index_mappings",
+            datasets.build_index_mappings,
+            "wrap",
+            guard=_checkout("758522a0c883ef59"),
+            reason="under tp and sp ranks read an index that rank 0 has not written yet",
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ def test_gelu_is_the_hosts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert used == [{"approximate": "tanh"}]
     for mine, host in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, host, rtol=1e-6, atol=1e-7)  # its constants have 8 digits
+
+
+def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(host: HostServer) -> None:
+    shutil.rmtree(host.folder / "index-cache", ignore_errors=True)
+    assert len(host.run(4, flags(sp=2, u=1, tp=2, zero=1))) == 4
+    assert (host.folder / "index-cache").is_dir()
 
 
 def test_dropout_differs_between_shards_and_is_the_same_again(host: HostServer) -> None:
