@@ -111,12 +111,10 @@ PEAKS = [
     Case("tiny", 4, 64, 1, 2, 1, "none"),  # the reduction of gradients
 ]
 TINY = shape_of("tiny")
-# Still most of the memory; CPUs without instructions for bf16 take minutes for all of GPT's.
-VOCABULARY = 16385
 
 
 def wider(_: str) -> ModelShape:
-    return replace(TINY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32, vocab=VOCABULARY)
+    return replace(TINY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32)
 
 
 def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
@@ -132,15 +130,13 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
     with (
         mock.patch("planner_cases.shape_of", wider),
         mock.patch.object(Case, "flags", in_bf16),
-        mock.patch.object(planner_runs, "VOCABULARY", VOCABULARY),
     ):
         for case in PEAKS:
             host = planner_runs.Host(session, case.mesh)
             model, args = host.model(case), host.arguments(case)
-            trainer = Trainer(args, model, host.groups, session.device, VOCABULARY)
+            trainer = Trainer(args, model, host.groups, session.device, 50257)
             batch = host.batch(case)
             trainer.train([batch], 1e-5)  # makes the optimizer's states
-            gc.collect()  # what goes while it counts would be missing
             with torch.profiler.profile(profile_memory=True) as profiler:
                 trainer.train([batch], 1e-5)
             trace = Path(folder) / f"trace{ctx.rank}.json"
@@ -156,9 +152,13 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
     return ratios
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU has no instructions for bf16: the steps take minutes, and memory of their own",
+)
 def test_the_peak_of_a_real_step_is_the_formula(tmp_path: Path) -> None:
     """The trainer under DeepSpeed's bf16 optimizer, by torch's own count of what it allocates."""
-    for ratios in fork_world(peaks_on_rank, 2, timeout=180.0, folder=str(tmp_path)):
+    for ratios in fork_world(peaks_on_rank, 2, folder=str(tmp_path)):
         assert ratios == pytest.approx([1.0] * len(PEAKS), abs=0.02)
 
 
