@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.packing import Outgoing, Sum, hand_out
+from ds_usp.comm.packing import Outgoing, Sum, by_rank, hand_out
 from ds_usp.comm.ring import Channel, Room, Shapes, cut_features
 from ds_usp.dense import dense_copy
 
@@ -152,7 +152,8 @@ class EvenExchange:
         pulls, leaving = [], []
         for source, goal, (heads, dim) in zip(sources, goals, shapes, strict=True):
             places = goal.unbind(0)
-            leaving.append(Outgoing(self._by_rank(source), places[self._mine]))
+            pieces = by_rank(source, self._ranks) if isinstance(source, torch.Tensor) else source
+            leaving.append(Outgoing(pieces, places[self._mine]))
             pulls.append([(rank, places[rank], at, row) for rank in self._others])
             at += heads * dim
         hand_out(room, self._mine, shapes, leaving)
@@ -188,12 +189,6 @@ class EvenExchange:
 
     def _sizes(self, x: torch.Tensor) -> list[int]:
         return [x.numel() // self._ranks] * self._ranks
-
-    def _by_rank(self, x: torch.Tensor | Sum) -> torch.Tensor | Sum:
-        """Each rank's tokens of ``[B, S, h, D]``: ``[ranks, s, B, h, D]``, a view."""
-        if not isinstance(x, torch.Tensor):
-            return x
-        return x.unflatten(1, (self._ranks, -1)).permute(1, 2, 0, 3, 4)
 
     def _by_heads(self, x: torch.Tensor, heads: _Heads) -> torch.Tensor:
         """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""

@@ -64,22 +64,13 @@ def _write(places: torch.Tensor, pieces: torch.Tensor | Sum, first: int) -> None
     if isinstance(pieces, torch.Tensor):
         dense_copy(places, pieces[first : first + len(places)])
         return
-    tokens = places.shape[1]
-    for at, place in _runs(places):
-        pieces.write(place, (first + at) * tokens)
+    # One piece, or several of the room, which lie one after the other.
+    count, tokens, batch, *head = places.shape
+    _, token, sample, *feature = places.stride()
+    run = places.as_strided((batch, count * tokens, *head), (sample, token, *feature))
+    pieces.write(run, first * tokens)
 
 
-def _runs(places: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """The places as tensors ``[B, tokens, h, D]``, in one where they lie one after the other."""
-    count, tokens, *_ = places.shape
-    if count == 1 or places.stride(0) == tokens * places.stride(1):
-        size, stride = places.shape, places.stride()
-        return [
-            (
-                0,
-                places.as_strided(
-                    (size[2], count * tokens, *size[3:]), (stride[2], stride[1], *stride[3:])
-                ),
-            )
-        ]
-    return [(at, place.transpose(0, 1)) for at, place in enumerate(places)]
+def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Each rank's tokens of ``[B, P s, h, D]``: ``[P, s, B, h, D]``, a view."""
+    return x.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)

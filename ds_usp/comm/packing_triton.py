@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_usp.comm.packing import by_rank
 from ds_usp.fused import on
 
 _MOST = 3  # tensors: q, k and v
@@ -58,7 +59,10 @@ def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> boo
     ranks, tokens, batch, features = room.shape
     found = []
     for pieces, own in tensors:
-        each = pieces if isinstance(pieces, torch.Tensor) else _cut(pieces.whole(), ranks)
+        each = pieces
+        if not isinstance(each, torch.Tensor):
+            whole = each.whole()
+            each = None if whole is None else by_rank(whole, ranks)
         if each is None or not (_dense(each, room) and _dense(own, room)):
             return False
         found.append((each, own))
@@ -80,11 +84,6 @@ def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> boo
             ROWS=rows, COLUMNS=columns, num_warps=8,
         )  # fmt: skip
     return True
-
-
-def _cut(whole: torch.Tensor | None, ranks: int) -> torch.Tensor | None:
-    """``[B, P s, h, D] -> [P, s, B, h, D]``, a view."""
-    return None if whole is None else whole.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
 
 
 def _dense(x: torch.Tensor, room: torch.Tensor) -> bool:
