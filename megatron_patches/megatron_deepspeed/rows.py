@@ -17,6 +17,7 @@ from megatron_patches.megatron_deepspeed import (
     local_rank,
     loss,
     memory,
+    norms,
     pipeline,
     rotary,
     script,
@@ -29,6 +30,7 @@ _MPU = "megatron.core.parallel_state"
 _LAYER = "megatron.model.transformer"
 _GELU = "megatron.model.fused_bias_gelu:GeLUFunction"
 _PIPE = "deepspeed.runtime.pipe"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -294,6 +296,20 @@ def engine() -> tuple[Patch, ...]:
             guard=_deepspeed("4778614e9d24e293"),
             reason="ZeRO-3 averages gradients over the ranks of a sequence instead of summing",
             upstream="deepspeedai/DeepSpeed#5248",
+        ),
+        Patch(
+            f"{_ZERO}.has_overflow_partitioned_grads_serial",
+            norms.has_overflow,
+            "wrap",
+            guard=_deepspeed("caa55adce779d393"),
+            reason="ten kernels a parameter while the GPU waits; torch looks at all at once",
+        ),
+        Patch(
+            f"{_ZERO}.get_grad_norm_direct",
+            norms.gradient_norm,
+            "wrap",
+            guard=_deepspeed("7e1e996197792bc2"),
+            reason="the same of the norm, which it takes of a copy in fp64",
         ),
         Patch(
             "deepspeed:initialize",

@@ -1,0 +1,75 @@
+"""Norms of many gradients at once, where DeepSpeed's loops launch ten kernels a parameter.
+
+The loops run after the last gradient and before the first update, while nothing else keeps the GPU
+busy: of GPT 1.3B on 16K tokens (2 H200) a twentieth of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def has_overflow(original: Callable[[Any], Tensor], optimizer: Any) -> Tensor:
+    """``has_overflow_partitioned_grads_serial`` of ZeRO-1 and 2: whether any gradient of this rank
+    is not finite.
+
+    Shapes:
+        result: ``[1]``, bool.
+    """
+    groups = (optimizer.averaged_gradients[i] for i in range(len(optimizer.bit16_groups)))
+    gradients = [grad for group in groups for grad in group if grad is not None]
+    if not _together(gradients):
+        return original(optimizer)
+    # The largest of a tensor is finite if all are; NaN is larger than anything.
+    largest = torch.stack(torch._foreach_norm(gradients, math.inf))
+    return largest.isfinite().all().logical_not().unsqueeze(0)
+
+
+class _Kind(NamedTuple):
+    """What DeepSpeed asks of a parameter before it counts it: alike parameters count together."""
+
+    replicated: bool
+    split: bool
+
+
+def gradient_norm(
+    original: Callable[..., Tensor],
+    optimizer: Any,
+    gradients: Iterable[Tensor],
+    params: Iterable[Any],
+    norm_type: float = 2,
+) -> Tensor:
+    """``get_grad_norm_direct`` of ZeRO-1 and 2, of one number for all parameters that it treats
+    alike, in place of their gradients: the norm of norms is that of all."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    given, params = list(gradients), list(params)
+    counted = [grad for grad in given if not getattr(grad, "_zero_padding", False)]
+    if norm_type == math.inf or not _together(counted):
+        return original(optimizer, given, params, norm_type)
+    alike: dict[_Kind, list[tuple[Tensor, Any]]] = defaultdict(list)
+    for grad, param in zip(counted, params, strict=False):  # as DeepSpeed pairs them
+        replicated = bool(getattr(param, "ds_pipe_replicated", False))
+        alike[_Kind(replicated, is_model_parallel_parameter(param))].append((grad, param))
+    kinds = [list(zip(*pairs, strict=True)) for pairs in alike.values()]
+    norms = [_norm(kind, norm_type, get_norm_dtype()) for kind, _ in kinds]
+    return original(optimizer, norms, [owners[0] for _, owners in kinds], norm_type)
+
+
+def _norm(gradients: tuple[Tensor, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """Of all of them as one vector, summed up in ``dtype``."""
+    each = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
+    return torch.linalg.vector_norm(each, norm_type)
+
+
+def _together(gradients: list[Tensor]) -> bool:
+    """Whether torch takes them in one call: there are some, dense, of one kind, none empty."""
+    kinds = {(grad.device, grad.dtype, grad.layout) for grad in gradients}
+    return len(kinds) == 1 and not gradients[0].is_sparse and all(x.numel() for x in gradients)
