@@ -14,13 +14,14 @@ Letters of the shapes: T tokens, h hidden, V words of this tensor-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
+from ds_usp.training.logits import Logits
 
 Group = dist.ProcessGroup | None
 
@@ -135,51 +136,14 @@ class TokenLosses(torch.autograd.Function):
         return dhidden, dweight.to(weight.dtype), None, None, None
 
 
-class _Logits(NamedTuple):
-    """One chunk: ``exp(logits - largest)`` ``[t, V]`` in fp32, their sum over all words, the losses
-    ``[t]``; which labels are words of this rank, and which words."""
-
-    exponentials: Tensor
-    total: Tensor
-    losses: Tensor
-    mine: Tensor
-    words: Tensor
-
-    def gradient(self, dlosses: Tensor) -> Tensor:
-        """Of the logits; overwrites the exponentials, whose memory it takes."""
-        probabilities = self.exponentials.div_(self.total.unsqueeze(1))
-        rows = torch.arange(len(self.words), device=self.words.device)
-        probabilities[rows, self.words] -= self.mine.to(probabilities.dtype)
-        return probabilities.mul_(dlosses.unsqueeze(1))
-
-
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
-) -> Iterator[tuple[slice, _Logits]]:
+) -> Iterator[tuple[slice, Logits]]:
     """Each part of the tokens with its logits."""
     size = -(-len(labels) // chunks)
     for start in range(0, len(labels), size):
         rows = slice(start, min(start + size, len(labels)))
-        yield rows, _logits(hidden[rows] @ weight.t(), labels[rows], group)
-
-
-def _logits(scores: Tensor, labels: Tensor, group: Group) -> _Logits:
-    logits = scores.float() if scores.dtype != torch.float64 else scores
-    largest = logits.max(dim=1).values
-    several = group is not None and dist.get_world_size(group) > 1
-    if several:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    logits = logits - largest.unsqueeze(1)
-    first = dist.get_rank(group) * logits.shape[1] if several else 0
-    words = labels - first
-    mine = (words >= 0) & (words < logits.shape[1])
-    words = words.clamp(0, logits.shape[1] - 1)
-    aimed = logits.gather(1, words.unsqueeze(1)).squeeze(1) * mine
-    exponentials = logits.exp_()
-    sums = torch.stack([exponentials.sum(dim=1), aimed])
-    if several:
-        dist.all_reduce(sums, group=group)
-    return _Logits(exponentials, sums[0], sums[0].log() - sums[1], mine, words)
+        yield rows, Logits(hidden[rows] @ weight.t(), labels[rows], group)
 
 
 class _Gradients:
