@@ -5,7 +5,7 @@ It imports nothing from ds_usp, so that no mistake can be on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -131,3 +131,21 @@ def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> floa
     if float(norm) == 0.0:
         return 0.0 if float(difference) == 0.0 else float("inf")
     return float(difference / norm)
+
+
+def rotated(
+    x: torch.Tensor, positions: Iterable[int], dim: int, base: float, token_dim: int
+) -> torch.Tensor:
+    """Rotary embedding in fp64 as multiplication of complex numbers: features i and i + dim / 2.
+
+    Shapes:
+        x ``[b, s, h, D]`` or ``[s, b, h, D]``, as ``token_dim`` says; its first ``dim`` turn.
+    """
+    angle = torch.outer(
+        torch.tensor(list(positions), dtype=torch.float64),
+        base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim),
+    ).to(x.device)
+    angle = angle[:, None, None] if token_dim == 0 else angle[:, None]
+    pairs = torch.complex(*x[..., :dim].double().chunk(2, dim=-1))
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag, x[..., dim:].double()), dim=-1)

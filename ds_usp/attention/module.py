@@ -28,7 +28,7 @@ from ds_usp.attention.request import (
     check_tensors,
     local_call,
 )
-from ds_usp.attention.rotary import Rotary, apply_rotary, check_rotary, rotary_of
+from ds_usp.attention.rotary import Rotary, check_rotary, rotary_of
 from ds_usp.attention.traced import (
     not_plain,
     told_layout,
@@ -42,6 +42,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec, borders_of
 from ds_usp.kernels.registry import AUTO, check_name
+from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.memory.keep import check_only_inputs_learn, kept
 
 
@@ -352,7 +353,7 @@ class USPAttention(torch.nn.Module):
         """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
         q, k, v = exchanged(True, q, k, v)
         if rotary is not None:
-            q, k = (apply_rotary(x, rotary) for x in (q, k))
+            q, k = apply_rotary((q, k), *rotary, token_dim=1)
         heads = q.shape[2]
         if swap:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
@@ -368,7 +369,7 @@ class USPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
-            q, k = (apply_rotary(x, plan.rotary).to(v.dtype) for x in (q, k))
+            q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         attention = cast(LocalAttention, plan.attention)
         scores = attention.scores(q.device)
         out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)

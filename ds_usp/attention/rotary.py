@@ -1,4 +1,4 @@
-"""Rotary position embedding as DeepSpeed's attention takes it, for the tokens a ring rank holds."""
+"""Tables of rotary position embedding as DeepSpeed's attention takes them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,10 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
         )
 
 
-def apply_rotary(x: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rotate the first ``rot_dim`` features of each head; the rest pass.
-
-    Shapes:
-        x ``[b, s, h, d]``; rotary: cos and sin ``[s, 1, 1, rot_dim]`` of the same tokens.
-
-    Source: RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX.
-    """
-    cos, sin = (part.transpose(0, 1) for part in rotary)
-    rot_dim = cos.shape[3]
-    turned, passed = x[..., :rot_dim], x[..., rot_dim:]
-    front, back = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-back, front), dim=-1) * sin
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
-
-
 def rotary_of(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
-    """Cos and sin of the tokens that are rotated here: before an exchange those of a rank, after
-    it, where there is none, those of the whole sequence."""
-    cos, sin = (part[: layout.seq_len] for part in rotary)
+    """Cos and sin ``[s, rot_dim]`` of the tokens that are rotated here: before an exchange those of
+    a rank, after it, where there is none, those of the whole sequence."""
+    cos, sin = (part[: layout.seq_len, 0, 0] for part in rotary)
     if rank is None:
         return cos, sin
     return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)

@@ -1,5 +1,6 @@
 """What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
 
+from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.training.batch import (
     SequenceBatch,
     document_borders,
@@ -29,6 +30,7 @@ __all__ = [
     "GradientRule",
     "ParallelGroups",
     "SequenceBatch",
+    "apply_rotary",
     "check_zero_stage",
     "chunked_token_losses",
     "chunked_weighted_loss",

@@ -292,5 +292,8 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON
 if [[ (-z "$host" && "$mp_size" -gt 1) || " $* " == *" --sequence-parallel "* ]]; then
   export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 fi
+# FlashAttention-4 compiles its kernels at the first step; kept on disk, the next start is seconds
+# faster.
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}"
 if [[ "$device" == cpu ]]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 "${command[@]}" 2>&1 | tee "$log"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
-from megatron_patches.megatron_deepspeed.rotary import rotary_table, rotate
+from ds_usp.training import apply_rotary
+from megatron_patches.megatron_deepspeed.rotary import rotary_table
 from megatron_patches.megatron_deepspeed.state import HostState, current_mask, host_state
 
 
@@ -60,7 +61,7 @@ class SpreadAttention(torch.nn.Module):
             table = rotary_table(
                 state.layout, state.mesh.rank, self.rotary_dim, self.rotary_base, q.device
             )
-            q, k = rotate(q, table), rotate(k, table)
+            q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         mask = current_mask()
         # Documents without the host's flash attention, which knows of none; it has no dropout then.

@@ -1,4 +1,5 @@
-"""GELU of a product and its bias, by tanh, and its gradient: each in one pass on the GPU."""
+"""What follows a product and its bias, each in one pass on the GPU: GELU by tanh and its gradient,
+and the sum with a residual."""
 
 from __future__ import annotations
 
@@ -35,6 +36,16 @@ def _gelu_backward(out, grad, given, bias, count, width, BLOCK: tl.constexpr):  
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add(out, given, bias, residual, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(given + at, mask=inside).to(tl.float32)
+    value += tl.load(bias + at % width, mask=inside).to(tl.float32)
+    value += tl.load(residual + at, mask=inside).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
 def gelu(given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Of ``given [..., width] + bias [width]``."""
     given = given.contiguous()
@@ -43,6 +54,18 @@ def gelu(given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     with torch.cuda.device(given.device):
         _gelu[(triton.cdiv(count, _BLOCK),)](
             out, given, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
+        )
+    return out
+
+
+def add(given: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``given + bias + residual``, rounded once; ``given`` and ``residual`` ``[..., width]``."""
+    given, residual = given.contiguous(), residual.contiguous()
+    out = torch.empty_like(residual)
+    count = given.numel()
+    with torch.cuda.device(given.device):
+        _add[(triton.cdiv(count, _BLOCK),)](
+            out, given, bias.contiguous(), residual, count, bias.numel(), BLOCK=_BLOCK
         )
     return out
 

@@ -33,22 +33,7 @@ def rotary_table(
     """Cosine and sine for every token of one rank, made once for all layers.
 
     Shapes:
-        two of ``[s_local, 1, dim]``, fp32, to go with ``[s_local, b, h, d]`` by broadcasting.
+        two of ``[s_local, dim]``, fp32.
     """
-    angles = rotary_frequencies(local_positions(layout, rank, device), dim, base)
+    angles = rotary_frequencies(local_positions(layout, rank, device), dim, base)[:, 0, 0]
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first features of each head by its token's angles, in fp32; the rest pass.
-
-    Shapes:
-        x: ``[s_local, b, h, d]``.
-    Source: RoFormer (arXiv 2104.09864), equation 34, halves instead of pairs.
-    """
-    cos, sin = table
-    dim = cos.shape[-1]
-    turned, passed = x[..., :dim].float(), x[..., dim:]
-    front, back = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-back, front), dim=-1) * sin
-    return torch.cat((turned.to(x.dtype), passed), dim=-1)

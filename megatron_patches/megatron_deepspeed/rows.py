@@ -118,6 +118,21 @@ def fused_kernels() -> tuple[Patch, ...]:
             reason="the same of its gradient",
         ),
         Patch(
+            "megatron.core.tensor_parallel.layers:"
+            "LinearWithGradAccumulationAndAsyncCommunication.forward",
+            kernels.linear,
+            "wrap",
+            guard=_checkout("a9ddaf5ae9419175"),
+            reason="adds the bias in a pass of its own over the output",
+        ),
+        Patch(
+            f"{_LAYER}:bias_dropout_add",
+            kernels.add_bias,
+            "wrap",
+            guard=_checkout("5de07f0330b1146f"),
+            reason="adds bias and residual in two passes; one in Triton, where nothing is dropped",
+        ),
+        Patch(
             f"{_LAYER}:torch",
             kernels.unhurried_torch(),
             reason="puts two numbers on the GPU in every layer (`torch.tensor(0.0, device=...)`), "

@@ -36,3 +36,23 @@ def test_torchscripts_dropout_is_left_out() -> None:
     )
     kernels.switch_off_missing_fusions(args)
     assert not args.bias_dropout_fusion
+
+
+def test_without_a_gpu_the_host_adds_its_biases() -> None:
+    x, bias = torch.ones(3, 2, 4), torch.arange(4.0)
+    asked: list[Any] = []
+
+    def host(*args: Any) -> None:
+        asked.append(args)
+
+    kernels.add_bias(host, x, bias.expand_as(x), x, 0.0, True)
+    kernels.linear(host, SimpleNamespace(), x, torch.eye(4), bias, False, True, False)
+    assert [len(args) for args in asked] == [5, 7]
+
+
+def test_a_bias_that_was_expanded_is_one_row() -> None:
+    bias = torch.arange(4.0)
+    for given in (bias, bias.expand(3, 2, 4)):
+        assert torch.equal(kernels._one_row(given), bias)
+    whole = torch.rand(3, 4)
+    assert kernels._one_row(whole) is whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,36 +15,25 @@ import torch.nn.functional as F
 import ds_usp
 import megatron_patches
 from ds_usp.errors import ConfigError
+from ds_usp.training import apply_rotary
 from megatron_patches import run
 from megatron_patches.megatron_deepspeed import apex, stand_ins
 from megatron_patches.megatron_deepspeed.attention import SpreadAttention
 from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
-from megatron_patches.megatron_deepspeed.rotary import rotary_table, rotate
+from megatron_patches.megatron_deepspeed.rotary import rotary_table
 from megatron_patches.megatron_deepspeed.state import HostState
 
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
 
 
-def rotated(x: torch.Tensor, positions: list[int], dim: int, base: float) -> torch.Tensor:
-    """Rotary embedding as multiplication of complex numbers: features i and i + dim / 2."""
-    angle = torch.outer(
-        torch.tensor(positions, dtype=torch.float64),
-        base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim),
-    )
-    pairs = torch.complex(*x[..., :dim].double().chunk(2, dim=-1))
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, None, None]
-    return torch.cat((turned.real, turned.imag, x[..., dim:].double()), dim=-1)
-
-
-@pytest.mark.parametrize("dim", [HEAD_DIM, HEAD_DIM // 2])
-def test_rotation_is_that_of_the_paper(dim: int) -> None:
+def test_a_table_holds_the_positions_of_its_rank() -> None:
     layout = ds_usp.TokenLayout("zigzag", TOKENS, 2, 2)
     for rank in range(4):
         x = torch.randn(layout.length(rank), BATCH, 3, HEAD_DIM)
-        table = rotary_table(layout, rank, dim, 10000.0, x.device)
-        expected = rotated(x, layout.positions(rank), dim, 10000.0)
-        assert oracle.relative_error(rotate(x, table), expected) < 1e-6
-    assert rotate(x.bfloat16(), table).dtype == torch.bfloat16
+        table = rotary_table(layout, rank, HEAD_DIM, 10000.0, x.device)
+        expected = oracle.rotated(x, layout.positions(rank), HEAD_DIM, 10000.0, token_dim=0)
+        (got,) = apply_rotary([x], *table, token_dim=0)
+        assert oracle.relative_error(got, expected) < 1e-6
 
 
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
@@ -66,7 +56,8 @@ def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotar
     out = attention(torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1))
     assert out.is_contiguous()
     if rotary_dim:
-        q, k = (rotated(x, list(range(TOKENS)), rotary_dim, 1e4) for x in (q, k))
+        turned = partial(oracle.rotated, positions=range(TOKENS), dim=rotary_dim, base=1e4)
+        q, k = (turned(x, token_dim=0) for x in (q, k))
     expected, _ = oracle.dense_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), oracle.causal(range(TOKENS), range(TOKENS))
     )

@@ -1,0 +1,79 @@
+"""Rotary position embedding, beside complex numbers in fp64; on a GPU too, if there is one."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+
+from ds_usp.kernels.rotary import apply_rotary
+from ds_usp.training import rotary_frequencies
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
+POSITIONS = [*range(5), *range(20, 33)]  # low: angles are in fp32
+
+
+def table(dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = rotary_frequencies(torch.tensor(POSITIONS, device=device), dim, 1e4)[:, 0, 0]
+    return angles.cos(), angles.sin()
+
+
+def heads(count: int, token_dim: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Cut out of a projection, so that they are not dense."""
+    s, b = len(POSITIONS), 2
+    shape = (s, b, count + 3, 24) if token_dim == 0 else (b, s, count + 3, 24)
+    return torch.randn(shape, device=device).to(dtype)[:, :, 1 : count + 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("token_dim", [0, 1])
+@pytest.mark.parametrize("dim", [24, 8, 2])
+def test_queries_and_keys_turn_as_complex_numbers(
+    dim: int, token_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
+    dq, dk = (torch.randn_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
+    got = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
+    gradients = torch.autograd.grad(got, (q, k), (dq, dk))
+    for x, dx, y, back in zip((q, k), (dq, dk), got, gradients, strict=True):
+        assert y.dtype == back.dtype == dtype
+        wide = x.detach().double().requires_grad_()
+        want = oracle.rotated(wide, POSITIONS, dim, 1e4, token_dim)
+        (want_back,) = torch.autograd.grad(want, wide, dx.double())
+        assert oracle.relative_error(y.detach(), want.detach()) < LIMITS[dtype]
+        assert oracle.relative_error(back, want_back) < LIMITS[dtype]
+        assert torch.equal(y[..., dim:], x[..., dim:]) and torch.equal(
+            back[..., dim:], dx[..., dim:]
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_table_of_any_numbers_and_one_tensor(device: str) -> None:
+    """Halves of the table that differ, as some models have them, and its gradient's transpose."""
+    x = torch.randn(2, 18, 3, 8, device=device).requires_grad_()
+    cos, sin = torch.randn(2, 18, 6, device=device)
+    (y,) = apply_rotary([x], cos, sin, token_dim=1)
+    front, back = x[..., :3], x[..., 3:6]
+    c, s = cos[:, None], sin[:, None]
+    want = torch.cat(
+        (
+            front * c[..., :3] - back * s[..., :3],
+            back * c[..., 3:] + front * s[..., 3:],
+            x[..., 6:],
+        ),
+        dim=-1,
+    )
+    dy = torch.randn_like(y)
+    assert oracle.relative_error(y.detach(), want.detach().double()) < 1e-6
+    (got,), (wanted,) = (torch.autograd.grad(out, x, dy) for out in (y, want))
+    assert oracle.relative_error(got, wanted.double()) < 1e-6
+
+
+def test_fp64_and_a_table_that_learns_are_torchs() -> None:
+    x = torch.randn(1, 18, 3, 24, dtype=torch.float64)
+    cos, sin = (each.requires_grad_() for each in table(24, "cpu"))
+    (y,) = apply_rotary([x], cos, sin, token_dim=1)
+    assert y.dtype == torch.float64
+    assert all(each.abs().sum() > 0 for each in torch.autograd.grad(y.sum(), (cos, sin)))
