@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ds_usp.comm.packing import by_rank
-from ds_usp.fused import on
+from ds_usp.fused import Launcher
 
 _MOST = 3  # tensors: q, k and v
 _TILE = 8192  # elements of a program
@@ -53,6 +53,9 @@ def _hand_out(  # type: ignore[no-untyped-def]
             tl.store(away + column, value, mask=mask)
 
 
+_LAUNCH = Launcher(_hand_out)
+
+
 def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> bool:
     """:func:`ds_usp.comm.packing.hand_out` of tensors whose heads are neighbours; False: these are
     others, and nothing was done."""
@@ -70,19 +73,21 @@ def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> boo
     if count > _MOST:
         return False
     filled = [*found, *[found[0]] * (_MOST - count)]
-    numbers = [
+    strides = [
         number
         for each, own in filled
         for number in (*each.stride()[:3], *own.stride()[:2], own.shape[-2] * own.shape[-1])
     ]
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     rows = _TILE // columns
-    with on(room.device):
-        _hand_out[(triton.cdiv(tokens * batch, rows), ranks, count)](
-            room, *(each for each, _ in filled), *(own for _, own in filled),
-            mine, tokens, batch, features, *numbers,
-            ROWS=rows, COLUMNS=columns, num_warps=8,
-        )  # fmt: skip
+    _LAUNCH(
+        (triton.cdiv(tokens * batch, rows), ranks, count),
+        (room, *(each for each, _ in filled), *(own for _, own in filled)),
+        (mine, tokens, batch, features, *strides),
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=8,
+    )
     return True
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.fused import on
+from ds_usp.fused import Launcher
 
 _ROWS = 32
 _MOST_PARTS = 8
@@ -53,6 +53,9 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=both)
 
 
+_LAUNCH_MERGE = Launcher(_merge)
+
+
 def merge_fused(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -67,15 +70,19 @@ def merge_fused(
     """
     batch, rows, heads, dim = out.shape
     wide = tl.float64 if lse.dtype == torch.float64 else tl.float32
-    with on(out.device):
-        _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-            out, lse, old, old_lse, new, new_lse,
+    _LAUNCH_MERGE(
+        (triton.cdiv(rows, _ROWS), heads, batch),
+        (out, lse, old, old_lse, new, new_lse),
+        (
             rows, dim,
             *out.stride()[:3], *lse.stride()[:2],
             *old.stride()[:3], *old_lse.stride()[:2],
             *new.stride()[:3], *new_lse.stride()[:2],
-            ROWS=_ROWS, DIM=triton.next_power_of_2(dim), WIDE=wide,
-        )  # fmt: skip
+        ),
+        ROWS=_ROWS,
+        DIM=triton.next_power_of_2(dim),
+        WIDE=wide,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -121,6 +128,9 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=both)
 
 
+_LAUNCH_MERGE_OF_FOUR = Launcher(_merge_of_four)
+
+
 def merge_few_fused(
     out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
@@ -129,14 +139,15 @@ def merge_few_fused(
     batch, rows, heads, dim = out.shape
     filled = [*parts, *[parts[0]] * (4 - len(parts))]
     strides = [stride for x, sums in filled for stride in (*x.stride()[:3], *sums.stride()[:2])]
-    with on(out.device):
-        _merge_of_four[(triton.cdiv(rows, _ROWS), heads, batch)](
-            out, lse, *(x for part in filled for x in part),
-            rows, dim,
-            *out.stride()[:3], *lse.stride()[:2], *strides,
-            COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
-            WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
-        )  # fmt: skip
+    _LAUNCH_MERGE_OF_FOUR(
+        (triton.cdiv(rows, _ROWS), heads, batch),
+        (out, lse, *(x for part in filled for x in part)),
+        (rows, dim, *out.stride()[:3], *lse.stride()[:2], *strides),
+        COUNT=len(parts),
+        ROWS=_ROWS,
+        DIM=triton.next_power_of_2(dim),
+        WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
+    )
 
 
 @triton.jit
@@ -188,6 +199,9 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
+_LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = Launcher(_sum_of_few), Launcher(_sum)
+
+
 def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Write the sum of tensors ``[B, rows, H, D]`` with dense features, in fp32 or fp64.
 
@@ -201,12 +215,15 @@ def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     batch, rows, heads, dim = out.shape
     grid = (triton.cdiv(rows, _ROWS), heads, batch)
     # Every argument costs host time, and sums of more than two are rare.
-    kernel, slots = (_sum_of_few, 2) if len(parts) <= 2 else (_sum, _MOST_PARTS)
+    launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(parts) <= 2 else (_LAUNCH_SUM, _MOST_PARTS)
     filled = [*parts, *[parts[0]] * (slots - len(parts))]
     strides = [stride for x in (out, *filled) for stride in x.stride()[:3]]
-    with on(out.device):
-        kernel[grid](
-            out, *filled, rows, dim, *strides,
-            COUNT=len(parts), ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
-            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
-        )  # fmt: skip
+    launch(
+        grid,
+        (out, *filled),
+        (rows, dim, *strides),
+        COUNT=len(parts),
+        ROWS=_ROWS,
+        DIM=triton.next_power_of_2(dim),
+        WIDE=tl.float64 if wide == torch.float64 else tl.float32,
+    )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.fused import on
+from ds_usp.fused import Launcher
 
 _TILE = 4096  # elements of a program
 
@@ -54,6 +54,9 @@ def _rotate(  # type: ignore[no-untyped-def]
         tl.store(place + column, tl.load(source + column, mask=mask), mask=mask)
 
 
+_LAUNCH = Launcher(_rotate)
+
+
 def rotate_fused(
     tensors: Sequence[torch.Tensor],
     cos: torch.Tensor,
@@ -75,12 +78,23 @@ def rotate_fused(
     strides = [x.stride(d) for x in (x0, x1) for d in (token_dim, 1 - token_dim, 2)]
     strides += [y.stride(d) for y in (y0, y1) for d in (token_dim, 1 - token_dim)]
     grid = triton.cdiv(tokens * batch * max(x.shape[2] for x in given), rows), len(given)
-    with on(x0.device):
-        _rotate[grid](
-            x0, x1, y0, y1, cos, sin,
-            tokens, batch, x0.shape[2], x1.shape[2], half, dim,
-            *strides, cos.stride(0), sin.stride(0),
-            TRANSPOSED=transposed, ROWS=rows, HALF=wide,
-            REST=triton.next_power_of_2(rest) if rest else 0,
-        )  # fmt: skip
+    _LAUNCH(
+        grid,
+        (x0, x1, y0, y1, cos, sin),
+        (
+            tokens,
+            batch,
+            x0.shape[2],
+            x1.shape[2],
+            half,
+            dim,
+            *strides,
+            cos.stride(0),
+            sin.stride(0),
+        ),
+        TRANSPOSED=transposed,
+        ROWS=rows,
+        HALF=wide,
+        REST=triton.next_power_of_2(rest) if rest else 0,
+    )
     return out

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.fused import on
+from ds_usp.fused import Launcher
 
 _BLOCK = 4096  # words at a time
 
@@ -45,6 +45,9 @@ def _gradient(  # type: ignore[no-untyped-def]
     tl.store(at, result.to(scores.dtype.element_ty), mask=inside)
 
 
+_LAUNCH_SUMS, _LAUNCH_GRADIENT = Launcher(_sums), Launcher(_gradient)
+
+
 def sums_fused(
     scores: torch.Tensor, words: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,10 +58,13 @@ def sums_fused(
     """
     rows, count = scores.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=scores.device)
-    with on(scores.device):
-        _sums[(rows,)](
-            scores, words, *found, count, scores.stride(0), BLOCK=_block(count), num_warps=8
-        )
+    _LAUNCH_SUMS(
+        (rows,),
+        (scores, words, *found),
+        (count, scores.stride(0)),
+        BLOCK=_block(count),
+        num_warps=8,
+    )
     largest, total, aimed = found
     return largest, total, aimed
 
@@ -74,11 +80,13 @@ def gradient_fused(
     scores."""
     rows, count = scores.shape
     block = _block(count)
-    with on(scores.device):
-        _gradient[(rows, triton.cdiv(count, block))](
-            scores, words, largest, scale, dlosses.contiguous(), count, scores.stride(0),
-            BLOCK=block, num_warps=8,
-        )  # fmt: skip
+    _LAUNCH_GRADIENT(
+        (rows, triton.cdiv(count, block)),
+        (scores, words, largest, scale, dlosses.contiguous()),
+        (count, scores.stride(0)),
+        BLOCK=block,
+        num_warps=8,
+    )
 
 
 def _block(count: int) -> int:

@@ -134,7 +134,7 @@ class _Add(torch.autograd.Function):
 
 def _one_row(bias: Tensor) -> Tensor:
     """The bias ``[width]`` that was expanded for all tokens; others as they are."""
-    while bias.ndim > 1 and bias.stride(0) == 0:
+    while bias.ndim > 1 and (bias.stride(0) == 0 or len(bias) == 1):
         bias = bias[0]
     return bias
 

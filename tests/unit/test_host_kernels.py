@@ -52,7 +52,7 @@ def test_without_a_gpu_the_host_adds_its_biases() -> None:
 
 def test_a_bias_that_was_expanded_is_one_row() -> None:
     bias = torch.arange(4.0)
-    for given in (bias, bias.expand(3, 2, 4)):
+    for given in (bias, bias.expand(3, 2, 4), bias.expand(3, 1, 4), bias.expand(1, 1, 4)):
         assert torch.equal(kernels._one_row(given), bias)
     whole = torch.rand(3, 4)
     assert kernels._one_row(whole) is whole
