@@ -8,11 +8,13 @@ import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from ds_usp.comm.board import Board
+from ds_usp.comm.gather import all_gather_bytes, byte_tensor
 from ds_usp.errors import MeshError
 
 _TEXT_BYTES = 2048
@@ -20,13 +22,6 @@ _TEXT_BYTES = 2048
 _MOST_KNOWN = 1024
 # Comparisons under way at a time. One takes milliseconds, and no host should wait for it.
 _MOST_PENDING = 4
-
-
-class _Pending(NamedTuple):
-    """A comparison under way, and what each rank says."""
-
-    work: dist.Work
-    said: list[bytearray]
 
 
 class Agreement:
@@ -40,6 +35,7 @@ class Agreement:
 
     Args:
         group: the ranks, over a host backend; None is one process alone.
+        board: memory that all of them see, which is faster; None: they say it over the group.
 
     Attributes:
         passes: forward and backward passes by copy engines that ended well. Engines count their
@@ -47,10 +43,11 @@ class Agreement:
         when_broken: called when the ranks differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, board: Board | None = None) -> None:
+        self.group, self.board = group, board
         self._known: set[str] = set()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Comparison] = deque()
+        self._said = 0  # comparisons on the board
         self.when_broken: Callable[[], object] = lambda: None
         self.passes = 0
         self._broken: MeshError | None = None
@@ -77,16 +74,18 @@ class Agreement:
         new = self.group is None or wait or error is not None or text not in self._known
         self.settle(0 if new else _MOST_PENDING - 1)
         said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
-        if self.group is None or new:
-            agree(self.group, said, error)
-            if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
-                self._known.clear()
-            self._known.add(text)
+        if not new:
+            self._pending.append(self._begin(said))
             return
-        mine = _tensor(_filled(said), self.group)
-        everyone = [bytearray(_TEXT_BYTES) for _ in range(self.group.size())]
-        places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
-        self._pending.append(_Pending(self.group.allgather([places], [mine]), everyone))
+        self._now(said, error)
+        if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
+            self._known.clear()
+        self._known.add(text)
+
+    def now(self, text: str, error: Exception | None = None) -> None:
+        """Compare a text now, after all that is under way; see :func:`agree`."""
+        self.settle()
+        self._now(text, error)
 
     def forget(self) -> None:
         """Wait for the comparison of every description again, as if it were new."""
@@ -100,20 +99,62 @@ class Agreement:
             MeshError: the ranks differed in an earlier call.
         """
         while self._broken is None and len(self._pending) > most:
-            work, said = self._pending.popleft()
-            work.wait()
-            if any(each != said[0] for each in said):
-                self._broken = _difference(said)
+            try:
+                _judge(self._pending.popleft().wait(), None)
+            except MeshError as error:
+                self._broken = error
                 self.when_broken()
         if self._broken is not None:
             raise self._broken
 
+    def _now(self, said: str, error: Exception | None) -> None:
+        if self.board is None:
+            agree(self.group, said, error)
+        else:
+            _judge(self._begin(_with(said, error)).wait(), error)
 
-def _wait_out(pending: deque[_Pending]) -> None:
+    def _begin(self, said: str) -> _Comparison:
+        if self.board is not None:
+            self._said += 1
+            self.board.write(self._said, _clipped(said))
+            return _OnBoard(self.board, self._said)
+        group = cast(dist.ProcessGroup, self.group)  # one process alone never comes here
+        mine = byte_tensor(_filled(said), group)
+        everyone = [bytearray(_TEXT_BYTES) for _ in range(group.size())]
+        places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
+        return _OverGroup(group.allgather([places], [mine]), everyone)
+
+
+class _Comparison(Protocol):
+    """One under way."""
+
+    def wait(self) -> Sequence[bytes | bytearray]:
+        """What each rank says."""
+
+
+class _OverGroup(NamedTuple):
+    work: dist.Work
+    said: list[bytearray]
+
+    def wait(self) -> Sequence[bytearray]:
+        self.work.wait()
+        return self.said
+
+
+class _OnBoard(NamedTuple):
+    board: Board
+    number: int
+
+    def wait(self) -> Sequence[bytes]:
+        return self.board.everyone(self.number)
+
+
+def _wait_out(pending: deque[_Comparison]) -> None:
     """At the end of the process: torch aborts one that leaves a collective behind."""
-    for work, _ in pending:
-        with contextlib.suppress(RuntimeError):
-            work.wait(datetime.timedelta(seconds=5))
+    for each in pending:
+        if isinstance(each, _OverGroup):
+            with contextlib.suppress(RuntimeError):
+                each.work.wait(datetime.timedelta(seconds=5))
 
 
 def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
@@ -128,14 +169,22 @@ def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = 
         MeshError: the ranks differ; the message shows each rank's text. On every rank.
         Exception: ``error`` itself, on the rank that passed it.
     """
-    said = f"error: {error}" if error else text
     # The whole text, not its digest: who finds a difference needs nobody to show it. Comparisons
     # that nobody waits for send as much, for a rank with an error may meet them.
-    texts = all_gather_bytes(_filled(said), group) if group is not None else []
+    said = _filled(_with(text, error))
+    _judge(all_gather_bytes(said, group) if group is not None else [], error)
+
+
+def _with(text: str, error: Exception | None) -> str:
+    return f"error: {error}" if error else text
+
+
+def _judge(said: Sequence[bytes | bytearray], error: Exception | None) -> None:
+    """Raise this rank's error, or the difference between the ranks."""
     if error is not None:
         raise error
-    if any(each != texts[0] for each in texts):
-        raise _difference(texts)
+    if any(each != said[0] for each in said):
+        raise _difference(said)
 
 
 def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
@@ -143,20 +192,6 @@ def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
     texts = (each.rstrip(b"\0").decode(errors="replace") for each in said)
     table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     return MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
-
-
-def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The same number of bytes from every rank."""
-    mine = _tensor(data, group)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    found = bytearray(len(everyone) * len(data))
-    torch.frombuffer(found, dtype=torch.uint8).copy_(torch.cat(everyone))
-    return [bytes(found[at : at + len(data)]) for at in range(0, len(found), len(data))]
-
-
-def _tensor(data: bytes, group: dist.ProcessGroup) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport_device(group))
 
 
 def _filled(text: str) -> bytes:
@@ -170,11 +205,3 @@ def _clipped(text: str) -> bytes:
         return data
     digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
     return data[: _TEXT_BYTES - len(digest)] + digest
-
-
-def transport_device(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors the group can send; the CPU if that is one."""
-    kinds = {device.type for device in group._device_types}
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds.pop(), torch.accelerator.current_device_index())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Final, cast
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp._version import __version__
-from ds_usp.comm.agreement import Agreement, agree, all_gather_bytes, transport_device
+from ds_usp.comm.agreement import Agreement, agree
+from ds_usp.comm.board import shared_board
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
+from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.names import Names
@@ -181,7 +183,7 @@ class SequenceMesh:
             ulysses_group=ulysses_group,
             kv_group=_subgroup(group, peers["ring"]),
             dkv_group=_subgroup(group, peers["ring"]),
-            agreement=Agreement(_control_group(group, ranks)),
+            agreement=_agreement(group, ranks, hosts),
             no_copies=why_no_copies(group, hosts),
             node_ring=ring_ranks_of_a_host(hosts, grid),
         )
@@ -311,8 +313,7 @@ class SequenceMesh:
 
         See :func:`ds_usp.comm.agreement.agree`.
         """
-        self.agreement.settle()
-        agree(self.agreement.group, text, error)
+        self.agreement.now(text, error)
 
     def __str__(self) -> str:
         return (
@@ -361,14 +362,15 @@ def _subgroup(
     return group
 
 
-def _control_group(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
+def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]) -> Agreement:
     """Where ranks compare what they are about to do: on the host, so that no stream waits. Where
     tensors may be on GPUs ranks compare several calls at a time, and nothing else may come between:
-    a group of its own."""
+    in memory that they share, or over a group of its own."""
     backends = {type(group._get_backend(device)) for device in group._device_types}
     if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
-        return group
-    return _subgroup(group, ranks, backend="gloo")
+        return Agreement(group)
+    control = _subgroup(group, ranks, backend="gloo")
+    return Agreement(control, shared_board(control, hosts))
 
 
 def _let_go(engines: Mapping[str, CopyEngine]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +13,9 @@ from harness import RankContext, WorkerPool
 from oracle import causal, dense_attention, relative_error
 
 import ds_usp
+from ds_usp.comm import board as boards
 from ds_usp.comm.agreement import Agreement
+from ds_usp.comm.board import shared_board
 
 
 def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
@@ -98,9 +104,19 @@ def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
         assert "with lse" in said and "without lse" in said
 
 
-def late_difference(ctx: RankContext) -> tuple[list[str], int]:
+both_ways = pytest.mark.parametrize("board", [False, True], ids=["group", "shared memory"])
+
+
+def agreement_of(ctx: RankContext, board: bool) -> Agreement:
+    """As CPUs have it, over their group, or as the GPUs of a host do, in memory that they share."""
+    shared = shared_board(ctx.group, [b"host"] * ctx.world) if board else None
+    assert (shared is not None) == board
+    return Agreement(ctx.group, shared)
+
+
+def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
     """What a comparison that nobody waited for says later, as on GPUs, and after how many calls."""
-    agreement = Agreement(ctx.group)
+    agreement = agreement_of(ctx, board)
     for text in ("a", "b", "a"):
         agreement.before_call(text, wait=False)
     agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
@@ -115,15 +131,16 @@ def late_difference(ctx: RankContext) -> tuple[list[str], int]:
     return said, calls
 
 
-def test_a_known_call_that_differs_is_told_a_few_calls_later(pool: WorkerPool) -> None:
-    for said, calls in pool.run(late_difference, 3):
+@both_ways
+def test_a_known_call_that_differs_is_told_a_few_calls_later(pool: WorkerPool, board: bool) -> None:
+    for said, calls in pool.run(late_difference, 3, board=board):
         assert len(said) == 2 and said[0] == said[1]
         assert "rank 0: a" in said[0] and "rank 1: b" in said[0]
         assert calls == 5  # four comparisons are under way at a time; then every call says so
 
 
-def difference_in_backward(ctx: RankContext) -> str:
-    agreement = Agreement(ctx.group)
+def difference_in_backward(ctx: RankContext, board: bool) -> str:
+    agreement = agreement_of(ctx, board)
     for text in ("a", "b"):
         agreement.before_call(text, wait=False)
     agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
@@ -134,13 +151,16 @@ def difference_in_backward(ctx: RankContext) -> str:
     return ""
 
 
-def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(pool: WorkerPool) -> None:
-    for said in pool.run(difference_in_backward, 3):
+@both_ways
+def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
+    pool: WorkerPool, board: bool
+) -> None:
+    for said in pool.run(difference_in_backward, 3, board=board):
         assert "rank 0: a" in said and "rank 1: b" in said
 
 
-def error_meets_a_known_call(ctx: RankContext) -> str:
-    agreement = Agreement(ctx.group)
+def error_meets_a_known_call(ctx: RankContext, board: bool) -> str:
+    agreement = agreement_of(ctx, board)
     for text in ("a", "b", "a"):
         agreement.before_call(text, wait=False)
     try:
@@ -153,10 +173,67 @@ def error_meets_a_known_call(ctx: RankContext) -> str:
     return ""
 
 
-def test_an_error_on_one_rank_is_told_by_those_who_made_a_known_call(pool: WorkerPool) -> None:
-    first, second, third = pool.run(error_meets_a_known_call, 3)
+@both_ways
+def test_an_error_on_one_rank_is_told_by_those_who_made_a_known_call(
+    pool: WorkerPool, board: bool
+) -> None:
+    first, second, third = pool.run(error_meets_a_known_call, 3, board=board)
     assert second == "no such head"
     assert first == third and "rank 1: error: no such head" in first
+
+
+def many_calls(ctx: RankContext, calls: int) -> int:
+    """Known and new ones at every rank's own pace."""
+    agreement = agreement_of(ctx, board=True)
+    paces = random.Random(ctx.rank)
+    for call in range(calls):
+        agreement.before_call(f"call {call % 7 + call // 50}", wait=call % 13 == 0)
+        if call % 11 == ctx.rank:
+            time.sleep(paces.random() / 500)
+        if call % 17 == 0:
+            agreement.settle()
+    agreement.now("the end")
+    return agreement._said
+
+
+def test_no_note_is_lost_at_any_pace(pool: WorkerPool) -> None:
+    assert pool.run(many_calls, 4, calls=600) == [601] * 4
+
+
+def leave(ctx: RankContext) -> str:
+    agreement = agreement_of(ctx, board=True)
+    agreement.now("together")
+    assert agreement.board is not None
+    if ctx.rank == 1:
+        agreement.board._file.close()  # as the system does when a process ends
+        return ""
+    try:
+        agreement.now("alone")
+    except ds_usp.MeshError as error:
+        return str(error)
+    return "nobody missed rank 1"
+
+
+def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
+    first, _, third = pool.run(leave, 3)
+    assert "rank 1" in first and "has ended" in first and "rank 1" in third
+
+
+def on_several_hosts(ctx: RankContext) -> bool:
+    return shared_board(ctx.group, [b"one", b"two"]) is None
+
+
+def without_shared_memory(ctx: RankContext) -> bool:
+    if ctx.rank == 0:
+        boards._SHARED_MEMORY = Path("/proc")  # where nobody can make a file
+    try:
+        return shared_board(ctx.group, [b"one"] * ctx.world) is None
+    finally:
+        boards._SHARED_MEMORY = Path("/dev/shm")
+
+
+def test_without_memory_that_all_see_there_is_no_board(pool: WorkerPool) -> None:
+    assert all(pool.run(on_several_hosts, 2)) and all(pool.run(without_shared_memory, 2))
 
 
 def unsorted(ctx: RankContext) -> str:
