@@ -3,6 +3,8 @@ and the sum with a residual."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +39,7 @@ def _gelu_backward(out, grad, given, bias, count, width, BLOCK: tl.constexpr):  
 
 
 @triton.jit
-def _add(out, given, bias, residual, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(out, residual, given, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(given + at, mask=inside).to(tl.float32)
@@ -48,35 +50,26 @@ def _add(out, given, bias, residual, count, width, BLOCK: tl.constexpr):  # type
 
 def gelu(given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Of ``given [..., width] + bias [width]``."""
-    given = given.contiguous()
-    out = torch.empty_like(given)
-    count = given.numel()
-    with torch.cuda.device(given.device):
-        _gelu[(triton.cdiv(count, _BLOCK),)](
-            out, given, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
-        )
-    return out
-
-
-def add(given: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``given + bias + residual``, rounded once; ``given`` and ``residual`` ``[..., width]``."""
-    given, residual = given.contiguous(), residual.contiguous()
-    out = torch.empty_like(residual)
-    count = given.numel()
-    with torch.cuda.device(given.device):
-        _add[(triton.cdiv(count, _BLOCK),)](
-            out, given, bias.contiguous(), residual, count, bias.numel(), BLOCK=_BLOCK
-        )
-    return out
+    return _of_all(_gelu, bias, given)
 
 
 def gelu_backward(grad: torch.Tensor, given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The gradient of :func:`gelu` with respect to ``given``, and of every token to the bias."""
-    grad, given = grad.contiguous(), given.contiguous()
-    out = torch.empty_like(given)
-    count = given.numel()
-    with torch.cuda.device(given.device):
-        _gelu_backward[(triton.cdiv(count, _BLOCK),)](
-            out, grad, given, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
+    return _of_all(_gelu_backward, bias, grad, given)
+
+
+def add(given: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``given + bias + residual``, rounded once; ``given`` and ``residual`` ``[..., width]``."""
+    return _of_all(_add, bias, residual, given)
+
+
+def _of_all(kernel: Any, bias: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    """One number for each of those given, which are as many as the first."""
+    given = tuple(x.contiguous() for x in given)
+    out = torch.empty_like(given[0])
+    count = out.numel()
+    with torch.cuda.device(out.device):
+        kernel[(triton.cdiv(count, _BLOCK),)](
+            out, *given, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
         )
     return out
