@@ -60,37 +60,43 @@ def hand_out_fused(room: torch.Tensor, mine: int, tensors: Sequence[Any]) -> boo
     """:func:`ds_usp.comm.packing.hand_out` of tensors whose heads are neighbours; False: these are
     others, and nothing was done."""
     ranks, tokens, batch, features = room.shape
-    found = []
+    sources: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    numbers: list[tuple[int, ...]] = []
+    widest = 0
     for pieces, own in tensors:
         each = pieces
         if not isinstance(each, torch.Tensor):
             whole = each.whole()
-            each = None if whole is None else by_rank(whole, ranks)
-        if each is None or not (_dense(each, room) and _dense(own, room)):
+            if whole is None:
+                return False
+            each = by_rank(whole, ranks)
+        *_, heads, dim = own.shape
+        # Asked for once each: on the host the numbers cost more than the launch.
+        (rank, token, sample, *rest), (own_token, own_sample, *own_rest) = (
+            each.stride(),
+            own.stride(),
+        )
+        if not (rest == own_rest == [dim, 1] and each.dtype == own.dtype == room.dtype):
             return False
-        found.append((each, own))
-    count, width = len(found), max(x.shape[-2] * x.shape[-1] for _, x in found)
+        sources.append(each)
+        places.append(own)
+        numbers.append((rank, token, sample, own_token, own_sample, heads * dim))
+        widest = max(widest, heads * dim)
+    count = len(sources)
     if count > _MOST:
         return False
-    filled = [*found, *[found[0]] * (_MOST - count)]
-    strides = [
-        number
-        for each, own in filled
-        for number in (*each.stride()[:3], *own.stride()[:2], own.shape[-2] * own.shape[-1])
-    ]
-    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    empty = _MOST - count
+    sources, places = sources + sources[:1] * empty, places + places[:1] * empty
+    numbers += numbers[:1] * empty
+    columns = min(triton.next_power_of_2(widest), _COLUMNS)
     rows = _TILE // columns
     _LAUNCH(
         (triton.cdiv(tokens * batch, rows), ranks, count),
-        (room, *(each for each, _ in filled), *(own for _, own in filled)),
-        (mine, tokens, batch, features, *strides),
+        (room, *sources, *places),
+        (mine, tokens, batch, features, *numbers[0], *numbers[1], *numbers[2]),
         ROWS=rows,
         COLUMNS=columns,
         num_warps=8,
     )
     return True
-
-
-def _dense(x: torch.Tensor, room: torch.Tensor) -> bool:
-    """A token's heads lie next to each other, in the room's dtype."""
-    return x.dtype == room.dtype and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
