@@ -6,7 +6,7 @@ compares its share of the results with the fp64 oracle's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -117,9 +117,20 @@ class Case:
         ).replace(" ", "_")
 
 
-@lru_cache(maxsize=64)
+def _asked(case: Case) -> Case:
+    """The case without how it is computed: what is true of it is so on every layout, with every
+    kernel and in any number of parts. A dense answer takes as long as attention on the ranks."""
+    keys = case.keys and (case.keys[0], "")
+    return replace(case, layout="", kernel="", tuning=AUTO_TUNING, keys=keys)
+
+
 def inputs(case: Case) -> dict[str, torch.Tensor]:
     """The full q, k, v and dout ``[b, s, h, d]``, the same on every rank."""
+    return _inputs(_asked(case))
+
+
+@lru_cache(maxsize=64)
+def _inputs(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
     dims = {"v": case.value_dim, "dout": case.value_dim}
@@ -148,10 +159,14 @@ def sinks(case: Case) -> torch.Tensor | None:
     return torch.linspace(-2.0, 6.0, case.heads, dtype=wide) if case.sinks else None
 
 
-@lru_cache(maxsize=64)
 def truth(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The oracle's fp64 results for the full tensors, from the inputs as the ranks see them."""
-    full = {name: x.to(device) for name, x in inputs(case).items()}
+    return _truth(_asked(case), device)
+
+
+@lru_cache(maxsize=64)
+def _truth(case: Case, device: str) -> dict[str, torch.Tensor]:
+    full = {name: x.to(device) for name, x in _inputs(case).items()}
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
     bias, sink = slopes(case), sinks(case)
     bias = None if bias is None else oracle.alibi(bias, range(case.seq_len)).to(device)
