@@ -19,7 +19,7 @@ from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 
 SHAPE = ModelShape("layer", 1, 256, 704, 8, 4, 100)
-SEQ_LEN, B = 256, 2
+SEQ_LEN, B = 64, 2
 
 
 class FusedNorm(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ds_usp.training import prepare_deepspeed
 
 assert TRAINER.is_dir()  # trainer_runs has put it on the path
 GPT = """
-    --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --bf16 --device cpu
+    --num-layers 1 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 --device cpu
     --micro-batch-size 2 --make-vocab-size-divisible-by 2
 """
 Degrees = tuple[int, int, int]  # tp, ulysses, ring
