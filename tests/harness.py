@@ -50,8 +50,12 @@ PRELOAD = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.datasets.gpt_dataset",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "ds_usp.attention.module",
+    "ds_usp.kernels.varlen",
     "ds_usp.training",
+    "megatron_patches.megatron_core.core_attention",
 )
 
 
