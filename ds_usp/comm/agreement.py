@@ -102,21 +102,30 @@ class Agreement:
             try:
                 _judge(self._pending.popleft().wait(), None)
             except MeshError as error:
-                self._broken = error
-                self.when_broken()
+                self._break(error)
         if self._broken is not None:
             raise self._broken
 
     def _now(self, said: str, error: Exception | None) -> None:
         if self.board is None:
             agree(self.group, said, error)
-        else:
-            _judge(self._begin(_with(said, error)).wait(), error)
+            return
+        try:
+            everyone = self._begin(_with(said, error)).wait()
+        except MeshError as gone:  # not a difference: somebody has left
+            self._break(gone)
+            raise
+        _judge(everyone, error)
+
+    def _break(self, error: MeshError) -> None:
+        self._broken = error
+        self.when_broken()
 
     def _begin(self, said: str) -> _Comparison:
         if self.board is not None:
+            note = _clipped(said)
             self._said += 1
-            self.board.write(self._said, _clipped(said))
+            self.board.write(self._said, note)
             return _OnBoard(self.board, self._said)
         group = cast(dist.ProcessGroup, self.group)  # one process alone never comes here
         mine = byte_tensor(_filled(said), group)
@@ -200,7 +209,7 @@ def _filled(text: str) -> bytes:
 
 
 def _clipped(text: str) -> bytes:
-    data = text.encode()
+    data = text.encode(errors="replace")
     if len(data) <= _TEXT_BYTES:
         return data
     digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()

@@ -6,7 +6,6 @@ microseconds, where a collective over sockets takes 130 of each host to begin (1
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -18,11 +17,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.errors import MeshError
 
 _SLOTS = 8  # notes of a rank that are not written over
-_HEADER = struct.Struct("<QII")  # number of the note, its length, and a checksum of both and it
+_HEADER = struct.Struct("<QII")  # number of the note, its length, a checksum
 _MOST_BYTES = 2048
 _NOTE = _HEADER.size + _MOST_BYTES
 _SHARED_MEMORY = Path("/dev/shm")
@@ -35,7 +39,8 @@ class Board:
     """Numbered notes of every rank, of which the last few stay.
 
     Whoever writes note n has read note ``n - 4`` of every other rank, as has whoever wrote that
-    one: no note is written over that somebody has still to read.
+    one: no note is written over that somebody has still to read. A rank that gives up waiting
+    leaves a mark that stays, so that those it waited for do not go on without it.
 
     Args:
         path: a file of :meth:`size` zeros.
@@ -52,11 +57,12 @@ class Board:
         # The system takes the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))
+        self._marks = ranks * _SLOTS * _NOTE
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of the file."""
-        return ranks * _SLOTS * _NOTE
+        """Bytes of the file: the notes, and a mark of each rank."""
+        return ranks * (_SLOTS * _NOTE + 1)
 
     def write(self, number: int, data: bytes) -> None:
         """Write this rank's note of a number of 1 or more, the one after its last one."""
@@ -79,13 +85,19 @@ class Board:
         """The note of every rank, when all are there.
 
         Raises:
-            MeshError: a rank has ended, or has said nothing for too long.
+            MeshError: a rank has ended, has said nothing for too long, or has given up itself.
         """
-        return [self._wait_for(number, rank) for rank in range(self.ranks)]
+        try:
+            said = [self._wait_for(number, rank) for rank in range(self.ranks)]
+            self._check_marks()
+        except MeshError:
+            self._memory[self._marks + self.rank] = 1
+            raise
+        return said
 
     def _wait_for(self, number: int, rank: int) -> bytes:
         begin = time.monotonic()
-        look = begin + _LOOK_AFTER_S
+        look = begin + min(_LOOK_AFTER_S, self.timeout_s)
         while (data := self.read(number, rank)) is None:
             now = time.monotonic()
             if now > look:
@@ -95,11 +107,21 @@ class Board:
                     raise MeshError(
                         f"rank {rank} of the sequence-parallel group "
                         f"{'has ended' if gone else 'has made no call'}, while rank {self.rank} "
-                        f"waited for it for {now - begin:.0f} s"
+                        f"waited for it for {now - begin:.1f} s"
                     )
+                self._check_marks()
             # A tenth of what it has taken: neither late nor busy.
             time.sleep(min(max(0.1 * (now - begin), _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
         return data
+
+    def _check_marks(self) -> None:
+        marks = self._memory[self._marks : self._marks + self.ranks]
+        if any(marks):
+            gone = [rank for rank, mark in enumerate(marks) if mark]
+            raise MeshError(
+                f"ranks {gone} of the sequence-parallel group have given up: a rank had ended, or "
+                "made no call in time"
+            )
 
     def _has_ended(self, rank: int) -> bool:
         if rank == self.rank:
@@ -120,7 +142,7 @@ def shared_board(group: dist.ProcessGroup | None, hosts: Sequence[bytes]) -> Boa
 
     Collective over the group.
     """
-    if group is None or len(set(hosts)) > 1:
+    if group is None or len(set(hosts)) > 1 or fcntl is None:
         return None
     rank, ranks = dist.get_rank(group), len(hosts)
     path = _new_file(Board.size(ranks)) if rank == 0 else ""
@@ -147,7 +169,7 @@ def _new_file(size: int) -> str:
     try:
         if len(path.encode()) > _PATH_BYTES:
             raise OSError(f"{path} is too long to be told")
-        os.posix_fallocate(handle, 0, size)  # a full disk is found out here, not by a signal later
+        os.write(handle, bytes(size))  # a full disk is found out here, not by a signal later
     except OSError:
         os.unlink(path)
         return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_usp.errors import ConfigError
 from ds_usp.fused import fused
 
 _MOST_FUSED = 2  # queries and keys
@@ -25,20 +26,48 @@ def apply_rotary(
         tensors: ``[b, s, h, D]``, or ``[s, b, h, D]``, as ``token_dim`` says: 1 or 0.
         cos, sin: ``[s, r]``, r even and at most D; result: as the tensors.
 
+    Raises:
+        ConfigError: a table that does not fit the tensors.
+
     Source: RoFormer (arXiv 2104.09864), equation 34, halves instead of pairs as in GPT-NeoX.
     """
+    _check(tensors, cos, sin, token_dim)
     triton = fused("ds_usp.kernels.rotary_triton") if _can_fuse(tensors, cos, sin) else None
     if triton is None:
         return tuple(_rotated(x, cos, sin, token_dim) for x in tensors)
-    out: tuple[torch.Tensor, ...] = Rotation.apply(triton, cos, sin, token_dim, *tensors)
+    out: tuple[torch.Tensor, ...] = Rotation.apply(triton, cos, sin, token_dim, False, *tensors)
     return out
 
 
+def _check(
+    tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
+) -> None:
+    if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] % 2 or not cos.shape[1]:
+        raise ConfigError(
+            f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be [s, r] with an even r"
+        )
+    for x in tensors:
+        if x.ndim != 4 or token_dim not in (0, 1):
+            raise ConfigError(
+                f"queries and keys must be [b, s, h, D] with token_dim 1 or [s, b, h, D] with 0; "
+                f"got {list(x.shape)} with token_dim {token_dim}"
+            )
+        if x.shape[token_dim] != len(cos) or x.shape[3] < cos.shape[1]:
+            raise ConfigError(
+                f"a table {list(cos.shape)} does not fit {x.shape[token_dim]} tokens with heads "
+                f"of {x.shape[3]} features: make it for these tokens"
+            )
+
+
 def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    alike = all(x.is_cuda and x.ndim == 4 and x.dtype == tensors[0].dtype for x in tensors)
+    if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MOST_FUSED:
+        return False
+    first, last = tensors[0], tensors[-1]
+    alike = first.shape[:2] == last.shape[:2] and first.shape[3] == last.shape[3]
+    one_kind = alike and first.dtype == last.dtype and first.dtype != torch.float64
+    one_device = first.device == last.device == cos.device == sin.device
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    few = 0 < len(tensors) <= _MOST_FUSED
-    return alike and few and tensors[0].dtype != torch.float64 and not learned
+    return first.is_cuda and one_kind and one_device and not learned
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int) -> torch.Tensor:
@@ -61,15 +90,19 @@ class Rotation(torch.autograd.Function):
         cos: torch.Tensor,
         sin: torch.Tensor,
         token_dim: int,
+        transposed: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.triton, ctx.token_dim = triton, token_dim
-        turned: tuple[torch.Tensor, ...] = triton.rotate_fused(tensors, cos, sin, token_dim)
+        ctx.how = triton, token_dim, transposed
+        turned: tuple[torch.Tensor, ...] = triton.rotate_fused(
+            tensors, cos, sin, token_dim, transposed
+        )
         return turned
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        triton, token_dim, transposed = ctx.how
         cos, sin = ctx.saved_tensors
-        back = ctx.triton.rotate_fused(grads, cos, sin, ctx.token_dim, transposed=True)
-        return None, None, None, None, *back
+        back = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
+        return None, None, None, None, None, *back

@@ -62,7 +62,7 @@ def rotate_fused(
     cos: torch.Tensor,
     sin: torch.Tensor,
     token_dim: int,
-    transposed: bool = False,
+    transposed: bool,
 ) -> tuple[torch.Tensor, ...]:
     """:func:`ds_usp.kernels.rotary.apply_rotary` of one or two tensors of one dtype;
     transposed: what gradients go through."""

@@ -8,6 +8,7 @@ Letters of the shapes: t tokens, V words of this tensor-parallel rank.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,8 +52,9 @@ class Logits:
         words = labels - (dist.get_rank(group) * count if several else 0)
         mine = (words >= 0) & (words < count)
         self._words = torch.where(mine, words, -1)
-        triton = fused("ds_usp.training.logits_triton") if scores.is_cuda else None
-        if triton is None or scores.dtype == torch.float64:
+        plain = not scores.is_cuda or scores.dtype == torch.float64 or torch.compiler.is_compiling()
+        triton = None if plain else fused("ds_usp.training.logits_triton")
+        if triton is None:
             self._fused, sums = None, _sums(scores, self._words)
         else:
             self._fused, sums = triton, Sums(scores, *triton.sums_fused(scores, self._words))
@@ -60,8 +62,9 @@ class Logits:
         if several:
             largest = self._largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            lower = self._largest - largest
-            both = torch.stack([total * lower.exp(), (aimed + lower) * mine])
+            # No word of this rank may be possible: minus infinity less itself is no number.
+            lower = torch.where(self._largest == -math.inf, -math.inf, self._largest - largest)
+            both = torch.stack([total * lower.exp(), torch.where(mine, aimed + lower, 0)])
             dist.all_reduce(both, group=group)
             total, aimed = both
             self._share = lower.exp() / total
@@ -81,8 +84,10 @@ class Logits:
 def _sums(scores: Tensor, words: Tensor) -> Sums:
     logits = scores if scores.dtype == torch.float64 else scores.float()
     largest = logits.max(dim=1).values
-    logits = logits - largest.unsqueeze(1)
-    aimed = logits.gather(1, words.clamp(min=0).unsqueeze(1)).squeeze(1) * (words >= 0)
+    base = torch.where(largest == -math.inf, 0, largest)
+    logits = logits - base.unsqueeze(1)
+    aimed = logits.gather(1, words.clamp(min=0).unsqueeze(1)).squeeze(1)
+    aimed = torch.where(words >= 0, aimed, 0)
     exponentials = logits.exp_()
     return Sums(exponentials, largest, exponentials.sum(dim=1), aimed)
 

@@ -23,12 +23,14 @@ def _sums(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, BLOCK)
         value = tl.load(at + column, mask=column < count, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(high, tl.max(value, axis=0))
-        sum_ = sum_ * tl.exp(high - higher) + tl.sum(tl.exp(value - higher), axis=0)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # so far no word is possible
+        sum_ = sum_ * tl.exp(high - base) + tl.sum(tl.exp(value - base), axis=0)
         high = higher
     label = tl.load(at + word, mask=word >= 0, other=0.0).to(tl.float32)
     tl.store(largest + row, high)
     tl.store(total + row, sum_)
-    tl.store(aimed + row, tl.where(word >= 0, label - high, 0.0))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    tl.store(aimed + row, tl.where(word >= 0, label - base, 0.0))
 
 
 @triton.jit
@@ -40,7 +42,8 @@ def _gradient(  # type: ignore[no-untyped-def]
     inside = column < count
     at = scores + row * row_stride + column
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    result = tl.exp(value - tl.load(largest + row)) * tl.load(scale + row)
+    high = tl.load(largest + row)
+    result = tl.exp(value - tl.where(high == float("-inf"), 0.0, high)) * tl.load(scale + row)
     result -= tl.where(column == tl.load(words + row), tl.load(dlosses + row), 0.0)
     tl.store(at, result.to(scores.dtype.element_ty), mask=inside)
 

@@ -87,7 +87,8 @@ def linear(
     product of queries, keys and values.
     """
     how = gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel
-    if bias is None or sequence_parallel or not given.is_cuda:
+    alike = bias is not None and given.dtype == weight.dtype == bias.dtype
+    if not alike or sequence_parallel or not given.is_cuda or torch.is_autocast_enabled("cuda"):
         return original(ctx, given, weight, bias, *how)
     ctx.use_bias = True
     ctx.gradient_accumulation_fusion, ctx.async_grad_allreduce, ctx.sequence_parallel = how
@@ -111,7 +112,8 @@ def add_bias(
 ) -> Tensor:
     """``bias_dropout_add`` without a dropout: one pass instead of two, of which that of the bias
     is slow."""
-    if bias is not None and x.is_cuda and x.dtype == residual.dtype and not (training and prob):
+    alike = x.is_cuda and x.shape == residual.shape and x.dtype == residual.dtype
+    if bias is not None and alike and not (training and prob):
         fast = _in_one_pass(x, _one_row(bias))
         if fast is not None:
             out: Tensor = _Add.apply(x, bias.expand_as(x), residual, fast)

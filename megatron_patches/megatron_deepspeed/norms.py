@@ -52,7 +52,7 @@ def gradient_norm(
 
     given, params = list(gradients), list(params)
     counted = [grad for grad in given if not getattr(grad, "_zero_padding", False)]
-    if norm_type == math.inf or not _together(counted):
+    if float(norm_type) == math.inf or not _together(counted):
         return original(optimizer, given, params, norm_type)
     alike: dict[_Kind, list[tuple[Tensor, Any]]] = defaultdict(list)
     for grad, param in zip(counted, params, strict=False):  # as DeepSpeed pairs them

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import oracle
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_usp import ConfigError
 from ds_usp.training import chunked_token_losses, chunked_weighted_loss
+from ds_usp.training.logits import Logits
 
 S, B, H, V = 13, 2, 16, 24
 LIMIT = 2e-5
@@ -70,6 +73,27 @@ def test_bf16_adds_chunks_in_fp32(pool: WorkerPool) -> None:
     one, many = (pool.run(errors, 1, chunks=c, dtype=torch.bfloat16)[0] for c in (1, 26))
     assert max(one) < 0.01
     assert max(many) < 1.2 * max(one)
+
+
+def impossible_words(ctx: RankContext) -> list[float]:
+    """Logits of minus infinity: all of rank 1's words, and some of rank 0's."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(6, V, generator=generator)
+    scores[:, V // 2 :] = scores[:, 3] = -math.inf
+    labels = torch.tensor([0, 1, 2, 4, 5, 6])
+    wide = scores.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+    dlosses = torch.rand(6, generator=generator)
+    (want,) = torch.autograd.grad(losses, wide, dlosses.double())
+    words = slice(V // 2 * ctx.rank, V // 2 * (ctx.rank + 1))
+    mine = Logits(scores[:, words].clone(), labels, ctx.group)
+    assert oracle.relative_error(mine.losses, losses.detach()) < LIMIT
+    return [float((mine.gradient(dlosses) - want[:, words]).abs().max())]
+
+
+def test_words_that_cannot_be_do_not_count(pool: WorkerPool) -> None:
+    for error in pool.run(impossible_words, 2):
+        assert error[0] < 1e-6
 
 
 class Largest(TorchDispatchMode):

@@ -219,6 +219,36 @@ def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
     assert "rank 1" in first and "has ended" in first and "rank 1" in third
 
 
+def come_late(ctx: RankContext, known: bool) -> list[str]:
+    """What each call says when rank 1 is late for the second one by more than the others wait."""
+    agreement = agreement_of(ctx, board=True)
+    assert agreement.board is not None
+    agreement.board.timeout_s = 0.4
+    agreement.now("together")
+    agreement.before_call("a", wait=False)
+    said = []
+    for call in range(8):
+        if ctx.rank == 1 and call == 1:
+            time.sleep(1.2)
+        try:
+            agreement.before_call("a", wait=not known)
+            said.append("")
+        except ds_usp.MeshError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["waits", "looks later"])
+def test_a_rank_that_others_gave_up_on_does_not_go_on_without_them(
+    pool: WorkerPool, known: bool
+) -> None:
+    first, late, third = pool.run(come_late, 3, known=known)
+    for said in (first, late, third):
+        assert not said[0] and said[-1] and (not known or said.count(said[-1]) > 1)
+    assert "rank 1" in first[-1] + third[-1] and "given up" in late[-1]
+    assert bool(late[1]) or known  # before anything moves
+
+
 def on_several_hosts(ctx: RankContext) -> bool:
     return shared_board(ctx.group, [b"one", b"two"]) is None
 

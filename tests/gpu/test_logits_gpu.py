@@ -41,3 +41,16 @@ def test_what_is_no_number_stays_one() -> None:
     scores[1, 4500] = float("nan")
     losses = Logits(scores, torch.zeros(3, dtype=torch.int64, device="cuda"), None).losses
     assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_words_that_cannot_be_do_not_count() -> None:
+    """A whole block of them, with which a row begins."""
+    scores = torch.randn(2, 9000, device="cuda")
+    scores[:, :5000] = float("-inf")
+    want = scores.double().softmax(dim=1)
+    labels = torch.tensor([8000, 6000], device="cuda")
+    losses = torch.nn.functional.cross_entropy(scores.double(), labels, reduction="none")
+    logits = Logits(scores, labels, None)
+    assert relative_error(logits.losses, losses) < 2e-6
+    want[torch.arange(2, device="cuda"), labels] -= 1
+    assert relative_error(logits.gradient(torch.ones(2, device="cuda")), want) < 2e-6

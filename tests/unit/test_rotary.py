@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 
+from ds_usp.errors import ConfigError
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.training import rotary_frequencies
 
@@ -36,6 +37,7 @@ def test_queries_and_keys_turn_as_complex_numbers(
     q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
     dq, dk = (torch.randn_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     got = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
+    assert device == "cpu" or "Rotation" in type(got[0].grad_fn).__name__  # in one kernel
     gradients = torch.autograd.grad(got, (q, k), (dq, dk))
     for x, dx, y, back in zip((q, k), (dq, dk), got, gradients, strict=True):
         assert y.dtype == back.dtype == dtype
@@ -69,6 +71,46 @@ def test_a_table_of_any_numbers_and_one_tensor(device: str) -> None:
     assert oracle.relative_error(y.detach(), want.detach().double()) < 1e-6
     (got,), (wanted,) = (torch.autograd.grad(out, x, dy) for out in (y, want))
     assert oracle.relative_error(got, wanted.double()) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_gradients_turn_as_well(device: str) -> None:
+    cos, sin = table(24, device)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y, _ = apply_rotary((x, x), cos.to(x.dtype), sin.to(x.dtype), token_dim=1)
+        return y.pow(3).sum()
+
+    found = []
+    for wide in (False, True):
+        x = torch.linspace(-1, 1, 2 * 18 * 24, device=device).view(2, 18, 1, 24)
+        x = (x.double() if wide else x).requires_grad_()
+        (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        found += torch.autograd.grad(dx.square().sum(), x)
+    assert oracle.relative_error(found[0], found[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "cos", "sin", "token_dim", "said"),
+    [
+        ((1, 18, 3, 24), (17, 24), (17, 24), 1, "18 tokens"),
+        ((1, 18, 3, 24), (1, 24), (1, 24), 1, "18 tokens"),
+        ((18, 1, 3, 24), (18, 24), (18, 24), 1, "1 tokens"),
+        ((1, 18, 3, 24), (18, 24), (18, 12), 1, "sin"),
+        ((1, 18, 3, 24), (18, 26), (18, 26), 1, "24 features"),
+        ((1, 18, 3, 24), (18, 7), (18, 7), 1, "even"),
+        ((1, 18, 3, 24), (18, 0), (18, 0), 1, "even"),
+        ((1, 18, 72), (18, 24), (18, 24), 1, "token_dim"),
+        ((1, 18, 3, 24), (18, 24), (18, 24), 2, "token_dim"),
+    ],
+    ids=str,
+)
+def test_a_table_that_does_not_fit_is_refused(
+    shape: tuple[int, ...], cos: tuple[int, int], sin: tuple[int, int], token_dim: int, said: str
+) -> None:
+    fits = torch.zeros(1, 18, 2, 24)
+    with pytest.raises(ConfigError, match=said):
+        apply_rotary((fits, torch.zeros(shape)), torch.zeros(cos), torch.zeros(sin), token_dim)
 
 
 def test_fp64_and_a_table_that_learns_are_torchs() -> None:
