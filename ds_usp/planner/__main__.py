@@ -1,145 +1,35 @@
-"""``python -m ds_usp.planner``: memory, plan, comm, table, profile."""
+"""``python -m ds_usp.planner``: memory, longest, plan, comm, table, profile."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 
 from ds_usp.errors import ConfigError, USPError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner import comparison, report
 from ds_usp.planner.emit import ENGINE_OF, emit
-from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.engines import ENGINES, Engine, engine
+from ds_usp.planner.engines import Engine, engine
 from ds_usp.planner.explain import explain
+from ds_usp.planner.flags import BYTES, build_parser
 from ds_usp.planner.hardware import Cluster, load_cluster
+from ds_usp.planner.longest import longest, shortest
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.picture import picture
 from ds_usp.planner.search import AXES, GIB, Found, search
-from ds_usp.planner.split import RECOMPUTE, SCHEDULES, Split, Workload, check
+from ds_usp.planner.split import Split, Workload, check
 from ds_usp.planner.traffic import attention_bytes
 
-_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-
-def build_parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(prog="python -m ds_usp.planner", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_memory_parser, _plan_parser, _comm_parser, _profile_parser):
-        add(commands)
-    _command(commands, "table", "what each kind of parallelism sends and holds (USP paper)")
-    return parser
-
-
-def _command(commands: object, name: str, text: str) -> ArgumentParser:
-    made: ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
-        name, help=text, description=text, formatter_class=ArgumentDefaultsHelpFormatter
-    )
-    made.add_argument("--json", action="store_true", help="for programs")
-    return made
-
-
-def _model_arguments(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, help="built-in name, FILE.json:NAME, HuggingFace config.json")
-    add("--seq-len", type=int, required=True, help="tokens of one sequence")
-
-
-def _degrees(parser: ArgumentParser, *axes: str) -> None:
-    for axis in axes:
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} degree")
-
-
-def _fusions(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--fused-activation", action="store_true", help="SwiGLU saves no sigmoid branch")
-    add("--fused-loss", action="store_true", help="the logits are never held whole")
-
-
-def _memory_parser(commands: object) -> None:
-    parser = _command(commands, "memory", "bytes that one GPU needs")
-    _model_arguments(parser)
-    _degrees(parser, "tp", "ulysses", "ring", "pp")
-    add = parser.add_argument
-    add("--gpus", type=int, help="all of them; what the degrees leave is dp")
-    add("--dp", type=int, help="instead of --gpus")
-    add("--micro-batch", type=int, default=1, help="sequences of a replica at a time")
-    add("--global-batch", type=int, help="sequences of a step (default: enough to fill the stages)")
-    add("--layers-per-virtual-stage", type=int, default=0, help="0: a whole stage")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
-    add("--zero", type=int, default=1, help="ZeRO's stage")
-    add("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
-    add("--offload-ratio", type=float, default=0.0, help="share of activations on the host")
-    add("--offload-unit", choices=("chunk", "layer"), default="chunk", help="what moves at once")
-    add("--grad-dtype", choices=tuple(_BYTES), default="fp32", help="of summed gradients")
-    add("--no-tp-sequence-parallel", action="store_true", help="without Megatron's")
-    _fusions(parser)
-    add("--stage", type=int, default=0, help="pipeline stage; -1: the fullest one")
-    add("--workspace-gib", type=float, help="what no formula sees (default: the cluster's)")
-    add("--cluster", default="h800", help="whose workspace counts")
-
-
-def _plan_parser(commands: object) -> None:
-    parser = _command(commands, "plan", "the fastest cuts that fit")
-    _model_arguments(parser)
-    add = parser.add_argument
-    add("--gpus", type=int, required=True, help="all of them")
-    add("--gpus-per-node", type=int, help="default: the cluster's")
-    add("--cluster", default="a100", help="built-in name or a profile (JSON)")
-    add("--global-batch", type=int, default=1, help="sequences of a step")
-    add("--documents", help="lengths of packed documents, with commas")
-    add("--top", type=int, default=5, help="how many plans")
-    add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
-    add("--engine", choices=[e.name for e in ENGINES], help="what the framework can do")
-    _fusions(parser)
-    add("--explain", action="store_true", help="why, in words")
-    add("--emit", choices=tuple(EMITTED), help="the best plan as flags, config or script")
-    add("--svg", type=Path, help="write a picture of the best plans")
-    for axis in AXES:
-        choices = {"order": ORDERS, "recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}.get(axis)
-        kind = str if axis in ("order", "recompute") else int
-        name, text = f"--{axis.replace('_', '-')}", f"only plans with this {axis}"
-        add(name, type=kind, choices=choices, help=text)
-
-
-def _comm_parser(commands: object) -> None:
-    parser = _command(commands, "comm", "bytes that attention sends, as a rank's ledger counts")
-    _model_arguments(parser)
-    _degrees(parser, "tp", "ulysses", "ring", "dp", "pp")
-    add = parser.add_argument
-    add("--micro-batch", type=int, default=1, help="sequences of a replica at a time")
-    add("--layout", choices=KINDS, default="zigzag", help="which rank holds which token")
-    add("--order", choices=ORDERS, default=DEFAULT_SP_ORDER, help="whose ranks are neighbours")
-    add("--dtype", choices=tuple(_BYTES), default="bf16", help="of q, k, v")
-    add("--gradient-dtype", choices=tuple(_BYTES), help="of the ring's gradients (default: dtype)")
-    add("--zero", type=int, default=1, help="ZeRO's stage")
-    add("--inner-ring", type=int, help="ring ranks of a node, in a double ring (default: none)")
-
-
-def _profile_parser(commands: object) -> None:
-    text = "measure this machine, alone or under torchrun, and write what --cluster FILE reads"
-    parser = _command(commands, "profile", text)
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="the JSON file")
-    late = "for everything, starting up aside; what comes late is measured once, not left out"
-    add("--seconds", type=float, default=90.0, help=late)
-    whose = "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)"
-    add("--model", nargs="*", help=whose)
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")
-
-
-# ------------------------------------------------------------------ the commands
-
-
-def _memory(args: Namespace) -> int:
+def _cut(args: Namespace) -> Split:
+    """The degrees that were asked for, and how they are used."""
     degrees = args.tp * args.ulysses * args.ring * args.pp
     if min(args.tp, args.ulysses, args.ring, args.pp) < 1:
         raise ConfigError("every degree must be 1 or more")
@@ -148,37 +38,53 @@ def _memory(args: Namespace) -> int:
             f"--gpus {args.gpus} is not a multiple of tp {args.tp} x ulysses {args.ulysses} x "
             f"ring {args.ring} x pp {args.pp} = {degrees}"
         )
-    for name in ("gpus", "dp", "global_batch"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {getattr(args, name)} must be 1 or more")
-    dp = args.dp or (args.gpus or degrees) // degrees
-    split = Split(
+    for name in ("gpus", "dp"):
+        _check_positive(args, name)
+    return Split(
         tp=args.tp,
         ulysses=args.ulysses,
         ring=args.ring,
         pp=args.pp,
-        dp=dp,
+        dp=args.dp or (args.gpus or degrees) // degrees,
         layers_per_virtual_stage=args.layers_per_virtual_stage,
         zero=args.zero,
-        recompute=args.recompute,
         micro_batch=args.micro_batch,
-        offload_ratio=args.offload_ratio,
-        offload_unit=args.offload_unit,
         tp_sequence=not args.no_tp_sequence_parallel,
         schedule=args.schedule,
         fused_activation=args.fused_activation,
         fused_loss=args.fused_loss,
-        grad_bytes=_BYTES[args.grad_dtype],
+        grad_bytes=BYTES[args.grad_dtype],
     )
-    full = 2 * split.pp * dp * args.micro_batch
-    work = Workload(load_model(args.model), args.seq_len, args.global_batch or full)
-    check(work, split, args.gpus)
-    workspace = load_cluster(args.cluster).workspace_bytes
+
+
+def _check_positive(args: Namespace, name: str) -> None:
+    given = getattr(args, name)
+    if given is not None and not 0 < given < inf:
+        least = "1 or more" if isinstance(given, int) else "more than 0"
+        raise ConfigError(f"--{name.replace('_', '-')} {given} must be {least}")
+
+
+def _workspace(args: Namespace, cluster: Cluster) -> float:
+    workspace = cluster.workspace_bytes
     if args.workspace_gib is not None:
         workspace = args.workspace_gib * GIB
     if not 0 <= workspace < inf:
         raise ConfigError(f"--workspace-gib {args.workspace_gib} must be 0 or more")
+    return workspace
+
+
+def _memory(args: Namespace) -> int:
+    _check_positive(args, "global_batch")
+    split = replace(
+        _cut(args),
+        recompute=args.recompute,
+        offload_ratio=args.offload_ratio,
+        offload_unit=args.offload_unit,
+    )
+    full = 2 * split.pp * split.dp * args.micro_batch
+    work = Workload(load_model(args.model), args.seq_len, args.global_batch or full)
+    check(work, split, args.gpus)
+    workspace = _workspace(args, load_cluster(args.cluster))
     if not -1 <= args.stage < split.pp:
         raise ConfigError(f"--stage {args.stage} is outside the {split.pp} stages")
     fullest = memory(work, split, workspace)
@@ -196,6 +102,23 @@ def _memory(args: Namespace) -> int:
         more = (fullest.total - needs.total) / GIB
         print(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
     return 0
+
+
+def _longest(args: Namespace) -> int:
+    for name in ("memory_gib", "host_memory_gib"):
+        _check_positive(args, name)
+    split, model = _cut(args), load_model(args.model)
+    check(shortest(model, split), split, args.gpus)
+    cluster = load_cluster(args.cluster)
+    if args.host_memory_gib is not None:
+        cluster = replace(cluster, host_memory_bytes=args.host_memory_gib * GIB)
+    budget = 0.96 * cluster.memory_bytes if args.memory_gib is None else args.memory_gib * GIB
+    found = longest(model, split, cluster, budget, _workspace(args, cluster))
+    if args.json:
+        print(json.dumps([report.longest_json(each) for each in found], indent=2))
+    else:
+        print(report.longest_text(model, cluster, budget, found))
+    return 0 if any(each.seq_len for each in found) else 1
 
 
 def _plan(args: Namespace) -> int:
@@ -274,12 +197,12 @@ def _comm(args: Namespace) -> int:
         zero=args.zero,
         order=args.order,
         micro_batch=args.micro_batch,
-        param_bytes=_BYTES[args.dtype],
+        param_bytes=BYTES[args.dtype],
     )
     batch = args.dp * args.micro_batch if args.dp > 0 and args.micro_batch > 0 else 1
     work = Workload(load_model(args.model), args.seq_len, batch)
     check(work, split)
-    gradients = _BYTES[args.gradient_dtype or args.dtype]
+    gradients = BYTES[args.gradient_dtype or args.dtype]
     ranks = [
         attention_bytes(
             work,
@@ -326,7 +249,14 @@ def _profile(args: Namespace) -> int:
 
 
 _COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
-    {"memory": _memory, "plan": _plan, "comm": _comm, "table": _table, "profile": _profile}
+    {
+        "memory": _memory,
+        "longest": _longest,
+        "plan": _plan,
+        "comm": _comm,
+        "table": _table,
+        "profile": _profile,
+    }
 )
 
 

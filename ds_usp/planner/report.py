@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ds_usp.planner.explain import helps, why_nothing_fits
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.longest import Longest
 from ds_usp.planner.measured import (
     MeasuredAttention,
     MeasuredLayer,
@@ -13,6 +15,7 @@ from ds_usp.planner.measured import (
     nearest_tp,
 )
 from ds_usp.planner.memory import Memory
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.search import GIB, Found, Plan
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import (
@@ -60,6 +63,47 @@ def memory_text(needs: Memory) -> str:
     if needs.offloaded:
         text += f"\non the host: {needs.offloaded / GIB:.2f} GiB a GPU"
     return text
+
+
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "exchange", "transient")
+
+
+def longest_json(end: Longest) -> Json:
+    """One way to keep less: how far it goes, what it needs there, and what ends it."""
+    found: Json = {
+        "recompute": end.split.recompute,
+        "offload_ratio": end.split.offload_ratio,
+        "seq_len": end.seq_len,
+        "limit": end.limit,
+    }
+    return found | memory_json(end.needs)
+
+
+def longest_text(
+    model: ModelShape, cluster: Cluster, budget_bytes: float, found: Sequence[Longest]
+) -> str:
+    """The ways by how far they go, each with its memory at the end, in GiB."""
+    parts = [name for name in _PARTS if any(end.needs.parts()[name] for end in found)]
+    rows = [
+        (
+            end.split.recompute,
+            f"{end.split.offload_ratio:.0%}",
+            f"{end.seq_len:,}" if end.seq_len else "none",
+            *(f"{end.needs.parts()[name] / GIB:.1f}" for name in parts),
+            f"{end.needs.total / GIB:.1f}",
+            f"{end.needs.offloaded / GIB:.1f}",
+            end.limit,
+        )
+        for end in sorted(found, key=lambda end: end.seq_len)
+    ]
+    split = found[0].split
+    degrees = f"tp {split.tp}, ulysses {split.ulysses}, ring {split.ring}, pp {split.pp}"
+    head = ("recompute", "offload", "tokens", *parts, "GPU", "host", "ends with")
+    return (
+        f"{model.name} on {split.gpus} x {cluster.name} ({degrees}, dp {split.dp}, "
+        f"ZeRO-{split.zero}), {budget_bytes / GIB:.1f} GiB each; GiB of a GPU at the longest "
+        f"sequence\n{table(head, rows)}"
+    )
 
 
 # ------------------------------------------------------------------ communication

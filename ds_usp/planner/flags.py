@@ -1,0 +1,140 @@
+"""The command line of the planner."""
+
+from __future__ import annotations
+
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+from ds_usp.planner.emit import KINDS as EMITTED
+from ds_usp.planner.engines import ENGINES
+from ds_usp.planner.search import AXES
+from ds_usp.planner.split import RECOMPUTE, SCHEDULES
+
+BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+_COMMANDS = "``python -m ds_usp.planner``: memory, longest, plan, comm, table, profile."
+
+
+def build_parser() -> ArgumentParser:
+    """The command line."""
+    parser = ArgumentParser(prog="python -m ds_usp.planner", description=_COMMANDS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_memory_parser, _longest_parser, _plan_parser, _comm_parser, _profile_parser):
+        add(commands)
+    _command(commands, "table", "what each kind of parallelism sends and holds (USP paper)")
+    return parser
+
+
+def _command(commands: object, name: str, text: str) -> ArgumentParser:
+    made: ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        name, help=text, description=text, formatter_class=ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument("--json", action="store_true", help="for programs")
+    return made
+
+
+def _model_arguments(parser: ArgumentParser, seq_len: bool = True) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="built-in name, FILE.json:NAME, HuggingFace config.json")
+    if seq_len:
+        add("--seq-len", type=int, required=True, help="tokens of one sequence")
+
+
+def _degrees(parser: ArgumentParser, *axes: str) -> None:
+    for axis in axes:
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} degree")
+
+
+def _fusions(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--fused-activation", action="store_true", help="SwiGLU saves no sigmoid branch")
+    add("--fused-loss", action="store_true", help="the logits are never held whole")
+
+
+def _memory_parser(commands: object) -> None:
+    parser = _command(commands, "memory", "bytes that one GPU needs")
+    _model_arguments(parser)
+    _cut_arguments(parser)
+    add = parser.add_argument
+    add("--global-batch", type=int, help="sequences of a step (default: enough to fill the stages)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
+    add("--offload-ratio", type=float, default=0.0, help="share of activations on the host")
+    add("--offload-unit", choices=("chunk", "layer"), default="chunk", help="what moves at once")
+    add("--stage", type=int, default=0, help="pipeline stage; -1: the fullest one")
+    add("--cluster", default="h800", help="whose workspace counts")
+
+
+def _longest_parser(commands: object) -> None:
+    text = "the longest sequence that fits, for every way to keep less"
+    parser = _command(commands, "longest", text)
+    _model_arguments(parser, seq_len=False)
+    _cut_arguments(parser)
+    add = parser.add_argument
+    add("--cluster", default="h800", help="built-in name or a profile (JSON)")
+    add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
+    add("--host-memory-gib", type=float, help="of a node (default: the cluster's)")
+
+
+def _cut_arguments(parser: ArgumentParser) -> None:
+    _degrees(parser, "tp", "ulysses", "ring", "pp")
+    add = parser.add_argument
+    add("--gpus", type=int, help="all of them; what the degrees leave is dp")
+    add("--dp", type=int, help="instead of --gpus")
+    add("--micro-batch", type=int, default=1, help="sequences of a replica at a time")
+    add("--layers-per-virtual-stage", type=int, default=0, help="0: a whole stage")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
+    add("--zero", type=int, default=1, help="ZeRO's stage")
+    add("--grad-dtype", choices=tuple(BYTES), default="fp32", help="of summed gradients")
+    add("--no-tp-sequence-parallel", action="store_true", help="without Megatron's")
+    _fusions(parser)
+    add("--workspace-gib", type=float, help="what no formula sees (default: the cluster's)")
+
+
+def _plan_parser(commands: object) -> None:
+    parser = _command(commands, "plan", "the fastest cuts that fit")
+    _model_arguments(parser)
+    add = parser.add_argument
+    add("--gpus", type=int, required=True, help="all of them")
+    add("--gpus-per-node", type=int, help="default: the cluster's")
+    add("--cluster", default="a100", help="built-in name or a profile (JSON)")
+    add("--global-batch", type=int, default=1, help="sequences of a step")
+    add("--documents", help="lengths of packed documents, with commas")
+    add("--top", type=int, default=5, help="how many plans")
+    add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
+    add("--engine", choices=[e.name for e in ENGINES], help="what the framework can do")
+    _fusions(parser)
+    add("--explain", action="store_true", help="why, in words")
+    add("--emit", choices=tuple(EMITTED), help="the best plan as flags, config or script")
+    add("--svg", type=Path, help="write a picture of the best plans")
+    for axis in AXES:
+        choices = {"order": ORDERS, "recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}.get(axis)
+        kind = str if axis in ("order", "recompute") else int
+        name, text = f"--{axis.replace('_', '-')}", f"only plans with this {axis}"
+        add(name, type=kind, choices=choices, help=text)
+
+
+def _comm_parser(commands: object) -> None:
+    parser = _command(commands, "comm", "bytes that attention sends, as a rank's ledger counts")
+    _model_arguments(parser)
+    _degrees(parser, "tp", "ulysses", "ring", "dp", "pp")
+    add = parser.add_argument
+    add("--micro-batch", type=int, default=1, help="sequences of a replica at a time")
+    add("--layout", choices=KINDS, default="zigzag", help="which rank holds which token")
+    add("--order", choices=ORDERS, default=DEFAULT_SP_ORDER, help="whose ranks are neighbours")
+    add("--dtype", choices=tuple(BYTES), default="bf16", help="of q, k, v")
+    add("--gradient-dtype", choices=tuple(BYTES), help="of the ring's gradients (default: dtype)")
+    add("--zero", type=int, default=1, help="ZeRO's stage")
+    add("--inner-ring", type=int, help="ring ranks of a node, in a double ring (default: none)")
+
+
+def _profile_parser(commands: object) -> None:
+    text = "measure this machine, alone or under torchrun, and write what --cluster FILE reads"
+    parser = _command(commands, "profile", text)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="the JSON file")
+    late = "for everything, starting up aside; what comes late is measured once, not left out"
+    add("--seconds", type=float, default=90.0, help=late)
+    whose = "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)"
+    add("--model", nargs="*", help=whose)
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if any")

@@ -1,0 +1,100 @@
+"""The longest sequence that trains, under every way to keep less: where the memory formulas end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.memory import Memory, memory, offload_needed
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
+
+STEP = 1024  # tokens: lengths are multiples of it
+_MOST = 2**30  # tokens; nobody has asked for more
+_OF_THE_HOST = 0.8  # of its memory, as in the search
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """One way to keep less, and how far it goes.
+
+    Args:
+        split: degrees and settings; its offload ratio is the one that the longest sequence needs.
+        seq_len: tokens; 0: not even ``STEP`` of them fit.
+        needs: memory of the fullest stage at that length, or at ``STEP`` where nothing fits.
+        limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
+    """
+
+    split: Split
+    seq_len: int
+    needs: Memory
+    limit: str
+
+
+def shortest(model: ModelShape, split: Split) -> Workload:
+    """What any cut must take: a token for each rank, and micro batches that fill the stages."""
+    return _work(model, split, split.sp * split.tp)
+
+
+def _work(model: ModelShape, split: Split, seq_len: int) -> Workload:
+    return Workload(model, seq_len, 2 * split.pp * split.dp * split.micro_batch)
+
+
+def longest(
+    model: ModelShape, base: Split, cluster: Cluster, budget_bytes: float, workspace_bytes: float
+) -> list[Longest]:
+    """For each way to recompute, without offload and with as much as it takes.
+
+    Activations grow with the sequence and nothing shrinks, so a bisection finds the end.
+
+    Args:
+        base: the degrees; what it says of recomputation and offload does not count.
+        budget_bytes: of one GPU.
+        workspace_bytes: what no formula sees.
+    """
+    found = []
+    for recompute in RECOMPUTE:
+        for offload in (False, True):
+            split = replace(base, recompute=recompute, offload_ratio=0.0, offload_unit="layer")
+            ends = _Ends(model, split, offload, cluster, budget_bytes, workspace_bytes)
+            found.append(ends.find())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The search of one way's end."""
+
+    model: ModelShape
+    split: Split
+    offload: bool
+    cluster: Cluster
+    budget_bytes: float
+    workspace_bytes: float
+
+    def find(self) -> Longest:
+        """Double until it fails, then halve the gap."""
+        good, bad = 0, STEP
+        while bad < _MOST and self._at(bad).limit == "":
+            good, bad = bad, 2 * bad
+        while bad - good > STEP:
+            middle = (good + bad) // 2 // STEP * STEP
+            good, bad = (middle, bad) if self._at(middle).limit == "" else (good, middle)
+        beyond = self._at(bad)
+        return replace(self._at(good) if good else beyond, seq_len=good, limit=beyond.limit)
+
+    def _at(self, seq_len: int) -> Longest:
+        """What a length needs; its limit is "" where it fits."""
+        split, work = self.split, _work(self.model, self.split, seq_len)
+        if self.offload:
+            ratio = offload_needed(work, split, self.budget_bytes, self.workspace_bytes)
+            split = replace(split, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000))
+        needs = memory(work, split, self.workspace_bytes)
+        on_host = needs.offloaded * min(self.cluster.gpus_per_node, split.gpus)
+        limit = impossible(work, split) or ""
+        if needs.total > self.budget_bytes:
+            limit = limit or "GPU memory"
+        elif on_host > _OF_THE_HOST * self.cluster.host_memory_bytes:
+            limit = limit or "host memory"
+        return Longest(split, seq_len, needs, limit)

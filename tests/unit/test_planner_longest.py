@@ -1,0 +1,124 @@
+"""How far each way to keep less goes: up to there it fits, one step further it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ds_usp.planner.__main__ import main
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.longest import STEP, Longest, longest
+from ds_usp.planner.memory import memory
+from ds_usp.planner.models import load_model
+from ds_usp.planner.split import RECOMPUTE, Split, Workload
+
+GIB = 2**30
+H200 = load_cluster("h200")
+CASES = {
+    "one GPU": ("gpt-1.3b", Split()),
+    "ulysses 4": ("gpt-6.7b", Split(ulysses=4, fused_loss=True)),
+    "2 x 2, ZeRO-3": ("llama3-8b", Split(ulysses=2, ring=2, zero=3)),
+    "tp, pp, virtual stages": (
+        "gpt-6.7b",
+        Split(tp=2, ring=2, pp=2, dp=2, layers_per_virtual_stage=4, micro_batch=2),
+    ),
+}
+
+
+def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[Longest]:
+    model, split = CASES[case]
+    cluster = replace(H200, host_memory_bytes=host_gib * GIB)
+    return longest(load_model(model), split, cluster, budget_gib * GIB, GIB)
+
+
+def fits(case: str, end: Longest, seq_len: int, budget_gib: float, host_gib: float) -> bool:
+    """Whether any offload ratio will do, tried one by one."""
+    model, split = CASES[case]
+    work = Workload(load_model(model), seq_len, 2 * split.pp * split.dp * split.micro_batch)
+    ratios = [n / 1000 for n in range(1001)] if end.split.offload_ratio else [0.0]
+    for ratio in ratios:
+        asked = replace(
+            split, recompute=end.split.recompute, offload_ratio=ratio, offload_unit="layer"
+        )
+        needs = memory(work, asked, GIB)
+        on_host = needs.offloaded * min(split.gpus, H200.gpus_per_node)
+        if needs.total <= budget_gib * GIB and on_host <= 0.8 * host_gib * GIB:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("host_gib", [1024.0, 64.0])
+@pytest.mark.parametrize("case", CASES)
+def test_it_fits_to_the_end_and_not_a_step_further(case: str, host_gib: float) -> None:
+    found = ends(case, 135.0, host_gib)
+    assert [(end.split.recompute, end.split.offload_ratio > 0) for end in found] == [
+        (recompute, offload) for recompute in RECOMPUTE for offload in (False, True)
+    ]
+    for end in found:
+        assert end.seq_len and end.seq_len % STEP == 0
+        assert fits(case, end, end.seq_len, 135.0, host_gib)
+        assert not fits(case, end, end.seq_len + STEP, 135.0, host_gib)
+        assert end.needs.total <= 135 * GIB
+        assert end.limit in ("GPU memory", "host memory" if end.split.offload_ratio else "")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_keeps_less_goes_further(case: str) -> None:
+    far = {(end.split.recompute, end.split.offload_ratio > 0): end.seq_len for end in ends(case)}
+    for recompute in RECOMPUTE:
+        assert far[recompute, True] >= far[recompute, False]
+    for offload in (False, True):
+        assert far["none", offload] < far["gemm-last", offload] < far["attention", offload]
+        assert far["attention", offload] < far["full", offload]
+    more = {
+        (end.split.recompute, end.split.offload_ratio > 0): end.seq_len for end in ends(case, 140)
+    }
+    assert all(more[way] > far[way] for way in far if not way[1])
+
+
+def test_where_nothing_fits_the_memory_says_why() -> None:
+    for end in ends("ulysses 4", budget_gib=20.0):
+        assert end.seq_len == 0 and end.limit == "GPU memory" and end.needs.total > 20 * GIB
+
+
+def test_the_command_says_it_in_words_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "longest",
+        "--model",
+        "gpt-6.7b",
+        "--ulysses",
+        "4",
+        "--cluster",
+        "h200",
+        "--fused-loss",
+    ]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 2 * len(RECOMPUTE)
+    for row in rows:
+        assert f"{row['seq_len']:,}" in text and row["limit"] in text
+    best = max(rows, key=lambda row: row["seq_len"])
+    assert text.rstrip().splitlines()[-1].startswith(best["recompute"])
+    assert main([*asked, "--memory-gib", "20"]) == 1
+    assert "none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--ulysses 64", "at least 64 query heads"),
+        ("--ulysses 3 --gpus 4", "--gpus 4 is not a multiple"),
+        ("--memory-gib -1", "--memory-gib -1.0 must be more than 0"),
+        ("--host-memory-gib 0", "--host-memory-gib 0.0 must be more than 0"),
+        ("--zero 2 --pp 2", "ZeRO-2 does not go with a pipeline"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["longest", "--model", "gpt-6.7b", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
