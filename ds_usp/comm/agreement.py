@@ -13,15 +13,12 @@ from typing import NamedTuple, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.board import Board
+from ds_usp.comm.board import MOST_AHEAD, MOST_BYTES, Board
 from ds_usp.comm.gather import all_gather_bytes, byte_tensor
 from ds_usp.errors import MeshError
 
-_TEXT_BYTES = 2048
 # Descriptions may differ from step to step, by the seed of dropout or by documents.
 _MOST_KNOWN = 1024
-# Comparisons under way at a time. One takes milliseconds, and no host should wait for it.
-_MOST_PENDING = 4
 
 
 class Agreement:
@@ -72,7 +69,8 @@ class Agreement:
             Exception: ``error`` itself, on the rank that passed it.
         """
         new = self.group is None or wait or error is not None or text not in self._known
-        self.settle(0 if new else _MOST_PENDING - 1)
+        # One may take milliseconds, and no host should wait for it: several are under way.
+        self.settle(0 if new else MOST_AHEAD - 1)
         said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
         if not new:
             self._pending.append(self._begin(said))
@@ -129,7 +127,7 @@ class Agreement:
             return _OnBoard(self.board, self._said)
         group = cast(dist.ProcessGroup, self.group)  # one process alone never comes here
         mine = byte_tensor(_filled(said), group)
-        everyone = [bytearray(_TEXT_BYTES) for _ in range(group.size())]
+        everyone = [bytearray(MOST_BYTES) for _ in range(group.size())]
         places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
         return _OverGroup(group.allgather([places], [mine]), everyone)
 
@@ -205,12 +203,12 @@ def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
 
 def _filled(text: str) -> bytes:
     """As long for every text."""
-    return _clipped(text).ljust(_TEXT_BYTES, b"\0")
+    return _clipped(text).ljust(MOST_BYTES, b"\0")
 
 
 def _clipped(text: str) -> bytes:
     data = text.encode(errors="replace")
-    if len(data) <= _TEXT_BYTES:
+    if len(data) <= MOST_BYTES:
         return data
     digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
-    return data[: _TEXT_BYTES - len(digest)] + digest
+    return data[: MOST_BYTES - len(digest)] + digest

@@ -25,10 +25,11 @@ except ImportError:  # Windows
 from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.errors import MeshError
 
-_SLOTS = 8  # notes of a rank that are not written over
+MOST_AHEAD = 4  # notes of its own that a rank may write before it has read the others' first
+MOST_BYTES = 2048  # of a note
+_SLOTS = 2 * MOST_AHEAD  # notes of a rank that are not written over
 _HEADER = struct.Struct("<QII")  # number of the note, its length, a checksum
-_MOST_BYTES = 2048
-_NOTE = _HEADER.size + _MOST_BYTES
+_NOTE = _HEADER.size + MOST_BYTES
 _SHARED_MEMORY = Path("/dev/shm")
 _PATH_BYTES = 256
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
@@ -38,8 +39,8 @@ _LOOK_AFTER_S = 1.0  # whether a rank is still there
 class Board:
     """Numbered notes of every rank, of which the last few stay.
 
-    Whoever writes note n has read note ``n - 4`` of every other rank, as has whoever wrote that
-    one: no note is written over that somebody has still to read. A rank that gives up waiting
+    Whoever writes note n has read note ``n - MOST_AHEAD`` of every other rank, as has whoever wrote
+    that one: no note is written over that somebody has still to read. A rank that gives up waiting
     leaves a mark that stays, so that those it waited for do not go on without it.
 
     Args:
@@ -75,7 +76,7 @@ class Board:
         """A rank's note; None: it is not there yet, or not whole."""
         at = self._place(number, rank)
         found, length, checksum = _HEADER.unpack_from(self._memory, at)
-        if found != number or length > _MOST_BYTES:
+        if found != number or length > MOST_BYTES:
             return None
         start = at + _HEADER.size
         data = self._memory[start : start + length]

@@ -112,7 +112,7 @@ def _longest(args: Namespace) -> int:
     cluster = load_cluster(args.cluster)
     if args.host_memory_gib is not None:
         cluster = replace(cluster, host_memory_bytes=args.host_memory_gib * GIB)
-    budget = 0.96 * cluster.memory_bytes if args.memory_gib is None else args.memory_gib * GIB
+    budget = cluster.budget_bytes if args.memory_gib is None else args.memory_gib * GIB
     found = longest(model, split, cluster, budget, _workspace(args, cluster))
     if args.json:
         print(json.dumps([report.longest_json(each) for each in found], indent=2))

@@ -132,6 +132,15 @@ class Cluster:
         """One NIC, each direction."""
         return self.node.uplink_bytes_per_s / max(self.nics, 1)
 
+    @property
+    def budget_bytes(self) -> float:
+        """Of a GPU's memory, what a plan may fill."""
+        return 0.96 * self.memory_bytes
+
+    def hosts_hold(self, bytes_a_gpu: float, gpus: int) -> bool:
+        """Whether the memory of the hosts has room for so much of each of so many GPUs."""
+        return bytes_a_gpu * min(self.gpus_per_node, gpus) <= 0.8 * self.host_memory_bytes
+
     def with_gpus_per_node(self, gpus: int) -> Cluster:
         """The same machine with another number of GPUs in a node; NICs go with the GPUs.
 

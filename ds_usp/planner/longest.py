@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import Memory, memory, offload_needed
+from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
 
 STEP = 1024  # tokens: lengths are multiples of it
 _MOST = 2**30  # tokens; nobody has asked for more
-_OF_THE_HOST = 0.8  # of its memory, as in the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +86,11 @@ class _Ends:
         """What a length needs; its limit is "" where it fits."""
         split, work = self.split, _work(self.model, self.split, seq_len)
         if self.offload:
-            ratio = offload_needed(work, split, self.budget_bytes, self.workspace_bytes)
-            split = replace(split, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000))
+            split, _ = with_offload(work, split, self.budget_bytes, self.workspace_bytes)
         needs = memory(work, split, self.workspace_bytes)
-        on_host = needs.offloaded * min(self.cluster.gpus_per_node, split.gpus)
         limit = impossible(work, split) or ""
         if needs.total > self.budget_bytes:
             limit = limit or "GPU memory"
-        elif on_host > _OF_THE_HOST * self.cluster.host_memory_bytes:
+        elif not self.cluster.hosts_hold(needs.offloaded, split.gpus):
             limit = limit or "host memory"
         return Longest(split, seq_len, needs, limit)

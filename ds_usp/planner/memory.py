@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from ds_usp.planner.formulas import (
@@ -214,3 +215,11 @@ def offload_needed(work: Workload, split: Split, budget_bytes: float, workspace:
             gain = (units - kept) * unit_bytes
             worst = max(worst, over / gain if gain > 0 else 2.0)
     return worst
+
+
+def with_offload(
+    work: Workload, split: Split, budget_bytes: float, workspace: float
+) -> tuple[Split, bool]:
+    """The split with as much offload as it takes, to a thousandth, and whether all fits then."""
+    ratio = offload_needed(work, split, budget_bytes, workspace)
+    return replace(split, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1

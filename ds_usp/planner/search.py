@@ -13,7 +13,7 @@ from ds_usp.geometry.ranks import divisors
 from ds_usp.planner.engines import ENGINES, Engine
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import Memory, memory, offload_needed, states_bytes
+from ds_usp.planner.memory import Memory, memory, states_bytes, with_offload
 from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
 from ds_usp.planner.timing import (
     MicroBatch,
@@ -101,7 +101,7 @@ def search(
             "multiple"
         )
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
-    budget = 0.96 * cluster.memory_bytes if budget_bytes is None else budget_bytes
+    budget = cluster.budget_bytes if budget_bytes is None else budget_bytes
     if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
     given = fixed or {}
@@ -342,13 +342,11 @@ class _Collector:
         found = self._found
         work, workspace = found.work, found.cluster.workspace_bytes
         asked = replace(split, offload_unit="chunk" if split.pp > 2 else "layer")
-        ratio = offload_needed(work, asked, found.budget_bytes, workspace)
-        if ratio > 1 and dull:
+        asked, enough = with_offload(work, asked, found.budget_bytes, workspace)
+        if dull and not enough:
             return None
-        asked = replace(asked, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000))
         then = memory(work, asked, workspace)
-        on_host = then.offloaded * min(found.cluster.gpus_per_node, found.gpus)
-        if ratio <= 1 and on_host > 0.8 * found.cluster.host_memory_bytes:
+        if enough and not found.cluster.hosts_hold(then.offloaded, found.gpus):
             found.refused["offload beyond the host's memory"] += 1
             return None
         return asked, then

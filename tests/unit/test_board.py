@@ -52,7 +52,7 @@ def test_the_longest_note_fills_its_place_only(two: tuple[Board, Board]) -> None
     for number in range(1, 9):
         second.write(number, b"%d" % number)
     for number in range(1, 9):
-        first.write(number, b"x" * boards._MOST_BYTES)
+        first.write(number, b"x" * boards.MOST_BYTES)
     for number in range(1, 9):
         assert first.read(number, 1) == b"%d" % number
-        assert second.read(number, 0) == b"x" * boards._MOST_BYTES
+        assert second.read(number, 0) == b"x" * boards.MOST_BYTES
