@@ -128,7 +128,8 @@ class _Belt:
         call: what is computed.
         order: the parts, in the order in which they are computed.
         send: begins a part's exchange.
-        walk: a part whose tensors have come, its keys and values on their way around the ring.
+        arrival: a part whose exchange ends, its keys and values on their way around the ring.
+        late: what goes home has to wait for what comes around the ring.
     """
 
     def __init__(
@@ -136,10 +137,13 @@ class _Belt:
         call: USPCall,
         order: Sequence[int],
         send: Callable[[int], Trip],
-        walk: Callable[[int, tuple[torch.Tensor, ...]], BlockWalk],
+        arrival: Callable[[int, Trip], _Come],
+        *,
+        late: bool,
     ) -> None:
-        self._order, self._send, self._walk = order, send, walk
+        self._order, self._send, self._arrival = order, send, arrival
         self._waits = call.rings_travel  # for what comes around the ring
+        self._goes_late = late and self._waits
         self._local = call.stays
         self._at = 0
         self._coming: list[Trip] = []
@@ -169,7 +173,7 @@ class _Belt:
             self._go(*late)
         if self._waits and not self._local:
             self._arrive(self._at + 1)
-        while not self._waits and self._home:  # it went home beside this part
+        while not self._goes_late and self._home:  # it went home beside this part
             self._home.pop(0).take()
 
     def leave(self, task: Callable[[], Trip], undo: Callable[[], None] = nothing) -> None:
@@ -179,7 +183,7 @@ class _Belt:
             task: begins the exchange.
             undo: for it, after an error.
         """
-        if self._waits and self._at + 1 < len(self._order):
+        if self._goes_late and self._at + 1 < len(self._order):
             self._late = task, undo
         else:
             self._go(task, undo)
@@ -200,8 +204,8 @@ class _Belt:
 
     def _arrive(self, at: int) -> None:
         if at < len(self._order):
-            tensors = self._coming.pop(0).take()
-            self._here.append(_Come(tensors, self._walk(self._order[at], tensors)))
+            self._here.append(self._arrival(self._order[at], self._coming[0]))
+            self._coming.pop(0)
 
     def _go(self, task: Callable[[], Trip], undo: Callable[[], None]) -> None:
         """Begin the trip home; the one before it must have ended, so that its memory is free."""
@@ -222,9 +226,9 @@ def attend(
     def send(index: int) -> Trip:
         return call.parts[index].qkv.send_to_heads((q, k, v))
 
-    def walk(index: int, mine: tuple[torch.Tensor, ...]) -> BlockWalk:
-        ring = call.rings[index]
-        return BlockWalk(ring, ring.schedule.steps, *mine[1:])
+    def arrive(index: int, trip: Trip) -> _Come:
+        ring, mine = call.rings[index], trip.take()
+        return _Come(mine, BlockWalk(ring, ring.schedule.steps, *mine[1:]))
 
     def leave(part: HeadTraffic, mine: Kept) -> Trip:
         trip = part.out.send_to_sequence((mine.out,), (out,))
@@ -238,7 +242,7 @@ def attend(
     out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    with closing(_Belt(call, range(len(call.parts)), send, walk)) as belt:
+    with closing(_Belt(call, range(len(call.parts)), send, arrive, late=False)) as belt:
         for index, come in belt:
             part = call.scores_of(index, scores, q)
             result = ring_forward(call.rings[index], come.tensors[0], come.walk, part, belt.between)
@@ -268,9 +272,15 @@ def attend_backward(
     def send(index: int) -> Trip:
         return call.parts[index].out.send_to_heads((dout,))
 
-    def walk(index: int, _: tuple[torch.Tensor, ...]) -> BlockWalk:
+    def arrive(index: int, trip: Trip) -> _Come:
+        """Its keys and values are here: they set out while the gradients of its outputs come."""
         ring = call.rings[index]
-        return BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
+        walk = BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
+        try:
+            return _Come(trip.take(), walk)
+        except BaseException:
+            walk.close()
+            raise
 
     def leave(part: HeadTraffic, mine: RingGradients) -> Trip:
         return part.qkv.send_to_sequence(mine.sums(), grads)
@@ -279,7 +289,7 @@ def attend_backward(
     grads: tuple[torch.Tensor, ...] = ()
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
-    with closing(_Belt(call, range(len(call.parts))[::-1], send, walk)) as belt:
+    with closing(_Belt(call, range(len(call.parts))[::-1], send, arrive, late=True)) as belt:
         for index, come in belt:
             part = call.scores_of(index, scores, dout)
             mine = ring_backward(

@@ -165,7 +165,7 @@ def _schedules(
     )
     return [
         replace(plan(place=there), backward_steps=plan(place=back).backward_steps)
-        for there, back in zip(cut.places, cut.places[::-1], strict=True)
+        for there, back in cut.places
     ]
 
 

@@ -87,11 +87,11 @@ class BlockWalk:
         if not (travelling or schedule.windows):
             return
         near = call.mesh.channel("ring_kv", call.copies)
-        self._near = Arrivals(near, travelling, schedule.ring_rank, k, v)
+        self._near = Arrivals(near, travelling, k, v)
         packed = packed_copy(near, k, v, schedule.packed)
         if schedule.windows:
             far = call.mesh.channel("ring_kv_outer")
-            self._far = Arrivals(far, schedule.windows, schedule.ring_rank, k, v)
+            self._far = Arrivals(far, schedule.windows, k, v)
             self._far.begin(schedule.windows, packed)
         self._near.begin([step for step in travelling if not step.window], packed)
 

@@ -31,14 +31,9 @@ class Arrivals:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        travels: Sequence[Travel],
-        rank: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        self, channel: Channel, travels: Sequence[Travel], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._channel, self._rank = channel, rank
+        self._channel = channel
         sizes = [max((each.columns for each in travels[i::2]), default=0) for i in range(2)]
         self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes if travels]
         self._waiting: deque[Travel] = deque()
@@ -68,12 +63,10 @@ class Arrivals:
         self._buffers.reverse()
         self._coming = self._buffers[1][: travel.columns]
         token = self._packed.stride(0)  # it is dense
-        arriving = []
-        for piece, place in _split(self._coming, travel.comes):
-            if piece.rank == self._rank:
-                place.copy_(self._packed[piece.start : piece.stop])
-            else:
-                arriving.append((piece.rank, place, piece.start * token, 0))
+        arriving = [
+            (piece.rank, place, piece.start * token, 0)
+            for piece, place in _split(self._coming, travel.comes)
+        ]
         leaving = [(piece.rank, piece.start, piece.stop) for piece in travel.gives]
         self._channel.post(self._packed, leaving, arriving)
 
@@ -157,7 +150,7 @@ class WayHome:
 _NOTHING = torch.empty(0, 0, 0, 0)
 _NOWHERE = RingChannel(None, CommLedger(), "nothing")
 # Of a ring of one, or for a rank that nothing comes to.
-NO_ARRIVALS = Arrivals(_NOWHERE, (), 0, _NOTHING, _NOTHING)
+NO_ARRIVALS = Arrivals(_NOWHERE, (), _NOTHING, _NOTHING)
 NO_WAY_HOME = WayHome(_NOWHERE, (), 0, torch.float32, _NOTHING, _NOTHING)
 
 # Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is

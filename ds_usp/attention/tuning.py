@@ -13,8 +13,15 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads, visible_pairs
-from ds_usp.geometry.schedule import Place
+from ds_usp.geometry.parts import (
+    Places,
+    comes_at_once,
+    inner_ring,
+    is_brief,
+    parts_of_heads,
+    places,
+    visible_pairs,
+)
 from ds_usp.geometry.windows import checked_inner_ring
 
 
@@ -86,12 +93,11 @@ class Tuning:
         batch, _, heads, dim = q.shape
         keys = keys or layout.seq_len
         alone = q.device.type == "cpu" or layout.degree == 1
+        flop = 4 * batch * heads * dim * visible_pairs(mask, layout.seq_len, keys) / layout.degree
         chunks = 1
         if self.chunks != "auto":
             chunks = self.chunks
         elif not alone:
-            pairs = visible_pairs(mask, layout.seq_len, keys)
-            flop = 4 * batch * heads * dim * pairs / layout.degree
             chunks = parts_of_heads(flop, most, split.ulysses)
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
         inner = self._inner(layout.ring, mesh, keys * token // chunks)
@@ -101,7 +107,9 @@ class Tuning:
             size = keys * token * window // layout.ring
             gather = not alone and comes_at_once(size, chunks, window)
         copies = self._copies(q, mesh, inner)
-        return Cut(chunks, gather and layout.ring > 1, copies, inner)
+        sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
+        found = places([end - begin for begin, end in sizes], brief=not alone and is_brief(flop))
+        return Cut(chunks, gather and layout.ring > 1, copies, inner, found)
 
     def _inner(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
         """Ranks of an inner ring; None where blocks go straight to their users."""
@@ -133,18 +141,14 @@ class Cut(NamedTuple):
 
     Attributes:
         inner: ranks of an inner ring; None where blocks go straight to their users.
+        places: each part's place among them, forward and backward.
     """
 
     chunks: int
     gather: bool
     copies: bool
     inner: int | None = None
-
-    @property
-    def places(self) -> list[Place]:
-        """Each part's place among them."""
-        later: list[Place] = ["later"] * (self.chunks - 1)
-        return ["first", *later] if later else ["alone"]
+    places: Places = (("alone", "alone"),)
 
     def __str__(self) -> str:
         how = "gathered" if self.gather else "block by block"

@@ -146,7 +146,8 @@ class CopyEngine:
         """Tell the users that their parts are packed, and pull one's own.
 
         A rank that says that it has packed for one exchange has pulled all of those before it. Who
-        has pulled and packs nothing for the same rank now says it apart.
+        has pulled and packs nothing for the same rank now says it apart. What comes from this
+        rank's own room is copied beside the rest, and nothing said.
 
         Args:
             slot: where this rank has packed.
@@ -165,7 +166,7 @@ class CopyEngine:
         self._last = current
         self._exchange += 1
         number, word, mine = self._exchange, self._words.address, self.rank
-        sources = list(dict.fromkeys([source for source, *_ in arriving]))
+        sources = [each for each in dict.fromkeys([rank for rank, *_ in arriving]) if each != mine]
         writes = [(word(user, mine), number) for user in users]
         writes += [
             (word(source, self._world + mine), number - 1)

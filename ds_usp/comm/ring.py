@@ -91,6 +91,7 @@ class RingChannel:
 
     def __init__(self, group: dist.ProcessGroup | None, ledger: CommLedger, kind: str) -> None:
         self._group = group
+        self._rank = -1 if group is None else group.rank()
         self._ledger = ledger
         self._kind = kind
         self._works: list[dist.Work] = []
@@ -113,7 +114,7 @@ class RingChannel:
                 the last).
             arriving: (rank of the group, dense tensor that it fills, where in that rank's room
                 the parcel starts, in elements, and 0). Two ranks name the parcels between them in
-                the same order.
+                the same order. What this rank has packed itself is copied.
 
         Raises:
             MeshError: the exchange before has not been taken, or there is no one to send to.
@@ -122,7 +123,10 @@ class RingChannel:
             why = "before the last one was taken" if self.busy else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
         parcels = [(to, packed[start:stop]) for to, start, stop in leaving]
-        places = [(source, x) for source, x, _, _ in arriving]
+        places = [(source, x) for source, x, _, _ in arriving if source != self._rank]
+        for source, x, at, _ in arriving:
+            if source == self._rank:
+                x.copy_(packed.view(-1)[at : at + x.numel()].view(x.shape))
         self._works = _exchange(self._group, parcels, places) if parcels or places else []
         self._leaving = [x for _, x in parcels]
         self.busy = True

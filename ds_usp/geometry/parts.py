@@ -3,9 +3,11 @@ passed on inside a node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.schedule import Place
 from ds_usp.geometry.tiles import Tile
 
 # A part should keep a GPU busy for some milliseconds: each costs the host a millisecond or two, and
@@ -13,8 +15,13 @@ from ds_usp.geometry.tiles import Tile
 # GPUs need less beside the tensors than one exchange of all heads takes. Of a ring alone the own
 # block hides what comes. As 4 H200 have it at 32K and 128K tokens.
 _FLOP, _RING_FLOP, _MOST_PARTS = 1.1e12, 3e12, 16
+# Below it a pass takes a GPU less time than the host needs for it, 1 to 2 ms on 4 H200: what counts
+# is the number of calls.
+_BRIEF_FLOP = 0.4e12
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
+
+Places = tuple[tuple[Place, Place], ...]
 
 # A block is passed on inside a node, after one message across the network, where that message takes
 # longer than its latency: 1 MiB on a NIC of 400 Gbit/s is 20 us. Reckoned, not measured.
@@ -31,6 +38,35 @@ def parts_of_heads(flop: float, most: int, ulysses: int) -> int:
     """
     each = _RING_FLOP if ulysses == 1 else _FLOP
     return max(1, min(most, _MOST_PARTS, round(flop / each)))
+
+
+def is_brief(flop: float) -> bool:
+    """Whether the host, not a GPU, decides how long a call of one part takes.
+
+    Args:
+        flop: of forward attention on one rank.
+    """
+    return flop < _BRIEF_FLOP
+
+
+def places(sizes: Sequence[int], *, brief: bool = False) -> Places:
+    """Each part's place, forward and, where they come from the last to the first, backward.
+
+    A part hides the arrival of the next one if it is as large. Backward nothing comes after the
+    first part that would hide its gradients' way home.
+
+    Args:
+        sizes: heads of the parts.
+        brief: a single part is computed at once, with little to hide behind.
+    """
+    if len(sizes) == 1:
+        return (("later", "later"),) if brief else (("alone", "alone"),)
+    found: list[tuple[Place, Place]] = []
+    for at, size in enumerate(sizes):
+        there: Place = "later" if at and sizes[at - 1] >= size else "first"
+        back: Place = "later" if sizes[at + 1 :] and sizes[at + 1] >= size else "first"
+        found.append((there, back if at else "last"))
+    return tuple(found)
 
 
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:

@@ -15,7 +15,7 @@ from ds_usp.geometry.tiles import ANY_BAND, TileSupport, plan_tiles
 from ds_usp.geometry.visible import Runs, least_gap, united
 from ds_usp.geometry.windows import Piece, Rings, Window
 
-Place = Literal["alone", "first", "later"]
+Place = Literal["alone", "first", "later", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def ring_schedule(
             gradients; and of gathered blocks one comes first, which hides the others' arrival.
             ``"first"``: only the own block hides the arrival. ``"later"``: the part before hides
             it, so the own block is computed together with gathered ones where that takes fewer
-            kernel calls: they are larger, and there are fewer sums.
+            kernel calls: they are larger, and there are fewer sums. ``"last"``: backward the
+            part before hides the arrival, but only the own block the way home: it ends the part.
         kv_layout: where the keys are, if they are of another sequence than the queries.
         inner: ring ranks of a node: a double ring, whose blocks cross the network once for all of
             them (see :mod:`ds_usp.geometry.windows`). None: all blocks go straight to their users.
@@ -180,6 +181,8 @@ def ring_schedule(
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *near, *far, last)
+    if place == "last" and not far:
+        backward = (*near, own)
     if gather and place == "later" and near and near[0].takes:
         whole = _step(rings, ring_rank, [*useful, 0], support)
         if len(whole.calls) < len(own.calls) + len(near[0].calls):

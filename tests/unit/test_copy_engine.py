@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -149,12 +150,12 @@ class FakeChannel:
 
     def post(self, pairs: set[tuple[int, int]], *cell: Any) -> None:
         index = self.slot.index
-        sources = sorted(a for a, b in pairs if b == self.rank)
+        sources = sorted(a for a, b in pairs if b == self.rank)  # some take what is their own too
         self.places = [
             Place((self.rank, *cell, source), (*self.name, source)) for source in sources
         ]
         pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
-        users = sorted(b for a, b in pairs if a == self.rank)
+        users = sorted(b for a, b in pairs if a == self.rank != b)
         self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
         if self.engine.kind == "all_to_all":  # type: ignore[attr-defined]
             # What is this rank's own is read on the stream that packed it.
@@ -171,9 +172,11 @@ class FakeChannel:
             self.world.current.operations.append(("read", place))
 
 
-def some(world: World, draw: random.Random, share: float) -> set[tuple[int, int]]:
-    """Pairs of ranks, the first of which gives something to the second."""
-    pairs = ((a, b) for a in range(world.ranks) for b in range(world.ranks) if a != b)
+def some(
+    world: World, draw: random.Random, share: float, *, own: bool = False
+) -> set[tuple[int, int]]:
+    """Pairs of ranks, the first of which gives something to the second; perhaps to itself."""
+    pairs = ((a, b) for a in range(world.ranks) for b in range(world.ranks) if own or a != b)
     return {pair for pair in pairs if draw.random() < share}
 
 
@@ -189,9 +192,11 @@ class Call:
         self.with_lse = draw.random() < 0.3
         # Ulysses and a ring, Ulysses alone, a ring alone.
         self.rings_travel, self.stays = draw.choice([(True, False), (False, False), (True, True)])
+        self.backward = draw.random() < 0.5
 
     def run(self, parts: int, steps: int) -> None:
-        with contextlib.closing(_Belt(self, range(parts), self.send, self.walk)) as belt:  # type: ignore[arg-type]
+        made = _Belt(self, range(parts), self.send, self.arrive, late=self.backward)  # type: ignore[arg-type]
+        with contextlib.closing(made) as belt:
             for part, come in belt:
                 grads = self.compute(part, come.walk, belt, steps if self.rings_travel else 0)  # type: ignore[arg-type]
                 belt.leave(partial(self.leave, part, grads))
@@ -209,7 +214,16 @@ class Call:
     def send(self, part: int) -> Trip:
         return self.trip("come", part)
 
-    def walk(self, part: int, _: object) -> Any:
+    def arrive(self, part: int, trip: Trip) -> Any:
+        if self.backward:  # keys are there already, and travel first
+            walk = self.walk(part)
+            trip.take()
+        else:
+            trip.take()
+            walk = self.walk(part)
+        return SimpleNamespace(walk=walk)
+
+    def walk(self, part: int) -> Any:
         if self.rings_travel:
             keys = self.channel("ring_kv", "keys", part)
             self.post(keys, "keys", part, 0)
@@ -224,10 +238,12 @@ class Call:
             keys.take()
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
+            if not self.backward:
+                continue
             if step:
                 grads.take()
             self.post(grads.room("grads", part, step, self.name), "grads", part)
-        return grads if steps else None
+        return grads if steps and self.backward else None
 
     def leave(self, part: int, grads: FakeChannel | None) -> Trip:
         if grads is not None:
@@ -239,7 +255,8 @@ class Call:
         return trip
 
     def post(self, channel: FakeChannel, *cell: Any) -> None:
-        channel.post(some(self.world, self.draw, self.share), self.name, *cell)
+        own = channel.engine.kind == "ring_kv"  # type: ignore[attr-defined]
+        channel.post(some(self.world, self.draw, self.share, own=own), self.name, *cell)
 
 
 def advance(world: World, draw: random.Random) -> tuple[int, bool]:

@@ -114,8 +114,9 @@ def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring(seed: int
 
 
 def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Place) -> None:
-    """The own block comes first, where it stands; backward and alone, its rows in two halves around
-    the others. Later than another part it may come with the others', the last of them."""
+    """The own block comes first, where it stands; backward it comes last in the last part, and
+    alone, its rows in two halves around the others. Later than another part it may come with the
+    others', the last of them."""
     for rank, plan in enumerate(plans):
         assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
         first, *others = plan.steps
@@ -126,6 +127,9 @@ def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Plac
             assert first.takes[-1] == (rank, 0, length) and len(first.takes) > 1
             continue
         assert all(piece.rank != rank for step in others for piece in step.takes)
+        if place == "last":
+            assert plan.backward_steps == (*others, first)
+            continue
         early, *middle = plan.backward_steps
         late = [middle.pop()] if others and place == "alone" else []
         assert middle == others

@@ -14,7 +14,7 @@ from cases import ALL_LAYOUTS
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, Cut
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.parts import visible_pairs
+from ds_usp.geometry.parts import places, visible_pairs
 
 K = 1024
 CAUSAL = MaskSpec.causal()
@@ -83,7 +83,7 @@ def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> 
     real = torch.empty(1, seq_len // ring, 32, 1)
     layout = TokenLayout("zigzag", seq_len, 1, ring)
     cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
-    assert cut == (1, False, False, None)
+    assert cut == (1, False, False, None, (("alone", "alone"),))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -109,6 +109,40 @@ def test_long_sequences_have_more_parts(ulysses: int, ring: int) -> None:
     for kv_heads in (1, 2, 4, 8):
         most = max(kv_heads // ulysses, 1)
         assert resolved(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)[0] == most
+
+
+# Heads of the parts, and each one's place forward and backward.
+PLACES = [
+    ([4], [("alone", "alone")]),
+    ([1, 1], [("first", "last"), ("later", "first")]),
+    ([2, 6], [("first", "last"), ("first", "first")]),
+    ([1, 6, 1], [("first", "last"), ("first", "first"), ("later", "first")]),
+    (
+        [1, 3, 3, 1],
+        [("first", "last"), ("first", "later"), ("later", "first"), ("later", "first")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "found"), PLACES, ids=str)
+def test_a_part_hides_the_next_one_if_it_is_as_large(
+    sizes: list[int], found: list[tuple[str, str]]
+) -> None:
+    assert list(places(sizes)) == found
+    assert places(sizes, brief=True) == ((("later", "later"),) if len(sizes) == 1 else tuple(found))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "place"), [(2 * K, "later"), (8 * K, "later"), (32 * K, "alone")]
+)
+def test_little_work_takes_few_kernel_calls(seq_len: int, place: str) -> None:
+    def cut(device: str) -> Cut:
+        layout = TokenLayout("zigzag", seq_len, 1, 4)
+        q = tensor(seq_len // 4, 32, device)
+        return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh_of(1, 4), CAUSAL)
+
+    assert cut("cuda").places == ((place, place),)
+    assert cut("cpu").places == (("alone", "alone"),)
 
 
 def test_less_work_has_fewer_parts() -> None:
