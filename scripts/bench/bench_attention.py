@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --errors --out errors.csv
 
 Contenders of one shape run interleaved, round after round, so that a drifting clock meets all of
-them; a number is the median over rounds of the slowest rank. In a round each runs a few steps in a
-row, as the layers of a model do, and their mean counts. FLOPs count the causal half,
+them; a number is the median over rounds of the slowest rank. In a round each first runs for
+--settle seconds, so that the GPU has the clock of this one and not of the one before, then a few
+steps in a row, as the layers of a model do, and their mean counts. FLOPs count the causal half,
 forward + backward 3.5 x the forward.
 
 With --errors nothing is timed: the error of every split against fp64, in units of the error that
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 import truth
 from contenders import KERNELS, PEERS, Shape, all_contenders, all_meshes
-from session import Session, Table, flags
+from session import Session, Table, flags, race_flags, settling
 
 import ds_usp
 
@@ -54,7 +55,7 @@ def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) ->
             if step is not None:
                 steps[contender.label] = step
                 extra[contender.label] = contender.extra_gib(session, step)
-        medians = session.medians(steps, args.rounds, args.in_a_row)
+        medians = session.medians(steps, args.rounds, args.in_a_row, settling(args))
         tflop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
         for name, seconds in medians.items():
             rate = tflop / session.world / seconds
@@ -121,8 +122,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
+    race_flags(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
     parser.add_argument("--errors", action="store_true", help="check instead of measure")
     args = parser.parse_args()

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from contenders import KERNELS, PEERS, Attend, Contender, Shape, all_meshes
-from session import Session, Table, flags
+from session import Session, Table, flags, race_flags, settling
 
 import ds_usp
 
@@ -119,7 +119,7 @@ def race(
         if step is not None:
             steps[contender.label] = step
             extra[contender.label] = contender.extra_gib(session, step)
-    medians = session.medians(steps, args.rounds, args.in_a_row)
+    medians = session.medians(steps, args.rounds, args.in_a_row, settling(args))
     for name, seconds in medians.items():
         rate = work / session.world / seconds
         share = medians.get(f"one GPU, {name.split(', ')[-1]}", float("nan")) / seconds
@@ -222,8 +222,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=4096, help="tokens to the left")
     parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: yunchang, torch")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
+    race_flags(parser)
     args = parser.parse_args()
     args.kernels = args.kernels or KERNELS[args.device]
     if args.peers is None:

@@ -6,10 +6,12 @@ A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -256,6 +258,17 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
         yield Contender(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
 
 
+@lru_cache(maxsize=1)
+def load_cudnn() -> None:
+    """The libraries of torch's cuDNN. Of those that torch has not loaded yet TransformerEngine
+    would take the system's, which may be of another version."""
+    import nvidia.cudnn
+
+    folder = Path(nvidia.cudnn.__path__[0]) / "lib"
+    for name in ("graph", "ops", "cnn", "adv"):  # each needs the ones before it
+        ctypes.CDLL(str(folder / f"libcudnn_{name}.so.9"), mode=ctypes.RTLD_GLOBAL)
+
+
 def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
     """TransformerEngine's DotProductAttention under context parallelism, on cuDNN."""
     world = dist.get_world_size()
@@ -264,6 +277,7 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
     for kind in kinds:
 
         def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, int]:
+            load_cudnn()
             from transformer_engine.pytorch import DotProductAttention
 
             attention = DotProductAttention(

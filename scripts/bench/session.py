@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import os
 import statistics
 import sys
@@ -96,11 +97,21 @@ class Session:
         spent = (_gpu_seconds if self.on_gpu else _host_seconds)(step, repeats)
         return self.reduced([spent / repeats], dist.ReduceOp.MAX)[0]
 
-    def medians(self, steps: Mapping[str, Step], rounds: int, repeats: int = 1) -> dict[str, float]:
-        """Median seconds of each step; they run interleaved, so a drifting clock meets all."""
+    def medians(
+        self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, settle_s: float = 0.0
+    ) -> dict[str, float]:
+        """Median seconds of each step; they run interleaved, so a drifting clock meets all.
+
+        Args:
+            settle_s: so long each runs, every time, before it is measured. A GPU at the limit of
+                its power has, for a while, the clock that fits what ran before.
+        """
         found: dict[str, list[float]] = {name: [] for name in steps}
+        once = {name: self.seconds(step) for name, step in steps.items()} if settle_s else {}
         for _ in range(rounds):
             for name, step in steps.items():
+                for _ in range(math.ceil(settle_s / once[name]) if settle_s else 0):
+                    step()
                 found[name].append(self.seconds(step, repeats))
         return {name: statistics.median(each) for name, each in found.items()}
 
@@ -160,6 +171,21 @@ def command(argv: Sequence[str], world: int, environment: Mapping[str, str]) -> 
     flags = [_file_name(flag) for flag in argv[1:]]
     script = f"scripts/bench/{Path(argv[0]).name}"
     return " ".join([*settings, f"torchrun --nproc-per-node {world}", script, *flags])
+
+
+def settling(args: argparse.Namespace) -> float:
+    """Seconds for which a step runs before it is measured; none on CPUs, unless asked for."""
+    found: float | None = args.settle
+    return (0.3 if args.device == "cuda" else 0.0) if found is None else found
+
+
+def race_flags(parser: argparse.ArgumentParser) -> None:
+    """How contenders of a race are timed."""
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
+    parser.add_argument(
+        "--settle", type=float, help="seconds that each runs before it is measured: 0.3 on GPUs"
+    )
 
 
 def flags(description: str | None) -> argparse.ArgumentParser:
