@@ -76,7 +76,7 @@ def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, in
 def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
     """This package on 4 H200, with the seconds of attention forward and backward."""
     found = []
-    for row in rows("attention_one_ahead_4xh200_2026-11-20.csv", RESULTS):
+    for row in rows("attention_peers_4xh200_2026-11-22.csv", RESULTS):
         name, _, used = row["contender"].rpartition(", ")
         if not name.startswith("ds_usp") or used != kernel:
             continue
