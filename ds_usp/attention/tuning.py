@@ -93,12 +93,13 @@ class Tuning:
         batch, _, heads, dim = q.shape
         keys = keys or layout.seq_len
         alone = q.device.type == "cpu" or layout.degree == 1
-        flop = 4 * batch * heads * dim * visible_pairs(mask, layout.seq_len, keys) / layout.degree
-        chunks = 1
+        flop, chunks = 0.0, 1
+        if not alone:
+            pairs = visible_pairs(mask, layout.seq_len, keys)
+            flop = 4 * batch * heads * dim * pairs / layout.degree
+            chunks = parts_of_heads(flop, most, split.ulysses)
         if self.chunks != "auto":
             chunks = self.chunks
-        elif not alone:
-            chunks = parts_of_heads(flop, most, split.ulysses)
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
         inner = self._inner(layout.ring, mesh, keys * token // chunks)
         gather = self.gather
@@ -108,7 +109,7 @@ class Tuning:
             gather = not alone and comes_at_once(size, chunks, window)
         copies = self._copies(q, mesh, inner)
         sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
-        found = places([end - begin for begin, end in sizes], brief=not alone and is_brief(flop))
+        found = places([end - begin for begin, end in sizes], brief=copies and is_brief(flop))
         return Cut(chunks, gather and layout.ring > 1, copies, inner, found)
 
     def _inner(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:

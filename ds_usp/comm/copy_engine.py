@@ -25,6 +25,9 @@ from ds_usp.comm.ring import Arrivals, Parcels, Room
 from ds_usp.comm.streams import current_stream
 from ds_usp.errors import MeshError
 
+# (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row to row there or 0 if
+# all lies together).
+Pulls = Sequence[tuple[int, int, int, torch.Tensor, int]]
 _ALIGN = 512
 _MOST_ROOMS = 256
 
@@ -75,7 +78,6 @@ class CopyEngine:
         self._next, self._posted = 0, False
         # Exchanges and their ends. When one has ended, all have pulled what was told of before it.
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._last: torch.cuda.Stream | None = None  # on which the last exchange was begun
         self._users: Sequence[int] = ()
         self._sources: Sequence[int] = ()
 
@@ -141,29 +143,24 @@ class CopyEngine:
         self,
         slot: _Slot,
         users: Sequence[int],
-        arriving: Sequence[tuple[int, int, int, torch.Tensor, int]],
+        arriving: Pulls,
     ) -> torch.cuda.Event:
         """Tell the users that their parts are packed, and pull one's own.
 
         A rank that says that it has packed for one exchange has pulled all of those before it. Who
         has pulled and packs nothing for the same rank now says it apart. What comes from this
-        rank's own room is copied beside the rest, and nothing said.
+        rank's own room is copied first, and nothing said.
 
         Args:
             slot: where this rank has packed.
             users: ranks that pull from it.
-            arriving: (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row
-                to row there or 0 if all lies together).
+            arriving: what is pulled.
 
         Returns:
             When everything has come.
         """
-        stream, current = self._stream, current_stream(self._device)
-        stream.wait_stream(current)
-        if self._last is not None and self._last is not current:
-            # It may still read what it packed itself: the end of this exchange comes after that.
-            stream.wait_stream(self._last)
-        self._last = current
+        stream = self._stream
+        stream.wait_stream(current_stream(self._device))
         self._exchange += 1
         number, word, mine = self._exchange, self._words.address, self.rank
         sources = [each for each in dict.fromkeys([rank for rank, *_ in arriving]) if each != mine]
@@ -181,9 +178,14 @@ class CopyEngine:
         ]
         self._users, self._sources = users, sources
         raw = stream.cuda_stream
-        tell(raw, writes, waits)
-        for source, index, offset, place, pitch in arriving:
-            self._pull(raw, source, self._slots[index].start + offset, place, pitch)
+        own = [pull for pull in arriving if pull[0] == mine]
+        if own:  # there already: copied while the others pack
+            tell(raw, writes, [])
+            self._pull_all(raw, own)
+            tell(raw, [], waits)
+        else:
+            tell(raw, writes, waits)
+        self._pull_all(raw, [pull for pull in arriving if pull[0] != mine])
         end = stream.record_event()
         self._ends.append((number, end))
         slot.last, self._posted = number, True
@@ -192,6 +194,10 @@ class CopyEngine:
     def wait_for(self, end: torch.cuda.Event) -> None:
         """Let the current stream wait for an exchange."""
         current_stream(self._device).wait_event(end)
+
+    def _pull_all(self, stream: int, pulls: Pulls) -> None:
+        for source, index, offset, place, pitch in pulls:
+            self._pull(stream, source, self._slots[index].start + offset, place, pitch)
 
     def _pull(self, stream: int, source: int, start: int, place: torch.Tensor, pitch: int) -> None:
         if self._memory is None:

@@ -15,8 +15,8 @@ from ds_usp.geometry.tiles import Tile
 # GPUs need less beside the tensors than one exchange of all heads takes. Of a ring alone the own
 # block hides what comes. As 4 H200 have it at 32K and 128K tokens.
 _FLOP, _RING_FLOP, _MOST_PARTS = 1.1e12, 3e12, 16
-# Below it a pass takes a GPU less time than the host needs for it, 1 to 2 ms on 4 H200: what counts
-# is the number of calls.
+# Below it a pass takes a GPU less time than the host needs for it, 1 to 2 ms on 4 H200 with copy
+# engines: what counts is the number of calls.
 _BRIEF_FLOP = 0.4e12
 # Keys and values that may be gathered at once whatever the number of parts.
 _GATHER_BYTES = 512 * 2**20
@@ -52,19 +52,20 @@ def is_brief(flop: float) -> bool:
 def places(sizes: Sequence[int], *, brief: bool = False) -> Places:
     """Each part's place, forward and, where they come from the last to the first, backward.
 
-    A part hides the arrival of the next one if it is as large. Backward nothing comes after the
-    first part that would hide its gradients' way home.
+    A part hides the arrival of the next one if it is about as large. Backward nothing comes after
+    the first part that would hide its gradients' way home.
 
     Args:
-        sizes: heads of the parts.
+        sizes: key/value heads of the parts, of the first Ulysses rank; others' may differ by one.
         brief: a single part is computed at once, with little to hide behind.
     """
     if len(sizes) == 1:
         return (("later", "later"),) if brief else (("alone", "alone"),)
     found: list[tuple[Place, Place]] = []
     for at, size in enumerate(sizes):
-        there: Place = "later" if at and sizes[at - 1] >= size else "first"
-        back: Place = "later" if sizes[at + 1 :] and sizes[at + 1] >= size else "first"
+        before, after = (sizes[i] if 0 <= i < len(sizes) else 0 for i in (at - 1, at + 1))
+        there: Place = "later" if 4 * before >= 3 * size else "first"
+        back: Place = "later" if 4 * after >= 3 * size else "first"
         found.append((there, back if at else "last"))
     return tuple(found)
 

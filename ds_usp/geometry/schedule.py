@@ -71,7 +71,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one ring rank. Every rank of the ring has as many.
+    """All steps of one ring rank. Every rank of the ring has as many in which keys travel.
 
     Args:
         steps: forward.
@@ -155,7 +155,8 @@ def ring_schedule(
             ``"first"``: only the own block hides the arrival. ``"later"``: the part before hides
             it, so the own block is computed together with gathered ones where that takes fewer
             kernel calls: they are larger, and there are fewer sums. ``"last"``: backward the
-            part before hides the arrival, but only the own block the way home: it ends the part.
+            part before hides the arrival, but only the own block the way home: it ends the part,
+            except in a double ring.
         kv_layout: where the keys are, if they are of another sequence than the queries.
         inner: ring ranks of a node: a double ring, whose blocks cross the network once for all of
             them (see :mod:`ds_usp.geometry.windows`). None: all blocks go straight to their users.

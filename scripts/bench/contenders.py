@@ -262,7 +262,10 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
 def load_cudnn() -> None:
     """The libraries of torch's cuDNN. Of those that torch has not loaded yet TransformerEngine
     would take the system's, which may be of another version."""
-    import nvidia.cudnn
+    try:
+        import nvidia.cudnn
+    except ImportError:  # torch was not installed with the package of it
+        return
 
     folder = Path(nvidia.cudnn.__path__[0]) / "lib"
     for name in ("graph", "ops", "cnn", "adv"):  # each needs the ones before it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from cases import ALL_LAYOUTS, ALL_ORDERS, HEADS, RESULTS, Case, dense_errors, m
 from harness import RankContext, WorkerPool
 
 import ds_usp
+from ds_usp.attention import tuning
 from ds_usp.attention.plan import plan_call
 from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.parts import places
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -124,6 +127,36 @@ def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str)
         )
     ]
     check(pool, cases, 1, ring)
+
+
+def run_brief(ctx: RankContext, cases: list[Case], ulysses_degree: int) -> list[dict[str, float]]:
+    """:func:`cases.run_cases` as on GPUs where the host would be slower than they are."""
+    mesh = mesh_of(ulysses_degree)
+    mesh.plans.clear()
+    with mock.patch.object(tuning, "places", lambda sizes, brief: places(sizes, brief=True)):
+        results = run_cases(ctx, cases, ulysses_degree)
+    mesh.plans.clear()
+    return results
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (1, 4), (2, 2)])
+def test_a_brief_call_is_computed_with_all_that_comes(
+    pool: WorkerPool, ulysses: int, ring: int, layout: str
+) -> None:
+    cases = [
+        Case(layout=layout, seq_len=seq_len, mask=mask, kernel=kernel, tuning=tuned)
+        for seq_len, mask, kernel, tuned in product(
+            (64, 67),
+            ("causal", "window both sides"),
+            ("sdpa", "eager"),
+            (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
+        )
+    ]
+    results = pool.run(run_brief, ulysses * ring, cases=cases, ulysses_degree=ulysses)
+    for case, *by_rank in zip(cases, *results, strict=True):
+        worst = max(max(errors.values()) for errors in by_rank)
+        assert worst <= TOLERANCE[case.dtype], f"{case}: {worst}"
 
 
 def mean_errors(

@@ -96,6 +96,7 @@ CASES = [
     Case(kernel="eager", dtype=torch.float64),
     Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
     Case(seq_len=67, tuning=Tuning(2, True)),
+    Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),  # own rows among others'
     Case(heads=6, kv_heads=2, seq_len=67),
     Case(kv_heads=1, kernel="eager", dtype=torch.bfloat16, head_dim=1),
 ]

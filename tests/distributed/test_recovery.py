@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,6 +13,8 @@ from cases import Case, attend, mesh_of, run_case
 from harness import RankContext, WorkerPool
 
 from ds_usp import Tuning
+from ds_usp.attention import functional, pipeline
+from ds_usp.comm.even_exchange import Trip
 from ds_usp.kernels.sdpa import SdpaKernel
 
 WORLD = 4
@@ -34,6 +37,51 @@ def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: 
     with mock.patch.object(SdpaKernel, method, failing):
         attend(mesh_of(ulysses), case)
     return calls
+
+
+def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
+    """``Trip.take`` that raises the ``stop``-th time in a backward pass, when all has come."""
+    intact, taken = Trip.take, 0
+
+    def failing(self: Trip) -> tuple[torch.Tensor, ...]:
+        nonlocal taken
+        result = intact(self)
+        if began():
+            taken += 1
+            if taken == stop:
+                raise RuntimeError(WORDS)
+        return result
+
+    return mock.patch.object(Trip, "take", failing)
+
+
+def trip_interrupted(ctx: RankContext, ulysses: int, stop: int) -> tuple[str, float]:
+    """As :func:`interrupted`, where an exchange ends."""
+    case = Case(batch=1, kernel="eager", tuning=Tuning(2, True))
+    real, backward, said = pipeline.attend_backward, False, ""
+
+    def begin(*args: Any, **more: Any) -> Any:
+        nonlocal backward
+        backward = True
+        return real(*args, **more)
+
+    begins = mock.patch.object(functional, "attend_backward", begin)
+    try:
+        with begins, breaking_trips(stop, lambda: backward):
+            attend(mesh_of(ulysses), case)
+    except RuntimeError as error:
+        said = str(error)
+    return said, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_what_fails_as_it_comes_leaves_keys_that_set_out_nowhere(
+    pool: WorkerPool, ulysses: int, stop: int
+) -> None:
+    results = pool.run(trip_interrupted, WORLD, timeout=TIMEOUT_S, ulysses=ulysses, stop=stop)
+    assert [said for said, _ in results] == [WORDS] * WORLD, results
+    assert max(error for _, error in results) < 1e-5, results
 
 
 def interrupted(

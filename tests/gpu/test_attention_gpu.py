@@ -10,6 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import joint_cases
@@ -23,6 +24,7 @@ from oracle import relative_error
 
 import ds_usp
 from ds_usp import Tuning
+from ds_usp.attention import tuning
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.kernels.registry import _load, available_kernels
 from ds_usp.kernels.scores import SOFTCAP
@@ -49,9 +51,9 @@ PACKED = replace(
     LOW, seq_len=1034, kv_heads=4, documents=((1, 7, 128, 600, 1, 129, 127, 41),), head_dim=128
 )
 CASES = [
-    *(replace(LONG, tuning=tuning, seed=seed) for tuning in TUNINGS for seed in (0, 1)),
+    *(replace(LONG, tuning=how, seed=seed) for how in TUNINGS for seed in (0, 1)),
     replace(LONG, tuning=Tuning(1, True), seq_len=6142, kv_heads=4),
-    *(replace(LONG, tuning=tuning, seed=seed) for tuning in DOUBLE for seed in (0, 1)),
+    *(replace(LONG, tuning=how, seed=seed) for how in DOUBLE for seed in (0, 1)),
     *(replace(LOW, tuning=DOUBLE[2], layout=layout, mask="full") for layout in ALL_LAYOUTS),
     *(replace(LOW, layout=layout) for layout in ALL_LAYOUTS),
     *(replace(LOW, mask=mask) for mask in ("full", "window", "window both sides")),
@@ -115,7 +117,10 @@ def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> Non
             layout, kv_layout = cases.layouts(mesh, case)
             places = dict.fromkeys(RESULTS, layout) | {"dk": kv_layout, "dv": kv_layout}
             parts: list[Any] = [None] * world
-            mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
+            mesh.plans.clear()
+            # These sizes keep no GPU busy. With seed 0 they are computed as larger ones are.
+            with mock.patch.object(tuning, "is_brief", lambda _, case=case: case.seed > 0):
+                mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
             dist.all_gather_object(parts, mine)
             whole = {
                 name: places[name].gather([part[name] for part in parts], TOKEN_DIM[name])

@@ -157,11 +157,6 @@ class FakeChannel:
         pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
         users = sorted(b for a, b in pairs if a == self.rank != b)
         self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
-        if self.engine.kind == "all_to_all":  # type: ignore[attr-defined]
-            # What is this rank's own is read on the stream that packed it.
-            here = (self.engine.kind, self.rank, self.slot.start)  # type: ignore[attr-defined]
-            own = Place((self.rank, "own", *cell), (*self.name, self.rank))
-            self.world.current.operations.append(("pull", here, own))
 
     def close(self) -> None:
         pass
@@ -233,9 +228,13 @@ class Call:
     def compute(self, part: int, keys: FakeChannel, belt: _Belt, steps: int) -> FakeChannel | None:
         grads = FakeChannel(self.world, self.rank, "ring_dkv")
         for step in range(steps):
-            if not step:
+            # Before or after what comes first: ranks differ in what they compute first.
+            early = not step and random.Random(f"{self.rank} {self.name} {part}").random() < 0.5
+            if early:
                 belt.between()
             keys.take()
+            if not step and not early:
+                belt.between()
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
             if not self.backward:
