@@ -165,6 +165,10 @@ def ring_schedule(
         LayoutError: no such rank.
         ConfigError: ``inner`` does not divide the ring.
     """
+    if place == "last":
+        plan = ring_schedule(layout, mask, ring_rank, support, gather, "first", kv_layout, inner)
+        own, *others = plan.steps
+        return plan if plan.windows else replace(plan, backward_steps=(*others, own))
     rings = Rings(layout, kv_layout or layout, mask, inner)
     own = _own_step(rings, ring_rank, support)
     useful = [offset for offset in rings.offsets(0) if offset]
@@ -182,8 +186,6 @@ def ring_schedule(
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *near, *far, last)
-    if place == "last" and not far:
-        backward = (*near, own)
     if gather and place == "later" and near and near[0].takes:
         whole = _step(rings, ring_rank, [*useful, 0], support)
         if len(whole.calls) < len(own.calls) + len(near[0].calls):
