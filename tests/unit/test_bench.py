@@ -32,6 +32,33 @@ import truth  # noqa: E402
 HERE = session.Session(torch.device("cpu"), rank=0, world=4)
 
 
+# ------------------------------------------------------------------ the clock
+
+
+@pytest.mark.parametrize(("settle_s", "before"), [(0.0, []), (0.25, ["a"] * 3)])
+def test_a_contender_settles_at_its_own_clock_before_it_is_timed(
+    settle_s: float, before: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def seconds(_: session.Session, step: session.Step, repeats: int = 1) -> float:
+        ran.append(f"{repeats} timed")
+        return 0.1
+
+    monkeypatch.setattr(session.Session, "seconds", seconds)
+    steps = {"one": lambda: ran.append("a"), "other": lambda: ran.append("b")}
+    assert HERE.medians(steps, 2, 5, settle_s) == {"one": 0.1, "other": 0.1}
+    round_of_both = [*before, "5 timed", *("b" for _ in before), "5 timed"]
+    assert ran == ["1 timed"] * (2 if before else 0) + 2 * round_of_both
+
+
+def test_only_gpus_need_time_to_settle() -> None:
+    for text, expected in (("cuda", 0.3), ("cpu", 0.0), ("cpu --settle 2", 2.0)):
+        parser = session.flags("")
+        session.race_flags(parser)
+        assert session.settling(parser.parse_args(["--device", *text.split()])) == expected
+
+
 # ------------------------------------------------------------------ intervals
 
 
