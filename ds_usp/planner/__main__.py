@@ -75,8 +75,7 @@ def _workspace(args: Namespace, cluster: Cluster) -> float:
 
 def _memory(args: Namespace) -> int:
     _check_positive(args, "global_batch")
-    split = replace(
-        _cut(args),
+    split = _cut(args).but(
         recompute=args.recompute,
         offload_ratio=args.offload_ratio,
         offload_unit=args.offload_unit,

@@ -16,7 +16,7 @@ from ds_usp.planner.links import (
     RELAY,
     Group,
     exchange_s,
-    groups,
+    group_of,
     ring_ranks_of_a_node,
 )
 from ds_usp.planner.measured import MeasuredAttention, between, host_seconds
@@ -169,11 +169,11 @@ def _formula(
     if engine.parts and steps and _gathers(work, split, parts, inner):
         # Of a double ring's later windows what a rank holds itself is a step too.
         steps = 1 if inner is None else 2 * (split.ring // inner) - 1
-    ulysses = exchange_s(cluster, groups(split)["ulysses"], traffic.ulysses, DIRECT, 2 * parts)
+    ulysses = exchange_s(cluster, group_of(split, "ulysses"), traffic.ulysses, DIRECT, 2 * parts)
     sent = traffic.ring_backward if backward else traffic.ring_forward
     if inner is None:
         pattern = RELAY if engine.relay else DIRECT
-        ring = exchange_s(cluster, groups(split)["ring"], sent, pattern, steps * parts)
+        ring = exchange_s(cluster, group_of(split, "ring"), sent, pattern, steps * parts)
     else:
         ring = _double_ring_s(cluster, split, inner, sent, steps, parts)
     merge = tokens * work.model.q_width / split.tp * steps * engine.merge_bytes
@@ -217,7 +217,7 @@ def _double_ring_s(
     cluster: Cluster, split: Split, inner: int, sent_bytes: float, steps: int, parts: int
 ) -> float:
     """Seconds of a double ring: what crosses the network goes beside what stays inside nodes."""
-    outer, stride = split.ring // inner, groups(split)["ring"].stride
+    outer, stride = split.ring // inner, group_of(split, "ring").stride
     far_bytes = sent_bytes * (outer - 1) / (split.ring - 1)
     far = Group(outer, stride * inner), far_bytes, (outer - 1) * parts
     near = Group(inner, stride), sent_bytes - far_bytes, (steps - (outer - 1)) * parts

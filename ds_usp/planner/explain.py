@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from ds_usp.planner.attention_time import double_ring
-from ds_usp.planner.links import groups
+from ds_usp.planner.layer_time import layer_time
+from ds_usp.planner.links import group_of
 from ds_usp.planner.memory import memory
 from ds_usp.planner.search import GIB, Found, Plan
 from ds_usp.planner.split import Split, impossible
-from ds_usp.planner.timing import layer_time
 
 
 def explain(found: Found) -> list[str]:
@@ -96,7 +95,7 @@ def _sequence(found: Found, best: Plan) -> Iterator[str]:
         degree = getattr(split, axis)
         if degree == 1:
             continue
-        group = groups(split)[axis]
+        group = group_of(split, axis)
         span = (group.size - 1) * group.stride + 1
         where = "inside a node" if span <= cluster.gpus_per_node else "across nodes"
         inner = double_ring(cluster, found.work, split) if axis == "ring" else None
@@ -153,16 +152,16 @@ def helps(found: Found, near: Plan) -> list[tuple[str, float]]:
     """Changes that save memory, with the bytes that each saves, the most helpful first."""
     split, work = near.split, found.work
     changes: list[tuple[str, Split]] = [
-        (f"twice the GPUs, ring {2 * split.ring}", replace(split, ring=2 * split.ring)),
-        (f"four times the GPUs, ring {4 * split.ring}", replace(split, ring=4 * split.ring)),
-        ("offload of all activations", replace(split, offload_ratio=1.0, offload_unit="layer")),
-        ("full recomputation", replace(split, recompute="full")),
-        ("ZeRO-3", replace(split, zero=3)),
-        ("a loss that never holds all logits", replace(split, fused_loss=True)),
-        ("gradients in bf16", replace(split, grad_bytes=2)),
+        (f"twice the GPUs, ring {2 * split.ring}", split.but(ring=2 * split.ring)),
+        (f"four times the GPUs, ring {4 * split.ring}", split.but(ring=4 * split.ring)),
+        ("offload of all activations", split.but(offload_ratio=1.0, offload_unit="layer")),
+        ("full recomputation", split.but(recompute="full")),
+        ("ZeRO-3", split.but(zero=3)),
+        ("a loss that never holds all logits", split.but(fused_loss=True)),
+        ("gradients in bf16", split.but(grad_bytes=2)),
     ]
     if split.micro_batch > 1:
-        changes.append(("micro batch 1", replace(split, micro_batch=1)))
+        changes.append(("micro batch 1", split.but(micro_batch=1)))
     needs = near.memory.total
     saved = [
         (what, needs - memory(work, changed, found.cluster.workspace_bytes).total)

@@ -45,6 +45,10 @@ class Job:
         """The same work in so many equal launches."""
         return self.part(launches) * launches
 
+    def scaled(self, measured: Job, formula: Job) -> Job:
+        """This job by what is known of another one; the host launches as much as for that."""
+        return Job(self.device_s * measured.device_s / formula.device_s, measured.host_s)
+
     def unknown(self) -> Job:
         """Of a host that is not known."""
         return Job(self.device_s)

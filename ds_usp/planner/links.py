@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -48,23 +48,35 @@ class Crossing:
     inside: bool
 
 
-def groups(split: Split) -> dict[str, Group]:
-    """The group of every axis in the order tp, (ulysses, ring), dp, pp; ``zero`` is dp x sp."""
-    ulysses_first = split.order == "ulysses-ring"
-    sp = split.tp * split.sp
-    return {
-        "tp": Group(split.tp, 1),
-        "ulysses": Group(split.ulysses, split.tp * (1 if ulysses_first else split.ring)),
-        "ring": Group(split.ring, split.tp * (split.ulysses if ulysses_first else 1)),
-        "dp": Group(split.dp, sp),
-        "zero": Group(split.zero_ranks, split.tp),
-        "pp": Group(split.pp, sp * split.dp),
+def group_of(split: Split, axis: str) -> Group:
+    """The group of an axis; ranks lie in the order tp, (ulysses, ring), dp, pp.
+
+    Args:
+        axis: tp | ulysses | ring | dp | pp, or ``zero``, which is dp x sp.
+    """
+    return _GROUPS[axis](split)
+
+
+def _within(split: Split, first: str, degree: int) -> int:
+    """Ranks from one to the next of an axis of sequence parallelism."""
+    return split.tp * (1 if split.order.startswith(first) else degree)
+
+
+_GROUPS: Mapping[str, Callable[[Split], Group]] = MappingProxyType(
+    {
+        "tp": lambda split: Group(split.tp, 1),
+        "ulysses": lambda split: Group(split.ulysses, _within(split, "ulysses", split.ring)),
+        "ring": lambda split: Group(split.ring, _within(split, "ring", split.ulysses)),
+        "dp": lambda split: Group(split.dp, split.tp * split.sp),
+        "zero": lambda split: Group(split.zero_ranks, split.tp),
+        "pp": lambda split: Group(split.pp, split.tp * split.sp * split.dp),
     }
+)
 
 
 def ring_ranks_of_a_node(cluster: Cluster, split: Split) -> int:
     """Ranks of a ring in a row on one node; all of them where nodes do not hold as many each."""
-    ring = groups(split)["ring"]
+    ring = group_of(split, "ring")
     here, rest = divmod(cluster.gpus_per_node, ring.stride)
     even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
     return here if even else ring.size

@@ -54,7 +54,7 @@ def longest(
     found = []
     for recompute in RECOMPUTE:
         for offload in (False, True):
-            split = replace(base, recompute=recompute, offload_ratio=0.0, offload_unit="layer")
+            split = base.but(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
             ends = _Ends(model, split, offload, cluster, budget_bytes, workspace_bytes)
             found.append(ends.find())
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from ds_usp.planner.formulas import (
     chunks_in_flight,
@@ -63,8 +63,8 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """What every stage has in common, in bytes."""
+class Shared:
+    """What every stage has in common, in bytes, whatever is offloaded."""
 
     per_layer: float
     logits: float
@@ -72,21 +72,28 @@ class _Parts:
     transient: float
 
 
-def _parts(work: Workload, split: Split) -> _Parts:
+def shared_bytes(work: Workload, split: Split) -> Shared:
+    """The part of :func:`memory` that is the same with any offload: a search asks for it once."""
     transient, one = 0.0, layer_elements(work.model, split.tp)
     if split.recompute in ("full", "attention"):
-        transient += layer_bytes(work, replace(split, recompute="none"))
+        transient += layer_bytes(work, split.but(recompute="none"))
     if split.recompute == "attention":  # what it keeps is there already
         transient -= layer_bytes(work, split)
     if split.zero == 3 and split.zero_ranks > 1:
         transient += 2 * one * split.param_bytes + one * split.grad_bytes
     logits, exchange = logits_bytes(work, split), exchange_bytes(work, split)
-    return _Parts(layer_bytes(work, split), logits, exchange, transient)
+    return Shared(layer_bytes(work, split), logits, exchange, transient)
 
 
-def memory(work: Workload, split: Split, workspace_bytes: float = 0.0) -> Memory:
-    """The worst pipeline stage's memory."""
-    parts = _parts(work, split)
+def memory(
+    work: Workload, split: Split, workspace_bytes: float = 0.0, shared: Shared | None = None
+) -> Memory:
+    """The worst pipeline stage's memory.
+
+    Args:
+        shared: where it is known: :func:`shared_bytes`.
+    """
+    parts = shared or shared_bytes(work, split)
     stages = (_stage(work, split, stage, parts, workspace_bytes) for stage in _stages(split))
     return max(stages, key=lambda found: found.total)
 
@@ -109,11 +116,11 @@ def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: floa
     and what it computes again come, so only the larger of the two counts. Or it is the step, when
     activations are gone and gradients are there once more.
     """
-    return _stage(work, split, stage, _parts(work, split), workspace_bytes)
+    return _stage(work, split, stage, shared_bytes(work, split), workspace_bytes)
 
 
 def _stage(
-    work: Workload, split: Split, stage: int, parts: _Parts, workspace_bytes: float
+    work: Workload, split: Split, stage: int, parts: Shared, workspace_bytes: float
 ) -> Memory:
     elements = stage_elements(work, split, stage)
     weights, gradients, optimizer = states_bytes(elements, split)
@@ -140,7 +147,7 @@ def _stage(
     )
 
 
-def _units(work: Workload, split: Split, stage: int, parts: _Parts) -> tuple[int, int, float]:
+def _units(work: Workload, split: Split, stage: int, parts: Shared) -> tuple[int, int, float]:
     """Units of offload in flight, those that always stay, and the bytes of one."""
     layers, chunks = split.chunk_layers(work.model), chunks_in_flight(work, split, stage)
     if split.offload_unit == "chunk":
@@ -202,12 +209,18 @@ def kv_share(work: Workload, split: Split) -> float:
     return heads * model.head_dim
 
 
-def offload_needed(work: Workload, split: Split, budget_bytes: float, workspace: float) -> float:
+def offload_needed(
+    work: Workload,
+    split: Split,
+    budget_bytes: float,
+    workspace: float,
+    shared: Shared | None = None,
+) -> float:
     """The smallest offload ratio with which all fits, in closed form; more than 1: none does.
 
     Activations are linear in the ratio, so the worst of the stages decides.
     """
-    worst, parts, plain = 0.0, _parts(work, split), replace(split, offload_ratio=0.0)
+    worst, parts, plain = 0.0, shared or shared_bytes(work, split), split.but(offload_ratio=0.0)
     for stage in _stages(split):
         over = _stage(work, plain, stage, parts, workspace).total - budget_bytes
         if over > 0:
@@ -218,8 +231,12 @@ def offload_needed(work: Workload, split: Split, budget_bytes: float, workspace:
 
 
 def with_offload(
-    work: Workload, split: Split, budget_bytes: float, workspace: float
+    work: Workload,
+    split: Split,
+    budget_bytes: float,
+    workspace: float,
+    shared: Shared | None = None,
 ) -> tuple[Split, bool]:
     """The split with as much offload as it takes, to a thousandth, and whether all fits then."""
-    ratio = offload_needed(work, split, budget_bytes, workspace)
-    return replace(split, offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1
+    ratio = offload_needed(work, split, budget_bytes, workspace, shared)
+    return split.but(offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1

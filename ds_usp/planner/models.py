@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,23 +81,23 @@ class ModelShape:
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
-    @property
+    @cached_property
     def q_width(self) -> int:
         """Features of all query heads."""
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         """Features of all key heads (and, as many, of the value heads)."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def matrix_elements(self) -> int:
         """Elements of one layer's matrices: each multiplies every token once."""
         attention = 2 * self.hidden * (self.q_width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
+    @cached_property
     def vector_elements(self) -> int:
         """Elements of one layer's norms and biases, held by every tensor-parallel rank.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.search import GIB, Found, Plan
-from ds_usp.planner.timing import layer_time
 
 _COLORS = ("#1558d6", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0e7490", "#a16207", "#777777")
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP, _LEGEND = 960, 250, 90, 20, 10, 40, 44

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ds_usp.errors import ConfigError
@@ -13,7 +13,7 @@ from ds_usp.geometry.ranks import divisors
 from ds_usp.planner.engines import ENGINES, Engine
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import Memory, memory, states_bytes, with_offload
+from ds_usp.planner.memory import Memory, Shared, memory, shared_bytes, states_bytes, with_offload
 from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
 from ds_usp.planner.timing import (
     MicroBatch,
@@ -124,14 +124,13 @@ def _families(
 ) -> Iterator[Split]:
     """Degrees, and what decides a layer's time."""
     work, model = found.work, found.work.model
-    plain = replace(
-        base,
+    plain = base.but(
         grad_bytes=how.grad_bytes,
         whole_reduction=how.whole_reduction,
         tp_sequence=how.tp_sequence,
     )
     for tp, ulysses, ring, pp, dp in _degrees(found.gpus, fixed):
-        split = replace(plain, tp=tp, ulysses=ulysses, ring=ring)
+        split = plain.but(tp=tp, ulysses=ulysses, ring=ring)
         why = "tp beyond a node" if tp > found.cluster.gpus_per_node else _refusal(work, split)
         if why:
             found.refused[why] += 1
@@ -140,7 +139,7 @@ def _families(
         elif work.global_batch % dp:
             found.refused["the global batch does not divide among dp"] += 1
         else:
-            yield replace(split, pp=pp, dp=dp, overlap_gradients=pp == 1)
+            yield split.but(pp=pp, dp=dp, overlap_gradients=pp == 1)
 
 
 def _degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
@@ -216,7 +215,7 @@ class _Collector:
             self.unmet[why] += 1
             found.refused[why] += 1
             return
-        base = replace(base, schedule=how.schedule if base.pp > 1 else "1f1b", zero=max(stages))
+        base = base.but(schedule=how.schedule if base.pp > 1 else "1f1b", zero=max(stages))
         states = sum(states_bytes(stage_elements(found.work, base, 0), base))
         for micro_batch in batches:
             chunks = self._chunks(base, micro_batch)
@@ -226,9 +225,9 @@ class _Collector:
                     found.considered += count
                     found.refused[_TOO_LITTLE] += count
                     continue
-                split = replace(base, micro_batch=micro_batch, recompute=again)
+                split = base.but(micro_batch=micro_batch, recompute=again)
                 for order in orders:
-                    self._settings(replace(split, order=order), stages, chunks)
+                    self._settings(split.but(order=order), stages, chunks)
 
     def _settings(self, split: Split, stages: Sequence[int], chunks: Sequence[int]) -> None:
         """What does not change a layer's time."""
@@ -242,7 +241,7 @@ class _Collector:
                 if known and self._all_stages_better((zero,), bound):
                     found.refused[_SLOWER] += 1
                     continue
-                one = replace(split, zero=zero, layers_per_virtual_stage=chunk)
+                one = split.but(zero=zero, layers_per_virtual_stage=chunk)
                 self._one(one, parts, bound)
 
     def _micro_batch(self, split: Split) -> MicroBatch:
@@ -259,7 +258,7 @@ class _Collector:
         found = self._found
         key = base.tp, base.ulysses, base.ring, micro_batch, again
         if key not in self._bytes:
-            split = replace(base, micro_batch=micro_batch, recompute=again)
+            split = base.but(micro_batch=micro_batch, recompute=again)
             self._bytes[key] = layer_bytes(found.work, split)
         layers = base.layers_per_stage(found.work.model)
         least = (min(3, layers) if self._how.offloads else layers) * self._bytes[key]
@@ -280,11 +279,12 @@ class _Collector:
     def _one(self, split: Split, parts: MicroBatch, bound: float) -> None:
         found = self._found
         cluster, work, budget = found.cluster, found.work, found.budget_bytes
-        needs = memory(work, split, cluster.workspace_bytes)
+        shared = shared_bytes(work, split)
+        needs = memory(work, split, cluster.workspace_bytes, shared)
         lacks = needs.total - budget
         dull = len(found.too_large) == _MOST_TOO_LARGE and bound <= found.too_large[-1].mfu
         if lacks > 0 and self._how.offloads:
-            offloaded = self._offloaded(split, dull and not self.thorough)
+            offloaded = self._offloaded(split, shared, dull and not self.thorough)
             if offloaded is not None:
                 split, needs = offloaded
                 lacks = needs.total - budget if split.offload_ratio == 1 else 0.0
@@ -333,7 +333,7 @@ class _Collector:
         plans = (self._found.best_with.get(("zero", stage)) for stage in stages)
         return all(plan is not None and plan.mfu >= mfu for plan in plans)
 
-    def _offloaded(self, split: Split, dull: bool) -> tuple[Split, Memory] | None:
+    def _offloaded(self, split: Split, shared: Shared, dull: bool) -> tuple[Split, Memory] | None:
         """With as much offload as it takes; None if the hosts do not hold that.
 
         Args:
@@ -341,11 +341,11 @@ class _Collector:
         """
         found = self._found
         work, workspace = found.work, found.cluster.workspace_bytes
-        asked = replace(split, offload_unit="chunk" if split.pp > 2 else "layer")
-        asked, enough = with_offload(work, asked, found.budget_bytes, workspace)
+        asked = split.but(offload_unit="chunk" if split.pp > 2 else "layer")
+        asked, enough = with_offload(work, asked, found.budget_bytes, workspace, shared)
         if dull and not enough:
             return None
-        then = memory(work, asked, workspace)
+        then = memory(work, asked, workspace, shared)
         if enough and not found.cluster.hosts_hold(then.offloaded, found.gpus):
             found.refused["offload beyond the host's memory"] += 1
             return None

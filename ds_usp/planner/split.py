@@ -46,7 +46,7 @@ class Workload:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `but` copies the whole of it at once
 class Split:
     """Degrees and settings of one run.
 
@@ -92,6 +92,19 @@ class Split:
     param_bytes: int = 2
     grad_bytes: int = 4
     whole_reduction: bool = False
+
+    def but(self, **changes: object) -> Split:
+        """This split with other values: ``dataclasses.replace`` at a tenth of its time, which a
+        search of a hundred thousand splits feels.
+
+        Raises:
+            TypeError: a name that no split has.
+        """
+        made, values = object.__new__(Split), self.__dict__ | changes
+        if len(values) > len(self.__dict__):
+            raise TypeError(f"a split has no {', '.join(values.keys() - self.__dict__.keys())}")
+        made.__dict__.update(values)
+        return made
 
     @property
     def sp(self) -> int:

@@ -15,6 +15,7 @@ from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.host_time import NOTHING, Job
+from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.links import (
     COLLECTIVE,
     DIRECT,
@@ -22,13 +23,13 @@ from ds_usp.planner.links import (
     Group,
     crossing,
     exchange_s,
-    groups,
+    group_of,
     straddles,
 )
 from ds_usp.planner.measured import seconds_at
 from ds_usp.planner.models import load_model
 from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import MicroBatch, head_time, layer_time, step_time
+from ds_usp.planner.timing import MicroBatch, head_time, step_time
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -324,12 +325,13 @@ def test_curves_are_linear_in_the_logarithm() -> None:
 
 def test_groups_lie_in_the_order_of_the_ranks() -> None:
     split = Split(tp=2, ulysses=4, ring=3, dp=5, pp=7)
-    found = groups(split)
+    found = {axis: group_of(split, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
     assert found["ulysses"] == Group(4, 2) and found["ring"] == Group(3, 8)
     assert found["zero"] == Group(60, 2) and found["dp"] == Group(5, 24)
     assert found["pp"] == Group(7, 120)
-    turned = groups(Split(tp=2, ulysses=4, ring=3, order="ring-ulysses"))
-    assert turned["ring"] == Group(3, 2) and turned["ulysses"] == Group(4, 6)
+    turned = Split(tp=2, ulysses=4, ring=3, order="ring-ulysses")
+    assert group_of(turned, "ring") == Group(3, 2)
+    assert group_of(turned, "ulysses") == Group(4, 6)
 
 
 def test_what_leaves_a_domain() -> None:

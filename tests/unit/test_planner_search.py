@@ -242,5 +242,15 @@ def test_a_hundred_thousand_cuts_in_seconds() -> None:
     assert time.process_time() - start < 25  # 3 s
 
 
+def test_another_split_is_what_replace_makes_of_one() -> None:
+    split = Split(tp=2, ulysses=4)
+    changed = split.but(recompute="full", offload_ratio=0.5)
+    assert changed == replace(split, recompute="full", offload_ratio=0.5)
+    assert hash(changed) == hash(Split(tp=2, ulysses=4, recompute="full", offload_ratio=0.5))
+    assert split == Split(tp=2, ulysses=4), "the one it is made of stays"
+    with pytest.raises(TypeError, match="a split has no sequence"):
+        split.but(tp=1, sequence=2)
+
+
 def test_split_prints() -> None:
     assert str(Split(ulysses=2, ring=4, offload_ratio=0.25)).endswith("offload 0.25")
