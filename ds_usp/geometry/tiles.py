@@ -267,9 +267,13 @@ def _parts(*tiles: Tile) -> list[Tile]:
 
 def _pairs_below(rows: int, columns: int, high: int) -> int:
     """Pairs with ``j - i <= high`` in a rectangle, closed form."""
+    return _ramp(high + rows, columns) - _ramp(high, columns)
 
-    def clamped_sum(x: int) -> int:  # sum of min(max(t, 0), columns) over all t <= x
-        inside = min(max(x, 0), columns)
-        return inside * (inside + 1) // 2 + max(x - columns, 0) * columns
 
-    return clamped_sum(high + rows) - clamped_sum(high)
+def _ramp(x: int, top: int) -> int:
+    """Sum of ``min(max(t, 0), top)`` over all t <= x."""
+    if x <= 0:
+        return 0
+    if x < top:
+        return x * (x + 1) // 2
+    return top * (top + 1) // 2 + (x - top) * top
