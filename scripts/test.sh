@@ -25,6 +25,20 @@ esac
 . "$root/scripts/env.sh"
 cd "$root"
 
+gpu=0
+if [[ "$group" == gpu || "$group" == all ]]; then
+  if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    gpu=1
+  else
+    printf '%s\n' '************************************************************' \
+      '** NO NVIDIA GPU HERE: the tests in tests/gpu do NOT run.   **' \
+      '************************************************************' >&2
+    [[ "$group" == gpu ]] && exit 0
+  fi
+fi
+# Files of tests run beside each other, but not where they would share a GPU; -n 0: they do not.
+[[ "$group" != given && "$gpu" == 0 ]] && python -c 'import xdist' 2>/dev/null &&
+  set -- -n logical --maxprocesses 8 --dist loadfile "$@"
 case "$group" in
   unit) set -- tests/unit tests/examples "$@" ;;
   dist) set -- tests/distributed "$@" ;;
@@ -32,13 +46,6 @@ case "$group" in
   gpu) set -- tests/gpu "$@" ;;
   all) set -- tests "$@" ;;
 esac
-if [[ "$group" == gpu || "$group" == all ]] &&
-  ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  printf '%s\n' '************************************************************' \
-    '** NO NVIDIA GPU HERE: the tests in tests/gpu do NOT run.   **' \
-    '************************************************************' >&2
-  [[ "$group" == gpu ]] && exit 0
-fi
 if [[ "$group" == all && -z "${MEGATRON_DEEPSPEED_PATH:-}" ]]; then
   printf '%s\n' '** MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run. **' >&2
 fi

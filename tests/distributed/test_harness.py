@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +67,14 @@ def die(ctx: RankContext, victim: int) -> None:
         os._exit(7)
 
 
+def state_of(pid: int) -> str:
+    """T: stopped, Z: ended; "" where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_answers_in_order(pool: WorkerPool, world: int) -> None:
     got = pool.run(describe, world, offset=10)
@@ -90,6 +101,48 @@ def test_ranks_are_started_once(pool: WorkerPool) -> None:
     for _ in range(20):
         assert [g["pid"] for g in pool.run(describe, 4)] == first
     assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
+def test_ranks_rest_between_calls(pool: WorkerPool) -> None:
+    pids = [g["pid"] for g in pool.run(describe, 3)]
+    until = time.monotonic() + 10
+    while [state_of(pid) for pid in pids] != ["T"] * 3:
+        assert time.monotonic() < until, [state_of(pid) for pid in pids]
+    assert [g["pid"] for g in pool.run(describe, 3)] == pids
+
+
+KILLED = """
+import os, signal
+import harness
+harness.PRELOAD = ("harness",)
+from test_harness import describe
+if __name__ == "__main__":
+    print(*(found["pid"] for found in harness.WorkerPool().run(describe, 2)), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks do not rest here")
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "pass"])
+def test_no_rank_outlives_the_tests(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(end=end))
+    here = Path(__file__).resolve()
+    path = os.pathsep.join(map(str, here.parents[:3]))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    until = time.monotonic() + 10
+    while any(state_of(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < until, [state_of(pid) for pid in pids]
+        time.sleep(0.05)
 
 
 def test_first_traceback_shows_and_the_pool_goes_on(pool: WorkerPool) -> None:
