@@ -38,7 +38,7 @@ if [[ "$group" == gpu || "$group" == all ]]; then
 fi
 # Files of tests run beside each other, but not where they would share a GPU; -n 0: they do not.
 [[ "$group" != given && "$gpu" == 0 ]] && python -c 'import xdist' 2>/dev/null &&
-  set -- -n logical --maxprocesses 8 --dist loadfile "$@"
+  set -- -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
 case "$group" in
   unit) set -- tests/unit tests/examples "$@" ;;
   dist) set -- tests/distributed "$@" ;;

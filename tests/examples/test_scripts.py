@@ -60,7 +60,13 @@ def test_env_sh_without_a_usable_python_says_so(tmp_path: Path) -> None:
     (copy / "scripts/env.sh").write_bytes((ROOT / "scripts/env.sh").read_bytes())
     for name in ("constraints.txt", "setup.py"):
         (copy / name).write_text("")
-    done = bash("-c", f'. "{copy}/scripts/env.sh"; echo $?', cwd=tmp_path, USP_PYTHON="no-python")
+    done = bash(
+        "-c",
+        f'. "{copy}/scripts/env.sh"; echo $?',
+        cwd=tmp_path,
+        USP_PYTHON="no-python",
+        USP_NO_INSTALL="0",
+    )
     assert done.stdout == "1\n"
     assert "no usable interpreter among: no-python" in done.stderr
     assert not (copy / ".venv").exists()

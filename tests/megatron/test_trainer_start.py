@@ -47,7 +47,8 @@ def launcher(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    return train(1, degrees() + PLAIN_SGD, output_dir=tmp_path_factory.mktemp("one_rank"))[0]
+    folder = tmp_path_factory.mktemp("one_rank")
+    return train(1, degrees() + PLAIN_SGD, output_dir=folder, steps=3)[0]
 
 
 @pytest.mark.parametrize("start", ["alone", "torchrun", "deepspeed"])
