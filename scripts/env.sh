@@ -41,13 +41,15 @@ die() {
   exit 1
 }
 
-# Print the path of an interpreter that can make a venv: USP_PYTHON, or the first that will do.
+# Print the path of an interpreter that can make a venv: USP_PYTHON, or the first that will do; of
+# our own venv's, if that is on PATH, the one it was made by: the venv itself is about to go.
 find_python() {
   local name
   for name in ${USP_PYTHON:-python3 python3.12 python3.11 python3.10}; do
-    "$name" -c 'import sys, ensurepip, venv
+    "$name" -c 'import os, sys, ensurepip, venv
 if sys.version_info < (3, 10): sys.exit(1)
-print(sys.executable)' 2>/dev/null && return 0
+ours = os.path.realpath(sys.prefix) == os.path.realpath(sys.argv[1])
+print(sys._base_executable if ours else sys.executable)' "$venv" 2>/dev/null && return 0
   done
   die "no usable interpreter among: ${USP_PYTHON:-python3 python3.12 python3.11 python3.10};" \
     "needed: Python >= 3.10 with venv and pip (Debian: apt install python3-venv)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,19 @@ def test_env_sh_without_a_usable_python_says_so(tmp_path: Path) -> None:
     assert done.stdout == "1\n"
     assert "no usable interpreter among: no-python" in done.stderr
     assert not (copy / ".venv").exists()
+
+
+def test_env_sh_builds_anew_from_within_the_old_environment(tmp_path: Path) -> None:
+    """Its interpreter goes with it: the one it was made by makes the next."""
+    copy = tmp_path / "clone"
+    (copy / "scripts").mkdir(parents=True)
+    (copy / "scripts/env.sh").write_bytes((ROOT / "scripts/env.sh").read_bytes())
+    for name in ("constraints.txt", "setup.py", "ds_usp/_version.py"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("")
+    venv.create(copy / ".venv", symlinks=True)
+    path = f"{copy}/.venv/bin:{os.environ['PATH']}"
+    settings = {"PATH": path, "USP_PYTHON": "python", "USP_NO_INSTALL": "0", "PIP_NO_INDEX": "1"}
+    done = bash(copy / "scripts/env.sh", cwd=tmp_path, **settings, PIP_FIND_LINKS="")
+    assert "2/4 torch failed" in done.stderr, done.stderr  # there is no index
+    assert (copy / ".venv/bin/python").resolve() == Path(sys._base_executable).resolve()
