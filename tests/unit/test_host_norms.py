@@ -65,6 +65,32 @@ def test_the_norm_is_that_of_the_loop(
     assert optimizer.launched <= 4  # kinds of parameters, not parameters
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm_type", [2, 3.0, math.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_deepspeeds_own_function_says_the_same_of_all_gradients_and_of_their_norms(
+    rank: int, norm_type: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    monkeypatch.setattr(stage_1_and_2.dist, "all_reduce", lambda *_, **__: None)
+    own = stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct
+    optimizer = SimpleNamespace(
+        model_parallel_rank=rank,
+        dp_process_group=None,
+        device=torch.device(device),
+        _model_parallel_all_reduce=lambda **_: None,
+    )
+    gradients, owners = (
+        random_gradients(device),
+        params(model_parallel=(0, 3), ds_pipe_replicated=(1,)),
+    )
+    want = own(optimizer, gradients, owners, norm_type)
+    got = norms.gradient_norm(own, optimizer, iter(gradients), owners, norm_type)
+    assert float(got) == pytest.approx(float(want), rel=1e-6) and got.dtype == want.dtype
+    assert float(want) > 1e3, "the largest of them is split over the ranks"
+
+
 def test_a_norm_that_torch_cannot_take_at_once_is_deepspeeds() -> None:
     mixed = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     for gradients, norm_type in ((mixed, 2), ([], 2), ([torch.ones(2)], math.inf)):
