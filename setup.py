@@ -41,6 +41,6 @@ setup(
         "megatron": ["megatron-core>=0.16", "einops"],
         "deepspeed": ["deepspeed>=0.19"],
         "plots": ["matplotlib"],
-        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "hypothesis", "ruff", "mypy"],
     },
 )

@@ -49,7 +49,7 @@ find_python() {
     "$name" -c 'import os, sys, ensurepip, venv
 if sys.version_info < (3, 10): sys.exit(1)
 ours = os.path.realpath(sys.prefix) == os.path.realpath(sys.argv[1])
-print(sys._base_executable if ours else sys.executable)' "$venv" 2>/dev/null && return 0
+print(os.path.realpath(sys.executable) if ours else sys.executable)' "$venv" 2>/dev/null && return 0
   done
   die "no usable interpreter among: ${USP_PYTHON:-python3 python3.12 python3.11 python3.10};" \
     "needed: Python >= 3.10 with venv and pip (Debian: apt install python3-venv)"

@@ -3,6 +3,7 @@
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
 #   all       everything, in one pytest run (the default)
+# Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -16,7 +17,7 @@ case "${1:-}" in
   */* | *.py*) group=given ;; # paths stand for themselves
   "" | -*) ;;
   *)
-    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -36,9 +37,16 @@ if [[ "$group" == gpu || "$group" == all ]]; then
     [[ "$group" == gpu ]] && exit 0
   fi
 fi
-# Files of tests run beside each other, but not where they would share a GPU; -n 0: they do not.
-[[ "$group" != given && "$gpu" == 0 ]] && python -c 'import xdist' 2>/dev/null &&
-  set -- -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
+if [[ "$group" != given && "$gpu" == 0 ]]; then # tests/gpu would share the GPU
+  cores="$(python -c 'import os
+from importlib.metadata import version
+if tuple(map(int, version("pytest-xdist").split(".")[:2])) >= (3, 8):
+    print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))' \
+    2>/dev/null || true)"
+  # A file's tests have up to eight ranks at a time, each of 40 MB.
+  ((${cores:-1} > 1)) && set -- -n "$((cores < 6 ? cores : 6))" --dist loadfile \
+    --no-loadscope-reorder "$@"
+fi
 case "$group" in
   unit) set -- tests/unit tests/examples "$@" ;;
   dist) set -- tests/distributed "$@" ;;

@@ -133,8 +133,11 @@ def _end_with_the_server() -> None:
     """A rank that rests would not see that the tests have been killed. Their end ends the server,
     if no rank holds the pipe by which it sees that, and the server's end its ranks."""
     if sys.platform == "linux":
+        if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+            raise OSError("this rank could outlive the tests: prctl(PR_SET_PDEATHSIG) is refused")
         os.close(forkserver._forkserver._forkserver_alive_fd)
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        forkserver._forkserver._forkserver_alive_fd = None
+        os.setpgid(0, 0)  # a shell that ends would hang up on a group of which some have stopped
 
 
 def _serve(rank: int, world: int, channel: connection.Connection, directory: str) -> None:
@@ -171,6 +174,11 @@ def _environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _kill_all() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
 @functools.cache
 def _server() -> multiprocessing.context.ForkServerContext:
     """Start the fork server; it lives as long as this process."""
@@ -189,6 +197,8 @@ def _server() -> multiprocessing.context.ForkServerContext:
         settings["GLOO_SOCKET_IFNAME"] = "lo"  # works without a resolvable host name
     with _environment(**settings):
         forkserver.ensure_running()
+    # Before multiprocessing ends its daemons politely, which those that rest do not hear.
+    atexit.register(_kill_all)
     return context
 
 
@@ -237,7 +247,8 @@ class Team:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.is_alive():
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
 
     def _collect(self, timeout: float, grace: float, what: str) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -319,8 +330,6 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._teams: dict[int, Team] = {}
-        # Before multiprocessing ends its daemons politely, which those that rest do not hear.
-        atexit.register(self.close)
 
     def run(
         self, fn: Callable[..., Any], world: int, *, timeout: float = TIMEOUT_S, **kwargs: Any
@@ -345,13 +354,15 @@ class WorkerPool:
         team = self._teams.pop(world, None) or Team(world)
         try:
             outcomes = team.call(fn, kwargs, timeout, grace)
+            failed = any(outcome.error is not None for outcome in outcomes)
+            if not failed:
+                team.rest()
         except BaseException:
             team.close()
             raise
-        if any(outcome.error is not None for outcome in outcomes):
+        if failed:
             team.close()  # messages of the broken case may still be under way in its groups
         else:
-            team.rest()
             self._teams[world] = team
         return outcomes
 

@@ -29,6 +29,7 @@ class Workload:
     documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "documents", tuple(self.documents))
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
@@ -94,7 +95,7 @@ class Split:
     whole_reduction: bool = False
 
     def but(self, **changes: object) -> Split:
-        """This split with other values: ``dataclasses.replace`` at a tenth of its time, which a
+        """This split with other values: ``dataclasses.replace`` at a sixth of its time, which a
         search of a hundred thousand splits feels.
 
         Raises:
@@ -102,7 +103,8 @@ class Split:
         """
         made, values = object.__new__(Split), self.__dict__ | changes
         if len(values) > len(self.__dict__):
-            raise TypeError(f"a split has no {', '.join(values.keys() - self.__dict__.keys())}")
+            unknown = [name for name in changes if name not in self.__dict__]
+            raise TypeError(f"a split has no {', '.join(unknown)}")
         made.__dict__.update(values)
         return made
 

@@ -60,7 +60,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
     if ulysses * ring == 8:
         turn = ALL_LAYOUTS.index(layout)
         pairs = enumerate(zip(product_cases, cut, strict=True))
-        product_cases, cut = [pair[(at + turn) // 2 % 2] for at, pair in pairs], []
+        product_cases, cut = [pair[(at // 4 + at + turn) % 2] for at, pair in pairs], []
     return [replace(case, layout=layout) for case in product_cases + cut + single_cases]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankContext, RankError, RankTimeoutError, WorkerPool, fork_world
+from harness import RankContext, RankError, RankTimeoutError, Team, WorkerPool, fork_world
 
 
 class OddError(ValueError):
@@ -112,6 +113,18 @@ def test_ranks_rest_between_calls(pool: WorkerPool) -> None:
     assert [g["pid"] for g in pool.run(describe, 3)] == pids
 
 
+def test_ranks_that_are_not_put_to_rest_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Team) -> None:
+        raise KeyboardInterrupt
+
+    pool = WorkerPool()
+    pids = [g["pid"] for g in pool.run(describe, 2)]
+    monkeypatch.setattr(Team, "rest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(describe, 2)
+    assert [state_of(pid) for pid in pids] in (["", ""], ["Z", "Z"])
+
+
 KILLED = """
 import os, signal
 import harness
@@ -140,9 +153,14 @@ def test_no_rank_outlives_the_tests(end: str, tmp_path: Path) -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     until = time.monotonic() + 10
-    while any(state_of(pid) not in ("", "Z") for pid in pids):
-        assert time.monotonic() < until, [state_of(pid) for pid in pids]
-        time.sleep(0.05)
+    try:
+        while any(state_of(pid) not in ("", "Z") for pid in pids):
+            assert time.monotonic() < until, [state_of(pid) for pid in pids]
+            time.sleep(0.05)
+    except AssertionError:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_first_traceback_shows_and_the_pool_goes_on(pool: WorkerPool) -> None:

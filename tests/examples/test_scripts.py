@@ -36,7 +36,7 @@ def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
 
 def test_test_sh_passes_pytests_exit_code_on(tmp_path: Path) -> None:
     script, this = ROOT / "scripts/test.sh", "tests/examples/test_scripts.py"
-    none = bash(script, this, "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
+    none = bash(script, "unit", "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
     assert none.returncode == 5, none.stderr
     one = f"{this}::test_unknown_groups_of_tests_are_refused"
     assert bash(script, one, "-q", cwd=tmp_path, USP_NO_INSTALL="1").returncode == 0
@@ -83,7 +83,8 @@ def test_env_sh_builds_anew_from_within_the_old_environment(tmp_path: Path) -> N
         (copy / name).write_text("")
     venv.create(copy / ".venv", symlinks=True)
     path = f"{copy}/.venv/bin:{os.environ['PATH']}"
-    settings = {"PATH": path, "USP_PYTHON": "python", "USP_NO_INSTALL": "0", "PIP_NO_INDEX": "1"}
-    done = bash(copy / "scripts/env.sh", cwd=tmp_path, **settings, PIP_FIND_LINKS="")
+    settings = {"PATH": path, "USP_PYTHON": "python", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    settings |= {"USP_NO_INSTALL": "0", "USP_SYSTEM_TORCH": "0", "USP_TORCH_INDEX": ""}
+    done = bash(copy / "scripts/env.sh", cwd=tmp_path, **settings)
     assert "2/4 torch failed" in done.stderr, done.stderr  # there is no index
-    assert (copy / ".venv/bin/python").resolve() == Path(sys._base_executable).resolve()
+    assert (copy / ".venv/bin/python").resolve() == Path(sys.executable).resolve()

@@ -326,3 +326,11 @@ def test_or_the_worst_moment_is_the_step() -> None:
     assert memory(work, replace(copied, zero=2)) == memory(work, replace(plain, zero=2))
     long = Workload(load_model("gpt-6.7b"), 131072, 8)
     assert memory(long, copied) == memory(long, plain)
+
+
+def test_documents_may_be_any_sequence() -> None:
+    shape = load_model("gpt-1.3b")
+    listed, cluster = Workload(shape, 64, documents=[24, 40]), load_cluster("h200")  # type: ignore[arg-type]
+    packed = Workload(shape, 64, documents=(24, 40))
+    assert listed == packed and hash(listed) == hash(packed)
+    assert step_time(cluster, listed, Split()) == step_time(cluster, packed, Split())

@@ -232,14 +232,14 @@ def test_a_thousand_gpus_in_seconds() -> None:
     start = time.process_time()
     found = find("llama-70b", 262144, 16, 1024, "h100")
     assert found.plans
-    assert time.process_time() - start < 15  # 2 s on one core that nobody shares
+    assert time.process_time() - start < 15  # 1 s on one core that nobody shares
 
 
 def test_a_hundred_thousand_cuts_in_seconds() -> None:
     start = time.process_time()
     found = find("llama-175b", 8192, 1024, 1024, "h100")
     assert found.considered > 100_000
-    assert time.process_time() - start < 25  # 3 s
+    assert time.process_time() - start < 25  # 2 s
 
 
 def test_another_split_is_what_replace_makes_of_one() -> None:
