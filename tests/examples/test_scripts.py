@@ -18,7 +18,7 @@ def bash(*command: str | Path, cwd: Path, **settings: str) -> subprocess.Complet
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, **settings}
     return subprocess.run(
-        ["bash", *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
+        ["bash", *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=180
     )
 
 

@@ -84,9 +84,7 @@ def test_megatrons_linear_layers_multiply_as_often_as_without(tmp_path: Path) ->
     """Those of megatron-core are autograd functions, of which torch's checkpoint runs one twice."""
     flags = degrees(sp=2, u=2, tp=2) + PLAIN_SGD
     policies = ["none", "gemm-last", "attention", "full"]
-    for rank in fork_world(
-        counted, 4, policies=policies, flags=flags, output_dir=str(tmp_path), timeout=120
-    ):
+    for rank in fork_world(counted, 4, policies=policies, flags=flags, output_dir=str(tmp_path)):
         flop, kept = zip(*rank, strict=True)
         assert flop[0] == flop[1] < flop[2] == flop[3]  # the CPU's attention is not counted
         assert kept[0] > kept[1] > kept[2] > kept[3]

@@ -194,7 +194,7 @@ def drawn(tmp_path: Path, *texts: str) -> ElementTree.Element:
         path.write_text(text, encoding="utf-8")
     out = tmp_path / "out.svg"
     command = [sys.executable, BENCH / "plot.py", *paths, "--out", out]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=180)
     return ElementTree.parse(out).getroot()
 
 
@@ -238,7 +238,7 @@ def torchrun(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
 
 
