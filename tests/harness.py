@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import io
@@ -30,20 +29,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from rank_process import end_with_the_server, take_one_gloo_thread
 
 TIMEOUT_S = 180.0  # of one case, on a machine that does three other things
 START_TIMEOUT_S = 180.0  # of a team; the first one waits for the server's imports
 GRACE_S = 5.0  # for the other ranks, once one has raised
 MAX_WORLD = 8
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What ranks need, imported by the server before it forks; what is not installed is skipped by it.
 PRELOAD = (
@@ -131,43 +128,17 @@ def _call(ctx: RankContext, task: bytes) -> bytes:
         return _dumps(Outcome(error=_portable(error), traceback=text, when=when))
 
 
-def _end_with_the_server() -> None:
-    """A rank that rests would not see that the tests have been killed. Their end ends the server,
-    if no rank holds the pipe by which it sees that, and the server's end its ranks."""
-    if sys.platform == "linux":
-        if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-            raise OSError("this rank could outlive the tests: prctl(PR_SET_PDEATHSIG) is refused")
-        os.close(forkserver._forkserver._forkserver_alive_fd)
-        forkserver._forkserver._forkserver_alive_fd = None
-        os.setpgid(0, 0)  # a shell that ends would hang up on a group of which some have stopped
-
-
-class _GlooOfOneThread(c10d.ProcessGroupGloo):
-    """All groups of a rank on one device: each has a thread that wakes a hundred times a second,
-    and a trainer makes twenty groups."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = c10d.ProcessGroupGloo._Options()
-        options._devices, options._timeout = [_device()], timeout
-        super().__init__(store, rank, size, options)
-
-
-@functools.cache
-def _device() -> Any:
-    return c10d.ProcessGroupGloo.create_default_device()
-
-
 def _serve(rank: int, world: int, channel: connection.Connection, directory: str) -> None:
     """Join the group, then answer tasks until the parent closes the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _end_with_the_server()
+    end_with_the_server()
     stacks = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 - open for the whole life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world)
     )
-    c10d.ProcessGroupGloo = _GlooOfOneThread
+    take_one_gloo_thread()
     store = dist.FileStore(str(Path(directory, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     ctx = RankContext(rank, world, dist.group.WORLD)
