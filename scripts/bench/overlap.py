@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 scripts/bench/overlap.py --shapes 32768:32:32:128 --out overlap.csv
 
-Steps in a row are recorded with torch's profiler after warm-up, so that the host runs ahead of the
-GPU as it does in training. Communication is *exposed* while nothing computes under it; the GPU is
-*idle* while nothing runs at all. A number is that of a mean step, on a mean rank. NCCL's kernels
-count as communicating while they wait for their peer.
+Steps in a row are recorded with torch's profiler after warm-up (--settle seconds of it), so that
+the host runs ahead of the GPU as it does in training. Communication is *exposed* while nothing
+computes under it; the GPU is *idle* while nothing runs at all. A number is that of a mean step, on
+a mean rank. NCCL's kernels count as communicating while they wait for their peer.
 On CPUs (--device cpu) the figures mean little: they show that the script runs.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from contenders import KERNELS, PEERS, Shape, all_contenders
-from session import Session, Step, Table, flags
+from session import Session, Step, Table, flags, settle_flag, settling
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[int, int]
@@ -108,6 +108,7 @@ def main() -> None:
             step = contender.prepared(session, shape, args.forward)
             if step is None:
                 continue
+            session.settle(step, settling(args))
             events = recorded(session, step, args.steps)
             found = mean_figures(session, events, args.steps)
             hidden = 1 - found["exposed"] / max(found["communication"], 1e-9)
@@ -138,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
     parser.add_argument("--peers", nargs="*", default=[], choices=PEERS)
     parser.add_argument("--steps", type=int, default=5)
+    settle_flag(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
     parser.add_argument("--detail", type=int, default=0, help="print so many kernels")
     args = parser.parse_args()

@@ -97,21 +97,24 @@ class Session:
         spent = (_gpu_seconds if self.on_gpu else _host_seconds)(step, repeats)
         return self.reduced([spent / repeats], dist.ReduceOp.MAX)[0]
 
+    def settle(self, step: Step, seconds: float) -> None:
+        """Let a step run for so long. A GPU at the limit of its power has, for a while, the clock
+        that fits what ran before."""
+        for _ in range(math.ceil(seconds / self.seconds(step)) if seconds else 0):
+            step()
+
     def medians(
         self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, settle_s: float = 0.0
     ) -> dict[str, float]:
         """Median seconds of each step; they run interleaved, so a drifting clock meets all.
 
         Args:
-            settle_s: so long each runs, every time, before it is measured. A GPU at the limit of
-                its power has, for a while, the clock that fits what ran before.
+            settle_s: so long each runs, every time, before it is measured.
         """
         found: dict[str, list[float]] = {name: [] for name in steps}
-        once = {name: self.seconds(step) for name, step in steps.items()} if settle_s else {}
         for _ in range(rounds):
             for name, step in steps.items():
-                for _ in range(math.ceil(settle_s / once[name]) if settle_s else 0):
-                    step()
+                self.settle(step, settle_s)
                 found[name].append(self.seconds(step, repeats))
         return {name: statistics.median(each) for name, each in found.items()}
 
@@ -183,6 +186,11 @@ def race_flags(parser: argparse.ArgumentParser) -> None:
     """How contenders of a race are timed."""
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
+    settle_flag(parser)
+
+
+def settle_flag(parser: argparse.ArgumentParser) -> None:
+    """What :func:`settling` reads."""
     parser.add_argument(
         "--settle", type=float, help="seconds that each runs before it is measured: 0.3 on GPUs"
     )
