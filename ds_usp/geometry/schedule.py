@@ -287,7 +287,8 @@ def _calls(
     support: TileSupport,
     rows: tuple[int, int] | None = None,
 ) -> tuple[KernelCall, ...]:
-    """The kernel calls for all queries or for some rows of them."""
+    """The kernel calls for all queries or for some rows of them, the largest first: it hides what
+    other ranks are waited for after the first call."""
     shard, columns = (sum(each.length for each in segments) for segments in (queries, keys))
     start, stop = rows or (0, shard)
     some = cut(queries, start, stop) if rows else queries
@@ -296,6 +297,8 @@ def _calls(
         for sample in range(max(1, len(mask.documents)))
         for found in [plan_tiles(some, keys, mask, support, sample)]
     ]
-    if not mask.documents:
-        return tuple(map(KernelCall.of, tiles[0]))
-    return calls_of(tiles, stop - start, columns)
+    if mask.documents:
+        found = calls_of(tiles, stop - start, columns)
+    else:
+        found = tuple(map(KernelCall.of, tiles[0]))
+    return tuple(sorted(found, key=lambda call: -call.pairs))
