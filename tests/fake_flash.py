@@ -266,7 +266,8 @@ def forward_4(
 def backward_4(
     q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
     window_size_left=None, window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
+    max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None,
+    dv=None,
 ):  # fmt: skip
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     window = window4(causal, window_size_left, window_size_right)
@@ -277,7 +278,9 @@ def backward_4(
         return gradients_packed(*grads, *lengths, softcap=softcap)
     assert lengths == (None,) * 4
     seen = allowed(q.shape[1], k.shape[1], *window)
-    return gradients(dout, q, k, v, out, lse, softmax_scale, seen, softcap)
+    found = gradients(dout, q, k, v, out, lse, softmax_scale, seen, softcap)
+    pairs = zip((dq, dk, dv), found, strict=True)
+    return tuple(x if place is None else place.copy_(x) for place, x in pairs)
 
 
 def window4(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:

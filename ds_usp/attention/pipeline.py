@@ -30,7 +30,8 @@ from ds_usp.attention.ring import (
     ring_forward,
 )
 from ds_usp.attention.scores import PartScores, Scores
-from ds_usp.comm.even_exchange import Trip
+from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.even_exchange import Departure, Trip
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
 from ds_usp.kernels.scores import PLAIN, ScoreSpec
@@ -282,8 +283,8 @@ def attend_backward(
             walk.close()
             raise
 
-    def leave(part: HeadTraffic, mine: RingGradients) -> Trip:
-        return part.qkv.send_to_sequence(mine.sums(), grads)
+    def leave(exchange: HeadExchange, mine: RingGradients, departure: Departure | None) -> Trip:
+        return exchange.send_to_sequence(mine.sums(), grads, departure)
 
     call.prepare(dout.device)
     grads: tuple[torch.Tensor, ...] = ()
@@ -291,9 +292,12 @@ def attend_backward(
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
     with closing(_Belt(call, range(len(call.parts))[::-1], send, arrive, late=True)) as belt:
         for index, come in belt:
-            part = call.scores_of(index, scores, dout)
+            part, ring = call.scores_of(index, scores, dout), call.rings[index]
+            exchange = call.parts[index].qkv
+            departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
+            home = departure.parts if departure else ()
             mine = ring_backward(
-                call.rings[index], come.tensors[0], *kept[index], come.walk, part, belt.between
+                ring, come.tensors[0], *kept[index], come.walk, part, belt.between, home
             )
             try:
                 if sinks is not None and dsinks is not None:
@@ -307,20 +311,21 @@ def attend_backward(
             except BaseException:
                 mine.close()
                 raise
-            belt.leave(partial(leave, call.parts[index], mine), mine.close)
+            belt.leave(partial(leave, exchange, mine, departure), mine.close)
     call.passed()
     dq, dk, dv = grads
     return dq, dk, dv, dsinks
 
 
 def staging(
-    parts: Sequence[HeadTraffic], ring: RingCall, q: torch.Tensor, v: torch.Tensor
+    parts: Sequence[HeadTraffic], rings: Sequence[RingCall], q: torch.Tensor, v: torch.Tensor
 ) -> dict[str, int]:
     """Bytes of each kind of traffic that a rank packs at most at once, for copy engines.
 
     Args:
         q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
     """
+    ring, schedules = rings[0], [ring.schedule for ring in rings]
     if not ring.copies:
         return {}
     batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
@@ -338,6 +343,9 @@ def staging(
     if ring.schedule.ring_degree > 1:
         token = max(part.qkv.widths()[1] for part in parts) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
-        values = ring.schedule.most_taken_anywhere * token
-        sizes["ring_dkv"] = values * (wide if ring.kernel.caps.wide_gradients else q.element_size())
+        tokens = ring.schedule.most_taken_anywhere
+        if ring.kernel.caps.fills_places and any(each.mixes_own for each in schedules):
+            tokens += ring.schedule.most_owned
+        item = wide if ring.kernel.caps.wide_gradients else q.element_size()
+        sizes["ring_dkv"] = tokens * token * item
     return sizes

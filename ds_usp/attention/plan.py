@@ -142,7 +142,7 @@ def _new_plan(
     texts += [str(cut), "with lse" if with_lse else "without lse"]
     plans = _schedules(mesh, layouts, mask, chosen, cut)
     rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
-    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings[0], q, v), spec)
+    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings, q, v), spec)
 
 
 def _schedules(
@@ -163,9 +163,10 @@ def _schedules(
         kv_layout=layouts[1],
         inner=cut.inner,
     )
+    pairs = [(plan(place=there), plan(place=back)) for there, back in cut.places]
     return [
-        replace(plan(place=there), backward_steps=plan(place=back).backward_steps)
-        for there, back in cut.places
+        replace(there, backward_steps=back.backward_steps, mixes_own=back.mixes_own)
+        for there, back in pairs
     ]
 
 

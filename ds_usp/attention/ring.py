@@ -33,9 +33,10 @@ from ds_usp.attention.travel import (
     unpacked,
 )
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.schedule import RingSchedule, RingStep
 from ds_usp.geometry.windows import Window
-from ds_usp.kernels.api import AttentionKernel
+from ds_usp.kernels.api import AttentionKernel, Places
 from ds_usp.kernels.merge import GradientSum, OutputSum
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,6 +65,15 @@ class RingCall:
     kernel: AttentionKernel
     scale: float
     copies: bool = False
+
+    def fills(self, dtype: torch.dtype) -> bool:
+        """Whether backward is one call of a kernel that writes its gradients where they are wanted,
+        in the dtype of the tensors. Beside a ring they wait for others before they can leave."""
+        caps, schedule = self.kernel.caps, self.schedule
+        if not caps.fills_places or schedule.ring_degree > 1:
+            return False
+        same = not caps.wide_gradients or dtype == torch.promote_types(dtype, torch.float32)
+        return same and sum(len(step.calls) for step in schedule.backward_steps) == 1
 
 
 class BlockWalk:
@@ -162,6 +172,7 @@ def ring_backward(
     walk: BlockWalk,
     scores: PartScores,
     between: Callable[[], None] = nothing,
+    home: Sequence[torch.Tensor] = (),
 ) -> RingGradients:
     """The gradients of a ring attention, the last of them still on their way home.
 
@@ -169,16 +180,18 @@ def ring_backward(
 
     Args:
         between: what else is to be done when some of the first step is under way.
+        home: where ``dq``, ``dk`` and ``dv`` are wanted, if one call makes them (``call.fills``).
     """
     with closing(walk):
-        grads = RingGradients(call, q, k, v)
+        grads = RingGradients(call, q, k, v, home)
         try:
             for step, k_block, v_block in walk:
                 sums = grads.of_step(step, k_block, v_block)
                 kernel = scores.on(call.kernel, step)
                 for each in step.calls:
+                    places = grads.places(step, each)
                     parts = kernel.backward(
-                        dout, q, k_block, v_block, out, lse, each, scale=call.scale
+                        dout, q, k_block, v_block, out, lse, each, scale=call.scale, places=places
                     )
                     between = done(between)
                     spans = each.q_span, each.k_span, each.k_span
@@ -203,11 +216,20 @@ class RingGradients:
         q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``.
     """
 
-    def __init__(self, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(
+        self,
+        call: RingCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        home: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._rows, self._home = q.shape[1], home
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
         self._window, self._held = 0, self._sums[1:]
         wide = torch.promote_types(k.dtype, torch.float32)
         dtype = wide if call.kernel.caps.wide_gradients else k.dtype
+        self._fills = call.kernel.caps.fills_places
         schedule, mesh = call.schedule, call.mesh
         self._windows = schedule.windows
         self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
@@ -234,6 +256,19 @@ class RingGradients:
         if step.own:
             return self._sums[0], *self._held
         return self._sums[0], GradientSum(k_block), GradientSum(v_block)
+
+    def places(self, step: RingStep, each: KernelCall) -> Places | None:
+        """Where a kernel is to write the gradients of a call, if that is where they leave from: of
+        a step's first call, if it has all of its columns. Those of others are added there."""
+        whole = each is step.calls[0] and each.tile and each.k_span == (0, step.columns)
+        if not (self._fills and whole):
+            return None
+        if not step.own:
+            return None, *self._near.places(step)
+        if not (self._home and each.q_span == (0, self._rows)):
+            return None
+        dq, dk, dv = self._home
+        return dq, dk, dv
 
     def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
         """Send a step's gradients to those who hold its keys and expect those of what this rank

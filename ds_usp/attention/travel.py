@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.ring import Channel, RingChannel, cut_features
+from ds_usp.comm.ring import Channel, RingChannel, Room, cut_features
 from ds_usp.dense import dense_copy
 from ds_usp.geometry.schedule import RingStep
 from ds_usp.geometry.visible import Runs
@@ -94,6 +94,13 @@ class WayHome:
         self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
         self._coming: list[tuple[Piece, torch.Tensor]] = []
         self._sums: Sequence[GradientSum] = ()
+        self._leaving: Room | None = None  # asked for already
+
+    def places(self, travel: Travel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the gradients of what came for a step, which they leave from: of all of its
+        tokens, this rank's own last, which stay there until they are summed."""
+        self._leaving = self._room_for(travel.columns)
+        return self._parts_of(self._leaving)
 
     def send(
         self, travel: Travel, gradients: Sequence[GradientSum], sums: Sequence[GradientSum]
@@ -108,11 +115,9 @@ class WayHome:
             self._buffer = self._room(travel.given)
         comes = [piece for piece in travel.comes if piece.rank != self._rank]
         away = sum(piece.length for piece in comes)
-        shape = (away, *self._buffer.shape[1:])
-        room = self._channel.room(shape, self._buffer, self._dtype)
-        places = room.parts(_shapes(*self._like), turned=True)
-        for total, place, own in zip(gradients, places, sums, strict=True):
-            total.write(place)
+        room, self._leaving = self._leaving or self._room_for(away), None
+        for total, place, own in zip(gradients, self._parts_of(room), sums, strict=True):
+            total.write(place[:, :away])
             if away < travel.columns:  # this rank's own keys come last
                 total.hand_over(away, own)
         token = room.whole.stride(0)  # it is dense
@@ -141,6 +146,15 @@ class WayHome:
     def close(self) -> None:
         """Wait for what is under way."""
         self._channel.close()
+
+    def _room_for(self, tokens: int) -> Room:
+        """To pack what leaves into."""
+        shape = _packed_shape(*self._like, tokens)
+        return self._channel.room(shape, self._buffer, self._dtype)
+
+    def _parts_of(self, room: Room) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = room.parts(_shapes(*self._like), turned=True)
+        return dk, dv
 
     def _room(self, tokens: int) -> torch.Tensor:
         k, v = self._like

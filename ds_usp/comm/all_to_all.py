@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.even_exchange import EvenExchange, Trip, write
+from ds_usp.comm.even_exchange import Departure, EvenExchange, Trip, write
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import Sum
 from ds_usp.geometry.layout import Run, TokenLayout
@@ -83,8 +83,16 @@ class HeadExchange:
 
         return Trip(land, work)
 
+    def departure(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> Departure | None:
+        """Room for what :meth:`send_to_sequence` will send to places of these sizes, where it may
+        be written; None if it is packed in another way, or stays."""
+        return None if self._even is None else self._even.departure(like, sizes)
+
     def send_to_sequence(
-        self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
+        self,
+        sources: Sequence[torch.Tensor | Sum],
+        places: Sequence[torch.Tensor],
+        departure: Departure | None = None,
     ) -> Trip:
         """Begin :meth:`to_sequence`; the places are written when it is taken."""
         ranks = range(self.mesh.ulysses_degree)
@@ -93,7 +101,7 @@ class HeadExchange:
                 write(_heads(place, each[0]), x)
             return Trip(tuple)
         if self._even is not None:
-            return self._even.send_to_sequence(sources, places, self._send)
+            return self._even.send_to_sequence(sources, places, self._send, departure)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         like = [
             self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)

@@ -35,11 +35,12 @@ _MOST_ROOMS = 256
 @dataclass
 class _Slot:
     """A part of this rank's symmetric memory: which, where, the last exchange of what is packed
-    there, and what was made of it before."""
+    there, how often it was given away, and what was made of it before."""
 
     index: int
     start: int
     last: int = 0
+    turn: int = 0
     rooms: dict[tuple[Sequence[int], torch.dtype], Room] = field(default_factory=dict)
 
 
@@ -125,6 +126,7 @@ class CopyEngine:
             if not self._ends:
                 raise MeshError("nobody says any more when room of a copy engine has been read")
             current_stream(self._device).wait_event(self._ends[0][1])
+        slot.turn += 1
         key = tuple(shape), dtype
         room = slot.rooms.get(key)
         if room is None:
@@ -232,6 +234,7 @@ class CopyChannel:
     def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
         self._engine, self._ledger, self._kind = engine, ledger, kind
         self._slot: _Slot | None = None
+        self._turn = 0
         self._done: torch.cuda.Event | None = None
         self._places: Arrivals = ()
         self.busy = False
@@ -245,6 +248,7 @@ class CopyChannel:
                 "use Tuning(copies=False)"
             )
         packed, self._slot = self._engine.pack(shape, dtype)
+        self._turn = self._slot.turn
         return packed
 
     def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
@@ -252,6 +256,8 @@ class CopyChannel:
         if self.busy or self._slot is None:
             why = "before the last one was taken" if self.busy else "without room"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
+        if self._turn != self._slot.turn:
+            raise MeshError(f"the room of a {self._kind} exchange was given to a later one")
         index, mine = self._slot.index, self._engine.rank  # the same slot on every rank
         size = packed.element_size()
         pulls = [

@@ -62,6 +62,26 @@ def write(place: torch.Tensor, source: torch.Tensor | Sum) -> None:
         source.write(place)
 
 
+class Departure(NamedTuple):
+    """Room from which heads will leave for the sequence, asked for before there is anything to
+    send: who makes it may write it there.
+
+    Attributes:
+        channel: that gave it.
+        parts: of the room, each tensor's ``[B, S, h, D]``.
+    """
+
+    channel: Channel
+    room: Room
+    parts: tuple[torch.Tensor, ...]
+
+    def holds(self, sources: Sequence[torch.Tensor | Sum]) -> bool:
+        """Whether all of these have been written there."""
+        made = [x if isinstance(x, torch.Tensor) else x.whole() for x in sources]
+        pairs = zip(made, self.parts, strict=True)
+        return all(x is not None and x.is_set_to(part) for x, part in pairs)
+
+
 class _Heads(NamedTuple):
     """Of one tensor: the first rank's first head, how many heads a rank has, and how far apart."""
 
@@ -107,27 +127,41 @@ class EvenExchange:
         if not self._copies:
             sent = _filled(Room(torch.empty_like(got)), shapes, parts).whole
             return Trip(land, send(sent, got, self._sizes(got)))
-        channel = self._mesh.channel("all_to_all", True)
-        room = channel.room(size, got, got.dtype).whole
+        channel, room = self._room(got, size)
         at = self._mine * (got.numel() // self._ranks)
         pieces = got.unbind(0)
-        hand_out(
-            room,
-            self._mine,
-            shapes,
-            list(map(Outgoing, parts, cut_features(pieces[self._mine], shapes))),
+        leaving = list(map(Outgoing, parts, cut_features(pieces[self._mine], shapes)))
+        hand_out(room.whole, self._mine, shapes, leaving)
+        channel.post(
+            room.whole, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others]
         )
-        channel.post(room, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others])
         return Trip(land, channel)
+
+    def departure(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> Departure:
+        """Ask for the room of :meth:`send_to_sequence`.
+
+        Args:
+            like: for dtype and device.
+            sizes: of the places ``[B, s, H, D]``.
+        """
+        shapes = tuple([(each.width, x[3]) for each, x in zip(self._heads, sizes, strict=True)])
+        batch, tokens = sizes[0][:2]
+        channel, room = self._room(like, self._size(tokens, batch, shapes))
+        return Departure(channel, room, room.parts(shapes, turned=True))
 
     def send_to_sequence(
         self,
         sources: Sequence[torch.Tensor | Sum],
         places: Sequence[torch.Tensor],
         send: Send,
+        departure: Departure | None = None,
     ) -> Trip:
         """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
-        dense tensor of one sample; copy engines bring what comes to its place."""
+        dense tensor of one sample; copy engines bring what comes to its place.
+
+        Args:
+            departure: room that was asked for; what is there already is not packed again.
+        """
         like = places[0]
         batch, tokens = like.shape[:2]
         shapes = self._shapes(places)
@@ -136,7 +170,8 @@ class EvenExchange:
         if not self._copies:
             sent = self._dense(sources[0], size) if len(sources) == batch == 1 else None
             if sent is None:
-                sent = _summed(Room(like.new_empty(size)), shapes, sources).whole
+                room = departure.room if departure else self._room(like, size)[1]
+                sent = _summed(room, shapes, sources).whole
             got = torch.empty_like(sent)
 
             def land() -> tuple[torch.Tensor, ...]:
@@ -145,8 +180,7 @@ class EvenExchange:
                 return ()
 
             return Trip(land, send(sent, got, self._sizes(sent)))
-        channel = self._mesh.channel("all_to_all", True)
-        room = channel.room(size, like, like.dtype).whole
+        channel, room = departure[:2] if departure else self._room(like, size)
         row = size[2] * size[3]
         at = self._mine * tokens * row
         pulls, leaving = [], []
@@ -156,10 +190,16 @@ class EvenExchange:
             leaving.append(Outgoing(pieces, places[self._mine]))
             pulls.append([(rank, places[rank], at, row) for rank in self._others])
             at += heads * dim
-        hand_out(room, self._mine, shapes, leaving)
+        packed = departure is not None and departure.holds(sources)
+        hand_out(room.whole, self._mine, shapes, leaving, packed=packed)
         arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
-        channel.post(room, self._leaving, arriving)
+        channel.post(room.whole, self._leaving, arriving)
         return Trip(tuple, channel)
+
+    def _room(self, like: torch.Tensor, size: tuple[int, ...]) -> tuple[Channel, Room]:
+        """To pack into what leaves, and the way for it."""
+        channel = self._mesh.channel("all_to_all", self._copies)
+        return channel, channel.room(size, like, like.dtype)
 
     @staticmethod
     def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:

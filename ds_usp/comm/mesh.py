@@ -242,9 +242,9 @@ class SequenceMesh:
                 continue
             try:
                 if kind not in self.engines:
-                    # Gradients go one after the other. Heads come for one part while those of
-                    # another one go home, keys and values for one while another one's still go on.
-                    slots = 2 if kind == "ring_dkv" else 3
+                    # One is filled while what is in another one still goes, and of heads, where
+                    # nothing else travels, while some come and others go home.
+                    slots = 4 if kind == "all_to_all" and self.ring_degree == 1 else 3
                     self.engines[kind] = CopyEngine(group, device, slots)
                 self.engines[kind].reserve(size)
             except RuntimeError as error:

@@ -41,14 +41,26 @@ class Outgoing(NamedTuple):
     own: torch.Tensor
 
 
-def hand_out(room: torch.Tensor, mine: int, shapes: Shapes, tensors: Sequence[Outgoing]) -> None:
+def hand_out(
+    room: torch.Tensor,
+    mine: int,
+    shapes: Shapes,
+    tensors: Sequence[Outgoing],
+    *,
+    packed: bool = False,
+) -> None:
     """Pack every tensor's pieces into the room, but this rank's own.
 
     Args:
         room: ``[P, s, B, features]``, dense; a token's heads of all tensors are neighbours.
         mine: this rank among them; what its piece of the room holds afterwards is not said.
         shapes: heads and head dim of each tensor.
+        packed: they are in the room already: this rank's own go to where they belong.
     """
+    if packed:
+        for pieces, own in tensors:
+            _write(own.unsqueeze(0), pieces, mine)
+        return
     triton = fused("ds_usp.comm.packing_triton") if room.is_cuda else None
     if triton is not None and triton.hand_out_fused(room, mine, tensors):
         return

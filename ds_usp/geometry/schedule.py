@@ -78,6 +78,7 @@ class RingSchedule:
         backward_steps: backward.
         most_owned: most tokens that any rank of the ring owns.
         most_taken_anywhere: most tokens that any rank of the ring takes in one step.
+        mixes_own: some rank's own keys may lie among those that it takes in a step.
         windows: what crosses the network, in order; none where blocks go straight to their users.
     """
 
@@ -87,6 +88,7 @@ class RingSchedule:
     backward_steps: tuple[RingStep, ...]
     most_owned: int
     most_taken_anywhere: int
+    mixes_own: bool = False
     windows: tuple[Window, ...] = ()
 
     @property
@@ -186,7 +188,8 @@ def ring_schedule(
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *near, *far, last)
-    if gather and place == "later" and near and near[0].takes:
+    mixes_own = gather and place == "later" and bool(near)
+    if mixes_own and near[0].takes:
         whole = _step(rings, ring_rank, [*useful, 0], support)
         if len(whole.calls) < len(own.calls) + len(near[0].calls):
             steps = backward = (whole, *far)
@@ -198,6 +201,7 @@ def ring_schedule(
         backward,
         max(map(rings.keys.ring_length, ranks)),
         max((_columns(rings, rank, visit) for visit in visits for rank in ranks), default=0),
+        mixes_own,
         windows,
     )
 

@@ -18,6 +18,9 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 from ds_usp.kernels.scores import PLAIN, ScoreChange, ScoreSpec
 
+# For dq [B, rows, H, D] and dk, dv [B, columns, G, D]; None: in memory of its own.
+Places = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class KernelRequest:
@@ -72,6 +75,7 @@ class KernelCaps:
             with zeros to the larger one (``ds_usp.kernels.one_dim``).
         deterministic: its gradients are the same bits every time where torch's deterministic
             algorithms are asked for.
+        fills_places: it writes the gradients of a single tile where the caller wants them.
     """
 
     devices: frozenset[str]
@@ -84,6 +88,7 @@ class KernelCaps:
     scores: frozenset[str] = frozenset()
     value_dims: bool = False
     deterministic: bool = False
+    fills_places: bool = False
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""
@@ -143,8 +148,14 @@ class AttentionKernel(Protocol):
         call: KernelCall,
         *,
         scale: float,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tiles' share of the gradients, from the final ``out`` and ``lse`` of all blocks.
+
+        Args:
+            places: where the gradients are wanted, in the dtype in which the kernel returns them,
+                each head's features dense; only for calls of one tile, and only of kernels that say
+                that they fill them.
 
         Shapes:
             dout, out ``[B, S, H, D]``, lse ``[B, H, S]`` -> dq ``[B, rows, H, D]``, dk and dv
@@ -187,6 +198,7 @@ class SingleTileKernel:
         call: KernelCall,
         *,
         scale: float,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
         with _without_autocast(q.device.type):
@@ -194,7 +206,8 @@ class SingleTileKernel:
             k, v = _columns(k, call), _columns(v, call)
             lse = lse[:, :, call.q_start : call.q_stop]
             if call.tile is not None:
-                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale)
+                wanted = {} if places is None else {"places": places}
+                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale, **wanted)
             return self.packed_backward(dout, q, k, v, out, lse, call, scale)
 
     def packed_forward(

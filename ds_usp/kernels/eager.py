@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, band
+from ds_usp.kernels.api import KernelCaps, Places, SingleTileKernel, band
 from ds_usp.kernels.scores import FEATURES, ScoreChange
 
 
@@ -26,6 +26,7 @@ class EagerKernel(SingleTileKernel):
         scores=FEATURES,
         value_dims=True,
         deterministic=True,
+        fills_places=True,
     )
 
     def __init__(self, change: ScoreChange | None = None) -> None:
@@ -63,6 +64,7 @@ class EagerKernel(SingleTileKernel):
         lse: torch.Tensor,
         tile: Tile,
         scale: float,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
         change = self._change.of(tile)
@@ -85,6 +87,11 @@ class EagerKernel(SingleTileKernel):
             dscores.mul_(slope)
         dq = torch.einsum("bgrst,btgd->bsgrd", dscores, k).flatten(2, 3)
         dk = torch.einsum("bgrst,bsgrd->btgd", dscores, q)
+        wanted = (None, None, None) if places is None else places
+        dq, dk, dv = (
+            x if place is None else place.copy_(x)
+            for x, place in zip((dq, dk, dv), wanted, strict=True)
+        )
         return dq, dk, dv
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_usp.kernels.api import KernelCaps, require_capability
+from ds_usp.kernels.api import KernelCaps, Places, require_capability
 from ds_usp.kernels.scores import SOFTCAP, ScoreChange
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
@@ -25,6 +25,7 @@ class Flash4Kernel(VarlenKernel):
         varlen=True,
         scores=frozenset({SOFTCAP}),
         deterministic=True,
+        fills_places=True,
     )
 
     def __init__(self) -> None:
@@ -80,8 +81,10 @@ class Flash4Kernel(VarlenKernel):
         tile: Band,
         scale: float,
         lengths: Lengths | None = None,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, right = tile.window
+        wanted = {} if places is None else dict(zip(("dq", "dk", "dv"), places, strict=True))
         exactly = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
         dq, dk, dv = self._bwd(
             q,
@@ -96,6 +99,7 @@ class Flash4Kernel(VarlenKernel):
             window_size_right=None if tile.is_causal else right,
             softcap=self._softcap,
             **named(lengths),
+            **wanted,
             **exactly,
         )
         return dq, dk, dv

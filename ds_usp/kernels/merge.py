@@ -250,11 +250,13 @@ def _deepest(parts: Sequence[_Part]) -> int:
 
 
 def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once."""
+    """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once; the first
+    may be where it goes."""
     if not parts:
         place.zero_()
     elif len(parts) == 1:
-        dense_copy(place, parts[0])
+        if not place.is_set_to(parts[0]):  # else a kernel has written it there
+            dense_copy(place, parts[0])
     elif (triton := _fused_for(place, *parts)) is not None:
         triton.sum_fused(place, parts)
     else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from ds_usp.geometry.calls import KernelCall
-from ds_usp.kernels.api import AttentionKernel
+from ds_usp.kernels.api import AttentionKernel, Places
 from ds_usp.kernels.scores import ScoreChange
 
 
@@ -20,7 +22,7 @@ class OneDimKernel:
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
-        self.name, self.caps = kernel.name, kernel.caps
+        self.name, self.caps = kernel.name, replace(kernel.caps, fills_places=False)
 
     def with_scores(self, change: ScoreChange) -> AttentionKernel:
         """See :meth:`AttentionKernel.with_scores`."""
@@ -51,8 +53,9 @@ class OneDimKernel:
         call: KernelCall,
         *,
         scale: float,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :meth:`AttentionKernel.backward`."""
+        """See :meth:`AttentionKernel.backward`; there are no places, which it does not fill."""
         wide_dout, wide_q, wide_k, wide_v, wide_out = _one_dim(dout, q, k, v, out)
         dq, dk, dv = self._kernel.backward(
             wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call, scale=scale

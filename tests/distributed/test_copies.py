@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -15,16 +15,26 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import Cut
+from ds_usp.comm.even_exchange import Departure
 from ds_usp.comm.ring import Arrivals, Parcels, RingChannel, Room
+from ds_usp.kernels import merge
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Sizes = dict[str, int]
 
 
 class PullingChannel(RingChannel):
-    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
+    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places.
+
+    Who asks for room before another one has said what it packed gets that one's.
+    """
+
+    not_told: ClassVar[dict[str, PullingChannel]] = {}
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+        before = self.not_told.get(self._kind, self)
+        assert before is self, "room was asked for twice"
+        self.not_told[self._kind] = self
         self.mine = super().room(shape, like, dtype)
         self.mine.whole.fill_(float("nan"))
         return self.mine
@@ -32,6 +42,7 @@ class PullingChannel(RingChannel):
     def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         rooms: list[Any] = [None] * dist.get_world_size(self._group)
         assert packed is self.mine.whole
+        self.not_told.pop(self._kind, None)
         users = [rank for rank, *_ in leaving]
         dist.all_gather_object(rooms, (packed, users), self._group)
         mine = dist.get_rank(self._group)
@@ -96,7 +107,9 @@ CASES = [
     Case(kernel="eager", dtype=torch.float64),
     Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
     Case(seq_len=67, tuning=Tuning(2, True)),
-    Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),  # own rows among others'
+    # Own rows among others', forward; backward too, where that is one call.
+    Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),
+    Case(kernel="eager", tuning=Tuning(4, True), heads=16, kv_heads=16),
     Case(heads=6, kv_heads=2, seq_len=67),
     Case(kv_heads=1, kernel="eager", dtype=torch.bfloat16, head_dim=1),
 ]
@@ -119,6 +132,48 @@ def test_what_is_packed_fits_into_what_every_rank_reserved(
     for first in range(ulysses):
         for kind in ("ring_kv", "ring_dkv"):
             assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
+
+
+def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[int, int]:
+    """Gradients that lie where they leave from when they are to be packed for the ring, and
+    exchanges of heads of which all do."""
+    found = {"ring": 0, "heads": 0}
+
+    def sum_(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        found["ring"] += len(parts) == 1 and place.is_set_to(parts[0])
+        real_sum(place, parts)
+
+    def holds(self: Departure, sources: Any) -> bool:
+        result = real_holds(self, sources)
+        found["heads"] += result
+        return result
+
+    real_sum, real_holds = merge._sum, Departure.holds
+    with mock.patch.object(merge, "_sum", sum_), mock.patch.object(Departure, "holds", holds):
+        if copies:
+            packed(ctx, case, ulysses)
+        else:
+            attend(mesh_of(ulysses), case)
+    return found["ring"], found["heads"]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(
+    pool: WorkerPool, copies: bool
+) -> None:
+    tuning = Tuning(2, True)
+    # dk and dv of both parts, beside a ring; then of dq too (by messages nobody asks).
+    results = pool.run(
+        in_place, 4, case=Case(kernel="eager", tuning=tuning), ulysses=1, copies=copies
+    )
+    assert max(ring for ring, _ in results) == 4 and not any(heads for _, heads in results)
+    results = pool.run(
+        in_place, 4, case=Case(kernel="eager", tuning=tuning), ulysses=4, copies=copies
+    )
+    assert {heads for _, heads in results} == ({2} if copies else {0})
+    for ulysses in (1, 4):
+        case = Case(kernel="sdpa", tuning=tuning)
+        assert set(pool.run(in_place, 4, case=case, ulysses=ulysses, copies=copies)) == {(0, 0)}
 
 
 def break_off(ctx: RankContext) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from ds_usp.comm.ring import Arrivals, Room
 from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.geometry.windows import Piece
+from ds_usp.kernels.api import KernelCaps
 
 CAUSAL = MaskSpec.causal()
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -273,7 +274,7 @@ def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -
     kinds = ("ring_kv", "ring_kv_outer", "ring_dkv", "ring_dkv_outer")
     channels = {kind: Recorder() for kind in kinds}
     mesh = SimpleNamespace(channel=lambda kind, copies=False: channels[kind])
-    kernel = SimpleNamespace(caps=SimpleNamespace(wide_gradients=False))
+    kernel = SimpleNamespace(caps=KernelCaps(frozenset(), frozenset()))
     call: Any = RingCall(mesh, plan, kernel, 1.0)  # type: ignore[arg-type]
     k = torch.zeros(1, 4, 2, 8)
     grads, under_way = RingGradients(call, k, k, k), []

@@ -12,6 +12,7 @@ import torch
 from cases import RESULTS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp.comm.ring import cut_features
 from ds_usp.geometry.calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
@@ -128,8 +129,28 @@ def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> T
     lse = torch.full((2, q.shape[2], q.shape[1]), float("nan"), dtype=part_lse.dtype)
     out[:, tile.q_start : tile.q_stop] = part.to(q.dtype)
     lse[:, :, tile.q_start : tile.q_stop] = part_lse
-    grads = kernel.backward(dout, q, k, v, out, lse, KernelCall.of(tile), scale=scale)
+    given = dout, q, k, v, out, lse, KernelCall.of(tile)
+    grads = kernel.backward(*given, scale=scale)
+    if kernel.caps.fills_places:
+        check_places(kernel, given, scale, grads)
     return dict(zip(RESULTS, (part, part_lse, *grads), strict=True))
+
+
+def check_places(
+    kernel: AttentionKernel, given: tuple[Any, ...], scale: float, want: tuple[torch.Tensor, ...]
+) -> None:
+    """The same gradients where they are wanted, side by side in memory; dq there or apart."""
+    shapes = tuple((x.shape[2], x.shape[3]) for x in want)
+    tokens, batch = max(x.shape[1] for x in want), want[0].shape[0]
+    room = want[0].new_full((tokens, batch, sum(h * d for h, d in shapes)), float("nan"))
+    parts = cut_features(room, shapes, turned=True)
+    dq, dk, dv = (part[:, : x.shape[1]] for part, x in zip(parts, want, strict=True))
+    for places in ((None, dk, dv), (dq, dk, dv)):
+        room.fill_(float("nan"))
+        got = kernel.backward(*given, scale=scale, places=places)
+        for x, place, same in zip(got, places, want, strict=True):
+            assert torch.equal(x, same)
+            assert place is None or torch.equal(place, same)
 
 
 def check(got: Tensors, want: Tensors, tolerance: float) -> None:
