@@ -344,8 +344,8 @@ def staging(
         token = max(part.qkv.widths()[1] for part in parts) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
         tokens = ring.schedule.most_taken_anywhere
-        if ring.kernel.caps.fills_places and any(each.mixes_own for each in schedules):
-            tokens += ring.schedule.most_owned
+        if ring.kernel.caps.fills_places:  # a rank's own gradients beside those that leave
+            tokens = max(tokens, *(each.most_mixed_anywhere for each in schedules))
         item = wide if ring.kernel.caps.wide_gradients else q.element_size()
         sizes["ring_dkv"] = tokens * token * item
     return sizes

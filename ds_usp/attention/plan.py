@@ -165,7 +165,11 @@ def _schedules(
     )
     pairs = [(plan(place=there), plan(place=back)) for there, back in cut.places]
     return [
-        replace(there, backward_steps=back.backward_steps, mixes_own=back.mixes_own)
+        replace(
+            there,
+            backward_steps=back.backward_steps,
+            most_mixed_anywhere=back.most_mixed_anywhere,
+        )
         for there, back in pairs
     ]
 

@@ -16,6 +16,7 @@ from ds_usp.geometry.visible import Runs, least_gap, united
 from ds_usp.geometry.windows import Piece, Rings, Window
 
 Place = Literal["alone", "first", "later", "last"]
+_RING_OF_A_HOST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class RingSchedule:
         backward_steps: backward.
         most_owned: most tokens that any rank of the ring owns.
         most_taken_anywhere: most tokens that any rank of the ring takes in one step.
-        mixes_own: some rank's own keys may lie among those that it takes in a step.
+        most_mixed_anywhere: most tokens of a step, on any rank, in which its own lie among them.
         windows: what crosses the network, in order; none where blocks go straight to their users.
     """
 
@@ -88,7 +89,7 @@ class RingSchedule:
     backward_steps: tuple[RingStep, ...]
     most_owned: int
     most_taken_anywhere: int
-    mixes_own: bool = False
+    most_mixed_anywhere: int = 0
     windows: tuple[Window, ...] = ()
 
     @property
@@ -188,12 +189,11 @@ def ring_schedule(
             for rows in ((0, length // 2), (length // 2, length))
         )
         backward = (first, *near, *far, last)
-    mixes_own = gather and place == "later" and bool(near)
-    if mixes_own and near[0].takes:
-        whole = _step(rings, ring_rank, [*useful, 0], support)
-        if len(whole.calls) < len(own.calls) + len(near[0].calls):
+    ranks, most_mixed = range(layout.ring), 0
+    if gather and place == "later" and near:
+        most_mixed = _most_mixed(rings, useful, support)
+        if whole := _mixed(rings, ring_rank, useful, support):
             steps = backward = (whole, *far)
-    ranks = range(layout.ring)
     return RingSchedule(
         ring_rank,
         layout.ring,
@@ -201,7 +201,7 @@ def ring_schedule(
         backward,
         max(map(rings.keys.ring_length, ranks)),
         max((_columns(rings, rank, visit) for visit in visits for rank in ranks), default=0),
-        mixes_own,
+        most_mixed,
         windows,
     )
 
@@ -274,6 +274,28 @@ def _step(
     )
     calls = _calls(rings.queries.ring_segments(ring_rank), keys, rings.mask, support)
     return RingStep(False, takes, comes, tuple(gives), tuple(given_at), calls)
+
+
+def _mixed(
+    rings: Rings, rank: int, offsets: Sequence[int], support: TileSupport
+) -> RingStep | None:
+    """What a rank holds itself and what the ranks some offsets before it hold, in one step; None if
+    that takes as many kernel calls as two."""
+    apart = _step(rings, rank, offsets, support)
+    if not apart.takes:
+        return None
+    own, whole = _own_step(rings, rank, support), _step(rings, rank, [*offsets, 0], support)
+    return whole if len(whole.calls) < len(own.calls) + len(apart.calls) else None
+
+
+def _most_mixed(rings: Rings, offsets: Sequence[int], support: TileSupport) -> int:
+    """Most columns of such a step on any rank. Of documents, of which every batch has others, and
+    in large rings a bound: every rank would plan for all too long."""
+    ranks = range(rings.queries.ring)
+    if rings.mask.documents or len(ranks) > _RING_OF_A_HOST:
+        return max(_columns(rings, rank, [*offsets, 0]) for rank in ranks)
+    found = (_mixed(rings, rank, offsets, support) for rank in ranks)
+    return max((step.columns for step in found if step), default=0)
 
 
 def _pieces(

@@ -193,6 +193,10 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     longest = max(map(layout.ring_length, range(ring)))
     assert {plan.most_owned for plan in plans} == {longest}
     assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
+    (mixed,) = {plan.most_mixed_anywhere for plan in plans}
+    steps = [(each.ring_rank, step) for each in plans for step in travelling(each)]
+    most = [step.columns for own, step in steps if own in {piece.rank for piece in step.takes}]
+    assert mixed == max(most, default=0)
 
 
 def placed(takes: tuple[Piece, ...]) -> list[tuple[int, Piece]]:
