@@ -5,7 +5,8 @@
 Steps in a row are recorded with torch's profiler after warm-up (--settle seconds of it), so that
 the host runs ahead of the GPU as it does in training. Communication is *exposed* while nothing
 computes under it; the GPU is *idle* while nothing runs at all. A number is that of a mean step, on
-a mean rank. NCCL's kernels count as communicating while they wait for their peer.
+a mean rank, and with --each-rank of every rank: the slowest decides, and others wait for it. NCCL's
+kernels count as communicating while they wait for their peer.
 On CPUs (--device cpu) the figures mean little: they show that the script runs.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -110,24 +112,39 @@ def main() -> None:
                 continue
             session.settle(step, settling(args))
             events = recorded(session, step, args.steps)
-            found = mean_figures(session, events, args.steps)
-            hidden = 1 - found["exposed"] / max(found["communication"], 1e-9)
-            table.add([str(shape), contender.label, *(f"{found[name]:.3f}" for name in FIGURES)])
-            session.say(
-                f"{shape}  {contender.label:28}"
-                + "".join(f" {name} {found[name]:.2f}" for name in FIGURES)
-                + f" ms, {hidden:.0%} of communication hidden"
-            )
+            ranks = figures_of_ranks(session, events, args.steps)
+            named = [(contender.label, mean(ranks))]
+            if args.each_rank:
+                named += [(f"{contender.label}, rank {at}", each) for at, each in enumerate(ranks)]
+            for label, found in named:
+                hidden = 1 - found["exposed"] / max(found["communication"], 1e-9)
+                table.add([str(shape), label, *(f"{found[name]:.3f}" for name in FIGURES)])
+                session.say(
+                    f"{shape}  {label:28}"
+                    + "".join(f" {name} {found[name]:.2f}" for name in FIGURES)
+                    + f" ms, {hidden:.0%} of communication hidden"
+                )
             if args.detail:
                 session.say(kernel_table(events, args.detail))
     session.close()
 
 
-def mean_figures(session: Session, events: Sequence[Event], steps: int) -> dict[str, float]:
-    """Of one step, the mean over ranks."""
+def figures_of_ranks(
+    session: Session, events: Sequence[Event], steps: int
+) -> list[dict[str, float]]:
+    """Of one step, of every rank."""
     mine = figures(events)
-    sums = session.reduced([mine[name] for name in FIGURES])
-    return {name: value / session.world / steps for name, value in zip(FIGURES, sums, strict=True)}
+    rows = [[0.0] * len(FIGURES) for _ in range(session.world)]
+    rows[session.rank] = [mine[name] / steps for name in FIGURES]
+    every = session.reduced([value for row in rows for value in row])
+    count = len(FIGURES)
+    cut = (every[at : at + count] for at in range(0, len(every), count))
+    return [dict(zip(FIGURES, row, strict=True)) for row in cut]
+
+
+def mean(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure."""
+    return {name: statistics.mean(each[name] for each in ranks) for name in FIGURES}
 
 
 def parse() -> argparse.Namespace:
@@ -141,6 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     settle_flag(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
+    parser.add_argument("--each-rank", action="store_true", help="their rows after the mean's")
     parser.add_argument("--detail", type=int, default=0, help="print so many kernels")
     args = parser.parse_args()
     args.kernels = args.kernels or KERNELS[args.device]
