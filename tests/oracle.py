@@ -5,6 +5,7 @@ It imports nothing from ds_usp, so that no mistake can be on both sides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -120,7 +121,8 @@ def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> tor
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    """Return norm(a - b) / max(norm(b), least) in fp64; b is the truth.
+    """Return norm(a - b) / max(norm(b), least) in fp64; b is the truth. Infinite for NaN, which
+    ``max`` would drop.
 
     Raises: ValueError where the shapes differ (nothing is broadcast).
     """
@@ -130,7 +132,8 @@ def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> floa
     difference, norm = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(b).clamp(min=least)
     if float(norm) == 0.0:
         return 0.0 if float(difference) == 0.0 else float("inf")
-    return float(difference / norm)
+    error = float(difference / norm)
+    return float("inf") if math.isnan(error) else error
 
 
 def rotated(

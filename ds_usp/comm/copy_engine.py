@@ -32,6 +32,18 @@ _ALIGN = 512
 _MOST_ROOMS = 256
 
 
+def slots_of(kind: str, *, ring: bool) -> int:
+    """Parts of the memory for one kind of traffic, so that no rank waits to fill one: what is being
+    filled, what still goes, and what has gone but nobody has said so yet. Keys and values of two
+    parts of the heads are told of in turns. Without a ring, heads come and go home in turns, and
+    room for those that go home is asked for before they are computed.
+
+    Args:
+        ring: keys and values travel beside the heads.
+    """
+    return 4 if kind == "all_to_all" and not ring else 3
+
+
 @dataclass
 class _Slot:
     """A part of this rank's symmetric memory: which, where, the last exchange of what is packed

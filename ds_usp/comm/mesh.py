@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree
 from ds_usp.comm.board import shared_board
-from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
+from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
 from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
@@ -242,9 +242,7 @@ class SequenceMesh:
                 continue
             try:
                 if kind not in self.engines:
-                    # One is filled while what is in another one still goes, and of heads, where
-                    # nothing else travels, while some come and others go home.
-                    slots = 4 if kind == "all_to_all" and self.ring_degree == 1 else 3
+                    slots = slots_of(kind, ring=self.ring_degree > 1)
                     self.engines[kind] = CopyEngine(group, device, slots)
                 self.engines[kind].reserve(size)
             except RuntimeError as error:

@@ -116,7 +116,8 @@ class OutputSum:
 class GradientSum:
     """The running gradient of a shard over the calls that touch it, in fp32 (fp64 for fp64).
 
-    A single part that covers the shard is taken over as it is, so one kernel call costs no sum.
+    A single part that covers the shard is taken over as it is, so one kernel call costs no sum;
+    unless it lies in memory of others, as in a copy engine's room, which is filled again.
 
     Args:
         like: the shard ``[B, tokens, heads, D]``, for shape, dtype and device.
@@ -154,7 +155,7 @@ class GradientSum:
         dtype = dtype or self._like.dtype
         if self._total is None and len(self._parts) == 1:
             (only,) = self._parts
-            if only.value.shape == self._like.shape:
+            if only.value.shape == self._like.shape and _alone(only.value):
                 return only.value.to(dtype)
         if self._total is not None and not self._parts:
             return self._total.to(dtype)
@@ -212,7 +213,12 @@ class GradientSum:
 
 def _fills(x: torch.Tensor) -> bool:
     """Dense, and all that its memory holds."""
-    return x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x.is_contiguous() and _alone(x)
+
+
+def _alone(x: torch.Tensor) -> bool:
+    """All that its memory holds."""
+    return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
 def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,34 +15,53 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import Cut
+from ds_usp.comm.copy_engine import slots_of
 from ds_usp.comm.even_exchange import Departure
 from ds_usp.comm.ring import Arrivals, Parcels, RingChannel, Room
+from ds_usp.dense import dense_copy
+from ds_usp.geometry.parts import places
 from ds_usp.kernels import merge
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Sizes = dict[str, int]
 
 
+class Slots:
+    """A copy engine's memory for one kind of traffic, parts that are filled in turns; with NaN
+    when they are given out."""
+
+    def __init__(self, kind: str) -> None:
+        count = slots_of(kind, ring=True)
+        self.memory = [torch.empty(2**20, dtype=torch.uint8) for _ in range(count)]
+        self.turns = [0] * count
+        self.at, self.told = 0, False
+
+    def give(self, size: int) -> torch.Tensor:
+        if self.told:  # else who asked before has said nothing
+            self.at, self.told = (self.at + 1) % len(self.memory), False
+        self.turns[self.at] += 1
+        self.memory[self.at].fill_(255)
+        return self.memory[self.at][:size]
+
+
 class PullingChannel(RingChannel):
-    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places.
+    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
 
-    Who asks for room before another one has said what it packed gets that one's.
-    """
-
-    not_told: ClassVar[dict[str, PullingChannel]] = {}
+    slots: ClassVar[dict[str, Slots]] = {}
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
-        before = self.not_told.get(self._kind, self)
-        assert before is self, "room was asked for twice"
-        self.not_told[self._kind] = self
-        self.mine = super().room(shape, like, dtype)
-        self.mine.whole.fill_(float("nan"))
+        slots = self.slots.setdefault(self._kind, Slots(self._kind))
+        flat = slots.give(torch.Size(shape).numel() * dtype.itemsize)
+        self.mine = Room(flat.view(dtype).view(*shape))
+        self.at, self.turn = slots.at, slots.turns[slots.at]
         return self.mine
 
     def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
         rooms: list[Any] = [None] * dist.get_world_size(self._group)
+        slots = self.slots[self._kind]
         assert packed is self.mine.whole
-        self.not_told.pop(self._kind, None)
+        assert self.turn == slots.turns[self.at], "the room was given to another one"
+        slots.told = True
         users = [rank for rank, *_ in leaving]
         dist.all_gather_object(rooms, (packed, users), self._group)
         mine = dist.get_rank(self._group)
@@ -61,16 +80,21 @@ class PullingChannel(RingChannel):
         self.busy = True
 
 
-def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Sizes]:
-    """The worst error, the bytes that were reserved and the most that were packed at once."""
+def packed(
+    ctx: RankContext, case: Case, ulysses: int, *, brief: bool = False
+) -> tuple[float, Sizes, Sizes]:
+    """The worst error when all rooms have been filled again, the bytes that were reserved and the
+    most that were packed at once."""
     mesh = mesh_of(ulysses)
+    PullingChannel.slots.clear()
     mesh.plans.clear()
     mesh.agreement.forget()
     reserved: Sizes = {}
     used: Sizes = {}
 
     def resolve(self: Tuning, *args: Any) -> Cut:
-        return decide(self, *args)._replace(copies=True)
+        cut = decide(self, *args)._replace(copies=True)
+        return cut._replace(places=places([1], brief=True)) if brief else cut
 
     def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
         reserved.update(sizes)
@@ -93,7 +117,12 @@ def packed(ctx: RankContext, case: Case, ulysses: int) -> tuple[float, Sizes, Si
         mock.patch.object(SequenceMesh, "channel", channel),
         mock.patch.object(PullingChannel, "room", room),
     ):
-        errors = errors_of(mesh, case, attend(mesh, case))
+        got = attend(mesh, case)
+    for slots in PullingChannel.slots.values():
+        for _ in slots.memory:
+            slots.told = True
+            slots.give(0)
+    errors = errors_of(mesh, case, got)
     mesh.plans.clear()  # they are for copies
     return max(errors.values()), reserved, used
 
@@ -106,6 +135,8 @@ CASES = [
     Case(kernel="eager"),
     Case(kernel="eager", dtype=torch.float64),
     Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
+    Case(kernel="eager", mask="window", tuning=Tuning(2, True)),
+    Case(kernel="eager", mask="window", layout="contiguous", tuning=Tuning(2, False)),
     Case(seq_len=67, tuning=Tuning(2, True)),
     # Own rows among others', forward; backward too, where that is one call.
     Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),
@@ -134,6 +165,14 @@ def test_what_is_packed_fits_into_what_every_rank_reserved(
             assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool: WorkerPool, layout: str) -> None:
+    """Nobody takes keys of the last rank of a causal contiguous ring: nothing is summed there."""
+    case = Case(kernel="eager", tuning=Tuning(1, True), layout=layout)
+    for error, _, _ in pool.run(packed, 4, case=case, ulysses=1, brief=True):
+        assert error < TOLERANCE[case.dtype]
+
+
 def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[int, int]:
     """Gradients that lie where they leave from when they are to be packed for the ring, and
     exchanges of heads of which all do."""
@@ -143,13 +182,21 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
         found["ring"] += len(parts) == 1 and place.is_set_to(parts[0])
         real_sum(place, parts)
 
+    def copy(place: torch.Tensor, x: torch.Tensor) -> None:
+        assert not place.is_set_to(x), "copied to where it was"
+        dense_copy(place, x)
+
     def holds(self: Departure, sources: Any) -> bool:
         result = real_holds(self, sources)
         found["heads"] += result
         return result
 
     real_sum, real_holds = merge._sum, Departure.holds
-    with mock.patch.object(merge, "_sum", sum_), mock.patch.object(Departure, "holds", holds):
+    with (
+        mock.patch.object(merge, "_sum", sum_),
+        mock.patch.object(merge, "dense_copy", copy),
+        mock.patch.object(Departure, "holds", holds),
+    ):
         if copies:
             packed(ctx, case, ulysses)
         else:

@@ -20,7 +20,7 @@ import torch
 
 from ds_usp.attention.pipeline import _Belt
 from ds_usp.comm import copy_engine
-from ds_usp.comm.copy_engine import CopyEngine, _Slot
+from ds_usp.comm.copy_engine import CopyEngine, _Slot, slots_of
 from ds_usp.comm.even_exchange import Trip
 from ds_usp.errors import MeshError
 
@@ -81,7 +81,7 @@ class World:
 
     def __init__(self, ranks: int, first: int, slots: dict[str, int] | None = None) -> None:
         self.ranks, self.first = ranks, first
-        self.slots = slots or dict.fromkeys(KINDS, 3)
+        self.slots = slots or {kind: slots_of(kind, ring=True) for kind in KINDS}
         self.current = FakeStream()
         # Two streams that compute: calls need not all be on one.
         self.main = [[FakeStream(), FakeStream()] for _ in range(ranks)]
@@ -312,8 +312,7 @@ def advance(world: World, draw: random.Random) -> tuple[int, bool]:
 def outcome(seed: int) -> tuple[int, bool]:
     draw = random.Random(seed)
     ranks, parts, steps = (draw.randint(low, 4) for low in (2, 1, 1))
-    # More than a kind needs change nothing; keys and values of two parts are posted in turns.
-    slots = {kind: draw.randint(2 + (kind == "ring_kv"), 4) for kind in KINDS}
+    slots = {kind: slots_of(kind, ring=draw.random() < 0.7) for kind in KINDS}
     world = World(ranks, draw.choice([0, 2**31 - 15, 2**32 - 20]), slots)
     with world.patched():
         for rank in range(ranks):
