@@ -135,6 +135,7 @@ CASES = [
     Case(kernel="eager"),
     Case(kernel="eager", dtype=torch.float64),
     Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
+    Case(kernel="eager", layout="striped", tuning=Tuning(1, True)),  # in place, then in parts
     Case(kernel="eager", mask="window", tuning=Tuning(2, True)),
     Case(kernel="eager", mask="window", layout="contiguous", tuning=Tuning(2, False)),
     Case(seq_len=67, tuning=Tuning(2, True)),
