@@ -54,4 +54,5 @@ def test_relative_error_is_a_ratio_of_norms() -> None:
     assert oracle.relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.1
     assert oracle.relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
     assert oracle.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
-    assert math.isnan(oracle.relative_error(torch.tensor([math.nan]), torch.ones(1)))
+    assert oracle.relative_error(torch.tensor([math.nan]), torch.ones(1)) == math.inf
+    assert oracle.relative_error(torch.ones(1), torch.tensor([math.nan])) == math.inf
