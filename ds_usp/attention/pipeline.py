@@ -346,6 +346,5 @@ def staging(
         tokens = ring.schedule.most_taken_anywhere
         if ring.kernel.caps.fills_places:  # a rank's own gradients beside those that leave
             tokens = max(tokens, *(each.most_mixed_anywhere for each in schedules))
-        item = wide if ring.kernel.caps.wide_gradients else q.element_size()
-        sizes["ring_dkv"] = tokens * token * item
+        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.gradient_dtype(q.dtype).itemsize
     return sizes

@@ -72,8 +72,8 @@ class RingCall:
         caps, schedule = self.kernel.caps, self.schedule
         if not caps.fills_places or schedule.ring_degree > 1:
             return False
-        same = not caps.wide_gradients or dtype == torch.promote_types(dtype, torch.float32)
-        return same and sum(len(step.calls) for step in schedule.backward_steps) == 1
+        calls = sum(len(step.calls) for step in schedule.backward_steps)
+        return calls == 1 and caps.gradient_dtype(dtype) == dtype
 
 
 class BlockWalk:
@@ -224,12 +224,10 @@ class RingGradients:
         v: torch.Tensor,
         home: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._rows, self._home = q.shape[1], home
+        self._home: Places | None = (home[0], home[1], home[2]) if home else None
         self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
         self._window, self._held = 0, self._sums[1:]
-        wide = torch.promote_types(k.dtype, torch.float32)
-        dtype = wide if call.kernel.caps.wide_gradients else k.dtype
-        self._fills = call.kernel.caps.fills_places
+        dtype, self._fills = call.kernel.caps.gradient_dtype(k.dtype), call.kernel.caps.fills_places
         schedule, mesh = call.schedule, call.mesh
         self._windows = schedule.windows
         self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
@@ -263,12 +261,7 @@ class RingGradients:
         whole = each is step.calls[0] and each.tile and each.k_span == (0, step.columns)
         if not (self._fills and whole):
             return None
-        if not step.own:
-            return None, *self._near.places(step)
-        if not (self._home and each.q_span == (0, self._rows)):
-            return None
-        dq, dk, dv = self._home
-        return dq, dk, dv
+        return self._home if step.own else (None, *self._near.places(step))
 
     def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
         """Send a step's gradients to those who hold its keys and expect those of what this rank

@@ -124,10 +124,10 @@ class EvenExchange:
         def land() -> tuple[torch.Tensor, ...]:
             return cut_features(got.view(self._ranks * tokens, *size[2:]), shapes, turned=True)
 
-        if not self._copies:
-            sent = _filled(Room(torch.empty_like(got)), shapes, parts).whole
-            return Trip(land, send(sent, got, self._sizes(got)))
         channel, room = self._room(got, size)
+        if not self._copies:
+            sent = _filled(room, shapes, parts).whole
+            return Trip(land, send(sent, got, self._sizes(got)))
         at = self._mine * (got.numel() // self._ranks)
         pieces = got.unbind(0)
         leaving = list(map(Outgoing, parts, cut_features(pieces[self._mine], shapes)))

@@ -192,7 +192,7 @@ def ring_schedule(
     ranks, most_mixed = range(layout.ring), 0
     if gather and place == "later" and near:
         most_mixed = _most_mixed(rings, useful, support)
-        if whole := _mixed(rings, ring_rank, useful, support):
+        if whole := _mixed(rings, ring_rank, useful, support, (own, near[0])):
             steps = backward = (whole, *far)
     return RingSchedule(
         ring_rank,
@@ -277,15 +277,18 @@ def _step(
 
 
 def _mixed(
-    rings: Rings, rank: int, offsets: Sequence[int], support: TileSupport
+    rings: Rings,
+    rank: int,
+    offsets: Sequence[int],
+    support: TileSupport,
+    apart: tuple[RingStep, RingStep],
 ) -> RingStep | None:
     """What a rank holds itself and what the ranks some offsets before it hold, in one step; None if
-    that takes as many kernel calls as two."""
-    apart = _step(rings, rank, offsets, support)
-    if not apart.takes:
+    that takes as many kernel calls as the two apart."""
+    if not apart[1].takes:
         return None
-    own, whole = _own_step(rings, rank, support), _step(rings, rank, [*offsets, 0], support)
-    return whole if len(whole.calls) < len(own.calls) + len(apart.calls) else None
+    whole = _step(rings, rank, [*offsets, 0], support)
+    return whole if len(whole.calls) < sum(len(step.calls) for step in apart) else None
 
 
 def _most_mixed(rings: Rings, offsets: Sequence[int], support: TileSupport) -> int:
@@ -294,8 +297,12 @@ def _most_mixed(rings: Rings, offsets: Sequence[int], support: TileSupport) -> i
     ranks = range(rings.queries.ring)
     if rings.mask.documents or len(ranks) > _RING_OF_A_HOST:
         return max(_columns(rings, rank, [*offsets, 0]) for rank in ranks)
-    found = (_mixed(rings, rank, offsets, support) for rank in ranks)
-    return max((step.columns for step in found if step), default=0)
+    most = 0
+    for rank in ranks:
+        apart = _own_step(rings, rank, support), _step(rings, rank, offsets, support)
+        if whole := _mixed(rings, rank, offsets, support, apart):
+            most = max(most, whole.columns)
+    return most
 
 
 def _pieces(

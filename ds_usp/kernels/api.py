@@ -90,6 +90,10 @@ class KernelCaps:
     deterministic: bool = False
     fills_places: bool = False
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of what it returns for tensors of a dtype."""
+        return torch.promote_types(dtype, torch.float32) if self.wide_gradients else dtype
+
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""
         if self.devices and request.device not in self.devices:
@@ -215,8 +219,7 @@ class SingleTileKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of several tiles, one after the other; q, k, v are the rows and columns of the call."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        dtype = wide if self.caps.wide_gradients else q.dtype
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.gradient_dtype(q.dtype))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
         for samples, tile in _each_tile(call):
             rows, columns = _places(call, tile)
@@ -239,8 +242,7 @@ class SingleTileKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of several tiles, one after the other; the tensors are those of the call."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dtype = wide if self.caps.wide_gradients else q.dtype
+        dtype = self.caps.gradient_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
         for samples, tile in _each_tile(call):
             rows, columns = _places(call, tile)
