@@ -38,8 +38,7 @@ class Tuning:
             not grow with the ring. ``"auto"``: at once where that takes no more memory, or little.
         copies: exchanges go by the GPUs' copy engines, which reach each other's memory, and leave
             the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
-            ``NCCL_P2P_DISABLE=1``. A call that a CUDA graph captures needs ``False``, and so do
-            the calls that warm it up.
+            ``NCCL_P2P_DISABLE=1``.
         inner_ring: ranks of the ring in a row that are a node: a double ring, in which keys and
             values cross the network once for all of them, a window ahead, and their gradients once
             as the node's sum (LoongTrain, arXiv 2406.18485). It goes by messages; ``gather`` then
@@ -128,13 +127,7 @@ class Tuning:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
-        copies = self.copies is not False and why_not is None
-        if copies and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                "a CUDA graph cannot hold an exchange by copy engines, which number their "
-                "exchanges. Use Tuning(copies=False) here and in the calls that warm it up"
-            )
-        return copies
+        return self.copies is not False and why_not is None
 
 
 class Cut(NamedTuple):

@@ -1,71 +1,88 @@
 """Exchange inside a host by the GPUs' copy engines: at the speed of the links, on no SM.
 
 Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
-says so when the next exchange begins. Both are words in the other's memory that a stream writes and
-waits for (cuStreamBatchMemOp, all of an exchange at once: every call costs the host), so no kernel
-spins while a rank is late. NVLink multicast is never used.
-
-The memory is torch's (torch.distributed._symmetric_memory).
+says that it may be packed again. Both are words in the other's memory, 0 or 1, that a stream writes
+and waits for (cuStreamBatchMemOp, all of an exchange at once: every call costs the host), so no
+kernel spins while a rank is late. Who has waited for a word puts it back, so an exchange has no
+number, and a CUDA graph that holds some can be launched again and again. NVLink multicast is never
+used.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.driver import copy, copy_rows, driver, tell
+from ds_usp.comm.driver import WordJob, WordJobs, capture_of, copy, copy_rows
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.ring import Arrivals, Parcels, Room
 from ds_usp.comm.streams import current_stream
+from ds_usp.comm.symmetric import SharedTensor, symmetric
 from ds_usp.errors import MeshError
 
 # (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row to row there or 0 if
 # all lies together).
 Pulls = Sequence[tuple[int, int, int, torch.Tensor, int]]
 _ALIGN = 512
-_MOST_ROOMS = 256
+_MOST_KNOWN = 256  # rooms and words of a slot: lengths and who takes what differ from call to call
 
 
 def slots_of(kind: str, *, ring: bool) -> int:
     """Parts of the memory for one kind of traffic, so that no rank waits to fill one: what is being
-    filled, what still goes, and what has gone but nobody has said so yet. Keys and values of two
-    parts of the heads are told of in turns. Without a ring, heads come and go home in turns, and
-    room for those that go home is asked for before they are computed.
+    filled, and what still goes. Without a ring, heads come and go home in turns, and room for those
+    that go home is asked for before they are computed.
 
     Args:
         ring: keys and values travel beside the heads.
     """
-    return 4 if kind == "all_to_all" and not ring else 3
+    return 3 if kind == "all_to_all" and not ring else 2
+
+
+class _Words(NamedTuple):
+    """Of an exchange: that this rank has packed, that others have, and that their rooms may be
+    packed again."""
+
+    packed: WordJobs
+    come: WordJobs
+    pulled: WordJobs
 
 
 @dataclass
 class _Slot:
-    """A part of this rank's symmetric memory: which, where, the last exchange of what is packed
-    there, how often it was given away, and what was made of it before."""
+    """A part of this rank's symmetric memory.
+
+    Attributes:
+        index, start: which, and where.
+        free: nobody else needs what is there.
+        turn: how often it was given away.
+        told: somebody was told of what is there now.
+        end: of the last exchange of it, and the number of the CUDA graph that holds that, or 0.
+        rooms, words: made before.
+    """
 
     index: int
     start: int
-    last: int = 0
+    free: WordJobs
     turn: int = 0
+    told: bool = False
+    end: tuple[torch.cuda.Event, int] | None = None
     rooms: dict[tuple[Sequence[int], torch.dtype], Room] = field(default_factory=dict)
+    words: dict[tuple[tuple[int, ...], ...], _Words] = field(default_factory=dict)
 
 
 class CopyEngine:
     """Symmetric memory over one group, with the words by which its ranks tell each other.
 
-    All ranks of the group make the same exchanges in the same order.
+    All ranks of the group make the same exchanges in the same order, in the same slots.
 
     Args:
         group: the ranks; all GPUs of one host that reach each other's memory.
         device: this rank's GPU.
-        slots: parts of the memory, filled in turns. Before one is filled again there must have
-            been an exchange after its last one.
+        slots: parts of the memory, filled in turns.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slots: int) -> None:
@@ -73,41 +90,68 @@ class CopyEngine:
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
         self._stream = torch.cuda.Stream(self._device, priority=-1)
-        # words[0, r]: the last exchange for which rank r has packed; words[1, r]: the last one
-        # that it has pulled.
-        words = _symmetric((2, self._world), torch.int32, device, group)
-        words.zero_()
+        self._packed = torch.cuda.Event()
+        # words[0, slot, r]: rank r has packed its slot for this rank; words[1, slot, r]: rank r
+        # needs nothing more of this rank's.
+        words = symmetric((2, slots, self._world), torch.int32, device, group)
+        words[0], words[1] = 0, 1
         torch.cuda.synchronize(device)
-        self._words = _Shared(words, group)
+        self._words = SharedTensor(words, group)
         dist.barrier(group)
-        self._memory: _Shared | None = None
-        self._exchange = 0
+        self._memory: SharedTensor | None = None
+        self._captured: list[SharedTensor] = []  # memory whose addresses stand in CUDA graphs
         self._count = slots
-        self._begin([])
+        self._begin(0)
 
-    def _begin(self, slots: list[_Slot]) -> None:
-        """Nothing is under way, and nothing is packed."""
-        self._slots = slots
+    def _begin(self, size: int) -> None:
+        """Nothing is under way, and nothing is packed.
+
+        Args:
+            size: bytes of a slot; 0: there is no memory.
+        """
+        each = range(self._count if size else 0)
+        self._slots = [_Slot(slot, slot * size, self._all_free(slot)) for slot in each]
         self._next, self._posted = 0, False
-        # Exchanges and their ends. When one has ended, all have pulled what was told of before it.
-        self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._users: Sequence[int] = ()
-        self._sources: Sequence[int] = ()
 
-    def let_go(self) -> None:
-        """End every wait of this rank's streams: after an error, when nobody will write any more.
-        What they then read is worth nothing."""
+    def _all_free(self, slot: int) -> WordJobs:
+        others = [rank for rank in range(self._world) if rank != self.rank]
+        return WordJobs([WordJob(self._free(self.rank, slot, each), 1, True) for each in others])
+
+    def _ready(self, rank: int, slot: int, source: int) -> int:
+        """Where it is said to a rank that another has packed a slot for it."""
+        return self._words.address(rank, slot * self._world + source)
+
+    def _free(self, rank: int, slot: int, user: int) -> int:
+        """Where it is said to a rank that another needs nothing more of a slot."""
+        return self._words.address(rank, (self._count + slot) * self._world + user)
+
+    def let_go(self) -> bool:
+        """After an error, when nobody will write any more: end what this rank's streams wait for
+        now. What they then read is worth nothing.
+
+        Returns:
+            Whether nothing is left to wait for.
+        """
+        if self._stream.query() and current_stream(self._device).query():
+            return True
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            self._words.own.fill_(self._exchange + 2**30)
+            self._words.own.fill_(1)
+        return False
 
     @property
     def reserved_bytes(self) -> int:
         """Symmetric memory of this rank."""
-        return 0 if self._memory is None else self._memory.own.numel()
+        return sum([each.own.numel() for each in {self._memory, *self._captured} if each])
+
+    @property
+    def captured(self) -> bool:
+        """A CUDA graph may hold exchanges of it."""
+        return bool(self._captured)
 
     def has_room(self, size: int) -> bool:
         """Whether exchanges of up to ``size`` bytes a rank fit."""
-        return -(-size // _ALIGN) * _ALIGN * self._count <= self.reserved_bytes
+        size = -(-size // _ALIGN) * _ALIGN
+        return self._memory is not None and size * self._count <= self._memory.own.numel()
 
     def reserve(self, size: int) -> None:
         """Make room for exchanges of up to ``size`` bytes a rank. Collective, rarely: it waits for
@@ -118,27 +162,28 @@ class CopyEngine:
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
         self._memory = None
-        self._begin([])  # with all views of it
-        own = _symmetric((size * self._count,), torch.uint8, self._device, self._group)
-        self._memory = _Shared(own, self._group)
-        self._begin([_Slot(index, index * size) for index in range(self._count)])
+        self._begin(0)  # with all views of it
+        own = symmetric((size * self._count,), torch.uint8, self._device, self._group)
+        self._memory = SharedTensor(own, self._group)
+        self._begin(size)
         dist.barrier(self._group)
 
     def pack(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Room, _Slot]:
-        """Room in symmetric memory; the current stream waits until all have pulled what was there
-        before, which they say in the exchange after it."""
+        """Room in symmetric memory; the current stream waits until nobody needs what was there
+        before."""
         if self._memory is None:
             raise MeshError("the copy engine was asked for room before any was reserved")
         if self._posted:  # else what was packed last was never told of: an error came between
             self._next, self._posted = (self._next + 1) % self._count, False
-        slot = self._slots[self._next]
-        if slot.last:
-            while self._ends and self._ends[0][0] <= slot.last:
-                self._ends.popleft()
-            if not self._ends:
-                raise MeshError("nobody says any more when room of a copy engine has been read")
-            current_stream(self._device).wait_event(self._ends[0][1])
-        slot.turn += 1
+        slot, stream = self._slots[self._next], current_stream(self._device)
+        graph = capture_of(stream)
+        if graph and self._memory not in self._captured:
+            self._captured.append(self._memory)
+        # Else they are apart by a graph's beginning or end, and an event cannot be waited for.
+        if slot.end is not None and slot.end[1] == graph:
+            stream.wait_event(slot.end[0])  # words of the last exchange have been put back
+        slot.free.enqueue(stream.cuda_stream)
+        slot.turn, slot.told = slot.turn + 1, False
         key = tuple(shape), dtype
         room = slot.rooms.get(key)
         if room is None:
@@ -146,7 +191,7 @@ class CopyEngine:
             most = self._memory.own.numel() // self._count
             if size > most:
                 raise MeshError(f"{size} bytes to pack, but only {most} were reserved")
-            if len(slot.rooms) >= _MOST_ROOMS:  # lengths may differ from call to call
+            if len(slot.rooms) >= _MOST_KNOWN:
                 slot.rooms.clear()
             with torch.inference_mode(False):  # else no later pass with gradients could write it
                 flat = self._memory.own[slot.start : slot.start + size]
@@ -159,10 +204,7 @@ class CopyEngine:
         users: Sequence[int],
         arriving: Pulls,
     ) -> torch.cuda.Event:
-        """Tell the users that their parts are packed, and pull one's own.
-
-        A rank that says that it has packed for one exchange has pulled all of those before it. Who
-        has pulled and packs nothing for the same rank now says it apart. What comes from this
+        """Tell the users that their parts are packed, and pull one's own. What comes from this
         rank's own room is copied first, and nothing said.
 
         Args:
@@ -173,37 +215,50 @@ class CopyEngine:
         Returns:
             When everything has come.
         """
-        stream = self._stream
-        stream.wait_stream(current_stream(self._device))
-        self._exchange += 1
-        number, word, mine = self._exchange, self._words.address, self.rank
+        stream, current, mine = self._stream, current_stream(self._device), self.rank
+        self._packed.record(current)
+        stream.wait_event(self._packed)
         sources = [each for each in dict.fromkeys([rank for rank, *_ in arriving]) if each != mine]
-        writes = [(word(user, mine), number) for user in users]
-        writes += [
-            (word(source, self._world + mine), number - 1)
-            for source in self._sources
-            if source not in users
-        ]
-        waits = [(word(mine, source), number) for source in sources]
-        waits += [
-            (word(mine, self._world + user), number - 1)
-            for user in self._users
-            if user not in sources
-        ]
-        self._users, self._sources = users, sources
-        raw = stream.cuda_stream
         own = [pull for pull in arriving if pull[0] == mine]
+        words = self._words_of(slot, users, sources, apart=bool(own))
+        raw = stream.cuda_stream
+        words.packed.enqueue(raw)
         if own:  # there already: copied while the others pack
-            tell(raw, writes, [])
             self._pull_all(raw, own)
-            tell(raw, [], waits)
-        else:
-            tell(raw, writes, waits)
+            words.come.enqueue(raw)
         self._pull_all(raw, [pull for pull in arriving if pull[0] != mine])
-        end = stream.record_event()
-        self._ends.append((number, end))
-        slot.last, self._posted = number, True
-        return end
+        words.pulled.enqueue(raw)
+        slot.told = self._posted = True
+        slot.end = stream.record_event(), capture_of(current)
+        return slot.end[0]
+
+    def _words_of(
+        self, slot: _Slot, users: Sequence[int], sources: Sequence[int], *, apart: bool
+    ) -> _Words:
+        """The words of an exchange. What is packed once may be told of again; who was told of it
+        before must have pulled it.
+
+        Args:
+            apart: something is done before others' are waited for.
+        """
+        key = tuple(users), tuple(sources), (slot.told, apart)
+        found = slot.words.get(key)
+        if found is None:
+            if len(slot.words) >= _MOST_KNOWN:
+                slot.words.clear()
+            mine, index = self.rank, slot.index
+            free = [self._free(mine, index, user) for user in users]
+            ready = [self._ready(mine, index, source) for source in sources]
+            packed = [WordJob(word, 1, waits=True) for word in free if slot.told]
+            packed += [WordJob(word, 0, private=True) for word in free]
+            packed += [WordJob(self._ready(user, index, mine), 1) for user in users]
+            come = [WordJob(word, 1, waits=True) for word in ready]
+            come += [WordJob(word, 0, private=True) for word in ready]
+            if not apart:
+                packed, come = packed + come, []
+            pulled = [WordJob(self._free(source, index, mine), 1) for source in sources]
+            found = slot.words[key] = _Words(WordJobs(packed), WordJobs(come), WordJobs(pulled))
+        return found
 
     def wait_for(self, end: torch.cuda.Event) -> None:
         """Let the current stream wait for an exchange."""
@@ -253,12 +308,6 @@ class CopyChannel:
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
         """See :meth:`ds_usp.comm.ring.RingChannel.room`."""
-        if torch.cuda.is_current_stream_capturing():
-            raise MeshError(
-                f"a {self._kind} exchange by copy engines cannot be captured in a CUDA graph, "
-                "where its number would not change: capture forward and backward together, or "
-                "use Tuning(copies=False)"
-            )
         packed, self._slot = self._engine.pack(shape, dtype)
         self._turn = self._slot.turn
         return packed
@@ -297,66 +346,3 @@ class CopyChannel:
         """See :meth:`ds_usp.comm.ring.RingChannel.close`."""
         if self.busy:
             self.take()
-
-
-class _Shared:
-    """A tensor of symmetric memory and those of the other ranks."""
-
-    def __init__(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self.own = own
-        self._handle: Any = symmetric_memory.rendezvous(own, group)
-        shape = list(own.shape)
-        self._all = [
-            self._handle.get_buffer(rank, shape, own.dtype) for rank in range(group.size())
-        ]
-        self._addresses, self._item = [x.data_ptr() for x in self._all], own.element_size()
-
-    def address(self, rank: int, index: int) -> int:
-        """Where in this process's addresses an element of a rank's tensor is."""
-        return self._addresses[rank] + index * self._item
-
-
-def why_not(group: dist.ProcessGroup) -> str | None:
-    """Why this rank's GPU cannot copy from those of a group on its host; None if it can."""
-    if torch.cuda.device_count() < 1 or torch.version.cuda is None:
-        return "no NVIDIA GPU"
-    if torch.cuda.device_count() < group.size():
-        return f"this process sees {torch.cuda.device_count()} GPUs, the group has {group.size()}"
-    try:
-        import_module("torch.distributed._symmetric_memory")
-        driver()
-    except (ImportError, OSError, AttributeError) as error:
-        return f"symmetric memory cannot be used: {error}"
-    here = torch.cuda.current_device()
-    others = (peer for peer in range(torch.cuda.device_count()) if peer != here)
-    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in others):
-        return "the GPUs of this host do not reach each other's memory"
-    return None
-
-
-def _symmetric(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Memory that can be shared; collective, so that all ranks have some or none.
-
-    Raises:
-        MeshError: a rank has no room.
-    """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    found, reason = None, ""
-    for last in (False, True):
-        try:
-            found = symmetric_memory.empty(shape, dtype=dtype, device=device)
-            break
-        except RuntimeError as error:  # out of memory, of which torch's own allocator may keep some
-            reason = str(error).splitlines()[0]
-            if not last:
-                torch.cuda.empty_cache()
-    failed = torch.tensor(float(found is None), device=device)
-    dist.all_reduce(failed, group=group)
-    if found is None or failed.item():
-        raise MeshError(f"a rank has no room for symmetric memory of {shape} {dtype} {reason}")
-    return found

@@ -6,15 +6,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_usp.errors import MeshError
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-Words = Sequence[tuple[int, int]]  # (address, value)
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
+_AT_ONCE = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 
 
 class _WordJob(ctypes.Structure):
@@ -28,6 +28,42 @@ class _WordJob(ctypes.Structure):
         ("alias", ctypes.c_uint64),
         ("pad", ctypes.c_uint64),
     )
+
+
+class WordJob(NamedTuple):
+    """A word that a stream writes, or waits for.
+
+    Attributes:
+        waits: until it is as much as the value; else it writes the value.
+        private: written for this stream alone: others need not see first what it has done so far.
+    """
+
+    address: int
+    value: int
+    waits: bool = False
+    private: bool = False
+
+
+class WordJobs:
+    """Words that streams write and wait for again and again, in this order: one call of the driver
+    for all of them, whose arguments are made up once."""
+
+    def __init__(self, jobs: Sequence[WordJob]) -> None:
+        made = [
+            _WordJob(
+                _WAIT if job.waits else _WRITE,
+                job.address,
+                job.value,
+                _AT_ONCE if job.private else 0,
+            )
+            for job in jobs
+        ]
+        self._count, self._jobs = len(made), (_WordJob * len(made))(*made)
+
+    def enqueue(self, stream: int) -> None:
+        """On a stream. A CUDA graph may capture it."""
+        if self._count:
+            _call("cuStreamBatchMemOp_v2", stream, self._count, self._jobs, 0)
 
 
 class _Rows(ctypes.Structure):
@@ -77,7 +113,28 @@ def driver() -> Any:
         ctypes.c_void_p,
     )
     library.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
+    library.cuDevicePrimaryCtxRetain.argtypes = ctypes.POINTER(ctypes.c_void_p), ctypes.c_int
+    library.cuDevicePrimaryCtxRetain.restype = ctypes.c_int
+    library.cuStreamGetCaptureInfo_v2.argtypes = (
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.POINTER(ctypes.c_uint64),
+        *[ctypes.c_void_p] * 3,
+    )
+    library.cuStreamGetCaptureInfo_v2.restype = ctypes.c_int
+    library.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+    library.cuCtxSetCurrent.restype = ctypes.c_int
     return library
+
+
+def capture_of(stream: torch.cuda.Stream) -> int:
+    """The number of the CUDA graph that captures the current stream; 0 if none does."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    state, number = ctypes.c_int(), ctypes.c_uint64()
+    asked = stream.cuda_stream, ctypes.byref(state), ctypes.byref(number), None, None, None
+    _call("cuStreamGetCaptureInfo_v2", *asked)
+    return number.value
 
 
 def copy(stream: int, dst: int, src: int, size: int) -> None:
@@ -98,19 +155,20 @@ def copy_rows(
     _call("cuMemcpy2DAsync_v2", ctypes.byref(job), stream)
 
 
-def tell(stream: int, writes: Words, waits: Words) -> None:
-    """Let a stream write words, after all its writes so far can be seen, and then wait until others
-    have reached their values: one call, in this order."""
-    jobs = [(_WRITE, *word) for word in writes] + [(_WAIT, *word) for word in waits]
-    if jobs:
-        each = (_WordJob(kind, address, value & 0xFFFFFFFF) for kind, address, value in jobs)
-        _call("cuStreamBatchMemOp_v2", stream, len(jobs), (_WordJob * len(jobs))(*each), 0)
-
-
 def _call(name: str, *arguments: Any) -> None:
     error = getattr(driver(), name)(*arguments)
     if error == _NO_CONTEXT:  # the runtime binds one to a thread at its first call, as autograd's
-        torch.cuda.current_stream().query()
+        _bind(torch.cuda.current_device())
         error = getattr(driver(), name)(*arguments)
     if error:
         raise MeshError(f"the CUDA driver refused {name}: error {error}")
+
+
+def _bind(device: int) -> None:
+    """Make the context of a device, which the runtime uses, this thread's: also while a CUDA graph
+    is captured, when a stream may not be asked anything."""
+    context = ctypes.c_void_p()
+    error = driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    error = error or driver().cuCtxSetCurrent(context)
+    if error:
+        raise MeshError(f"the CUDA driver gives no context for GPU {device}: error {error}")

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.copy_engine import why_not
 from ds_usp.comm.gather import all_gather_bytes
+from ds_usp.comm.symmetric import why_not
 from ds_usp.geometry.ranks import RankGrid
 
 

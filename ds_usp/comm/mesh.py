@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -9,13 +10,13 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree
 from ds_usp.comm.board import shared_board
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
-from ds_usp.comm.gather import all_gather_bytes, transport_device
+from ds_usp.comm.gather import transport_device
+from ds_usp.comm.groups import even_out_group_counts, subgroup
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.names import Names
@@ -24,6 +25,7 @@ from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
 
+_TRIES = 2000  # to end what streams wait for, a millisecond apart
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESHES: Final[Names[SequenceMesh]] = Names()
@@ -130,7 +132,7 @@ class SequenceMesh:
         # Before any group is made: making it with ranks that see another grid would not end.
         refusal = _refusal(dist.get_process_group_ranks(whole), ulysses, order)
         agree(whole, f"ulysses_degree {ulysses}, {order}", refusal)
-        _even_out_group_counts(whole)
+        even_out_group_counts(whole)
         return cls._over(whole, ulysses, size // ulysses, order)
 
     @classmethod
@@ -156,7 +158,7 @@ class SequenceMesh:
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         agree(world, f"grid {grid}")
-        _even_out_group_counts(world)
+        even_out_group_counts(world)
         group = dist.new_group(list(ranks), use_local_synchronization=True)
         return cls.from_group(group, grid.size("ulysses"), order)
 
@@ -171,7 +173,7 @@ class SequenceMesh:
         }
         hosts = host_names(group)
         whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
-        ulysses_group = group if whole_is_ulysses else _subgroup(group, peers["ulysses"])
+        ulysses_group = group if whole_is_ulysses else subgroup(group, peers["ulysses"])
         mesh = cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
@@ -181,8 +183,8 @@ class SequenceMesh:
             order=order,
             sp_group=group,
             ulysses_group=ulysses_group,
-            kv_group=_subgroup(group, peers["ring"]),
-            dkv_group=_subgroup(group, peers["ring"]),
+            kv_group=subgroup(group, peers["ring"]),
+            dkv_group=subgroup(group, peers["ring"]),
             agreement=_agreement(group, ranks, hosts),
             no_copies=why_no_copies(group, hosts),
             node_ring=ring_ranks_of_a_host(hosts, grid),
@@ -219,10 +221,10 @@ class SequenceMesh:
         the mesh where they are not there yet."""
         if self.outer_groups or self.kv_group is None or self.sp_group is None:
             return
-        _even_out_group_counts(self.sp_group)
+        even_out_group_counts(self.sp_group)
         ranks = dist.get_process_group_ranks(self.kv_group)
         for kind in OUTER_KINDS:
-            group = _subgroup(self.sp_group, ranks)
+            group = subgroup(self.sp_group, ranks)
             if group is not None:
                 self.outer_groups[kind] = group
 
@@ -234,8 +236,13 @@ class SequenceMesh:
             device: this rank's GPU.
 
         Raises:
-            MeshError: the memory cannot be shared.
+            MeshError: the memory cannot be shared, or a CUDA graph is being captured.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise MeshError(
+                "a CUDA graph captures a call for which copy engines have no room yet: make it "
+                "once, forward and backward, before the capture"
+            )
         for kind, size in sizes.items():
             group = self._group_of(kind)
             if size == 0 or group is None:
@@ -283,12 +290,13 @@ class SequenceMesh:
 
     def release(self) -> None:
         """Give back the memory that copy engines keep, until the next call needs some. Collective;
-        waits for all that is under way."""
+        waits for all that is under way. What CUDA graphs have captured stays theirs."""
         self.agree("release")
         if self.engines:
             torch.cuda.synchronize()
             self.agree("released")
-            self.engines.clear()
+            for kind in [kind for kind, engine in self.engines.items() if not engine.captured]:
+                del self.engines[kind]
             self.agreement.forget()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
@@ -341,25 +349,6 @@ def _refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | Non
     return None
 
 
-def _subgroup(
-    parent: dist.ProcessGroup, ranks: list[int], backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """A communicator of its own over some ranks of a group, with its backend and timeout."""
-    if len(ranks) == 1:
-        return None
-    own = dist.get_backend(parent)
-    # Only members call: the ranks of other sequence-parallel groups need not take part.
-    group = dist.new_group(
-        ranks,
-        timeout=parent._get_backend(transport_device(parent)).options._timeout,
-        backend=backend or (None if own == "undefined" else own),
-        use_local_synchronization=True,
-    )
-    # Point-to-point messages need a communicator that all its ranks have met in.
-    dist.all_reduce(torch.zeros(1, device=transport_device(group)), group=group)
-    return group
-
-
 def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]) -> Agreement:
     """Where ranks compare what they are about to do: on the host, so that no stream waits. Where
     tensors may be on GPUs ranks compare several calls at a time, and nothing else may come between:
@@ -367,27 +356,16 @@ def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes
     backends = {type(group._get_backend(device)) for device in group._device_types}
     if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
         return Agreement(group)
-    control = _subgroup(group, ranks, backend="gloo")
+    control = subgroup(group, ranks, backend="gloo")
     return Agreement(control, shared_board(control, hosts))
 
 
 def _let_go(engines: Mapping[str, CopyEngine]) -> None:
-    for engine in engines.values():
-        engine.let_go()
-
-
-def _even_out_group_counts(group: dist.ProcessGroup) -> None:
-    """Let all ranks have made as many groups as the one that has made most.
-
-    torch names a group that only its members make after the number of groups that a process
-    has, so ranks with other numbers would wait for each other under other names.
-    """
-    count = len(c10d._world.pg_names)
-    counts = [
-        int.from_bytes(each, "big") for each in all_gather_bytes(count.to_bytes(8, "big"), group)
-    ]
-    for _ in range(max(counts) - count):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    """Until nothing waits, or what still does waits for something else."""
+    for _ in range(_TRIES):
+        if not [engine for engine in engines.values() if not engine.let_go()]:
+            return
+        time.sleep(0.001)
 
 
 @lru_cache(maxsize=64)

@@ -8,16 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
-from test_copy_engine import SLOT, FakeMemory, World
+from copy_world import KINDS, SLOT, FakeMemory, World
 
-from ds_usp import MeshError
+from ds_usp import MeshError, SequenceMesh
 from ds_usp.comm import copy_engine
-from ds_usp.comm.copy_engine import CopyChannel
+from ds_usp.comm import mesh as mesh_module
+from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.mesh import _let_go
 
 
 def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
-    world = World(2, 0)
+    world = World(2)
     engine = world.engines[0]["all_to_all"]
     with world.patched():
         _, first = engine.pack((4, 8), torch.bfloat16)
@@ -28,7 +30,7 @@ def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
 
 
 def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
-    world = World(2, 0)
+    world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
         for inference in (True, False):
@@ -43,34 +45,50 @@ def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
             assert not x.is_inference() and x.zero_().numel() == 32
 
 
-def test_memory_that_is_too_small_is_free_before_more_is_asked_for() -> None:
-    world = World(2, 0)
-    engine = world.engines[0]["ring_kv"]
-    with world.patched():
-        engine.pack((4, 8), torch.bfloat16)
-    old = weakref.ref(engine._memory)
+def grown(world: World, engine: CopyEngine, old: weakref.ref[Any]) -> list[bool]:
+    """Give an engine more memory; whether the old one was there when it was asked for."""
+    alive = []
 
     def larger(*_: Any) -> torch.Tensor:
-        assert old() is None and not engine._slots
+        alive.append(old() is not None)
+        assert not engine._slots
         return torch.empty(0)
 
     with (
-        mock.patch.object(copy_engine, "_symmetric", larger),
-        mock.patch.object(copy_engine, "_Shared", lambda own, _: FakeMemory()),
+        world.patched(),
+        mock.patch.object(copy_engine, "symmetric", larger),
+        mock.patch.object(copy_engine, "SharedTensor", lambda own, _: FakeMemory()),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(copy_engine.dist, "barrier"),
     ):
         engine.reserve(4 * SLOT)
-    assert [slot.start for slot in engine._slots] == [0, 4 * SLOT, 8 * SLOT]
+    return alive
+
+
+@pytest.mark.parametrize("graph", [0, 7])
+def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -> None:
+    """Unless a CUDA graph goes on using it."""
+    world = World(2)
+    engine = world.engines[0]["ring_kv"]
+    world.graph = graph
+    with world.patched():
+        for _ in range(3):
+            _, slot = engine.pack((4, 8), torch.bfloat16)
+            engine.start(slot, [], [])
+    assert engine.captured == bool(graph)
+    old = weakref.ref(engine._memory)
+    assert grown(world, engine, old) == [bool(graph)]
+    assert [slot.start for slot in engine._slots] == [0, 4 * SLOT]
+    assert engine.reserved_bytes == (12 if graph else 6) * SLOT and engine.has_room(3 * SLOT)
 
 
 def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
-    world = World(2, 0)
+    world = World(2)
     first, later = (
         CopyChannel(world.engines[0]["all_to_all"], CommLedger(), "all_to_all") for _ in range(2)
     )
     like = torch.empty(0, dtype=torch.bfloat16)
-    with world.patched(), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
+    with world.patched():
         rooms = [each.room((4, 8), like, like.dtype).whole for each in (first, later)]
         later.post(rooms[1], [], [])
         with pytest.raises(MeshError, match="all_to_all exchange was given to a later one"):
@@ -79,3 +97,40 @@ def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
         later.take()
         first.room((4, 8), like, like.dtype)
         later.post(rooms[1], [], [])
+
+
+def test_a_graph_captures_no_call_for_which_there_is_no_room() -> None:
+    mesh = SequenceMesh(2, 2, rank=0)
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        pytest.raises(MeshError, match="make it once, forward and backward, before the capture"),
+    ):
+        mesh.reserve({"all_to_all": 512}, torch.device("cuda"))
+
+
+def test_what_a_graph_has_captured_is_not_given_back() -> None:
+    mesh = SequenceMesh(2, 2, rank=0)
+    engines = {kind: mock.Mock(captured=kind == "ring_kv") for kind in KINDS}
+    mesh.engines.update(engines)
+    with mock.patch.object(torch.cuda, "synchronize"):
+        mesh.release()
+    assert mesh.engines == {"ring_kv": engines["ring_kv"]}
+
+
+def test_streams_that_wait_after_an_error_are_let_go() -> None:
+    """One word may let a stream go on to the next one that it waits for."""
+    left = {"all_to_all": 3, "ring_kv": 5}
+
+    def engine(kind: str) -> mock.Mock:
+        def let_go() -> bool:
+            left[kind] -= 1
+            return left[kind] <= 0
+
+        return mock.Mock(let_go=let_go)
+
+    _let_go({kind: engine(kind) for kind in left})
+    assert left == {"all_to_all": -2, "ring_kv": 0}
+    stuck = mock.Mock(let_go=mock.Mock(return_value=False))
+    with mock.patch.object(mesh_module, "_TRIES", 3):
+        _let_go({"ring_kv": stuck})
+    assert stuck.let_go.call_count == 3
