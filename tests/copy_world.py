@@ -165,6 +165,10 @@ class World:
                 stream.operations, stream.piece = [], (len(self.pieces[rank]), graph)
             calls(rank)
             live = [stream for stream in self.streams(rank) if stream.operations]
+            waited = {op[1:] for stream in live for op in stream.operations if op[0] == "after"}
+            for stream in live[1:] if graph else []:
+                end = stream, len(stream.operations)
+                assert end in waited, "CUDA ends no capture that has not waited for a stream"
             self.pieces[rank].append((live, [stream.operations for stream in live], times))
 
 

@@ -227,10 +227,15 @@ class CopyEngine:
             self._pull_all(raw, own)
             words.come.enqueue(raw)
         self._pull_all(raw, [pull for pull in arriving if pull[0] != mine])
-        words.pulled.enqueue(raw)
+        graph = capture_of(current)
+        if graph:  # all that it has given a stream must come to an end that it waits for
+            words.pulled.enqueue(raw)
+        end = stream.record_event()
+        if not graph:
+            words.pulled.enqueue(raw)
         slot.told = self._posted = True
-        slot.end = stream.record_event(), capture_of(current)
-        return slot.end[0]
+        slot.end = end, graph
+        return end
 
     def _words_of(
         self, slot: _Slot, users: Sequence[int], sources: Sequence[int], *, apart: bool
@@ -250,13 +255,13 @@ class CopyEngine:
             free = [self._free(mine, index, user) for user in users]
             ready = [self._ready(mine, index, source) for source in sources]
             packed = [WordJob(word, 1, waits=True) for word in free if slot.told]
-            packed += [WordJob(word, 0, private=True) for word in free]
+            packed += [WordJob(word, 0) for word in free]
             packed += [WordJob(self._ready(user, index, mine), 1) for user in users]
             come = [WordJob(word, 1, waits=True) for word in ready]
-            come += [WordJob(word, 0, private=True) for word in ready]
             if not apart:
                 packed, come = packed + come, []
-            pulled = [WordJob(self._free(source, index, mine), 1) for source in sources]
+            pulled = [WordJob(word, 0) for word in ready]
+            pulled += [WordJob(self._free(source, index, mine), 1) for source in sources]
             found = slot.words[key] = _Words(WordJobs(packed), WordJobs(come), WordJobs(pulled))
         return found
 

@@ -14,7 +14,6 @@ from ds_usp.errors import MeshError
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
-_AT_ONCE = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 
 
 class _WordJob(ctypes.Structure):
@@ -31,17 +30,15 @@ class _WordJob(ctypes.Structure):
 
 
 class WordJob(NamedTuple):
-    """A word that a stream writes, or waits for.
+    """A word that a stream writes, after all its writes so far can be seen, or waits for.
 
     Attributes:
         waits: until it is as much as the value; else it writes the value.
-        private: written for this stream alone: others need not see first what it has done so far.
     """
 
     address: int
     value: int
     waits: bool = False
-    private: bool = False
 
 
 class WordJobs:
@@ -49,15 +46,7 @@ class WordJobs:
     for all of them, whose arguments are made up once."""
 
     def __init__(self, jobs: Sequence[WordJob]) -> None:
-        made = [
-            _WordJob(
-                _WAIT if job.waits else _WRITE,
-                job.address,
-                job.value,
-                _AT_ONCE if job.private else 0,
-            )
-            for job in jobs
-        ]
+        made = [_WordJob(_WAIT if job.waits else _WRITE, job.address, job.value) for job in jobs]
         self._count, self._jobs = len(made), (_WordJob * len(made))(*made)
 
     def enqueue(self, stream: int) -> None:

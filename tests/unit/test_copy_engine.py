@@ -43,10 +43,10 @@ def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
 
 
 WORDS = {
-    "that nobody puts back": lambda job: job.private,
+    "that nobody puts back": lambda job: not job.value,
     "that a rank packs without asking for": lambda job: job.waits and job.address[-1],
     "that a rank pulls without asking for": lambda job: job.waits and not job.address[-1],
-    "that nobody writes": lambda job: not job.waits and not job.private,
+    "that nobody writes": lambda job: job.value and not job.waits,
 }
 
 
