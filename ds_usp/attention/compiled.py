@@ -125,7 +125,7 @@ _ASK = (
     "bool with_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
     "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, str caller"
 )
-# torch's own CUDA graphs would leave out the comparison of the ranks and renumber copies.
+# torch's own CUDA graphs would leave out the comparison of the ranks.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
 OP_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 

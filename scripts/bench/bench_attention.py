@@ -9,6 +9,9 @@ them; a number is the median over rounds of the slowest rank. In a round each fi
 steps in a row, as the layers of a model do, and their mean counts. FLOPs count the causal half,
 forward + backward 3.5 x the forward.
 
+With --graphs every step is captured in a CUDA graph and its launch is timed: where passes are
+short, it is the host that is measured without.
+
 With --errors nothing is timed: the error of every split against fp64, in units of the error that
 the same kernel makes on one GPU. Above 1.5, or where it is no number, the script fails. Tiny, on
 CPUs: --device cpu --shapes 512:4:4:16.
@@ -21,6 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import truth
 from contenders import KERNELS, PEERS, Shape, all_contenders, all_meshes
@@ -45,16 +49,22 @@ def main() -> None:
 
 def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
     """Time all contenders on each shape."""
-    table = Table(session, args.out, COLUMNS, "bf16, causal, batch 1")
+    note = "bf16, causal, batch 1" + (", in CUDA graphs" if args.graphs else "")
+    table = Table(session, args.out, COLUMNS, note)
     contenders = all_contenders(args.kernels, args.peers)
     for shape in shapes:
         begin = time.monotonic()
         steps, extra = {}, {}
         for contender in contenders:
             step = contender.prepared(session, shape, args.forward)
-            if step is not None:
-                steps[contender.label] = step
-                extra[contender.label] = contender.extra_gib(session, step)
+            if step is None:
+                continue
+            extra[contender.label] = contender.extra_gib(session, step)
+            made = session.attempt(partial(session.captured, step)) if args.graphs else step
+            if isinstance(made, str):
+                session.say(f"{shape}  {contender.label}: left out, no CUDA graph of it: {made}")
+            else:
+                steps[contender.label] = made
         medians = session.medians(steps, args.rounds, args.in_a_row, settling(args))
         tflop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
         for name, seconds in medians.items():
@@ -124,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")
     race_flags(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
+    parser.add_argument("--graphs", action="store_true", help="launch CUDA graphs of the steps")
     parser.add_argument("--errors", action="store_true", help="check instead of measure")
     args = parser.parse_args()
     args.kernels = args.kernels or KERNELS[args.device]

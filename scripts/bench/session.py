@@ -103,6 +103,13 @@ class Session:
         for _ in range(math.ceil(seconds / self.seconds(step)) if seconds else 0):
             step()
 
+    def captured(self, step: Step) -> Step:
+        """The launch of a CUDA graph of a step that has run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
     def medians(
         self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, settle_s: float = 0.0
     ) -> dict[str, float]:

@@ -170,7 +170,8 @@ def test_one_gpu_is_as_exact_as_its_dtype(case: Case) -> None:
     assert max(found.values()) <= limit, found
 
 
-def graph_main(rank: int, world: int, port: int) -> None:
+def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
+    """Two graphs, launched in turns and with calls in between, which have other tensors."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world)
@@ -183,37 +184,47 @@ def graph_main(rank: int, world: int, port: int) -> None:
     for x in (q, k, v):
         x.requires_grad_()
 
-    def step() -> list[torch.Tensor]:
-        tuning = Tuning(2, True, copies=False)
+    def step(chunks: int) -> list[torch.Tensor]:
+        tuning = Tuning(chunks, True, copies=copies)
         out = ds_usp.usp_attention(
             q, k, v, mesh=mesh, layout=layout, mask=mask, kernel="cudnn", tuning=tuning
         )
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(2):
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    captured = []
+    for chunks, graph in enumerate(graphs, 1):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(chunks)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured.append(step(chunks))
+    for turn in range(3):
         with torch.no_grad():
             for x in (q, k, v, dout):
                 x.normal_()
-        graph.replay()
+        for graph in [*graphs, *graphs[:turn]]:
+            graph.replay()
         torch.cuda.synchronize()
-        for got, want in zip(captured, step(), strict=True):
-            assert relative_error(got.cpu(), want.cpu().double()) < 5e-3
-    graph.reset()  # communicators that a graph refers to do not end
+        for got in captured:
+            for one, other in zip(got, step(1), strict=True):
+                assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
+    if copies:
+        step(4)  # parts of two heads, in rooms that are there
+        mesh.release()
+        assert mesh.reserved_bytes > 0, "a graph's rooms were given back"
+    for graph in graphs:
+        graph.reset()  # communicators that a graph refers to do not end
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_steps_can_be_captured_in_cuda_graphs(copies: bool) -> None:
     world = WORLDS[-1]
-    mp.spawn(graph_main, (world, free_port()), nprocs=world)
+    mp.spawn(graph_main, (world, free_port(), copies), nprocs=world)
 
 
 def joint_main(rank: int, world: int, port: int, folder: str) -> None:
