@@ -1,8 +1,6 @@
-"""Copy engines of all ranks on made-up streams, which advance in any order.
-
-The real ``pack`` and ``start`` fill queues of operations, one a stream; then the queues advance at
-random. A pull that finds another exchange's data, or a wait that nothing ends, is a defect. Some
-calls are captured in a graph: their queues run again and again.
+"""Copy engines of all ranks on made-up streams: the real ``pack`` and ``start`` fill queues of
+operations, one a stream, which ``copy_run`` runs. Some calls are captured in a graph: their queues
+run again and again.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class FakeWords:
 
 @dataclass(eq=False)
 class FakeMemory:
-    own: torch.Tensor = field(default_factory=lambda: torch.empty(6 * SLOT, dtype=torch.uint8))
+    own: torch.Tensor = field(default_factory=lambda: torch.empty(16 * SLOT, dtype=torch.uint8))
 
 
 @dataclass
@@ -272,6 +270,7 @@ class Call:
 
     def compute(self, part: int, keys: FakeChannel, belt: _Belt, steps: int) -> FakeChannel | None:
         grads = FakeChannel(self.world, self.rank, "ring_dkv")
+        work = self.world.current.operations
         for step in range(steps):
             # Before or after what comes first: ranks differ in what they compute first.
             early = not step and random.Random(f"{self.rank} {self.name} {part}").random() < 0.5
@@ -281,8 +280,10 @@ class Call:
             if direct:
                 grads.room("grads", part, step, self.name)
             keys.take()
+            work.append(("work",))
             if not step and not early:
                 belt.between()
+                work.append(("work",))
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
             if not self.backward:
@@ -292,6 +293,8 @@ class Call:
             if not direct:
                 grads.room("grads", part, step, self.name)
             self.post(grads, "grads", part)
+        if not steps:
+            work.append(("work",))
         return grads if steps and self.backward else None
 
     def leave(self, part: int, grads: FakeChannel | None, home: FakeChannel | None) -> Trip:
@@ -306,63 +309,3 @@ class Call:
     def post(self, channel: FakeChannel, *cell: Any) -> None:
         own = channel.engine.kind == "ring_kv"  # type: ignore[attr-defined]
         channel.post(some(self.world, self.draw, self.share, own=own), self.name, *cell)
-
-
-class Rank:
-    """How far a rank's streams are."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.runs = [
-            (streams, queues) for streams, queues, times in world.pieces[rank] for _ in range(times)
-        ]
-        self.run = -1
-        self.turn()
-
-    def turn(self) -> None:
-        """Go on to the next run."""
-        self.at: dict[FakeStream, int] = {}
-        while not self.at and self.run + 1 < len(self.runs):
-            self.run += 1
-            self.queues = dict(zip(*self.runs[self.run], strict=True))
-            self.at = dict.fromkeys(self.queues, 0)
-
-    def after(self, stream: FakeStream, count: int) -> bool:
-        return stream not in self.at or self.at[stream] >= count
-
-
-def advance(world: World, draw: random.Random) -> tuple[int, bool]:
-    """Run all queues in a random order; wrong reads, and whether all ended."""
-    words: dict[Tag, int] = {}
-    packed: dict[Tag, Tag] = {}
-    pulled: dict[Tag, Tag | None] = {}
-    wrong, ranks = 0, [Rank(world, rank) for rank in range(world.ranks)]
-    speed: dict[FakeStream, int] = {}
-
-    def blocked(rank: Rank, stream: FakeStream) -> bool:
-        kind, *what = rank.queues[stream][rank.at[stream]]
-        if kind == "after":
-            return not rank.after(*what)
-        return bool(kind == "wait" and words.get(what[0], what[0][-1]) < what[1])
-
-    while any(rank.at for rank in ranks):
-        ready = [(rank, each) for rank in ranks for each in rank.at if not blocked(rank, each)]
-        if not ready:
-            return wrong, False
-        weights = [speed.setdefault(each, draw.choice([1, 1, 5, 50])) for _, each in ready]
-        ((rank, stream),) = draw.choices(ready, weights)
-        kind, *what = rank.queues[stream][rank.at[stream]]
-        if kind == "write":
-            words[what[0]] = what[1]
-        elif kind == "pack":
-            packed[what[0]] = (*what[1], rank.run)
-        elif kind == "pull":
-            pulled[what[1].cell] = packed.get(what[0])
-            wrong += packed.get(what[0]) != (*what[1].expected, rank.run)
-        elif kind == "read":
-            wrong += pulled.get(what[0].cell) != (*what[0].expected, rank.run)
-        rank.at[stream] += 1
-        if rank.at[stream] == len(rank.queues[stream]):
-            del rank.at[stream]
-            if not rank.at:
-                rank.turn()
-    return wrong, True

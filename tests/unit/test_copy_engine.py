@@ -1,14 +1,16 @@
-"""The words by which copy engines take turns; see ``copy_world``."""
+"""The words by which copy engines take turns; see ``copy_world`` and ``copy_run``."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
-from copy_world import KINDS, Call, FakeWordJobs, World, advance
+from copy_run import advance, seconds
+from copy_world import KINDS, Call, FakeWordJobs, World
 
 from ds_usp.comm.copy_engine import CopyEngine, slots_of
 from ds_usp.comm.driver import WordJob
@@ -82,3 +84,36 @@ def test_the_simulation_sees_a_room_that_is_told_of_again_too_early() -> None:
 
     with mock.patch.object(CopyEngine, "_words_of", hasty):
         assert any(outcome(seed) != (0, True) for seed in range(300))
+
+
+def seconds_of(rings_travel: bool, backward: bool, steps: int, extra: int) -> int:
+    """How long four ranks compute six parts, with so many more slots than there are."""
+    slots = {kind: slots_of(kind, ring=rings_travel) + extra for kind in KINDS}
+    world = World(4, slots)
+
+    def calls(rank: int) -> None:
+        call = Call(world, rank, random.Random(1), 0)
+        call.share, call.with_lse, call.stays = 1.0, False, False
+        call.rings_travel, call.backward = rings_travel, backward
+        with world.on(world.main[rank][0]), mock.patch.object(Call, "early", lambda *_: True):
+            call.run(6, steps)
+
+    with world.patched():
+        world.piece(0, calls, 1)
+    return seconds(world, {"work": 20, "pull": 2})
+
+
+WAYS = list(product([False, True], [False, True], [1, 3]))
+
+
+@pytest.mark.parametrize(("rings_travel", "backward", "steps"), WAYS)
+def test_no_rank_waits_for_room(rings_travel: bool, backward: bool, steps: int) -> None:
+    assert seconds_of(rings_travel, backward, steps, 0) == seconds_of(
+        rings_travel, backward, steps, 5
+    )
+
+
+@pytest.mark.parametrize(("rings_travel", "backward", "steps"), WAYS)
+def test_with_a_slot_less_ranks_wait(rings_travel: bool, backward: bool, steps: int) -> None:
+    way = rings_travel, backward, steps
+    assert seconds_of(*way, -1) > seconds_of(*way, 0)

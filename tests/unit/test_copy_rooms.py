@@ -61,7 +61,7 @@ def grown(world: World, engine: CopyEngine, old: weakref.ref[Any]) -> list[bool]
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(copy_engine.dist, "barrier"),
     ):
-        engine.reserve(4 * SLOT)
+        engine.reserve(16 * SLOT)
     return alive
 
 
@@ -78,8 +78,8 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -
     assert engine.captured == bool(graph)
     old = weakref.ref(engine._memory)
     assert grown(world, engine, old) == [bool(graph)]
-    assert [slot.start for slot in engine._slots] == [0, 4 * SLOT]
-    assert engine.reserved_bytes == (12 if graph else 6) * SLOT and engine.has_room(3 * SLOT)
+    assert [slot.start for slot in engine._slots] == [0, 16 * SLOT]
+    assert engine.reserved_bytes == (32 if graph else 16) * SLOT
 
 
 def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
