@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,7 +109,7 @@ class Session:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        return graph.replay
+        return partial(_launch, graph, step)
 
     def medians(
         self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, settle_s: float = 0.0
@@ -216,6 +217,11 @@ def flags(description: str | None) -> argparse.ArgumentParser:
 def _file_name(flag: str) -> str:
     name, equals, value = flag.rpartition("=")
     return name + equals + Path(value).name if "/" in value else flag
+
+
+def _launch(graph: torch.cuda.CUDAGraph, step: Step) -> None:
+    """Launch the graph of a step, whose tensors it reads."""
+    graph.replay()
 
 
 def _gpu_seconds(step: Step, repeats: int) -> float:
