@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -184,11 +185,14 @@ def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
     for x in (q, k, v):
         x.requires_grad_()
 
-    def step(chunks: int) -> list[torch.Tensor]:
+    def attend_to(chunks: int, *qkv: torch.Tensor) -> torch.Tensor:
         tuning = Tuning(chunks, True, copies=copies)
-        out = ds_usp.usp_attention(
-            q, k, v, mesh=mesh, layout=layout, mask=mask, kernel="cudnn", tuning=tuning
+        return ds_usp.usp_attention(
+            *qkv, mesh=mesh, layout=layout, mask=mask, kernel="cudnn", tuning=tuning
         )
+
+    def step(chunks: int) -> list[torch.Tensor]:
+        out = attend_to(chunks, q, k, v)
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
@@ -211,6 +215,12 @@ def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
         for got in captured:
             for one, other in zip(got, step(1), strict=True):
                 assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
+    layer = torch.cuda.make_graphed_callables(partial(attend_to, 1), (q, k, v))
+    for _ in range(3):
+        out = layer(q, k, v)  # forward and backward are two graphs
+        got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+        for one, other in zip(got, step(2), strict=True):
+            assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
     if copies:
         step(4)  # parts of two heads, in rooms that are there
         mesh.release()
