@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,72 +168,6 @@ def test_one_gpu_is_as_exact_as_its_dtype(case: Case) -> None:
     found = errors(attend(ds_usp.SequenceMesh.single(), case), case)
     limit = 1e-5 if case.dtype == torch.float32 else 2e-2
     assert max(found.values()) <= limit, found
-
-
-def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
-    """Two graphs, launched in turns and with calls in between, which have other tensors."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
-    mesh = ds_usp.SequenceMesh.from_group(None, 1 if world < 4 else 2)
-    layout, mask = mesh.layout("zigzag", 1024), ds_usp.MaskSpec.causal()
-    q, k, v, dout = (
-        torch.randn(1, layout.length(mesh.rank), 8, 64, device="cuda", dtype=torch.bfloat16)
-        for _ in range(4)
-    )
-    for x in (q, k, v):
-        x.requires_grad_()
-
-    def attend_to(chunks: int, *qkv: torch.Tensor) -> torch.Tensor:
-        tuning = Tuning(chunks, True, copies=copies)
-        return ds_usp.usp_attention(
-            *qkv, mesh=mesh, layout=layout, mask=mask, kernel="cudnn", tuning=tuning
-        )
-
-    def step(chunks: int) -> list[torch.Tensor]:
-        out = attend_to(chunks, q, k, v)
-        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
-
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    captured = []
-    for chunks, graph in enumerate(graphs, 1):
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step(chunks)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            captured.append(step(chunks))
-    for turn in range(3):
-        with torch.no_grad():
-            for x in (q, k, v, dout):
-                x.normal_()
-        for graph in [*graphs, *graphs[:turn]]:
-            graph.replay()
-        torch.cuda.synchronize()
-        for got in captured:
-            for one, other in zip(got, step(1), strict=True):
-                assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
-    layer = torch.cuda.make_graphed_callables(partial(attend_to, 1), (q, k, v))
-    for _ in range(3):
-        out = layer(q, k, v)  # forward and backward are two graphs
-        got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-        for one, other in zip(got, step(2), strict=True):
-            assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
-    if copies:
-        step(4)  # parts of two heads, in rooms that are there
-        mesh.release()
-        assert mesh.reserved_bytes > 0, "a graph's rooms were given back"
-    for graph in graphs:
-        graph.reset()  # communicators that a graph refers to do not end
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("copies", [False, True])
-def test_steps_can_be_captured_in_cuda_graphs(copies: bool) -> None:
-    world = WORLDS[-1]
-    mp.spawn(graph_main, (world, free_port(), copies), nprocs=world)
 
 
 def joint_main(rank: int, world: int, port: int, folder: str) -> None:

@@ -1,0 +1,108 @@
+"""CUDA graphs of attention over several GPUs: launched in turns, with calls in between."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from oracle import relative_error
+from test_attention_gpu import WORLDS, free_port
+
+import ds_usp
+from ds_usp import Tuning
+
+Graph = tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]
+
+
+class Calls:
+    """Calls on tensors whose numbers change."""
+
+    def __init__(self, mesh: ds_usp.SequenceMesh, copies: bool) -> None:
+        self.mesh, self.copies = mesh, copies
+        self.layout = mesh.layout("zigzag", 1024)
+        shape = 1, self.layout.length(mesh.rank), 8, 64
+        self.qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        self.dout = torch.randn_like(self.qkv[0])
+        for x in self.qkv:
+            x.requires_grad_()
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for x in (*self.qkv, self.dout):
+                x.normal_()
+
+    def attend(self, chunks: int, *qkv: torch.Tensor) -> torch.Tensor:
+        return ds_usp.usp_attention(
+            *qkv,
+            mesh=self.mesh,
+            layout=self.layout,
+            mask=ds_usp.MaskSpec.causal(),
+            kernel="cudnn",
+            tuning=Tuning(chunks, True, copies=self.copies),
+        )
+
+    def backward(self, out: torch.Tensor) -> list[torch.Tensor]:
+        return [out, *torch.autograd.grad(out, self.qkv, self.dout)]
+
+    def step(self, chunks: int) -> list[torch.Tensor]:
+        return self.backward(self.attend(chunks, *self.qkv))
+
+    def captured(self, chunks: int) -> Graph:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                self.step(chunks)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            return graph, self.step(chunks)
+
+    def check(self, got: list[torch.Tensor]) -> None:
+        torch.cuda.synchronize()
+        for one, other in zip(got, self.step(1), strict=True):
+            assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
+
+
+def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    calls = Calls(ds_usp.SequenceMesh.from_group(None, 1 if world < 4 else 2), copies)
+    graphs = [calls.captured(chunks) for chunks in (1, 2)]
+    for turn in range(3):
+        calls.change()
+        for graph, _ in [*graphs, *graphs[:turn]]:
+            graph.replay()
+        for _, results in graphs:
+            calls.check(results)
+    check_graphs_of_forward_and_backward(calls)
+    if copies:
+        calls.step(4)  # in rooms that are there
+        calls.mesh.release()
+        assert calls.mesh.reserved_bytes > 0, "a graph's rooms were given back"
+    for graph, _ in graphs:
+        graph.reset()  # communicators that a graph refers to do not end
+    dist.destroy_process_group()
+
+
+def check_graphs_of_forward_and_backward(calls: Calls) -> None:
+    """Of two layers, whose backward passes come in any order."""
+    layers = [
+        torch.cuda.make_graphed_callables(partial(calls.attend, chunks), tuple(calls.qkv))
+        for chunks in (1, 2)
+    ]
+    for order in (layers, layers[::-1]):
+        calls.change()
+        outs = [layer(*calls.qkv) for layer in layers]
+        for layer in order:
+            calls.check(calls.backward(outs[layers.index(layer)]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("copies", [False, True])
+def test_calls_can_be_captured_in_cuda_graphs(copies: bool) -> None:
+    world = WORLDS[-1]
+    mp.spawn(graph_main, (world, free_port(), copies), nprocs=world)
