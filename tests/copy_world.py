@@ -1,6 +1,6 @@
 """Copy engines of all ranks on made-up streams: the real ``pack`` and ``start`` fill queues of
-operations, one a stream, which ``copy_run`` runs. Some calls are captured in a graph: their queues
-run again and again.
+operations, one a stream, which ``copy_run`` runs. Some calls are captured in a graph, which may be
+launched again and again.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from ds_usp.attention.pipeline import _Belt
 from ds_usp.comm import copy_engine
-from ds_usp.comm.copy_engine import CopyEngine, slots_of
+from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
 from ds_usp.comm.driver import WordJob
 from ds_usp.comm.even_exchange import Trip
+from ds_usp.comm.ledger import CommLedger
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
 SLOT = 512
@@ -45,8 +46,7 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         assert event.piece[1] == self.piece[1], "CUDA refuses an event of another graph"
-        if event.piece == self.piece:  # else it is long ago
-            self.operations.append(("after", event.stream, event.count))
+        self.operations.append(("after", event.stream, event.count, event.piece[0]))
 
 
 class FakeEvent:
@@ -102,10 +102,7 @@ class World:
         self.ranks, self.graph = ranks, 0
         self.slots = slots or {kind: slots_of(kind, ring=True) for kind in KINDS}
         self.current = FakeStream()
-        # What each rank's streams do, one piece after the other, and how often.
-        self.pieces: list[list[tuple[list[FakeStream], list[list[Tag]], int]]] = [
-            [] for _ in range(ranks)
-        ]
+        self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
         # Two streams that compute: calls need not all be on one.
         self.main = [[FakeStream(), FakeStream()] for _ in range(ranks)]
         self.engines = [{kind: self._engine(kind, r) for kind in KINDS} for r in range(ranks)]
@@ -118,6 +115,8 @@ class World:
             rank=rank,
             _world=self.ranks,
             _stream=FakeStream(),
+            _current=None,
+            exchanges=0,
             _packed=FakeEvent(),
             _words=FakeWords(kind, self.slots[kind] * self.ranks),
             _memory=FakeMemory(),
@@ -154,51 +153,68 @@ class World:
         engines: list[Any] = [engine._stream for engine in self.engines[rank].values()]
         return [*self.main[rank], *engines]
 
-    def piece(self, graph: int, calls: Callable[[int], None], times: int) -> None:
-        """What every rank calls is done so often, as a whole each time: by a graph, where that has
-        a number."""
+    def piece(self, graph: int, calls: Callable[[int], None]) -> None:
+        """Another piece of every rank's work: of calls, or of those that a graph with this number
+        captures."""
         self.graph = graph
         for rank in range(self.ranks):
             for stream in self.streams(rank):
                 stream.operations, stream.piece = [], (len(self.pieces[rank]), graph)
             calls(rank)
-            live = [stream for stream in self.streams(rank) if stream.operations]
-            waited = {op[1:] for stream in live for op in stream.operations if op[0] == "after"}
-            for stream in live[1:] if graph else []:
-                end = stream, len(stream.operations)
-                assert end in waited, "CUDA ends no capture that has not waited for a stream"
-            self.pieces[rank].append((live, [stream.operations for stream in live], times))
+            live = {each: each.operations for each in self.streams(rank) if each.operations}
+            if graph:
+                waited = {op[1:3] for each in live.values() for op in each if op[0] == "after"}
+                for stream, operations in live.items():
+                    alone = stream in self.main[rank] or (stream, len(operations)) in waited
+                    assert alone, "CUDA ends no capture that has not waited for a stream"
+            self.pieces[rank].append(Piece(graph, live))
+
+
+class Piece(NamedTuple):
+    """What a rank's streams do, by a graph or not."""
+
+    graph: int
+    operations: dict[FakeStream, list[Tag]]
 
 
 class FakeChannel:
-    """One exchange in flight, as in CopyChannel."""
+    """The real CopyChannel, which fills made-up places. A rank gives another several pieces."""
+
+    most = 3
 
     def __init__(self, world: World, rank: int, kind: str) -> None:
         self.world, self.rank, self.engine = world, rank, world.engines[rank][kind]
+        self.real = CopyChannel(self.engine, CommLedger(), kind)
 
     def room(self, *name: Any) -> FakeChannel:
-        _, self.slot = self.engine.pack((1,), torch.uint8)
+        self.packed = self.real.room((1, 1), torch.empty(0), torch.uint8).whole
+        slot = self.engine._slots[self.engine._next]
         self.name = name
-        where = (self.engine.kind, self.rank, self.slot.start)  # type: ignore[attr-defined]
+        where = (self.engine.kind, self.rank, slot.start)  # type: ignore[attr-defined]
         self.world.current.operations.append(("pack", where, (*name, self.rank)))
         return self
 
     def post(self, pairs: set[tuple[int, int]], *cell: Any) -> None:
-        index = self.slot.index
-        sources = sorted(a for a, b in pairs if b == self.rank)  # some take what is their own too
+        def pieces(pair: tuple[int, int]) -> range:
+            return range(random.Random(f"{pair} {self.name} {cell}").randint(1, self.most))
+
+        mine = [pair for pair in sorted(pairs) if pair[1] == self.rank]
         self.places = [
-            Place((self.rank, *cell, source), (*self.name, source)) for source in sources
+            (pair[0], Place((self.rank, *cell, pair[0], piece), (*self.name, pair[0])))
+            for pair in mine  # some take what is their own too
+            for piece in pieces(pair)
         ]
-        pulls = [(a, index, 0, place, 0) for a, place in zip(sources, self.places, strict=True)]
-        users = sorted(b for a, b in pairs if a == self.rank != b)
-        self.done = self.engine.start(self.slot, users, pulls)  # type: ignore[arg-type]
+        others = [pair for pair in sorted(pairs) if pair[0] == self.rank != pair[1]]
+        leaving = [(pair[1], 0, 1) for pair in others for _ in pieces(pair)]
+        arriving: Any = [(source, place, 0, 0) for source, place in self.places]
+        self.real.post(self.packed, leaving, arriving)
 
     def close(self) -> None:
         pass
 
     def take(self) -> None:
-        self.engine.wait_for(self.done)
-        for place in self.places:
+        self.real.take()
+        for _, place in self.places:
             self.world.current.operations.append(("read", place))
 
 

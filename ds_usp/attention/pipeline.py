@@ -79,11 +79,13 @@ class USPCall:
         if self.staging and self.mesh.lacks(self.staging):
             with without_multicast():
                 self.mesh.reserve(self.staging, device)
+        if self.staging:
+            self.mesh.agreement.begin_pass()
 
     def passed(self) -> None:
-        """Note that a pass by copy engines has ended well."""
+        """Note that a pass has ended well."""
         if self.staging:
-            self.mesh.agreement.passes += 1
+            self.mesh.agreement.end_pass()
 
     def scores_of(self, index: int, scores: Scores, x: torch.Tensor) -> PartScores:
         """The scores of one part of a call on tensors of this batch and device."""

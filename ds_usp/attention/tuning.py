@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.config import peer_copies_disabled
+from ds_usp.config import peer_copies_disabled, streams_share_a_queue
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
@@ -127,7 +127,14 @@ class Tuning:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
-        return self.copies is not False and why_not is None
+        copies = self.copies is not False and why_not is None
+        if copies and streams_share_a_queue() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph with exchanges by copy engines may wait for itself where all streams "
+                "share a queue. Unset CUDA_DEVICE_MAX_CONNECTIONS (it is 1), or use "
+                "Tuning(copies=False) here and in the calls that come before the capture"
+            )
+        return copies
 
 
 class Cut(NamedTuple):

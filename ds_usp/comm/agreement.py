@@ -35,8 +35,7 @@ class Agreement:
         board: memory that all of them see, which is faster; None: they say it over the group.
 
     Attributes:
-        passes: forward and backward passes by copy engines that ended well. Engines count their
-            exchanges: a rank that broke one off must not go on with the others.
+        exchanges: counts those that this rank's copy engines have begun.
         when_broken: called when the ranks differ.
     """
 
@@ -46,7 +45,8 @@ class Agreement:
         self._pending: deque[_Comparison] = deque()
         self._said = 0  # comparisons on the board
         self.when_broken: Callable[[], object] = lambda: None
-        self.passes = 0
+        self.exchanges: Callable[[], int] = lambda: 0
+        self._passes, self._under_way, self._broken_off = 0, False, ""
         self._broken: MeshError | None = None
         weakref.finalize(self, _wait_out, self._pending)
 
@@ -71,7 +71,8 @@ class Agreement:
         new = self.group is None or wait or error is not None or text not in self._known
         # One may take milliseconds, and no host should wait for it: several are under way.
         self.settle(0 if new else MOST_AHEAD - 1)
-        said = f"{text} (after {self.passes} passes by copy engines)" if self.passes else text
+        passes = self.passes
+        said = f"{text} (after {passes})" if passes else text
         if not new:
             self._pending.append(self._begin(said))
             return
@@ -79,6 +80,29 @@ class Agreement:
         if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
             self._known.clear()
         self._known.add(text)
+
+    def begin_pass(self) -> None:
+        """Note that copy engines carry what follows."""
+        self._note_a_broken_pass()
+        self._under_way = True
+
+    def end_pass(self) -> None:
+        """Note that a pass by copy engines has ended well."""
+        self._passes, self._under_way = self._passes + 1, False
+
+    @property
+    def passes(self) -> str:
+        """The passes by copy engines so far, in words; nothing before the first. A rank that broke
+        one off must not go on with the others, unless they all did so in the same place."""
+        self._note_a_broken_pass()
+        if self._passes or self._broken_off:
+            return f"{self._passes} passes by copy engines{self._broken_off}"
+        return ""
+
+    def _note_a_broken_pass(self) -> None:
+        if self._under_way:
+            self._under_way = False
+            self._broken_off += f", one broken off after {self.exchanges()} exchanges"
 
     def now(self, text: str, error: Exception | None = None) -> None:
         """Compare a text now, after all that is under way; see :func:`agree`."""

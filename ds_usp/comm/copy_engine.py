@@ -2,10 +2,10 @@
 
 Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
 says that it may be packed again. Both are words in the other's memory, 0 or 1, that a stream writes
-and waits for (cuStreamBatchMemOp, all of an exchange at once: every call costs the host), so no
-kernel spins while a rank is late. Who has waited for a word puts it back, so an exchange has no
-number, and a CUDA graph that holds some can be launched again and again. NVLink multicast is never
-used.
+and waits for (cuStreamBatchMemOp, as many as stand together at once: every call costs the host), so
+no kernel spins while a rank is late. Who has waited for a word puts it back before it goes on, so
+an exchange has no number, and a CUDA graph that holds some can be launched again and again. NVLink
+multicast is never used.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class CopyEngine:
         group: the ranks; all GPUs of one host that reach each other's memory.
         device: this rank's GPU.
         slots: parts of the memory, filled in turns.
+
+    Attributes:
+        rank: this one in the group.
+        exchanges: how many were begun; those of a CUDA graph count when it is captured.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slots: int) -> None:
@@ -90,6 +94,7 @@ class CopyEngine:
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
         self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._current: torch.cuda.Stream | None = None  # that packed last
         self._packed = torch.cuda.Event()
         # words[0, slot, r]: rank r has packed its slot for this rank; words[1, slot, r]: rank r
         # needs nothing more of this rank's.
@@ -98,6 +103,7 @@ class CopyEngine:
         torch.cuda.synchronize(device)
         self._words = SharedTensor(words, group)
         dist.barrier(group)
+        self.exchanges = 0
         self._memory: SharedTensor | None = None
         self._captured: list[SharedTensor] = []  # memory whose addresses stand in CUDA graphs
         self._count = slots
@@ -130,13 +136,17 @@ class CopyEngine:
         now. What they then read is worth nothing.
 
         Returns:
-            Whether nothing is left to wait for.
+            Whether anything was still to be done.
         """
-        if self._stream.query() and current_stream(self._device).query():
-            return True
+        streams = self._stream, self._current
+        try:
+            if all(stream is None or stream.query() for stream in streams):
+                return False
+        except RuntimeError:  # a graph captures it, and it cannot be asked
+            pass
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._words.own.fill_(1)
-        return False
+        return True
 
     @property
     def reserved_bytes(self) -> int:
@@ -176,7 +186,7 @@ class CopyEngine:
         if self._posted:  # else what was packed last was never told of: an error came between
             self._next, self._posted = (self._next + 1) % self._count, False
         slot, stream = self._slots[self._next], current_stream(self._device)
-        graph = capture_of(stream)
+        self._current, graph = stream, capture_of(stream)
         if graph and self._memory not in self._captured:
             self._captured.append(self._memory)
         # Else they are apart by a graph's beginning or end, and an event cannot be waited for.
@@ -209,7 +219,7 @@ class CopyEngine:
 
         Args:
             slot: where this rank has packed.
-            users: ranks that pull from it.
+            users: ranks that pull from it, each once: a word is said once in an exchange.
             arriving: what is pulled.
 
         Returns:
@@ -235,6 +245,7 @@ class CopyEngine:
             words.pulled.enqueue(raw)
         slot.told = self._posted = True
         slot.end = end, graph
+        self.exchanges += 1
         return end
 
     def _words_of(
@@ -258,10 +269,10 @@ class CopyEngine:
             packed += [WordJob(word, 0) for word in free]
             packed += [WordJob(self._ready(user, index, mine), 1) for user in users]
             come = [WordJob(word, 1, waits=True) for word in ready]
+            come += [WordJob(word, 0) for word in ready]
             if not apart:
                 packed, come = packed + come, []
-            pulled = [WordJob(word, 0) for word in ready]
-            pulled += [WordJob(self._free(source, index, mine), 1) for source in sources]
+            pulled = [WordJob(self._free(source, index, mine), 1) for source in sources]
             found = slot.words[key] = _Words(WordJobs(packed), WordJobs(come), WordJobs(pulled))
         return found
 
@@ -332,7 +343,7 @@ class CopyChannel:
         if len(pulls) > 1:  # not all from the same rank at a time; those of one rank together
             pulls.sort(key=lambda pull: (pull[0] <= mine, pull[0]))
         self._places = arriving
-        users = [to for to, _, _ in leaving]
+        users = list(dict.fromkeys([to for to, _, _ in leaving]))
         self._done = self._engine.start(self._slot, users, pulls)
         self.busy = True
         if leaving:

@@ -14,6 +14,7 @@ from ds_usp.errors import MeshError
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
+_MOST_JOBS = 255
 
 
 class _WordJob(ctypes.Structure):
@@ -46,6 +47,8 @@ class WordJobs:
     for all of them, whose arguments are made up once."""
 
     def __init__(self, jobs: Sequence[WordJob]) -> None:
+        if len(jobs) > _MOST_JOBS:
+            raise MeshError(f"{len(jobs)} words at once, but the driver takes {_MOST_JOBS}")
         made = [_WordJob(_WAIT if job.waits else _WRITE, job.address, job.value) for job in jobs]
         self._count, self._jobs = len(made), (_WordJob * len(made))(*made)
 
@@ -117,7 +120,7 @@ def driver() -> Any:
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """The number of the CUDA graph that captures the current stream; 0 if none does."""
+    """The number of the CUDA graph that captures a stream, the current one; 0 if none does."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     state, number = ctypes.c_int(), ctypes.c_uint64()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from threading import Thread
 from typing import Any, Final, cast
 
 import torch
@@ -25,7 +27,7 @@ from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid, divisors
 
-_TRIES = 2000  # to end what streams wait for, a millisecond apart
+_PATIENCE_S = 60.0  # for streams that wait for something else after an error
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESHES: Final[Names[SequenceMesh]] = Names()
@@ -191,6 +193,7 @@ class SequenceMesh:
         )
         # A rank that waits in a stream for one that will never come is freed with the error.
         mesh.agreement.when_broken = partial(_let_go, mesh.engines)
+        mesh.agreement.exchanges = partial(_begun, mesh.engines)
         return mesh
 
     @property
@@ -360,12 +363,22 @@ def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes
     return Agreement(control, shared_board(control, hosts))
 
 
+def _begun(engines: Mapping[str, CopyEngine]) -> int:
+    return sum([engine.exchanges for engine in engines.values()])
+
+
 def _let_go(engines: Mapping[str, CopyEngine]) -> None:
-    """Until nothing waits, or what still does waits for something else."""
-    for _ in range(_TRIES):
-        if not [engine for engine in engines.values() if not engine.let_go()]:
-            return
-        time.sleep(0.001)
+    """End whatever this rank's streams wait for, and go on with it: each exchange that was begun
+    waits anew, when what comes before it is done. The process does not end before."""
+    if engines:
+        Thread(target=_end_waits, args=(list(engines.values()),)).start()
+
+
+def _end_waits(engines: Sequence[CopyEngine]) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    with contextlib.suppress(RuntimeError):  # the GPU is lost
+        while [engine for engine in engines if engine.let_go()] and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 @lru_cache(maxsize=64)

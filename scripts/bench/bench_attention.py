@@ -49,7 +49,9 @@ def main() -> None:
 
 def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
     """Time all contenders on each shape."""
-    note = "bf16, causal, batch 1" + (", in CUDA graphs" if args.graphs else "")
+    note = "bf16, causal, batch 1" + (
+        ", in CUDA graphs; extra_gib of the calls that they hold" if args.graphs else ""
+    )
     table = Table(session, args.out, COLUMNS, note)
     contenders = all_contenders(args.kernels, args.peers)
     for shape in shapes:
@@ -137,6 +139,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="launch CUDA graphs of the steps")
     parser.add_argument("--errors", action="store_true", help="check instead of measure")
     args = parser.parse_args()
+    if args.graphs and (args.errors or args.device == "cpu"):
+        parser.error("--graphs times CUDA graphs: not with --errors or --device cpu")
     args.kernels = args.kernels or KERNELS[args.device]
     if args.peers is None:
         args.peers = list(PEERS) if args.device == "cuda" else []

@@ -62,12 +62,16 @@ class PullingChannel(RingChannel):
         assert packed is self.mine.whole
         assert self.turn == slots.turns[self.at], "the room was given to another one"
         slots.told = True
-        users = [rank for rank, *_ in leaving]
-        dist.all_gather_object(rooms, (packed, users), self._group)
+        users, sources = ({rank for rank, *_ in each} for each in (leaving, arriving))
+        dist.all_gather_object(rooms, (packed, users, sources, self.at), self._group)
         mine = dist.get_rank(self._group)
+        for rank, (_, told, pulls, slot) in enumerate(rooms):
+            assert slot == self.at, "ranks pack into different slots"
+            if rank != mine:
+                assert (mine in told) == (rank in sources), "told, and does not pull; or not told"
+                assert (mine in pulls) == (rank in users)
         for source, place, at, pitch in arriving:
-            room, told = rooms[source]
-            assert mine in told or mine == source, "pulled from a rank that said nothing"
+            room = rooms[source][0]
             flat = room.flatten()
             if not pitch:
                 place.copy_(flat[at : at + place.numel()].view(place.shape))
@@ -224,14 +228,19 @@ def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(
         assert set(pool.run(in_place, 4, case=case, ulysses=ulysses, copies=copies)) == {(0, 0)}
 
 
-def break_off(ctx: RankContext) -> tuple[str, int]:
-    """One rank's pass by copy engines ends early; what the next call says, on every rank."""
+def break_off(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, int]:
+    """Each rank's pass by copy engines ends well, or after so many exchanges; what the next call
+    says, on every rank."""
     mesh = SequenceMesh.from_group(None, 2)
     let_go = mock.Mock()
     mesh.agreement.when_broken = let_go
     mesh.agreement.before_call("a call")
-    if ctx.rank != 1:
-        mesh.agreement.passes += 1
+    mesh.agreement.begin_pass()
+    begun = exchanges[ctx.rank]
+    if begun is None:
+        mesh.agreement.end_pass()
+    else:
+        mesh.engines["ring_kv"] = mock.Mock(exchanges=begun)
     try:
         mesh.agreement.before_call("a call")
     except MeshError as error:
@@ -240,9 +249,19 @@ def break_off(ctx: RankContext) -> tuple[str, int]:
 
 
 def test_a_rank_that_broke_a_pass_off_does_not_go_on_with_the_others(pool: WorkerPool) -> None:
-    for text, _ in pool.run(break_off, 4):
-        assert "rank 1: a call\n" in text
+    for text, _ in pool.run(break_off, 4, exchanges=[None, 3, None, None]):
+        assert (
+            "rank 1: a call (after 0 passes by copy engines, one broken off after 3 exchanges)"
+            in text
+        )
         assert "rank 0: a call (after 1 passes by copy engines)" in text
+    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 2, 3]):
+        assert (
+            "rank 2: a call (after 0 passes by copy engines, one broken off after 2 exchanges)"
+            in text
+        )
+    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 3, 3]):
+        assert not text
 
 
 def no_room(ctx: RankContext) -> None:

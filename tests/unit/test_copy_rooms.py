@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 from unittest import mock
@@ -14,8 +15,9 @@ from ds_usp import MeshError, SequenceMesh
 from ds_usp.comm import copy_engine
 from ds_usp.comm import mesh as mesh_module
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
+from ds_usp.comm.driver import WordJob, WordJobs
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.mesh import _let_go
+from ds_usp.comm.mesh import _end_waits, _let_go
 
 
 def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
@@ -124,13 +126,66 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
     def engine(kind: str) -> mock.Mock:
         def let_go() -> bool:
             left[kind] -= 1
-            return left[kind] <= 0
+            return left[kind] > 0
 
         return mock.Mock(let_go=let_go)
 
+    began = threading.active_count()
     _let_go({kind: engine(kind) for kind in left})
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and threading.active_count() > began:
+            thread.join(10)
     assert left == {"all_to_all": -2, "ring_kv": 0}
-    stuck = mock.Mock(let_go=mock.Mock(return_value=False))
-    with mock.patch.object(mesh_module, "_TRIES", 3):
-        _let_go({"ring_kv": stuck})
-    assert stuck.let_go.call_count == 3
+    lost = mock.Mock(let_go=mock.Mock(side_effect=RuntimeError("CUDA error")))
+    _end_waits([lost])
+    assert lost.let_go.call_count == 1
+    stuck = mock.Mock(let_go=mock.Mock(return_value=True))
+    with mock.patch.object(mesh_module, "_PATIENCE_S", 0.02):
+        _end_waits([stuck])
+    assert 1 < stuck.let_go.call_count <= 21
+
+
+def test_a_stream_that_waits_gets_its_words() -> None:
+    world = World(2)
+    engine = world.engines[0]["ring_kv"]
+    words = torch.zeros(8, dtype=torch.int32)
+    busy, idle = mock.Mock(query=lambda: False), mock.Mock(query=lambda: True)
+    captured = mock.Mock(query=mock.Mock(side_effect=RuntimeError("capturing")))
+    engine._words = mock.Mock(own=words)
+    with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock()):
+        for own, current, waits in (
+            (idle, None, False),
+            (idle, idle, False),
+            (idle, busy, True),
+            (busy, idle, True),
+            (idle, captured, True),
+        ):
+            engine._stream, engine._current = own, current
+            words.zero_()
+            assert engine.let_go() == waits
+            assert bool(words.all()) == waits
+
+
+def test_who_computes_is_whom_an_error_frees() -> None:
+    world = World(2)
+    engine = world.engines[0]["ring_kv"]
+    with world.patched():
+        engine.pack((4, 8), torch.bfloat16)
+    assert engine._current is world.current
+
+
+def test_all_memory_that_graphs_hold_is_kept() -> None:
+    world = World(2)
+    engine = world.engines[0]["ring_kv"]
+    for graph in (1, 2):
+        world.graph = graph
+        with world.patched():
+            engine.pack((4, 8), torch.bfloat16)
+        grown(world, engine, weakref.ref(engine._memory))
+    assert len(engine._captured) == 2 and engine.reserved_bytes == 3 * 16 * SLOT
+
+
+def test_so_many_words_at_once_are_refused() -> None:
+    with pytest.raises(MeshError, match="256 words at once, but the driver takes 255"):
+        WordJobs([WordJob(4 * at, 1) for at in range(256)])
+    WordJobs([WordJob(4 * at, 1) for at in range(255)])

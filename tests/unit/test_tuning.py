@@ -219,7 +219,8 @@ def copies(tuning: Tuning, no_copies: str | None = None, device: str = "cuda") -
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for name in ("NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_copy_engines_carry_what_they_can() -> None:
@@ -281,6 +282,20 @@ def test_nobody_copies_where_nccl_must_not(monkeypatch: pytest.MonkeyPatch) -> N
         assert copies(Tuning()) == allowed, value
     with pytest.raises(ConfigError, match="copies=True, but NCCL_P2P_DISABLE=1"):
         copies(Tuning(copies=True))
+
+
+def test_a_graph_has_no_copies_where_all_streams_share_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert copies(Tuning())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for tuning in (Tuning(), Tuning(copies=True)):
+        with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS \(it is 1\), or"):
+            copies(tuning)
+    assert not copies(Tuning(copies=False)) and not copies(Tuning(), "not here")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert copies(Tuning())
 
 
 def test_ranks_that_cut_otherwise_say_so() -> None:
