@@ -78,8 +78,8 @@ def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
             graph.replay()
         for _, results in graphs:
             calls.check(results)
-    check_graphs_of_forward_and_backward(calls)
     if copies:
+        check_graphs_of_forward_and_backward(calls)
         calls.step(4)  # in rooms that are there
         calls.mesh.release()
         assert calls.mesh.reserved_bytes > 0, "a graph's rooms were given back"
