@@ -116,6 +116,7 @@ class World:
             _world=self.ranks,
             _stream=FakeStream(),
             _current=None,
+            _rescue=None,
             exchanges=0,
             _packed=FakeEvent(),
             _words=FakeWords(kind, self.slots[kind] * self.ranks),

@@ -19,6 +19,7 @@ from ds_usp.errors import MeshError
 
 # Descriptions may differ from step to step, by the seed of dropout or by documents.
 _MOST_KNOWN = 1024
+_AFTER, _ERROR = " (after ", b"error: "
 
 
 class Agreement:
@@ -46,7 +47,7 @@ class Agreement:
         self._said = 0  # comparisons on the board
         self.when_broken: Callable[[], object] = lambda: None
         self.exchanges: Callable[[], int] = lambda: 0
-        self._passes, self._under_way, self._broken_off = 0, False, ""
+        self._passes, self._under_way, self._unsaid, self._broken_off = 0, False, False, ""
         self._broken: MeshError | None = None
         weakref.finalize(self, _wait_out, self._pending)
 
@@ -71,8 +72,7 @@ class Agreement:
         new = self.group is None or wait or error is not None or text not in self._known
         # One may take milliseconds, and no host should wait for it: several are under way.
         self.settle(0 if new else MOST_AHEAD - 1)
-        passes = self.passes
-        said = f"{text} (after {passes})" if passes else text
+        said = self._after_passes(text)
         if not new:
             self._pending.append(self._begin(said))
             return
@@ -82,32 +82,41 @@ class Agreement:
         self._known.add(text)
 
     def begin_pass(self) -> None:
-        """Note that copy engines carry what follows."""
+        """Note that copy engines carry what follows.
+
+        Raises:
+            MeshError: this rank has broken a pass off, and the others do not know it yet.
+        """
         self._note_a_broken_pass()
+        if self._unsaid:
+            raise MeshError(
+                "a pass by copy engines was broken off on this rank. Go on with a forward call, in "
+                "which the ranks compare where they are, not with another backward pass"
+            )
         self._under_way = True
 
     def end_pass(self) -> None:
         """Note that a pass by copy engines has ended well."""
         self._passes, self._under_way = self._passes + 1, False
 
-    @property
-    def passes(self) -> str:
-        """The passes by copy engines so far, in words; nothing before the first. A rank that broke
-        one off must not go on with the others, unless they all did so in the same place."""
+    def _after_passes(self, text: str) -> str:
+        """A text, with the passes by copy engines so far. A rank that broke one off must not go on
+        with the others, unless they all did so in the same place."""
         self._note_a_broken_pass()
+        self._unsaid = False
         if self._passes or self._broken_off:
-            return f"{self._passes} passes by copy engines{self._broken_off}"
-        return ""
+            return f"{text}{_AFTER}{self._passes} passes by copy engines{self._broken_off})"
+        return text
 
     def _note_a_broken_pass(self) -> None:
         if self._under_way:
-            self._under_way = False
+            self._under_way, self._unsaid = False, True
             self._broken_off += f", one broken off after {self.exchanges()} exchanges"
 
     def now(self, text: str, error: Exception | None = None) -> None:
         """Compare a text now, after all that is under way; see :func:`agree`."""
         self.settle()
-        self._now(text, error)
+        self._now(self._after_passes(text), error)
 
     def forget(self) -> None:
         """Wait for the comparison of every description again, as if it were new."""
@@ -137,7 +146,12 @@ class Agreement:
         except MeshError as gone:  # not a difference: somebody has left
             self._break(gone)
             raise
-        _judge(everyone, error)
+        try:
+            _judge(everyone, error)
+        except MeshError as difference:
+            if difference is not error and _were_broken_off(everyone):
+                self._break(difference)
+            raise
 
     def _break(self, error: MeshError) -> None:
         self._broken = error
@@ -207,7 +221,15 @@ def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = 
 
 
 def _with(text: str, error: Exception | None) -> str:
-    return f"error: {error}" if error else text
+    return f"{_ERROR.decode()}{error}" if error else text
+
+
+def _were_broken_off(said: Sequence[bytes | bytearray]) -> bool:
+    """Whether ranks are after other passes, which no later call can mend; not whether their calls
+    differ, or one has an error."""
+    texts = [bytes(each).rstrip(b"\0") for each in said]
+    ends = [each.rpartition(_AFTER.encode())[1:] for each in texts if not each.startswith(_ERROR)]
+    return len({end if end[0] else (b"", b"") for end in ends}) > 1
 
 
 def _judge(said: Sequence[bytes | bytearray], error: Exception | None) -> None:

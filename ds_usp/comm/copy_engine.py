@@ -3,9 +3,9 @@
 Each rank packs what it sends into symmetric memory and says so; whoever uses it pulls it over, and
 says that it may be packed again. Both are words in the other's memory, 0 or 1, that a stream writes
 and waits for (cuStreamBatchMemOp, as many as stand together at once: every call costs the host), so
-no kernel spins while a rank is late. Who has waited for a word puts it back before it goes on, so
-an exchange has no number, and a CUDA graph that holds some can be launched again and again. NVLink
-multicast is never used.
+no kernel spins while a rank is late. Words that were waited for are put back before they can be
+said again, so an exchange has no number, and a CUDA graph that holds some can be launched again and
+again. NVLink multicast is never used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Slot:
         free: nobody else needs what is there.
         turn: how often it was given away.
         told: somebody was told of what is there now.
-        end: of the last exchange of it, and the number of the CUDA graph that holds that, or 0.
+        ends: of the last exchange of it among calls (0), and in the CUDA graph of this number.
         rooms, words: made before.
     """
 
@@ -69,7 +69,7 @@ class _Slot:
     free: WordJobs
     turn: int = 0
     told: bool = False
-    end: tuple[torch.cuda.Event, int] | None = None
+    ends: dict[int, torch.cuda.Event] = field(default_factory=dict)
     rooms: dict[tuple[Sequence[int], torch.dtype], Room] = field(default_factory=dict)
     words: dict[tuple[tuple[int, ...], ...], _Words] = field(default_factory=dict)
 
@@ -94,6 +94,7 @@ class CopyEngine:
         self._group, self._device = group, torch.device(device.type, index)
         self.rank, self._world = group.rank(), group.size()
         self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._rescue = torch.cuda.Stream(self._device, priority=-1)  # of none that may capture
         self._current: torch.cuda.Stream | None = None  # that packed last
         self._packed = torch.cuda.Event()
         # words[0, slot, r]: rank r has packed its slot for this rank; words[1, slot, r]: rank r
@@ -144,7 +145,7 @@ class CopyEngine:
                 return False
         except RuntimeError:  # a graph captures it, and it cannot be asked
             pass
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.stream(self._rescue):
             self._words.own.fill_(1)
         return True
 
@@ -189,9 +190,10 @@ class CopyEngine:
         self._current, graph = stream, capture_of(stream)
         if graph and self._memory not in self._captured:
             self._captured.append(self._memory)
-        # Else they are apart by a graph's beginning or end, and an event cannot be waited for.
-        if slot.end is not None and slot.end[1] == graph:
-            stream.wait_event(slot.end[0])  # words of the last exchange have been put back
+        # Words of the last exchange have been put back then. Between a graph and what comes before
+        # and after its launch the order of the stream says so; no event could be waited for.
+        if (end := slot.ends.get(graph)) is not None:
+            stream.wait_event(end)
         slot.free.enqueue(stream.cuda_stream)
         slot.turn, slot.told = slot.turn + 1, False
         key = tuple(shape), dtype
@@ -244,7 +246,9 @@ class CopyEngine:
         if not graph:
             words.pulled.enqueue(raw)
         slot.told = self._posted = True
-        slot.end = end, graph
+        if graph and graph not in slot.ends:  # another graph's capture is over
+            slot.ends = {each: slot.ends[each] for each in slot.ends if not each}
+        slot.ends[graph] = end
         self.exchanges += 1
         return end
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -129,6 +131,45 @@ def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
         except ds_usp.MeshError as error:
             said.append(str(error))
     return said, calls
+
+
+def after_passes(ctx: RankContext, how: str) -> list[int]:
+    """How often waiting streams were let go: at a call that is new to the ranks, and at the next,
+    where one pass was broken off, a call is another one, or a rank has an error of its own."""
+    agreement, freed = agreement_of(ctx, True), mock.Mock()
+    agreement.when_broken = freed
+    agreement.begin_pass()
+    if how != "broken off" or ctx.rank:
+        agreement.end_pass()
+    text = "other" if how == "another" and not ctx.rank else "new"
+    wrong = ValueError("no such head") if how == "error" and not ctx.rank else None
+    found = []
+    for call in ("now", "before_call"):
+        with contextlib.suppress(ds_usp.MeshError, ValueError):
+            getattr(agreement, call)(f"{text} {call}", error=wrong)
+        found.append(freed.call_count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "freed"), [("broken off", 1), ("another", 0), ("error", 0), ("equal", 0)]
+)
+def test_streams_are_let_go_where_a_pass_was_broken_off(
+    pool: WorkerPool, how: str, freed: int
+) -> None:
+    assert pool.run(after_passes, 4, how=how) == [[freed, freed]] * 4
+
+
+def test_no_backward_pass_follows_one_that_was_broken_off() -> None:
+    agreement = Agreement()
+    agreement.begin_pass()
+    agreement.end_pass()
+    agreement.begin_pass()
+    for _ in range(2):
+        with pytest.raises(ds_usp.MeshError, match="Go on with a forward call, in which the ranks"):
+            agreement.begin_pass()
+    agreement.before_call("a call")
+    agreement.begin_pass()
 
 
 @both_ways

@@ -28,7 +28,7 @@ def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
         _, again = engine.pack((4, 8), torch.bfloat16)  # an error came between
         engine.start(again, [], [])
         _, other = engine.pack((4, 8), torch.bfloat16)
-    assert first is again and other is not again
+    assert first is again and other is not again and engine.exchanges == 1
 
 
 def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
@@ -152,7 +152,7 @@ def test_a_stream_that_waits_gets_its_words() -> None:
     busy, idle = mock.Mock(query=lambda: False), mock.Mock(query=lambda: True)
     captured = mock.Mock(query=mock.Mock(side_effect=RuntimeError("capturing")))
     engine._words = mock.Mock(own=words)
-    with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock()):
+    with mock.patch.object(torch.cuda, "stream", mock.MagicMock()):
         for own, current, waits in (
             (idle, None, False),
             (idle, idle, False),
