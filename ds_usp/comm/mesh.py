@@ -369,7 +369,8 @@ def _begun(engines: Mapping[str, CopyEngine]) -> int:
 
 def _let_go(engines: Mapping[str, CopyEngine]) -> None:
     """End whatever this rank's streams wait for, and go on with it: each exchange that was begun
-    waits anew, when what comes before it is done. The process does not end before."""
+    waits anew, when what comes before it is done. A process that ends meanwhile waits for it, a
+    minute at most."""
     if engines:
         Thread(target=_end_waits, args=(list(engines.values()),)).start()
 
