@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -242,9 +241,10 @@ class Call:
         self.backward = draw.random() < 0.5
 
     def run(self, parts: int, steps: int) -> None:
-        made = _Belt(self, range(parts), self.send, self.arrive, late=self.backward)  # type: ignore[arg-type]
+        made = _Belt(self, range(parts), self.send, self.walk, backward=self.backward)  # type: ignore[arg-type]
         with contextlib.closing(made) as belt:
             for part, come in belt:
+                come.trip.take()
                 home = None
                 if not self.rings_travel and self.early(part):
                     home = self.channel("all_to_all", "home", part)
@@ -255,6 +255,10 @@ class Call:
         """Whether a kernel writes where it leaves from, so that room is asked for before it runs;
         ranks may differ."""
         return random.Random(f"{self.rank} {self.name} {what}").random() < 0.5
+
+    def middle(self, part: int) -> int:
+        """When a part's is, in halves of its first step; ranks differ. Of one kernel at its end."""
+        return random.Random(f"{self.rank} {self.name} {part}").randrange(3)
 
     def channel(self, kind: str, *name: Any) -> FakeChannel:
         return FakeChannel(self.world, self.rank, kind).room(*name, self.name)
@@ -269,16 +273,9 @@ class Call:
     def send(self, part: int) -> Trip:
         return self.trip("come", part)
 
-    def arrive(self, part: int, trip: Trip) -> Any:
-        if self.backward:  # keys are there already, and travel first
-            walk = self.walk(part)
+    def walk(self, part: int, trip: Trip) -> Any:
+        if not self.backward:  # else keys are there already
             trip.take()
-        else:
-            trip.take()
-            walk = self.walk(part)
-        return SimpleNamespace(walk=walk)
-
-    def walk(self, part: int) -> Any:
         if self.rings_travel:
             keys = self.channel("ring_kv", "keys", part)
             self.post(keys, "keys", part, 0)
@@ -288,19 +285,18 @@ class Call:
     def compute(self, part: int, keys: FakeChannel, belt: _Belt, steps: int) -> FakeChannel | None:
         grads = FakeChannel(self.world, self.rank, "ring_dkv")
         work = self.world.current.operations
+        middle = self.middle(part)
         for step in range(steps):
-            # Before or after what comes first: ranks differ in what they compute first.
-            early = not step and random.Random(f"{self.rank} {self.name} {part}").random() < 0.5
-            if early:
+            if not step and not middle:
                 belt.between()
             direct = self.backward and self.early(part, step)
             if direct:
                 grads.room("grads", part, step, self.name)
             keys.take()
-            work.append(("work",))
-            if not step and not early:
-                belt.between()
+            for half in (1, 2):
                 work.append(("work",))
+                if not step and middle == half:
+                    belt.between()
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
             if not self.backward:

@@ -110,10 +110,17 @@ class Kept(NamedTuple):
 
 
 class _Come(NamedTuple):
-    """One part, ready to be computed."""
+    """One part: its exchange, to be taken when it is computed, and its keys and values."""
 
-    tensors: tuple[torch.Tensor, ...]
+    trip: Trip
     walk: BlockWalk
+
+    def close(self) -> None:
+        """After an error: nothing may stay under way."""
+        try:
+            self.trip.close()
+        finally:
+            self.walk.close()
 
 
 class _Belt:
@@ -122,8 +129,8 @@ class _Belt:
     All that computes and packs is on the current stream; copy engines and messages run beside it.
     What has to be waited for is asked for early and taken late:
 
-    - A part is packed and sent before the part before it is computed, and its keys and values go on
-      their way around the ring in the middle of that one.
+    - A part is packed and sent before the part before it is computed. So do its keys and values go
+      on their way around the ring, if they are here; else they do in the middle of that one.
     - The gradients of a part that come around the ring are summed and sent home in the middle of
       the next one; where nothing comes around the ring a part goes home at once.
 
@@ -131,8 +138,9 @@ class _Belt:
         call: what is computed.
         order: the parts, in the order in which they are computed.
         send: begins a part's exchange.
-        arrival: a part whose exchange ends, its keys and values on their way around the ring.
-        late: what goes home has to wait for what comes around the ring.
+        walk: lets a part's keys and values go on their way around the ring; forward they come with
+            its exchange.
+        backward: they are here, and what goes home has to wait for what comes around the ring.
     """
 
     def __init__(
@@ -140,15 +148,16 @@ class _Belt:
         call: USPCall,
         order: Sequence[int],
         send: Callable[[int], Trip],
-        arrival: Callable[[int, Trip], _Come],
+        walk: Callable[[int, Trip], BlockWalk],
         *,
-        late: bool,
+        backward: bool,
     ) -> None:
-        self._order, self._send, self._arrival = order, send, arrival
-        self._waits = call.rings_travel  # for what comes around the ring
-        self._goes_late = late and self._waits
-        self._local = call.stays
-        self._at = 0
+        self._order, self._send, self._walk = order, send, walk
+        self._travels = call.rings_travel
+        self._goes_late = self._travels and backward
+        self._keys_are_here = self._travels and (backward or call.stays)
+        self._ahead = 2 if self._travels and not self._keys_are_here else 1
+        self._at = self._sent = self._arrived = 0
         self._coming: list[Trip] = []
         self._here: list[_Come] = []
         self._home: list[Trip] = []
@@ -157,12 +166,10 @@ class _Belt:
     def __iter__(self) -> Iterator[tuple[int, _Come]]:
         for at, index in enumerate(self._order):
             self._at = at
-            if not at:
-                self._set_out(0)
             self._set_out(at + 1)
-            if not self._here:
-                self._arrive(at)
-            if self._waits and self._local:
+            self._arrive(at)
+            self._set_out(at + self._ahead)
+            if self._keys_are_here or (self._travels and at > 1):  # it had a part's time to come
                 self._arrive(at + 1)
             yield index, self._here[0]
             self._here.pop(0)
@@ -174,7 +181,7 @@ class _Belt:
         if self._late is not None:
             late, self._late = self._late, None
             self._go(*late)
-        if self._waits and not self._local:
+        if self._travels:
             self._arrive(self._at + 1)
         while not self._goes_late and self._home:  # it went home beside this part
             self._home.pop(0).take()
@@ -197,18 +204,23 @@ class _Belt:
             for trip in (*self._home, *self._coming):
                 stack.callback(trip.close)
             for come in self._here:
-                stack.callback(come.walk.close)
+                stack.callback(come.close)
             if self._late is not None:
                 stack.callback(self._late[1])
 
-    def _set_out(self, at: int) -> None:
-        if at < len(self._order):
-            self._coming.append(self._send(self._order[at]))
+    def _set_out(self, last: int) -> None:
+        """All parts up to this one, those that have not."""
+        for index in self._order[self._sent : last + 1]:
+            self._coming.append(self._send(index))
+            self._sent += 1
 
     def _arrive(self, at: int) -> None:
-        if at < len(self._order):
-            self._here.append(self._arrival(self._order[at], self._coming[0]))
+        """A part that comes next, if it has not: its keys and values travel."""
+        if self._arrived <= at < len(self._order):
+            trip = self._coming[0]
+            self._here.append(_Come(trip, self._walk(self._order[at], trip)))
             self._coming.pop(0)
+            self._arrived += 1
 
     def _go(self, task: Callable[[], Trip], undo: Callable[[], None]) -> None:
         """Begin the trip home; the one before it must have ended, so that its memory is free."""
@@ -229,9 +241,9 @@ def attend(
     def send(index: int) -> Trip:
         return call.parts[index].qkv.send_to_heads((q, k, v))
 
-    def arrive(index: int, trip: Trip) -> _Come:
-        ring, mine = call.rings[index], trip.take()
-        return _Come(mine, BlockWalk(ring, ring.schedule.steps, *mine[1:]))
+    def walk(index: int, trip: Trip) -> BlockWalk:
+        ring = call.rings[index]
+        return BlockWalk(ring, ring.schedule.steps, *trip.take()[1:])
 
     def leave(part: HeadTraffic, mine: Kept) -> Trip:
         trip = part.out.send_to_sequence((mine.out,), (out,))
@@ -245,13 +257,13 @@ def attend(
     out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    with closing(_Belt(call, range(len(call.parts)), send, arrive, late=False)) as belt:
+    with closing(_Belt(call, range(len(call.parts)), send, walk, backward=False)) as belt:
         for index, come in belt:
-            part = call.scores_of(index, scores, q)
-            result = ring_forward(call.rings[index], come.tensors[0], come.walk, part, belt.between)
+            part, tensors = call.scores_of(index, scores, q), come.trip.take()
+            result = ring_forward(call.rings[index], tensors[0], come.walk, part, belt.between)
             if scores.sinks is not None:
                 result = with_sinks(*result, part.of_heads(scores.sinks))
-            mine = Kept._make((*come.tensors, *result))
+            mine = Kept._make((*tensors, *result))
             if keep or call.in_place:
                 kept.append(mine)
             if not call.in_place:
@@ -275,15 +287,9 @@ def attend_backward(
     def send(index: int) -> Trip:
         return call.parts[index].out.send_to_heads((dout,))
 
-    def arrive(index: int, trip: Trip) -> _Come:
-        """Its keys and values are here: they set out while the gradients of its outputs come."""
+    def walk(index: int, trip: Trip) -> BlockWalk:
         ring = call.rings[index]
-        walk = BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
-        try:
-            return _Come(trip.take(), walk)
-        except BaseException:
-            walk.close()
-            raise
+        return BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
 
     def leave(exchange: HeadExchange, mine: RingGradients, departure: Departure | None) -> Trip:
         return exchange.send_to_sequence(mine.sums(), grads, departure)
@@ -292,19 +298,21 @@ def attend_backward(
     grads: tuple[torch.Tensor, ...] = ()
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
-    with closing(_Belt(call, range(len(call.parts))[::-1], send, arrive, late=True)) as belt:
+    order = range(len(call.parts))[::-1]
+    with closing(_Belt(call, order, send, walk, backward=True)) as belt:
         for index, come in belt:
             part, ring = call.scores_of(index, scores, dout), call.rings[index]
+            (share,) = come.trip.take()
             exchange = call.parts[index].qkv
             departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
             home = departure.parts if departure else ()
             mine = ring_backward(
-                ring, come.tensors[0], *kept[index], come.walk, part, belt.between, home
+                ring, share, *kept[index], come.walk, part, belt.between, home
             )
             try:
                 if sinks is not None and dsinks is not None:
-                    share = sink_gradient(come.tensors[0], *kept[index][3:], part.of_heads(sinks))
-                    part.of_heads(dsinks).copy_(share)
+                    dsink = sink_gradient(share, *kept[index][3:], part.of_heads(sinks))
+                    part.of_heads(dsinks).copy_(dsink)
                 if call.in_place:
                     grads = mine.result()
                     continue

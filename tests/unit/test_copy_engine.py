@@ -43,7 +43,7 @@ def outcome(seed: int) -> tuple[int, bool]:
     return advance(world, order, draw)
 
 
-@pytest.mark.parametrize("seed", [*range(300), *range(330, 340), 416, 880, 987])
+@pytest.mark.parametrize("seed", [*range(300), 416, 702, 880, 987, 1436, 1942])
 def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
     assert outcome(seed) == (0, True)
 
@@ -114,7 +114,7 @@ def test_the_simulation_sees_a_word_that_is_put_back_late() -> None:
         )
 
     with mock.patch.object(CopyEngine, "_words_of", late):
-        assert any(outcome(seed) != (0, True) for seed in range(330, 340))
+        assert any(outcome(seed) != (0, True) for seed in (702, 1436, 1942))
 
 
 def seconds_of(rings_travel: bool, backward: bool, steps: int, extra: int) -> int:
@@ -133,6 +133,7 @@ def seconds_of(rings_travel: bool, backward: bool, steps: int, extra: int) -> in
         world.patched(),
         mock.patch.object(FakeChannel, "most", 1),
         mock.patch.object(Call, "early", lambda *_: True),
+        mock.patch.object(Call, "middle", lambda call, _: 1 + call.rank % 2),
     ):
         world.piece(0, calls)
     return seconds(world, {"work": 20, "pull": 2})
