@@ -306,9 +306,7 @@ def attend_backward(
             exchange = call.parts[index].qkv
             departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
             home = departure.parts if departure else ()
-            mine = ring_backward(
-                ring, share, *kept[index], come.walk, part, belt.between, home
-            )
+            mine = ring_backward(ring, share, *kept[index], come.walk, part, belt.between, home)
             try:
                 if sinks is not None and dsinks is not None:
                     dsink = sink_gradient(share, *kept[index][3:], part.of_heads(sinks))

@@ -304,6 +304,16 @@ def test_overlap_on_two_ranks(tmp_path: Path) -> None:
     assert len(plot.read(path)[1]) == 3
 
 
+def test_awake_links_on_two_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "awake.csv"
+    flags = ("--shapes", "64:2:2:16", "--kernels", "eager", "--every", "1", "--rounds", "1")
+    done = torchrun("awake_links.py", *flags, "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = plot.read(path)[1]
+    assert [row["pull_every_ms"] for row in rows] == ["never", "1"]
+    assert float(rows[0]["share"]) == 1
+
+
 def test_memory_on_two_ranks_and_its_picture(tmp_path: Path) -> None:
     path, moments, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.svg"))
     policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]

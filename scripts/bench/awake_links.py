@@ -1,0 +1,115 @@
+"""What it costs a kernel that the links between GPUs are awake.
+
+    torchrun --nproc-per-node 2 scripts/bench/awake_links.py --out awake_links.csv
+
+Beside the single-GPU kernel each rank pulls a few bytes from the next one, every so many
+milliseconds, by its copy engine: too little to be in the way. Links that are not asleep take power
+all the same, which a GPU at its limit takes from its clock. So much slower is the same kernel beside
+any exchange. On CPUs (--device cpu) nothing is pulled: it shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from contenders import KERNELS, Shape, one_gpu
+from session import Session, Step, Table, flags, race_flags, settling
+
+_BYTES = 4096
+_IDLE_S = 0.01
+
+
+class Pulls:
+    """A thread that lets a few bytes come from the next rank.
+
+    Attributes:
+        every_ms: so often; 0: never.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.every_ms = 0.0
+        self._session, self._ended = session, threading.Event()
+        self._own = self._theirs = torch.empty(_BYTES, dtype=torch.uint8)
+        if session.on_gpu:
+            import torch.distributed._symmetric_memory as symm
+
+            shared = symm.empty(_BYTES, dtype=torch.uint8, device=session.device)
+            self._kept = shared, symm.rendezvous(shared, dist.group.WORLD)
+            after = (session.rank + 1) % session.world
+            self._theirs = self._kept[1].get_buffer(after, (_BYTES,), torch.uint8)
+            self._own = torch.empty_like(shared)
+            torch.cuda.synchronize()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more of them."""
+        self._ended.set()
+        self._thread.join()
+        self._session.synchronize()
+
+    def _run(self) -> None:
+        if self._session.on_gpu:
+            torch.cuda.set_device(self._session.device)
+            torch.cuda.set_stream(torch.cuda.Stream())
+        while not self._ended.wait(self.every_ms / 1e3 or _IDLE_S):
+            if self.every_ms:
+                self._own.copy_(self._theirs, non_blocking=True)
+
+
+def beside(pulls: Pulls, every_ms: float, step: Step) -> None:
+    """A step, with pulls so often from now on."""
+    pulls.every_ms = every_ms
+    step()
+
+
+def main() -> None:
+    """Time each kernel alone and beside pulls; rank 0 prints and writes."""
+    args = parse()
+    session = Session.start(args.device)
+    if session.world < 2:
+        raise SystemExit("a link has two ends: run at least two ranks")
+    columns = ("shape", "kernel", "pull_every_ms", "ms", "tflop_per_s_per_gpu", "share")
+    note = f"bf16, causal, batch 1, forward + backward; {_BYTES} bytes a pull; the slowest rank"
+    table = Table(session, args.out, columns, note)
+    pulls = Pulls(session)
+    for shape in map(Shape.parse, args.shapes):
+        for kernel in args.kernels:
+            step = one_gpu(kernel).prepared(session, shape, False)
+            if step is None:
+                continue
+            steps = {f"{each:g}": partial(beside, pulls, each, step) for each in (0, *args.every)}
+            found = session.medians(steps, args.rounds, args.in_a_row, settling(args))
+            for every, seconds in found.items():
+                rate = shape.tflop / seconds / session.world
+                share = found["0"] / seconds
+                often = "never" if every == "0" else every
+                row = [str(shape), kernel, often, f"{seconds * 1e3:.3f}", f"{rate:.1f}"]
+                table.add([*row, f"{share:.4f}"])
+                session.say(f"{shape}  {kernel:8} {often:>6} {seconds * 1e3:9.3f} ms {share:7.1%}")
+    pulls.close()
+    session.close()
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = flags(__doc__)
+    parser.add_argument(
+        "--shapes", nargs="+", default=["32768:32:32:128"], help="seq_len:heads:kv_heads:head_dim"
+    )
+    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    parser.add_argument(
+        "--every", nargs="+", type=float, default=[1, 20, 60, 200], help="milliseconds"
+    )
+    race_flags(parser)
+    args = parser.parse_args()
+    args.kernels = args.kernels or KERNELS[args.device]
+    return args
+
+
+if __name__ == "__main__":
+    main()
