@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 scripts/bench/awake_links.py --out awake_links.csv
 
 Beside the single-GPU kernel each rank pulls a few bytes from the next one, every so many
-milliseconds, by its copy engine: too little to be in the way. Links that are not asleep take power
-all the same, which a GPU at its limit takes from its clock. So much slower is the same kernel beside
+milliseconds, by its copy engine: too little to be in the way. Links that are awake take power all
+the same, which a GPU at its limit takes from its clock. So much slower is the same kernel beside
 any exchange. On CPUs (--device cpu) nothing is pulled: it shows that the script runs.
 """
 
