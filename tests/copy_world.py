@@ -239,17 +239,22 @@ class Call:
         # Ulysses and a ring, Ulysses alone, a ring alone.
         self.rings_travel, self.stays = draw.choice([(True, False), (False, False), (True, True)])
         self.backward = draw.random() < 0.5
+        self.sent: dict[int, Trip] = {}
 
     def run(self, parts: int, steps: int) -> None:
         made = _Belt(self, range(parts), self.send, self.walk, backward=self.backward)  # type: ignore[arg-type]
+
+        def compute(part: int, come: Any) -> None:
+            assert come.trip is self.sent[part], "another part's trip"
+            come.trip.take()
+            home = None
+            if not self.rings_travel and self.early(part):
+                home = self.channel("all_to_all", "home", part)
+            grads = self.compute(part, come.walk, belt, steps if self.rings_travel else 0)
+            belt.leave(partial(self.leave, part, grads, home))
+
         with contextlib.closing(made) as belt:
-            for part, come in belt:
-                come.trip.take()
-                home = None
-                if not self.rings_travel and self.early(part):
-                    home = self.channel("all_to_all", "home", part)
-                grads = self.compute(part, come.walk, belt, steps if self.rings_travel else 0)  # type: ignore[arg-type]
-                belt.leave(partial(self.leave, part, grads, home))
+            belt.run(compute)
 
     def early(self, *what: int) -> bool:
         """Whether a kernel writes where it leaves from, so that room is asked for before it runs;
@@ -271,7 +276,8 @@ class Call:
         return Trip(tuple, heads)  # type: ignore[arg-type]
 
     def send(self, part: int) -> Trip:
-        return self.trip("come", part)
+        self.sent[part] = self.trip("come", part)
+        return self.sent[part]
 
     def walk(self, part: int, trip: Trip) -> Any:
         if not self.backward:  # else keys are there already

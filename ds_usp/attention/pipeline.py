@@ -12,7 +12,7 @@ values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +110,7 @@ class Kept(NamedTuple):
 
 
 class _Come(NamedTuple):
-    """One part: its exchange, to be taken when it is computed, and its keys and values."""
+    """One part: its exchange, taken when it is computed at the latest, and its keys and values."""
 
     trip: Trip
     walk: BlockWalk
@@ -124,13 +124,14 @@ class _Come(NamedTuple):
 
 
 class _Belt:
-    """Brings the parts of the heads to where they are computed, one ahead, and takes them home.
+    """Brings the parts of the heads to where they are computed, ahead of it, and takes them home.
 
     All that computes and packs is on the current stream; copy engines and messages run beside it.
     What has to be waited for is asked for early and taken late:
 
-    - A part is packed and sent before the part before it is computed. So do its keys and values go
-      on their way around the ring, if they are here; else they do in the middle of that one.
+    - A part is packed and sent before the part before it is computed. Then its keys and values go
+      on their way around the ring, if they are here. Else they come with the part, which is sent
+      another part ahead to be here by then; what comes first sets out in the middle of a part.
     - The gradients of a part that come around the ring are summed and sent home in the middle of
       the next one; where nothing comes around the ring a part goes home at once.
 
@@ -163,7 +164,9 @@ class _Belt:
         self._home: list[Trip] = []
         self._late: tuple[Callable[[], Trip], Callable[[], None]] | None = None
 
-    def __iter__(self) -> Iterator[tuple[int, _Come]]:
+    def run(self, compute: Callable[[int, _Come], None]) -> None:
+        """Compute each part, which :meth:`leave` is to be told of. What it has needed is free
+        before the next ones come."""
         for at, index in enumerate(self._order):
             self._at = at
             self._set_out(at + 1)
@@ -171,8 +174,8 @@ class _Belt:
             self._set_out(at + self._ahead)
             if self._keys_are_here or (self._travels and at > 1):  # it had a part's time to come
                 self._arrive(at + 1)
-            yield index, self._here[0]
-            self._here.pop(0)
+            compute(index, self._here[0])
+            del self._here[0]
         for trip in self._home:
             trip.take()
 
@@ -252,22 +255,25 @@ def attend(
         trip.take()
         return part.out.send_to_sequence((mine.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
 
+    def compute(index: int, come: _Come) -> None:
+        part, tensors = call.scores_of(index, scores, q), come.trip.take()
+        result = ring_forward(call.rings[index], tensors[0], come.walk, part, belt.between)
+        if scores.sinks is not None:
+            result = with_sinks(*result, part.of_heads(scores.sinks))
+        mine = Kept._make((*tensors, *result))
+        if keep or call.in_place:
+            kept.append(mine)
+        if not call.in_place:
+            belt.leave(partial(leave, call.parts[index], mine))
+
     call.prepare(q.device)
-    kept = []
+    kept: list[Kept] = []
     out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    with closing(_Belt(call, range(len(call.parts)), send, walk, backward=False)) as belt:
-        for index, come in belt:
-            part, tensors = call.scores_of(index, scores, q), come.trip.take()
-            result = ring_forward(call.rings[index], tensors[0], come.walk, part, belt.between)
-            if scores.sinks is not None:
-                result = with_sinks(*result, part.of_heads(scores.sinks))
-            mine = Kept._make((*tensors, *result))
-            if keep or call.in_place:
-                kept.append(mine)
-            if not call.in_place:
-                belt.leave(partial(leave, call.parts[index], mine))
+    belt = _Belt(call, range(len(call.parts)), send, walk, backward=False)
+    with closing(belt):
+        belt.run(compute)
     call.passed()
     if call.in_place:
         return kept[0].out, kept[0].lse if call.with_lse else None, kept
@@ -283,6 +289,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
     and, where sinks are learned, this rank's share of theirs ``[h]``."""
+    grads: tuple[torch.Tensor, ...] = ()
 
     def send(index: int) -> Trip:
         return call.parts[index].out.send_to_heads((dout,))
@@ -294,32 +301,34 @@ def attend_backward(
     def leave(exchange: HeadExchange, mine: RingGradients, departure: Departure | None) -> Trip:
         return exchange.send_to_sequence(mine.sums(), grads, departure)
 
+    def compute(index: int, come: _Come) -> None:
+        nonlocal grads
+        part, ring = call.scores_of(index, scores, dout), call.rings[index]
+        (share,) = come.trip.take()
+        exchange = call.parts[index].qkv
+        departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
+        home = departure.parts if departure else ()
+        mine = ring_backward(ring, share, *kept[index], come.walk, part, belt.between, home)
+        try:
+            if sinks is not None and dsinks is not None:
+                dsink = sink_gradient(share, *kept[index][3:], part.of_heads(sinks))
+                part.of_heads(dsinks).copy_(dsink)
+            if call.in_place:
+                grads = mine.result()
+                return
+            if not grads:  # as late as can be: they are as large as all that has come so far
+                grads = tuple(dout.new_empty(shape) for shape in shapes)
+        except BaseException:
+            mine.close()
+            raise
+        belt.leave(partial(leave, exchange, mine, departure), mine.close)
+
     call.prepare(dout.device)
-    grads: tuple[torch.Tensor, ...] = ()
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
-    order = range(len(call.parts))[::-1]
-    with closing(_Belt(call, order, send, walk, backward=True)) as belt:
-        for index, come in belt:
-            part, ring = call.scores_of(index, scores, dout), call.rings[index]
-            (share,) = come.trip.take()
-            exchange = call.parts[index].qkv
-            departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
-            home = departure.parts if departure else ()
-            mine = ring_backward(ring, share, *kept[index], come.walk, part, belt.between, home)
-            try:
-                if sinks is not None and dsinks is not None:
-                    dsink = sink_gradient(share, *kept[index][3:], part.of_heads(sinks))
-                    part.of_heads(dsinks).copy_(dsink)
-                if call.in_place:
-                    grads = mine.result()
-                    continue
-                if not grads:  # as late as can be: they are as large as all that has come so far
-                    grads = tuple(dout.new_empty(shape) for shape in shapes)
-            except BaseException:
-                mine.close()
-                raise
-            belt.leave(partial(leave, exchange, mine, departure), mine.close)
+    belt = _Belt(call, range(len(call.parts))[::-1], send, walk, backward=True)
+    with closing(belt):
+        belt.run(compute)
     call.passed()
     dq, dk, dv = grads
     return dq, dk, dv, dsinks

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -20,7 +22,6 @@ from contenders import KERNELS, Shape, one_gpu
 from session import Session, Step, Table, flags, race_flags, settling
 
 _BYTES = 4096
-_IDLE_S = 0.01
 
 
 class Pulls:
@@ -32,7 +33,7 @@ class Pulls:
 
     def __init__(self, session: Session) -> None:
         self.every_ms = 0.0
-        self._session, self._ended = session, threading.Event()
+        self._session, self._ended, self._changed = session, False, threading.Event()
         self._own = self._theirs = torch.empty(_BYTES, dtype=torch.uint8)
         if session.on_gpu:
             import torch.distributed._symmetric_memory as symm
@@ -46,9 +47,16 @@ class Pulls:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def set(self, every_ms: float) -> None:
+        """So often from now on."""
+        if every_ms != self.every_ms:
+            self.every_ms = every_ms
+            self._changed.set()
+
     def close(self) -> None:
         """No more of them."""
-        self._ended.set()
+        self._ended = True
+        self._changed.set()
         self._thread.join()
         self._session.synchronize()
 
@@ -56,14 +64,16 @@ class Pulls:
         if self._session.on_gpu:
             torch.cuda.set_device(self._session.device)
             torch.cuda.set_stream(torch.cuda.Stream())
-        while not self._ended.wait(self.every_ms / 1e3 or _IDLE_S):
+        while not self._ended:
             if self.every_ms:
                 self._own.copy_(self._theirs, non_blocking=True)
+            self._changed.wait(self.every_ms / 1e3 or None)
+            self._changed.clear()
 
 
-def beside(pulls: Pulls, every_ms: float, step: Step) -> None:
+def beside(pulls: Pulls, step: Step, every_ms: float) -> None:
     """A step, with pulls so often from now on."""
-    pulls.every_ms = every_ms
+    pulls.set(every_ms)
     step()
 
 
@@ -76,23 +86,32 @@ def main() -> None:
     columns = ("shape", "kernel", "pull_every_ms", "ms", "tflop_per_s_per_gpu", "share")
     note = f"bf16, causal, batch 1, forward + backward; {_BYTES} bytes a pull; the slowest rank"
     table = Table(session, args.out, columns, note)
-    pulls = Pulls(session)
-    for shape in map(Shape.parse, args.shapes):
-        for kernel in args.kernels:
-            step = one_gpu(kernel).prepared(session, shape, False)
-            if step is None:
-                continue
-            steps = {f"{each:g}": partial(beside, pulls, each, step) for each in (0, *args.every)}
-            found = session.medians(steps, args.rounds, args.in_a_row, settling(args))
-            for every, seconds in found.items():
-                rate = shape.tflop / seconds / session.world
-                share = found["0"] / seconds
-                often = "never" if every == "0" else every
-                row = [str(shape), kernel, often, f"{seconds * 1e3:.3f}", f"{rate:.1f}"]
-                table.add([*row, f"{share:.4f}"])
-                session.say(f"{shape}  {kernel:8} {often:>6} {seconds * 1e3:9.3f} ms {share:7.1%}")
-    pulls.close()
+    with closing(Pulls(session)) as pulls:
+        for shape in map(Shape.parse, args.shapes):
+            for kernel in args.kernels:
+                step = one_gpu(kernel).prepared(session, shape, False)
+                if step is not None:
+                    measure(session, args, table, (shape, kernel), partial(beside, pulls, step))
     session.close()
+
+
+def measure(
+    session: Session,
+    args: argparse.Namespace,
+    table: Table,
+    what: tuple[Shape, str],
+    step: Callable[[float], None],
+) -> None:
+    """The rows of a shape and a kernel, whose step is told how often something is pulled."""
+    shape, kernel = what
+    steps = {f"{each:g}": partial(step, each) for each in (0, *args.every)}
+    found = session.medians(steps, args.rounds, args.in_a_row, settling(args))
+    for every, seconds in found.items():
+        rate, share = shape.tflop / seconds / session.world, found["0"] / seconds
+        often = "never" if every == "0" else every
+        row = [str(shape), kernel, often, f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.4f}"]
+        table.add(row)
+        session.say(f"{shape}  {kernel:8} {often:>6} {seconds * 1e3:9.3f} ms {share:7.1%}")
 
 
 def parse() -> argparse.Namespace:

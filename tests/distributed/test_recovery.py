@@ -40,7 +40,7 @@ def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: 
 
 
 def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
-    """``Trip.take`` that raises the ``stop``-th time in a backward pass, when all has come."""
+    """``Trip.take`` that raises the ``stop``-th time after something began, when all has come."""
     intact, taken = Trip.take, 0
 
     def failing(self: Trip) -> tuple[torch.Tensor, ...]:
@@ -55,10 +55,12 @@ def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
     return mock.patch.object(Trip, "take", failing)
 
 
-def trip_interrupted(ctx: RankContext, ulysses: int, stop: int) -> tuple[str, float]:
+def trip_interrupted(
+    ctx: RankContext, ulysses: int, chunks: int, stop: int, forward: bool
+) -> tuple[str, float]:
     """As :func:`interrupted`, where an exchange ends."""
-    case = Case(batch=1, kernel="eager", tuning=Tuning(2, True))
-    real, backward, said = pipeline.attend_backward, False, ""
+    case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
+    real, backward, said = pipeline.attend_backward, forward, ""
 
     def begin(*args: Any, **more: Any) -> Any:
         nonlocal backward
@@ -74,12 +76,25 @@ def trip_interrupted(ctx: RankContext, ulysses: int, stop: int) -> tuple[str, fl
     return said, max(run_case(ctx, replace(case, seed=1), ulysses).values())
 
 
-@pytest.mark.parametrize("stop", [1, 2])
-@pytest.mark.parametrize("ulysses", [1, 2])
+# Ulysses degree, parts, what is taken when it fails, forward. There a part is taken as its keys set
+# out and again as it is computed.
+TRIPS = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
+TRIPS += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
+
+
+@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), TRIPS)
 def test_what_fails_as_it_comes_leaves_keys_that_set_out_nowhere(
-    pool: WorkerPool, ulysses: int, stop: int
+    pool: WorkerPool, ulysses: int, chunks: int, stop: int, forward: bool
 ) -> None:
-    results = pool.run(trip_interrupted, WORLD, timeout=TIMEOUT_S, ulysses=ulysses, stop=stop)
+    results = pool.run(
+        trip_interrupted,
+        WORLD,
+        timeout=TIMEOUT_S,
+        ulysses=ulysses,
+        chunks=chunks,
+        stop=stop,
+        forward=forward,
+    )
     assert [said for said, _ in results] == [WORDS] * WORLD, results
     assert max(error for _, error in results) < 1e-5, results
 
