@@ -1,4 +1,4 @@
-"""In which order attention's belt sends the parts of the heads, computes them and takes them home."""
+"""In which order attention's belt sends parts of the heads, computes them and takes them home."""
 
 from __future__ import annotations
 
