@@ -17,8 +17,8 @@ from contextlib import closing
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from contenders import KERNELS, Shape, one_gpu
+from bench_links import TYPE, empty, of_next_rank
+from contenders import Shape, one_gpu, parsed, shape_flags
 from session import Session, Step, Table, flags, race_flags, settling
 
 _BYTES = 4096
@@ -34,16 +34,11 @@ class Pulls:
     def __init__(self, session: Session) -> None:
         self.every_ms = 0.0
         self._session, self._ended, self._changed = session, False, threading.Event()
-        self._own = self._theirs = torch.empty(_BYTES, dtype=torch.uint8)
+        count = _BYTES // TYPE.itemsize
+        self._own = self._theirs = empty(session, count)
         if session.on_gpu:
-            import torch.distributed._symmetric_memory as symm
-
-            shared = symm.empty(_BYTES, dtype=torch.uint8, device=session.device)
-            self._kept = shared, symm.rendezvous(shared, dist.group.WORLD)
-            after = (session.rank + 1) % session.world
-            self._theirs = self._kept[1].get_buffer(after, (_BYTES,), torch.uint8)
-            self._own = torch.empty_like(shared)
-            torch.cuda.synchronize()
+            self._theirs, self._kept = of_next_rank(session, count)
+        session.synchronize()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -117,17 +112,12 @@ def measure(
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = flags(__doc__)
-    parser.add_argument(
-        "--shapes", nargs="+", default=["32768:32:32:128"], help="seq_len:heads:kv_heads:head_dim"
-    )
-    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    shape_flags(parser, "32768:32:32:128")
     parser.add_argument(
         "--every", nargs="+", type=float, default=[1, 20, 60, 200], help="milliseconds"
     )
     race_flags(parser)
-    args = parser.parse_args()
-    args.kernels = args.kernels or KERNELS[args.device]
-    return args
+    return parsed(parser)
 
 
 if __name__ == "__main__":

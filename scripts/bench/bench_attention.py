@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 
 import truth
-from contenders import KERNELS, PEERS, Shape, all_contenders, all_meshes
+from contenders import PEERS, Shape, all_contenders, all_meshes, parsed, shape_flags
 from session import Session, Table, flags, race_flags, settling
 
 import ds_usp
@@ -126,22 +126,15 @@ def tried(
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = flags(__doc__)
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=["32768:32:32:128", "131072:32:32:128"],
-        help="seq_len:heads:kv_heads:head_dim",
-    )
-    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    shape_flags(parser, "32768:32:32:128", "131072:32:32:128")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")
     race_flags(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
     parser.add_argument("--graphs", action="store_true", help="launch CUDA graphs of the steps")
     parser.add_argument("--errors", action="store_true", help="check instead of measure")
-    args = parser.parse_args()
+    args = parsed(parser)
     if args.graphs and (args.errors or args.device == "cpu"):
         parser.error("--graphs times CUDA graphs: not with --errors or --device cpu")
-    args.kernels = args.kernels or KERNELS[args.device]
     if args.peers is None:
         args.peers = list(PEERS) if args.device == "cuda" else []
     return args

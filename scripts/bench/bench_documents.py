@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from contenders import KERNELS, PEERS, Attend, Contender, Shape, all_meshes
+from contenders import PEERS, Attend, Contender, Shape, all_meshes, contender_flags, parsed
 from session import Session, Table, flags, race_flags, settling
 
 import ds_usp
@@ -220,11 +220,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", default="2048:32768", help="shortest:longest, in tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, default=4096, help="tokens to the left")
-    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    contender_flags(parser)
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: yunchang, torch")
     race_flags(parser)
-    args = parser.parse_args()
-    args.kernels = args.kernels or KERNELS[args.device]
+    args = parsed(parser)
     if args.peers is None:
         args.peers = ["yunchang", "torch"] if args.device == "cuda" else []
     return args

@@ -96,18 +96,24 @@ def device_to_host(session: Session, count: int) -> Step:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def push(session: Session, count: int) -> Step:
-    """Into the next rank's symmetric memory: contiguous, so the copy engine does it, no kernel."""
+def of_next_rank(session: Session, count: int) -> tuple[torch.Tensor, object]:
+    """A message in the next rank's symmetric memory, and what has to be kept, as it owns none."""
     import torch.distributed._symmetric_memory as symm
 
     if not session.on_gpu:
         raise RuntimeError("symmetric memory is between GPUs")
-    source = empty(session, count)
     mine = symm.empty(count, dtype=TYPE, device=session.device)
     handle = symm.rendezvous(mine, dist.group.WORLD)
-    theirs = handle.get_buffer((session.rank + 1) % session.world, (count,), TYPE)
+    after = (session.rank + 1) % session.world
+    return handle.get_buffer(after, (count,), TYPE), (mine, handle)
 
-    def step(_kept: tuple[object, ...] = (mine, handle)) -> None:  # theirs owns no memory
+
+def push(session: Session, count: int) -> Step:
+    """Into the next rank's symmetric memory: contiguous, so the copy engine does it, no kernel."""
+    theirs, kept = of_next_rank(session, count)
+    source = empty(session, count)
+
+    def step(_kept: object = kept) -> None:
         theirs.copy_(source)
 
     return step

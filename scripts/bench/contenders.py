@@ -6,6 +6,7 @@ A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -112,6 +113,26 @@ class Contender:
         """Peak memory of a step above what stands before it, and what its mesh keeps for it."""
         kept = 0 if self.mesh is None else self.mesh.reserved_bytes
         return (session.extra_bytes(step) + kept) / 2**30
+
+
+def contender_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose kernels are asked for; :func:`parsed` knows the default."""
+    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+
+
+def shape_flags(parser: argparse.ArgumentParser, *shapes: str) -> None:
+    """What is computed, by default ``shapes``, and :func:`contender_flags`."""
+    parser.add_argument(
+        "--shapes", nargs="+", default=shapes, help="seq_len:heads:kv_heads:head_dim"
+    )
+    contender_flags(parser)
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with the kernels of the device where none are named."""
+    args = parser.parse_args()
+    args.kernels = args.kernels or KERNELS[args.device]
+    return args
 
 
 def all_contenders(kernels: Sequence[str], peers: Sequence[str]) -> list[Contender]:

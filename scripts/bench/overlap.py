@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from contenders import KERNELS, PEERS, Shape, all_contenders
+from contenders import PEERS, Shape, all_contenders, parsed, shape_flags
 from session import Session, Step, Table, flags, settle_flag, settling
 from torch.profiler import ProfilerActivity, profile
 
@@ -150,19 +150,14 @@ def mean(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = flags(__doc__)
-    parser.add_argument(
-        "--shapes", nargs="+", default=["32768:32:32:128"], help="seq_len:heads:kv_heads:head_dim"
-    )
-    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+    shape_flags(parser, "32768:32:32:128")
     parser.add_argument("--peers", nargs="*", default=[], choices=PEERS)
     parser.add_argument("--steps", type=int, default=5)
     settle_flag(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
     parser.add_argument("--each-rank", action="store_true", help="their rows after the mean's")
     parser.add_argument("--detail", type=int, default=0, help="print so many kernels")
-    args = parser.parse_args()
-    args.kernels = args.kernels or KERNELS[args.device]
-    return args
+    return parsed(parser)
 
 
 if __name__ == "__main__":
