@@ -25,6 +25,10 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
 
 if TYPE_CHECKING:
+    from ds_usp import memory as memory
+    from ds_usp import planner as planner
+    from ds_usp import profiling as profiling
+    from ds_usp import training as training
     from ds_usp.attention.functional import usp_attention
     from ds_usp.attention.joint import usp_joint_attention
     from ds_usp.attention.module import USPAttention
@@ -45,13 +49,18 @@ else:
         }
     )
 
+    # Submodules that `import ds_usp` is enough for.
+    _SUBMODULES = ("memory", "planner", "profiling", "training")
+
     def __getattr__(name: str) -> object:
+        if name in _SUBMODULES:
+            return import_module(f"ds_usp.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LATER[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATER})
+        return sorted({*globals(), *_LATER, *_SUBMODULES})
 
 
 __all__ = [

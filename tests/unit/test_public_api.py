@@ -130,3 +130,16 @@ def test_names_that_need_torch_come_when_they_are_asked_for() -> None:
     assert all(name in done.stdout for name in NAMES)
     with pytest.raises(AttributeError, match="no attribute 'uspattention'"):
         ds_usp.uspattention  # noqa: B018
+
+
+def test_importing_ds_usp_is_enough_for_its_submodules() -> None:
+    names = ["memory", "planner", "profiling", "training"]
+    probe = (
+        "import ds_usp; names = dir(ds_usp); "
+        f"print([getattr(ds_usp, name).__name__ for name in {names} if name in names]); "
+        "ds_usp.training.chunked_weighted_loss"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([f"ds_usp.{name}" for name in names])
