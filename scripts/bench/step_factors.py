@@ -83,6 +83,7 @@ class Row:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
         words = shlex.split(command)
+        words[:1] = [sys.executable, "-m", "deepspeed.launcher.runner"]
         save = words.index("--save")
         del words[save : save + 2]
         if self.program == "stock":
