@@ -34,7 +34,7 @@ COLUMNS = (
     "loss_chunks",
     "ms_per_iteration",
     "tokens_per_s_per_gpu",
-    "last_loss",
+    "losses",
 )
 
 
@@ -109,7 +109,7 @@ ROWS = (
 
 
 def measure(row: Row, args: argparse.Namespace) -> list[object]:
-    """Median step time in ms, tokens/s per GPU and the last loss, or the end of the output."""
+    """Median step time in ms, tokens/s per GPU and the losses; what failed prints its output."""
     paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -125,7 +125,7 @@ def measure(row: Row, args: argparse.Namespace) -> list[object]:
         return ["failed", "", ""]
     median = statistics.median(milliseconds)
     tokens = 2 * args.seq_len / (median / 1000) / args.gpus
-    return [f"{median:.1f}", f"{tokens:.0f}", LOSS.findall(run.stdout)[-1]]
+    return [f"{median:.1f}", f"{tokens:.0f}", " ".join(LOSS.findall(run.stdout))]
 
 
 def main() -> None:
@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--timeout", type=float, default=150, help="seconds for each run")
     parser.add_argument("--folder", default="usp_output", help="for the DeepSpeed configuration")
+    parser.add_argument("--rows", type=int, nargs="+", help="these of the rows; default: all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if not os.environ.get("MEGATRON_DEEPSPEED_PATH"):
@@ -145,7 +146,7 @@ def main() -> None:
         table = csv.writer(file, lineterminator="\n")
         file.write(f"# python scripts/bench/step_factors.py {shlex.join(sys.argv[1:])}\n")
         table.writerow(COLUMNS)
-        for row in ROWS:
+        for row in [ROWS[index] for index in args.rows] if args.rows else ROWS:
             facts = [row.program, row.kernel, row.checkpointing, row.loss_chunks]
             line = [*facts, *measure(row, args)]
             table.writerow(line)
