@@ -1,0 +1,143 @@
+"""Writes the tables of README.md and docs/benchmarks.md from the files under results/.
+
+    python scripts/bench/tables.py            # rewrite the tables in place
+    python scripts/bench/tables.py --check    # exit 1 if one of them differs from its file
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is a key of
+:data:`TABLES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results"
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+ALL_METHODS = (
+    "one GPU",
+    "ds_usp 4x1",
+    "ds_usp 2x2",
+    "ds_usp 1x4",
+    "DeepSpeed ulysses",
+    "TransformerEngine a2a",
+    "TransformerEngine a2a+p2p",
+    "TransformerEngine p2p",
+    "torch allgather",
+    "torch alltoall",
+    "yunchang 4x1",
+    "yunchang 2x2",
+    "yunchang 1x4",
+)
+NAMES = {
+    "one GPU": "the kernel alone, one GPU",
+    "DeepSpeed ulysses": "DeepSpeed `DistributedAttention`, 4 x 1",
+    "TransformerEngine a2a": "TransformerEngine `a2a`, 4 x 1",
+    "TransformerEngine a2a+p2p": "TransformerEngine `a2a+p2p`, 2 x 2",
+    "TransformerEngine p2p": "TransformerEngine `p2p`, 1 x 4",
+    "torch allgather": "torch context parallel, all-gather",
+    "torch alltoall": "torch context parallel, all-to-all",
+}
+KERNELS = {"flash4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "FlashAttention-2 (torch)"}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a results file, without the comments at its head."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def attention_table(results: str, kernel: str, methods: Sequence[str] = ALL_METHODS) -> str:
+    """Time, share of the kernel's speed and memory of every method on one kernel, 32K and 128K."""
+    runs: Mapping[tuple[str, str], dict[str, str]] = {
+        (row["shape"].split()[0], row["contender"]): row for row in read(results)
+    }
+    rows = []
+    for method in methods:
+        cells = [runs.get((length, f"{method}, {kernel}")) for length in ("32K", "128K")]
+        if any(cells):
+            texts = [text for cell in cells for text in _measured(cell)]
+            rows.append([NAMES.get(method, method.replace("x", " x ")), *texts])
+    units = ("ms", "of the kernel", "memory")
+    head = [KERNELS[kernel], *(f"{length}, {unit}" for length in ("32K", "128K") for unit in units)]
+    return markdown(head, rows)
+
+
+def _measured(row: Mapping[str, str] | None) -> list[str]:
+    if row is None:
+        return ["", "", ""]
+    share = f"{100 * float(row['share_of_kernel']):.0f} %"
+    return [f"{float(row['ms']):.1f}", share, f"{float(row['extra_gib']):.2f} GiB"]
+
+
+def factor_table(results: str) -> str:
+    """The steps of one model, from the stock framework to ours, each beside the first."""
+    runs = read(results)
+    first = float(runs[0]["ms_per_iteration"])
+    rows = []
+    for row in runs:
+        milliseconds = float(row["ms_per_iteration"])
+        rows.append(
+            [
+                {"stock": "stock", "ours": "under `megatron_patches`"}[row["program"]],
+                KERNELS[row["kernel"]],
+                "yes" if row["activation_checkpointing"] == "True" else "no",
+                row["loss_chunks"],
+                f"{milliseconds:.0f}",
+                f"{int(row['tokens_per_s_per_gpu']):,}",
+                f"{first / milliseconds:.2f} x",
+            ]
+        )
+    head = ["program", "kernel", "activation checkpointing", "loss chunks"]
+    return markdown([*head, "ms a step", "tokens/s per GPU", "speed"], rows)
+
+
+RACE = "attention_race_4xh200_2026-11-22.csv"
+TABLES: Mapping[str, Callable[[], str]] = {
+    "attention-flash4": partial(attention_table, RACE, "flash4"),
+    "attention-cudnn": partial(attention_table, RACE, "cudnn"),
+    "attention-flash2": partial(attention_table, "attention_peers_4xh200_2026-11-22.csv", "flash2"),
+    "factors": partial(factor_table, "step_factors_gpt1.3b_16k_2xh200_2026-11-23.csv"),
+}
+
+
+def rewritten(text: str) -> str:
+    """A document with every table written anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite or check the documents; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args(argv).check
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before)
+        if before != after:
+            stale.append(name)
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    if stale and check:
+        print(f"tables differ from results/: {', '.join(stale)}; run {sys.argv[0]}")
+    return int(bool(stale and check))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
