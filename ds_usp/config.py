@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import divisors
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -23,7 +23,7 @@ class USPConfig:
         sp_degree: ranks that share a sequence (``--ds-sequence-parallel-size``).
         ulysses_degree: of these, ranks that exchange heads (``--ulysses-degree``); None: all, as
             DeepSpeed-Ulysses does. The ring takes the rest.
-        layout: token layout (``--usp-layout``).
+        layout: token layout (``--usp-layout``) of a program that shards the batch itself.
         order: which axis has its ranks next to each other.
         kernel: attention kernel (``--usp-kernel``).
 
@@ -33,7 +33,7 @@ class USPConfig:
 
     sp_degree: int = 1
     ulysses_degree: int | None = None
-    layout: str = "zigzag"
+    layout: str = TokenLayout.LOADERS_KIND
     order: str = DEFAULT_SP_ORDER
     kernel: str = "auto"
 

@@ -20,7 +20,8 @@ class MeshSettings:
         ulysses_degree: ranks of each sequence-parallel group that exchange heads; the ring takes
             the rest. None: the host's own word for it, or all of them.
         layout: which rank holds which token: a kind, or a ``TokenLayout``, which also says the
-            length of a sequence that does not divide.
+            length of a sequence that does not divide. The default keeps the order in which the
+            program shards its tokens; a host whose batches we shard has another one.
         kernel: what computes attention; ``auto``: the fastest that can.
 
     Raises:
@@ -28,7 +29,7 @@ class MeshSettings:
     """
 
     ulysses_degree: int | None = None
-    layout: str | ds_usp.TokenLayout = "zigzag"
+    layout: str | ds_usp.TokenLayout = ds_usp.TokenLayout.CALLERS_KIND
     kernel: str = "auto"
 
     def __post_init__(self) -> None:

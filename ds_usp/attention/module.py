@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import UnifiedAttention, exchange
+from ds_usp.attention.drop_in import (
+    Arguments,
+    DropInPlan,
+    batch_dim_text,
+    comparable_documents,
+    exchange_step,
+    say_not_called,
+)
+from ds_usp.attention.functional import UnifiedAttention
 from ds_usp.attention.host_arguments import NO_ARGUMENTS, HostArguments
 from ds_usp.attention.local_attention import (
     LocalAttention,
@@ -40,42 +48,24 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
-from ds_usp.geometry.masks import MaskSpec, borders_of
+from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO, check_name
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.memory.keep import check_only_inputs_learn, kept
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """One call, checked: how its tensors lie, and what will be done with them."""
-
-    swap: bool
-    layout: TokenLayout
-    args: tuple[Any, ...]
-    rotary: Rotary | None
-    call: USPCall | HeadTraffic
-    attention: LocalAttention | None
-
-
-class _Given(NamedTuple):
-    """What a call is given besides its tensors; see :meth:`USPAttention.forward`."""
-
-    batch_dim_idx: int | torch.Tensor | None
-    rotary: Rotary | None
-    documents: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class USPAttention(torch.nn.Module):
     """Attention over a sequence that is spread over ranks, around any local attention.
 
-    Constructor and call are those of ``deepspeed.sequence.layer.DistributedAttention``. With
-    ``ring_degree`` 1 the local attention runs on all tokens of its share of the heads, and the
-    result is DeepSpeed's bit for bit. With a ring the package's own kernels compute what the
-    local attention would: its mask, scale and dropout are read from it where its class is known,
-    and have to be given otherwise.
+    Constructor and call are those of ``deepspeed.sequence.layer.DistributedAttention``, and so is
+    the order of tokens: rank ``r`` of the group holds the ``r``-th piece of the sequence, unless
+    ``layout`` names another one. With ``ring_degree`` 1 the local attention runs on all tokens of
+    its share of the heads, and the result is DeepSpeed's bit for bit.
+
+    **With a ring the local attention is never called.** The package's own kernels compute what it
+    would: its mask, scale and dropout are read from it where its class is known, and have to be
+    given otherwise. Whatever else it does (hooks, a bias, counters) does not happen. A notice in
+    the log says so once.
 
     Args:
         local_attention: module called as ``local_attention(q, k, v, *args, **kwargs)``; it may
@@ -89,8 +79,11 @@ class USPAttention(torch.nn.Module):
         ulysses_degree: ranks that exchange heads, the ring takes the rest; None: all ranks.
         mesh: instead of a group and a degree, a mesh that exists. Without one, modules with the
             same group and degree share a mesh.
-        layout: kind of token layout, or a :class:`TokenLayout`, which also says the length of a
-            sequence that does not divide.
+        layout: which tokens the shards hold: a kind of token layout, every rank holding as many
+            tokens, or a :class:`TokenLayout`, which also says the length of a sequence that does
+            not divide. The default keeps DeepSpeed's order, in which a causal ring waits for its
+            last rank. ``layout="zigzag"`` balances it, if tokens, labels and positions are sharded
+            by it: ``attn.mesh.layout("zigzag", seq_len).shard(x, dim, attn.mesh.rank)``.
         mask, softmax_scale, dropout_p: what the local attention computes, where the ring cannot
             read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
         kernel: name of the ring's kernel.
@@ -115,7 +108,7 @@ class USPAttention(torch.nn.Module):
         *,
         ulysses_degree: int | None = None,
         mesh: SequenceMesh | None = None,
-        layout: str | TokenLayout = "zigzag",
+        layout: str | TokenLayout = TokenLayout.CALLERS_KIND,
         mask: MaskSpec | None = None,
         softmax_scale: float | None = None,
         dropout_p: float | None = None,
@@ -146,6 +139,8 @@ class USPAttention(torch.nn.Module):
         self.local_attn = local_attention
         self._given = mask, softmax_scale, dropout_p
         self._host = agreed(mesh, check)
+        if self._host is not None:
+            say_not_called(local_attention, self._host.attention, "with a ring")
         self.mesh = mesh
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
@@ -182,7 +177,7 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
-        given = _Given(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
+        given = Arguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
         if torch.compiler.is_compiling():
             out = self._traced(query, key, value, given)
             if out is not None:
@@ -190,7 +185,7 @@ class USPAttention(torch.nn.Module):
         return self._forward(query, key, value, given)
 
     def _traced(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
         dim: Any = 1 - self.gather_idx if given.batch_dim_idx is None else given.batch_dim_idx
@@ -205,7 +200,7 @@ class USPAttention(torch.nn.Module):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
         layouts = tuple(told_layout(self._layout, x, self.mesh) for x in (q, k))
-        caller = f"{_batch_dim(dim)}, "
+        caller = f"{batch_dim_text(dim)}, "
         out: torch.Tensor | None = None
         if self._host is None:
             exchanged = traced_exchange(q, k, v, self.mesh, layouts, caller)
@@ -228,7 +223,7 @@ class USPAttention(torch.nn.Module):
 
     @not_plain
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
     ) -> torch.Tensor:
         """:meth:`forward` outside of graphs."""
 
@@ -238,26 +233,26 @@ class USPAttention(torch.nn.Module):
         extra = (*given.args, *given.kwargs.values(), given.batch_dim_idx)
         check_only_inputs_learn(self.local_attn, extra)
         dim = given.batch_dim_idx if isinstance(given.batch_dim_idx, int) else None
-        comparable = dim, _comparable(given.documents)
+        comparable = dim, comparable_documents(given.documents)
         wait_for_stream(self.sp_stream, query, key, value)
         (out,) = kept(compute, (query, key, value), (self, *comparable))
         return out
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
     ) -> torch.Tensor:
         plan = agreed(self.mesh, lambda: self._plan(query, key, value, given), query)
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
         if isinstance(plan.call, HeadTraffic):
-            exchanged = partial(_exchanged, plan.call)
+            exchanged = partial(exchange_step, plan.call)
             out = self._local(q, k, v, exchanged, plan.swap, plan.rotary, plan.args, given.kwargs)
         else:
             out = self._ring(q, k, v, plan, plan.call)
         return out.transpose(0, 1) if plan.swap else out
 
     def _plan(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
-    ) -> tuple[str, _Plan]:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
+    ) -> tuple[str, DropInPlan]:
         """All checks of one call on this rank, and its description for the others."""
         batch_dim_idx, rotary, documents, args, kwargs = given
         if batch_dim_idx is None or isinstance(batch_dim_idx, torch.Tensor):
@@ -274,7 +269,7 @@ class USPAttention(torch.nn.Module):
             )
         swap = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
-        texts = [_batch_dim(batch_dim_idx)]
+        texts = [batch_dim_text(batch_dim_idx)]
         tensors = check_tensors(q, k, v)
         layout = self._layout_of(q)
         host = self._host if documents is None else self._within(documents)
@@ -287,6 +282,8 @@ class USPAttention(torch.nn.Module):
             check_rotary(rotary, layout.seq_len, q.shape[3])
             texts.append("rotary")
             rotary = rotary_of(rotary, layout, None if host is None else self.mesh.rank)
+        if host is not None and self._host is None:
+            say_not_called(self.local_attn, host.attention, "with documents=")
         call: USPCall | HeadTraffic
         if host is None:
             text, call = local_call(q, k, self.mesh, layout, self._layout_of(k))
@@ -296,7 +293,7 @@ class USPAttention(torch.nn.Module):
             text, call = self._plan_ring(q, k, v, layout, host)
             texts.append(text)
         attention = None if host is None else host.attention
-        return ", ".join(texts), _Plan(swap, layout, args, rotary, call, attention)
+        return ", ".join(texts), DropInPlan(swap, layout, args, rotary, call, attention)
 
     def _computed(self) -> LocalAttention:
         """What the local attention computes."""
@@ -365,7 +362,7 @@ class USPAttention(torch.nn.Module):
         return out.flatten(2) if flat else out
 
     def _ring(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, call: USPCall
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan, call: USPCall
     ) -> torch.Tensor:
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
@@ -378,22 +375,3 @@ class USPAttention(torch.nn.Module):
     @property
     def _in_training(self) -> bool:
         return bool(getattr(self.local_attn, "training", self.training))
-
-
-def _exchanged(
-    traffic: HeadTraffic, to_heads: bool, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """q, k and v with all tokens of some heads, or the output the way back."""
-    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, *tensors)
-
-
-def _batch_dim(dim: object) -> str:
-    return f"batch dim {dim}"
-
-
-def _comparable(documents: Any) -> object:
-    """Documents as a value; what is refused later is none."""
-    try:
-        return None if documents is None else borders_of(documents)
-    except ConfigError:
-        return None

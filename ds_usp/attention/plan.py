@@ -130,7 +130,8 @@ def _new_plan(
         deterministic=_is_deterministic(),
     )
     chosen = select_kernel(request, kernel)
-    _tell(q, mesh, tuning, missing_libraries(request) if kernel == AUTO else None)
+    missing = missing_libraries(request) if kernel == AUTO else None
+    _tell(q, mesh, tuning, missing, _imbalance(layout, mask))
     cut = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
     held = cast(SequenceMesh, weakref.proxy(mesh))
@@ -174,9 +175,26 @@ def _schedules(
     ]
 
 
-def _tell(q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None) -> None:
+def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
+    """How the causal work of a ring is unbalanced by its layout; None if it is not."""
+    ring = layout.ring
+    # Not where the axes' order gives each ring rank early and late pieces.
+    in_pieces = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
+    if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not in_pieces:
+        return None
+    return (
+        f"causal attention on a ring of {ring} ranks, whose tokens are {layout.kind}: the last "
+        f"rank computes {2 - 1 / ring:.2f} times the mean, and the others wait for it. For "
+        "balanced work ask for layout='zigzag' by name, and shard tokens, labels and positions by "
+        "it: mesh.layout('zigzag', seq_len).shard(x, dim, mesh.rank)"
+    )
+
+
+def _tell(
+    q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
+) -> None:
     """Say what would make such calls faster, once."""
-    texts = [fallback(q.device), missing]
+    texts = [fallback(q.device), missing, work]
     if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
         texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
     for text in filter(None, texts):

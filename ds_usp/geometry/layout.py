@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.balance import balanced_shares
@@ -40,7 +40,8 @@ class TokenLayout:
     Args:
         kind: one of :data:`KINDS`.
 
-            * ``contiguous``: ring rank ``r`` holds the ``r``-th piece. Causal work is unbalanced.
+            * ``contiguous``: rank ``r`` of the group holds the ``r``-th piece, as
+              ``torch.tensor_split`` cuts it, in both orders of the axes. Causal work is unbalanced.
             * ``zigzag``: the sequence is cut into ``2 * ring`` chunks, ring rank ``r`` holds
               chunks ``r`` and ``2 * ring - 1 - r``. Causal work is balanced.
             * ``striped``: ring rank ``r`` holds positions ``r, r + ring, r + 2 * ring, ...``
@@ -52,8 +53,8 @@ class TokenLayout:
               have as much causal work within documents: short documents are whole on one of
               them, long ones a zigzag each.
 
-            In all but ``context_parallel`` a ring rank's tokens are cut evenly among its Ulysses
-            ranks.
+            In ``zigzag``, ``striped`` and ``balanced`` a ring rank's tokens are cut evenly among
+            its Ulysses ranks.
         seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then,
             by two where a shard is two chunks (``zigzag``, ``context_parallel``).
         ulysses: ranks that exchange heads for sequence.
@@ -69,7 +70,16 @@ class TokenLayout:
         LayoutError: an unknown name, a size below 1, fewer tokens than every rank needs, or
             documents that the layout has no use for or that do not end with the sequence.
         ConfigError: documents that are no borders.
+
+    Attributes:
+        CALLERS_KIND: the default of every entry point whose caller shards the tokens itself: the
+            order that the caller has already. Another kind is taken only where it is named.
+        LOADERS_KIND: the default of programs that shard the batch themselves, whose user never
+            sees the order: causal work is balanced.
     """
+
+    CALLERS_KIND: ClassVar[str] = "contiguous"
+    LOADERS_KIND: ClassVar[str] = "zigzag"
 
     kind: str
     seq_len: int
@@ -239,8 +249,8 @@ class TokenLayout:
         return f"{self.kind}({self.seq_len} tokens{documents}, {degrees})"
 
 
-def _contiguous(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
-    return (_chunk(layout.seq_len, layout.ring, ring_rank),)
+def _contiguous(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
+    return (_chunk(layout.seq_len, layout.degree, layout.sp_rank(ulysses_rank, ring_rank)),)
 
 
 def _zigzag(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
@@ -287,7 +297,7 @@ _Table = Callable[[TokenLayout, int, int], tuple[Segment, ...]]
 # One row a layout: (layout, ulysses rank, ring rank) -> that rank's tokens in storage order.
 _TABLES: Mapping[str, _Table] = MappingProxyType(
     {
-        "contiguous": _cut_among_ulysses(_contiguous),
+        "contiguous": _contiguous,
         "zigzag": _cut_among_ulysses(_zigzag),
         "striped": _cut_among_ulysses(_striped),
         "context_parallel": _context_parallel,

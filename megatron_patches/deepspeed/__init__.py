@@ -21,14 +21,13 @@ class Settings(MeshSettings):
     """What ``megatron_patches.apply("deepspeed", ...)`` takes.
 
     Args:
-        layout: ``contiguous`` is how batches are cut for DeepSpeed, so nothing else changes;
-            another one balances causal work, but then the model's batches have to be cut by it.
+        layout: the default is how batches are cut for DeepSpeed, so nothing else changes;
+            ``zigzag`` balances causal work, but then the model's batches have to be cut by it.
         mask, softmax_scale, dropout_p: what the local attention computes, where a ring cannot
             read it.
         also_in: modules that have imported the class by name already, as ``package.module:Name``.
     """
 
-    layout: str | ds_usp.TokenLayout = "contiguous"
     mask: ds_usp.MaskSpec | None = None
     softmax_scale: float | None = None
     dropout_p: float | None = None

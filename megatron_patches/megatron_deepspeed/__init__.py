@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
 from megatron_patches.megatron_deepspeed import rows
@@ -16,6 +18,17 @@ from megatron_patches.patch import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
 SCRIPT = "pretrain_gpt"  # defines what the later patches change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(MeshSettings):
+    """Defaults of the added flags, given to ``megatron_patches.apply("megatron_deepspeed", ...)``.
+
+    Args:
+        layout: batches are sharded by the patches, in the order that balances causal work.
+    """
+
+    layout: str | ds_usp.TokenLayout = ds_usp.TokenLayout.LOADERS_KIND
 
 
 def prepare(checkout: Path | None) -> None:
@@ -43,7 +56,7 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
     return PatchSet(
         HOST,
         (
-            *rows.start(read_settings(HOST, MeshSettings, settings)),
+            *rows.start(read_settings(HOST, Settings, settings)),
             *rows.fused_kernels(),
             *rows.rank_groups(),
             *rows.model(),

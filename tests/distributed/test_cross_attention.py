@@ -154,7 +154,7 @@ def through_the_drop_in(ctx: RankContext, ulysses: int) -> float:
         place.shard(full[name], 1, mesh.rank).requires_grad_() for name, place in places.items()
     ]
     attention = ds_usp.USPAttention(
-        Dense(), gather_idx=1, mesh=mesh, mask=MaskSpec.full(), dropout_p=0.0
+        Dense(), gather_idx=1, mesh=mesh, layout="zigzag", mask=MaskSpec.full(), dropout_p=0.0
     )
     out = attention(*mine, 0)
     grads = torch.autograd.grad(out, mine, layout.shard(full["dout"], 1, mesh.rank))

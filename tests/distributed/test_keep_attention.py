@@ -64,7 +64,9 @@ class Block(torch.nn.Module):
         known: dict[str, Any] = {}
         if self.mesh.ring_degree > 1:
             known = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0}
-        self.drop_in = ds_usp.USPAttention(Local(batch_dim=0), mesh=self.mesh, **known)
+        self.drop_in = ds_usp.USPAttention(
+            Local(batch_dim=0), mesh=self.mesh, layout=self.layout, **known
+        )
         self.runs: list[Ops] = []
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

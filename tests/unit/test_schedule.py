@@ -244,10 +244,12 @@ def most_calls(kind: str, ulysses: int, ring: int, order: str, support: TileSupp
 def test_causal_takes_one_kernel_call_a_step(kind: str, order: str, support: TileSupport) -> None:
     for ulysses in (1, 2, 3):
         for ring in (1, 2, 3, 4):
-            # Megatron's zigzag over all ranks gives a ring rank two pieces only where its Ulysses
-            # ranks stand next to each other; else it has 2 * ulysses pieces.
-            scattered = kind == "context_parallel" and order == "ring-ulysses" and ring > 1
-            expected = 2 * ulysses - 1 if scattered else 1
+            # Layouts over all ranks, Megatron's zigzag and contiguous, give a ring rank two pieces
+            # and one only where its Ulysses ranks stand next to each other; else 2 * ulysses and
+            # ulysses pieces.
+            scattered = order == "ring-ulysses" and ring > 1
+            over_all_ranks = {"context_parallel": 2 * ulysses - 1, "contiguous": ulysses}
+            expected = over_all_ranks.get(kind, 1) if scattered else 1
             assert most_calls(kind, ulysses, ring, order, support) == expected
 
 

@@ -1,0 +1,78 @@
+"""What one call of the drop-in consists of; see :mod:`ds_usp.attention.module`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_usp.attention.functional import exchange
+from ds_usp.attention.local_attention import LocalAttention
+from ds_usp.attention.pipeline import USPCall
+from ds_usp.attention.request import HeadTraffic
+from ds_usp.attention.rotary import Rotary
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import borders_of
+from ds_usp.notices import notice
+
+
+class Arguments(NamedTuple):
+    """What a call is given besides its tensors; see ``USPAttention.forward``."""
+
+    batch_dim_idx: int | torch.Tensor | None
+    rotary: Rotary | None
+    documents: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DropInPlan:
+    """One call, checked: how its tensors lie, and what will be done with them."""
+
+    swap: bool
+    layout: TokenLayout
+    args: tuple[Any, ...]
+    rotary: Rotary | None
+    call: USPCall | HeadTraffic
+    attention: LocalAttention | None
+
+
+def exchange_step(
+    traffic: HeadTraffic, to_heads: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v with all tokens of some heads, or the output the way back."""
+    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, *tensors)
+
+
+def batch_dim_text(dim: object) -> str:
+    """What the ranks compare of the batch dim."""
+    return f"batch dim {dim}"
+
+
+def comparable_documents(documents: Any) -> object:
+    """Documents as a value; what is refused later is none."""
+    try:
+        return None if documents is None else borders_of(documents)
+    except ConfigError:
+        return None
+
+
+def say_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
+    """Tell the user, once for each class and place, that a local attention is not called.
+
+    Args:
+        attention: what is computed in its place.
+        where: in which calls.
+    """
+    scale = attention.softmax_scale
+    notice(
+        f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
+        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale "
+        f"{'head_dim ** -0.5' if scale is None else f'{scale:.6g}'}, dropout "
+        f"{attention.dropout_p:g} in training",
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )

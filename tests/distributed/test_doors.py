@@ -1,0 +1,161 @@
+"""One SGD step through every entry point that has a token order, from the caller's own shards.
+
+The caller's shards are ``torch.tensor_split`` of the sequence in the order of the group's ranks, as
+batches are cut for DeepSpeed, and nothing but the attention is changed: the weights after the step
+are those of one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import ALL_ORDERS
+from harness import RankContext, WorkerPool
+from local_attentions import flash_self_attention
+
+import ds_usp
+from ds_usp import MaskSpec, SequenceMesh, USPAttention
+from ds_usp.notices import _say
+
+WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
+CAUSAL: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
+LIMIT = 1e-5
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Dense(torch.nn.Module):
+    """The user's own attention of ``[b, s, h, d]``: causal, of no class that can be read."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        allowed = oracle.causal(range(q.shape[1]), range(k.shape[1]))
+        return oracle.dense_attention(q, k, v, allowed)[0].to(q.dtype)
+
+
+def one_step(attend: Attend, rank: int | None) -> torch.Tensor:
+    """All weights of a small language model after one SGD step.
+
+    Args:
+        rank: of the caller's shard; None: the whole sequence, in fp64.
+    """
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(VOCAB, (2, TOKENS + 1), generator=generator)
+    tables = [torch.randn(n, WIDTH, generator=generator) for n in (VOCAB, TOKENS)]
+    mixes = [torch.randn(WIDTH, n, generator=generator) / 4 for n in (3 * WIDTH, VOCAB)]
+    weights = [w if rank is not None else w.double() for w in (*tables, *mixes)]
+    words, places, into, out = (w.requires_grad_() for w in weights)
+    parts = (text[:, :-1], text[:, 1:], torch.arange(TOKENS).expand(2, -1))
+    if rank is not None:
+        parts = tuple(x.tensor_split(WORLD, dim=1)[rank] for x in parts)
+    tokens, labels, positions = parts
+    qkv = ((words[tokens] + places[positions]) @ into).unflatten(-1, (3, HEADS, -1))
+    logits = attend(*qkv.unbind(2)).flatten(2) @ out
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    if rank is not None:
+        for weight in weights:
+            dist.all_reduce(weight.grad)
+    with torch.no_grad():
+        stepped = [w - 0.1 / text[:, 1:].numel() * w.grad for w in weights]
+    return torch.cat([w.flatten() for w in stepped])
+
+
+def drop_in(ctx: RankContext, **given: Any) -> Attend:
+    attention = USPAttention(Dense(), ctx.group, gather_idx=1, **{**CAUSAL, **given})
+    return lambda q, k, v: attention(q, k, v, 0)
+
+
+def patched_deepspeed(ctx: RankContext, **given: Any) -> Attend:
+    from deepspeed.sequence import layer
+
+    import megatron_patches
+
+    megatron_patches.apply("deepspeed", **CAUSAL, **given)
+    try:
+        attention = layer.DistributedAttention(Dense(), ctx.group, gather_idx=1)
+    finally:
+        megatron_patches.restore()
+    return lambda q, k, v: attention(q, k, v, 0)
+
+
+def mesh(ctx: RankContext, order: str) -> dict[str, Any]:
+    """A drop-in that is given a mesh instead of its group."""
+    return {"mesh": SequenceMesh.shared(None, ULYSSES, order)}
+
+
+DOORS: dict[str, Callable[[RankContext], Attend]] = {
+    "USPAttention": lambda ctx: drop_in(ctx, ulysses_degree=ULYSSES),
+    "USPAttention, ring 4": lambda ctx: drop_in(ctx, ulysses_degree=1),
+    "USPAttention, ring 1": drop_in,
+    **{
+        f"USPAttention, {order}": (
+            lambda ctx, order=order: drop_in(ctx, ulysses_degree=ULYSSES, order=order)
+        )
+        for order in ALL_ORDERS
+    },
+    "apply('deepspeed')": lambda ctx: patched_deepspeed(ctx, ulysses_degree=ULYSSES),
+}
+
+
+def step_through(ctx: RankContext, door: str) -> torch.Tensor:
+    return one_step(DOORS[door](ctx), ctx.rank)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_step_from_the_callers_shards_is_one_processs(pool: WorkerPool, door: str) -> None:
+    local = Dense()
+    want = one_step(lambda q, k, v: local(q, k, v), None)
+    for weights in pool.run(step_through, WORLD, door=door):
+        assert oracle.relative_error(weights, want) <= LIMIT
+
+
+def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
+    """What is logged while two layers of a ring are made and called twice."""
+    _say.cache_clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_usp").addHandler(handler)
+    try:
+        for _ in range(2):
+            local = flash_self_attention(causal)
+            attention = USPAttention(
+                local, ctx.group, gather_idx=1, ulysses_degree=ULYSSES, layout=layout
+            )
+            for _ in range(2):
+                x = torch.randn(1, 8, 4, 16)
+                attention(x, x, x, 0)
+    finally:
+        logging.getLogger("ds_usp").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("layout", "causal", "hint"),
+    [("contiguous", True, True), ("contiguous", False, False), ("zigzag", True, False)],
+)
+def test_a_ring_says_once_what_it_replaces_and_how_to_balance_it(
+    pool: WorkerPool, layout: str, causal: bool, hint: bool
+) -> None:
+    first, *others = pool.run(lines, WORLD, layout=layout, causal=causal)
+    assert others == [[]] * (WORLD - 1)
+    assert len(first) == 1 + hint, first
+    assert "does not call the local attention FlashSelfAttention with a ring" in first[0]
+    if hint:
+        assert "1.50 times the mean" in first[1] and "layout='zigzag'" in first[1]
+
+
+def test_contiguous_is_the_callers_order_on_every_mesh() -> None:
+    for ulysses, ring in ((1, 4), (4, 1), (2, 2), (2, 3), (3, 2)):
+        for order in ALL_ORDERS:
+            for seq_len in (24, 29):
+                layout = ds_usp.TokenLayout("contiguous", seq_len, ulysses, ring, order)
+                pieces = torch.arange(seq_len).tensor_split(layout.degree)
+                for rank, piece in enumerate(pieces):
+                    assert layout.positions(rank) == piece.tolist(), (layout, rank)
