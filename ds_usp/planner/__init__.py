@@ -7,7 +7,8 @@ from ds_usp.planner.choice import AUTO, Choice, choose_ulysses, cluster_of, degr
 from ds_usp.planner.engines import engine
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.search import Found, Plan, search
 from ds_usp.planner.split import Split, Workload
 

@@ -17,11 +17,11 @@ from ds_usp.planner import comparison, report
 from ds_usp.planner.emit import ENGINE_OF, emit
 from ds_usp.planner.engines import Engine, engine
 from ds_usp.planner.explain import explain
-from ds_usp.planner.flags import BYTES, build_parser
+from ds_usp.planner.flags import BYTES, PROG, build_parser
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.longest import longest, shortest
 from ds_usp.planner.memory import memory, stage_memory
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.picture import picture
 from ds_usp.planner.search import AXES, GIB, Found, search
 from ds_usp.planner.split import Split, Workload, check
@@ -259,9 +259,14 @@ _COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; what the user can mend is one line on stderr and the exit code 2."""
-    args = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run one command; what the user can mend is one line on stderr and the exit code 2.
+
+    Args:
+        argv: a command and its arguments; None: those of the process.
+        prog: what the user typed before them, for usage and help.
+    """
+    args = build_parser(prog).parse_args(argv)
     try:
         status = _COMMANDS[args.command](args)
         sys.stdout.flush()

@@ -74,8 +74,8 @@ def choose_ulysses(
     """The fastest ulysses x ring for a run.
 
     Args:
-        split: its degrees but these two, and its settings; what they leave of ``gpus`` shares a
-            sequence.
+        split: its degrees but these two, and its settings, which the program has accepted; what
+            the degrees leave of ``gpus`` shares a sequence.
 
     Raises:
         ConfigError: no degree is possible, or with none does the run fit.
@@ -86,6 +86,7 @@ def choose_ulysses(
         axis: getattr(split, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
     }
     given = {**given, "order": split.order, "zero": split.zero}
+    engine = replace(engine, zero=(split.zero,), zero_in_pipeline=(split.zero,))
     found = search(cluster, work, gpus, engine, fixed=given, base=split)
     if not found.plans:
         raise ConfigError(

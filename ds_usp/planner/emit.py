@@ -8,9 +8,11 @@ from types import MappingProxyType
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload
 
-_CHUNK_TOKENS = 1024  # of a loss in chunks: plans count no logits; these are 0.8 GB of 128K words
+_CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
+_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # hosts' defaults are 0.1
 
 
 def emit(kind: str, work: Workload, split: Split) -> str:
@@ -20,12 +22,10 @@ def emit(kind: str, work: Workload, split: Split) -> str:
         kind: one of :data:`KINDS`.
 
     Raises:
-        ConfigError: a kind that is unknown, or a plan that the host cannot run.
+        ConfigError: a kind that is unknown, or a plan or a model that the host cannot run.
     """
     if kind not in KINDS:
         raise ConfigError(f"--emit {kind} is none of {', '.join(KINDS)}")
-    if split.offload_ratio:
-        raise ConfigError(f"{kind} has no switch for offload_ratio={split.offload_ratio}")
     if min(split.ulysses, split.ring) > 1 and split.order != DEFAULT_SP_ORDER:
         raise ConfigError(
             f"{kind} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
@@ -44,50 +44,76 @@ def _joined(flags: list[str]) -> str:
     return " \\\n".join(lines)
 
 
-def _shape_flags(work: Workload, split: Split, kv: str) -> list[str]:
+def _refuse_facts(model: ModelShape, host: str, *, missing: tuple[str, ...] = ()) -> None:
+    """Refuse a model of which the host would train another one.
+
+    Args:
+        missing: fields of the model for which the host has no flag.
+
+    Raises:
+        ConfigError: it names every such fact of the model.
+    """
+    facts = list(model.other_facts)
+    for field in missing:
+        value = getattr(model, field)
+        if field == "head_dim":
+            value = 0 if model.q_width == model.hidden else value
+        facts += [f"{field}={value}"] if value else []
+    if not model.learned_positions and model.rope_theta != int(model.rope_theta):
+        facts.append(f"rope_theta={model.rope_theta} (a whole number is taken)")
+    if facts:
+        raise ConfigError(
+            f"{host} has no flag for {', '.join(facts)} of {model.name}: it would train another "
+            "model. Plan without --emit, or write the flags by hand"
+        )
+
+
+def _shape_flags(work: Workload, split: Split) -> list[str]:
+    """What Megatron-DeepSpeed and Megatron-LM call by the same names."""
     model = work.model
     flags = ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)]
-    flags += ["--num-attention-heads", str(model.heads), *kv.format(model.kv_heads).split()]
-    flags += ["--ffn-hidden-size", str(model.ffn), "--seq-length", str(work.seq_len)]
-    flags += ["--max-position-embeddings", str(work.seq_len)]
-    flags += ["--micro-batch-size", str(split.micro_batch)]
-    return [*flags, "--global-batch-size", str(work.global_batch), "--bf16"]
-
-
-def _architecture_flags(work: Workload, rotary: str) -> list[str]:
-    model, flags = work.model, []
-    flags += [] if model.learned_positions else rotary.split()
+    flags += ["--num-attention-heads", str(model.heads), "--ffn-hidden-size", str(model.ffn)]
+    if model.q_width != model.hidden:
+        flags += ["--kv-channels", str(model.head_dim)]
+    flags += ["--seq-length", str(work.seq_len), "--max-position-embeddings", str(work.seq_len)]
     flags += ["--swiglu"] if model.gated else []
-    flags += [] if model.biases else ["--disable-bias-linear", "--normalization"]
-    return flags
+    flags += [] if model.biases else ["--disable-bias-linear"]
+    flags += [] if model.tied else ["--untie-embeddings-and-output-weights"]
+    # Both count the end of a document in addition.
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab - 1)]
+    flags += ["--micro-batch-size", str(split.micro_batch)]
+    return [*flags, "--global-batch-size", str(work.global_batch), *_DROPOUT, "--bf16"]
 
 
 def megatron_deepspeed(work: Workload, split: Split) -> str:
-    """Flags of ``python -m megatron_patches.run pretrain_gpt.py`` and of the trainer here."""
+    """Flags of ``python -m megatron_patches.run pretrain_gpt.py``."""
+    model = work.model
+    _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
+    memory = _memory_flags(work, split)
+    flags = ["--tensor-model-parallel-size", str(split.tp)]
+    flags += ["--ds-sequence-parallel-size", str(split.sp), "--ulysses-degree", str(split.ulysses)]
+    flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(split.pp)]
+    flags += [] if split.pp > 1 else ["--no-pipeline-parallel"]
+    flags += ["--zero-stage", str(split.zero), "--num-key-value-heads", str(model.kv_heads)]
+    flags += _shape_flags(work, split)
+    flags += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
+    flags += ["--layernorm-epsilon", f"{model.norm_epsilon:g}"]
+    if not model.learned_positions:
+        flags += ["--use-rotary-position-embeddings"]
+        flags += ["--rotary-position-embeddings-theta", str(int(model.rope_theta))]
+    # Neither goes with --usp-recompute gemm-last, nor with DeepSpeed.
+    flags += ["--no-gradient-accumulation-fusion", "--no-async-tensor-model-parallel-allreduce"]
+    return _joined([*flags, *memory, "--deepspeed", "--deepspeed_config", "ds_config.json"])
+
+
+def _memory_flags(work: Workload, split: Split) -> list[str]:
+    """What else the plan was priced with, in the names that both programs under DeepSpeed share."""
     if split.virtual_stages(work.model) > 1 or split.recompute == "attention-only":
         raise ConfigError(
             "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
             "search with --engine megatron-deepspeed"
         )
-    more = _memory_flags(work, split)
-    flags = ["--tensor-model-parallel-size", str(split.tp)]
-    flags += ["--ds-sequence-parallel-size", str(split.sp), "--ulysses-degree", str(split.ulysses)]
-    flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(split.pp)]
-    flags += [] if split.pp > 1 else ["--no-pipeline-parallel"]
-    flags += ["--zero-stage", str(split.zero)]
-    flags += _shape_flags(work, split, "--num-key-value-heads {}")
-    flags += _architecture_flags(work, "--use-rotary-position-embeddings")
-    flags += [] if work.model.biases else ["rmsnorm"]
-    flags += [] if work.model.tied else ["--untie-embeddings-and-output-weights"]
-    if split.recompute == "full":
-        flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
-    elif split.recompute != "none":
-        flags += ["--usp-recompute", split.recompute]
-    return _joined([*flags, *more, "--deepspeed", "--deepspeed_config", "ds_config.json"])
-
-
-def _memory_flags(work: Workload, split: Split) -> list[str]:
-    """What else the plan was priced with: a loss in chunks, packed documents."""
+    _refuse_zero(split)
     if split.fused_activation:
         raise ConfigError(
             "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
@@ -98,57 +124,77 @@ def _memory_flags(work: Workload, split: Split) -> list[str]:
                 f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {split.pp}: "
                 "search with --pp 1"
             )
+    flags = [] if split.recompute == "none" else ["--usp-recompute", split.recompute]
+    flags += ["--usp-offload-ratio", f"{split.offload_ratio:g}"] if split.offload_ratio else []
     tokens = split.micro_batch * work.seq_len // split.sp
-    flags = ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if split.fused_loss else []
+    flags += ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if split.fused_loss else []
     return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
 
 
+def _refuse_zero(split: Split) -> None:
+    """The check of ``ds_usp.training`` for bf16, which is what plans count with."""
+    if split.zero == 0:
+        raise ConfigError(
+            "DeepSpeed's ZeRO-0 sums gradients of bf16 weights in bf16, and the plan counts fp32: "
+            "take --zero 1"
+        )
+
+
 def megatron_core(work: Workload, split: Split) -> str:
-    """Flags of Megatron-LM; ``megatron_patches.apply("megatron_core", ...)`` takes the split of
-    context parallelism, which its own flags say too. It fuses SwiGLU unless it is told not to."""
+    """Flags of Megatron-LM, whose program calls ``megatron_patches.apply("megatron_core")``.
+
+    The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
+    whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``. It fuses SwiGLU
+    unless it is told not to.
+    """
     model = work.model
+    _refuse_facts(model, "Megatron-LM")
     if split.zero > 1 or split.recompute in ("gemm-last", "attention"):
         raise ConfigError(
             "Megatron-LM's flags have neither ZeRO-2 and 3 nor recomputation of all but the "
             "products, or but attention; search with --engine megatron-core"
         )
+    if split.offload_ratio:
+        raise ConfigError(f"Megatron-LM's flags offload no share of {split.offload_ratio:g}")
     for flag, given in (("--fused-loss", split.fused_loss), ("--documents", work.documents)):
         if given:
             raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
     flags = ["--tensor-model-parallel-size", str(split.tp)]
     flags += ["--sequence-parallel"] if split.tp > 1 and split.tp_sequence else []
     flags += ["--context-parallel-size", str(split.sp)]
-    if split.ulysses > 1 and split.ring > 1:
-        flags += ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes"]
+    if split.sp > 1:
+        flags += ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
         flags += [str(split.ulysses), str(split.ring)]
-    elif split.sp > 1:
-        flags += ["--cp-comm-type", "a2a" if split.ulysses > 1 else "p2p"]
     flags += ["--pipeline-model-parallel-size", str(split.pp)]
     if split.virtual_stages(model) > 1:
         layers = str(split.chunk_layers(model))
         flags += ["--num-layers-per-virtual-pipeline-stage", layers]
     flags += ["--use-distributed-optimizer"] if split.zero == 1 else []
     flags += ["--overlap-grad-reduce"] if split.overlap_gradients else []
-    grouped = "--group-query-attention --num-query-groups {}"
-    flags += _shape_flags(work, split, grouped if model.kv_heads < model.heads else "")
-    flags += _architecture_flags(work, "--position-embedding-type rope")
-    flags += [] if model.biases else ["RMSNorm"]
-    flags += [] if model.tied else ["--untie-embeddings-and-output-weights"]
+    flags += _shape_flags(work, split)
+    if model.kv_heads < model.heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+    flags += ["--add-qkv-bias"] if model.qkv_bias else []
+    flags += ["--qk-layernorm"] if model.qk_norm else []
+    flags += ["--normalization", "LayerNorm" if model.biases else "RMSNorm"]
+    flags += ["--norm-epsilon", f"{model.norm_epsilon:g}"]
+    if not model.learned_positions:
+        flags += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta))]
     if split.recompute == "full":
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
         flags += ["--recompute-num-layers", "1"]
     elif split.recompute == "attention-only":
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
-    return _joined([*flags, "--use-flash-attn"])
+    return _joined(flags)
 
 
 def ds_config(work: Workload, split: Split) -> str:
-    """DeepSpeed's configuration file."""
+    """DeepSpeed's configuration file, for ``initialize_deepspeed`` and for Megatron-DeepSpeed."""
+    _refuse_zero(split)
     zero: dict[str, object] = {"stage": split.zero}
     if split.zero in (1, 2):
         zero |= {"contiguous_gradients": True, "overlap_comm": split.overlap_gradients}
     config = {
-        "train_batch_size": work.global_batch,
         "train_micro_batch_size_per_gpu": split.micro_batch,
         "gradient_accumulation_steps": split.micro_batches(work.global_batch),
         "zero_optimization": zero,
@@ -169,8 +215,13 @@ num_layers={num_layers}
 hidden_size={hidden_size}
 num_attn_heads={num_attn_heads}
 num_kv_heads={num_kv_heads}
-vocab_size={vocab_size}
 rotary="{rotary}"
+rope_theta={rope_theta}
+# Token ids of the data as they are: the trainer is told how many there are, Megatron-DeepSpeed's
+# NullTokenizer how many before the end of a document.
+tokenizer_type=NullTokenizer
+vocab_size={vocab_size}
+[[ -z "${{MEGATRON_DEEPSPEED_PATH:-}}" ]] || vocab_size=$((vocab_size - 1))
 global_batch_size={global_batch_size}
 batch_size={batch_size}
 
@@ -179,7 +230,6 @@ sp_size={sp_size}
 ulysses_degree={ulysses_degree}
 pp_size={pp_size}
 zero_stage={zero_stage}
-activation_checkpoint="{activation_checkpoint}"
 
 lr=3.0e-4
 min_lr=3.0e-5
@@ -194,15 +244,14 @@ set -- {more} "$@"
 
 
 def script(work: Workload, split: Split) -> str:
-    """A script beside those of ``examples_deepspeed/sequence_parallel``."""
-    megatron_deepspeed(work, split)  # refuses what that cannot run
+    """A script beside those of ``examples_deepspeed/sequence_parallel``, for either program."""
     model = work.model
-    more = ["--ffn-hidden-size", str(model.ffn), *_architecture_flags(work, "")]
-    more += [] if model.biases else ["rmsnorm"]
+    _refuse_facts(model, "the trainer", missing=("qkv_bias", "qk_norm", "head_dim"))
+    more = ["--ffn-hidden-size", str(model.ffn), *(["--swiglu"] if model.gated else [])]
+    more += [] if model.biases else ["--disable-bias-linear"]
     more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
-    if split.recompute in ("gemm-last", "attention"):
-        more += ["--usp-recompute", split.recompute]
-    more += _memory_flags(work, split)
+    more += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
+    more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, split)]
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,
@@ -214,6 +263,7 @@ def script(work: Workload, split: Split) -> str:
         num_kv_heads=model.kv_heads,
         vocab_size=model.vocab,
         rotary="false" if model.learned_positions else "true",
+        rope_theta=int(model.rope_theta),
         global_batch_size=work.global_batch,
         batch_size=split.micro_batch,
         mp_size=split.tp,
@@ -221,7 +271,6 @@ def script(work: Workload, split: Split) -> str:
         ulysses_degree=split.ulysses,
         pp_size=split.pp,
         zero_stage=split.zero,
-        activation_checkpoint="true" if split.recompute == "full" else "false",
         more=" ".join(more),
     ).rstrip()
 

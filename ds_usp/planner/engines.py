@@ -17,6 +17,8 @@ class Engine:
         zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
         schedule: of its pipeline, without virtual stages.
         interleaves: it has virtual stages.
+        offloads: a share of the saved activations can go to host memory.
+        offloads_chunks: what goes at once can be a chunk of layers, not one layer alone.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
@@ -30,6 +32,7 @@ class Engine:
     schedule: str
     interleaves: bool
     offloads: bool
+    offloads_chunks: bool = False
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
@@ -49,15 +52,24 @@ class Engine:
 
 
 ENGINES = (
-    Engine("any", (0, 1, 2, 3), (0, 1), RECOMPUTE, "1f1b", interleaves=True, offloads=True),
     Engine(
-        "megatron-deepspeed",
+        "any",
         zero=(0, 1, 2, 3),
         zero_in_pipeline=(0, 1),
+        recompute=RECOMPUTE,
+        schedule="1f1b",
+        interleaves=True,
+        offloads=True,
+        offloads_chunks=True,
+    ),
+    Engine(
+        "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
+        zero=(1, 2, 3),
+        zero_in_pipeline=(1,),
         recompute=("none", "gemm-last", "attention", "full"),
         schedule="deepspeed",
         interleaves=False,
-        offloads=False,
+        offloads=True,
         tp_sequence=False,
         orders=ORDERS[:1],
         whole_reduction=True,

@@ -13,12 +13,13 @@ from ds_usp.planner.search import AXES
 from ds_usp.planner.split import RECOMPUTE, SCHEDULES
 
 BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-_COMMANDS = "``python -m ds_usp.planner``: memory, longest, plan, comm, table, profile."
+PROG = "python -m ds_usp.planner"
+_COMMANDS = "Which degrees, how fast, will it fit: sums on paper, before a GPU is asked."
 
 
-def build_parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(prog="python -m ds_usp.planner", description=_COMMANDS)
+def build_parser(prog: str = PROG) -> ArgumentParser:
+    """The command line, as ``prog`` starts it."""
+    parser = ArgumentParser(prog=prog, description=_COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_memory_parser, _longest_parser, _plan_parser, _comm_parser, _profile_parser):
         add(commands)

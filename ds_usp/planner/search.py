@@ -341,7 +341,8 @@ class _Collector:
         """
         found = self._found
         work, workspace = found.work, found.cluster.workspace_bytes
-        asked = split.but(offload_unit="chunk" if split.pp > 2 else "layer")
+        chunks = split.pp > 2 and self._how.offloads_chunks
+        asked = split.but(offload_unit="chunk" if chunks else "layer")
         asked, enough = with_offload(work, asked, found.budget_bytes, workspace, shared)
         if dull and not enough:
             return None

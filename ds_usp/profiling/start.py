@@ -15,7 +15,8 @@ from ds_usp.config import launched
 from ds_usp.errors import ConfigError
 from ds_usp.planner.choice import cluster_name
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import ModelShape
 from ds_usp.profiling.profile import profile
 from ds_usp.profiling.sizes import Sizes
 

@@ -26,9 +26,8 @@ def planned_degree(args: Any, zero_stage: int) -> int:
     Raises:
         ConfigError: the planner knows no such cluster, or finds that no degree fits.
     """
-    ours = engine("megatron-deepspeed")
-    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
-        ours = replace(ours, offloads=True)
+    # "auto" is solved when the degrees are known; a ratio that is given stays.
+    ours = replace(engine("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto")
     choice = choose_ulysses(
         this_cluster(args.usp_cluster, args.world_size, on_gpu=torch.cuda.is_available()),
         Workload(model_shape(args), args.seq_length, args.global_batch_size),

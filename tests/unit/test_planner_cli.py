@@ -1,4 +1,4 @@
-"""The command line: the contract's three commands, what they emit, and how they refuse."""
+"""The command line: what the commands print, and how they refuse."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ds_usp.errors import ConfigError
-from ds_usp.planner import Split, Workload, load_model
 from ds_usp.planner.__main__ import main
-from ds_usp.planner.emit import KINDS, emit
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples_deepspeed" / "sequence_parallel"
 PLAN = "plan --model llama3-8b --seq-len 131072 --gpus 16 --gpus-per-node 8 --cluster a800"
 MEMORY = (
     "memory --model models.json:65B --seq-len 8192 --micro-batch 1 --gpus 256 --tp 2 --ulysses 1 "
@@ -85,131 +80,6 @@ def test_comm(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SP-Ulysses" in run(capsys, "table")
     assert len(json.loads(run(capsys, "table --json"))) == 9
-
-
-def words(text: str) -> list[str]:
-    return text.replace("\\\n", " ").split()
-
-
-def test_emitted_flags_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    more = " --pp 1 --fused-loss --documents 100000,31072 --emit megatron-deepspeed"
-    flags = words(run(capsys, PLAN + more))
-    flags = flags[: flags.index("--deepspeed")]  # the launcher's own
-    for host_only in ("--no-pipeline-parallel", "--checkpoint-activations"):
-        if host_only in flags:
-            flags.remove(host_only)
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        from usp_trainer.arguments import build_parser
-    finally:
-        sys.path.pop(0)
-    args = build_parser().parse_args(
-        [flag for flag in flags if flag != "--deepspeed-activation-checkpointing"]
-    )
-    assert args.ds_sequence_parallel_size * args.tensor_model_parallel_size == 16
-    assert args.num_key_value_heads == 8 and args.ffn_hidden_size == 14336
-    assert args.swiglu and args.normalization == "rmsnorm"
-    assert args.reset_attention_mask and args.reset_position_ids and args.usp_loss_chunks > 0
-
-
-H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
-
-
-def after(flags: list[str], flag: str, count: int = 1) -> list[str]:
-    return flags[flags.index(flag) + 1 :][:count]
-
-
-@pytest.mark.parametrize("kind", ["megatron-deepspeed", "script"])
-def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    """512K tokens on 8 GPUs fit only if the logits are never held whole."""
-    line = "plan --model llama3-8b --seq-len 524288 --gpus 8 --cluster a800 --tp 1 --emit " + kind
-    assert "nothing fits" in run(capsys, line, 1)
-    flags = words(run(capsys, line + " --fused-loss"))
-    assert after(flags, "--usp-loss-chunks") == ["64"]  # 64K tokens of a rank, 1K at a time
-    assert "--reset-attention-mask" not in flags
-    packed = words(run(capsys, f"{H200} --documents 100000,31072 --emit {kind}"))
-    assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed
-    assert "--usp-loss-chunks" not in packed
-
-
-def test_megatron_core_fuses_swiglu_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = words(run(capsys, f"{H200} --fused-activation --emit megatron-core"))
-    assert "--swiglu" in flags and "--no-bias-swiglu-fusion" not in flags
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ("--fused-activation --emit megatron-deepspeed", "leave --fused-activation out"),
-        ("--fused-activation --emit script", "leave --fused-activation out"),
-        ("--fused-loss --emit megatron-core", "no fused-loss: leave --fused-loss out"),
-        ("--documents 131072 --emit megatron-core", "no documents: leave --documents out"),
-        ("--fused-loss --pp 2 --emit script", "search with --pp 1"),
-        ("--documents 65536,65536 --pp 2 --emit megatron-deepspeed", "search with --pp 1"),
-        ("--order ring-ulysses --emit megatron-core", "megatron-core has no order ring-ulysses"),
-        ("--order ring-ulysses --emit script", "megatron-deepspeed has no order ring-ulysses"),
-        ("--engine megatron-core --emit script", "is what megatron-deepspeed can run, not --eng"),
-        ("--engine any --emit megatron-core", "is what megatron-core can run, not --engine any"),
-    ],
-)
-def test_what_a_host_has_no_switch_for_is_not_emitted(
-    capsys: pytest.CaptureFixture[str], more: str, says: str
-) -> None:
-    assert main([*H200.split(), *more.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and says in captured.err and captured.err.count("\n") == 1
-
-
-def test_an_order_that_no_host_has_is_not_emitted() -> None:
-    work = Workload(load_model("llama3-8b"), 131072)
-    split = Split(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
-    for kind in KINDS:
-        with pytest.raises(ConfigError, match="has no switch for ring-ulysses"):
-            emit(kind, work, split)
-        assert emit(kind, work, replace(split, ring=1))  # which is the same in both orders
-
-
-def test_an_explanation_beside_what_is_emitted(capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"{H200} --engine megatron-deepspeed --emit megatron-deepspeed"
-    assert main(line.split()) == 0
-    alone = capsys.readouterr()
-    assert main([*line.split(), "--explain"]) == 0
-    explained = capsys.readouterr()
-    assert alone.err == "" and explained.out == alone.out  # what a shell keeps
-    assert "% MFU" in explained.err and "because" in explained.err
-
-
-def test_emitted_for_megatron_core(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "plan --model 70b --seq-len 131072 --gpus 64 --cluster h100 --global-batch 8"
-    flags = words(run(capsys, line + " --emit megatron-core --ulysses 2 --ring 4"))
-    at = flags.index("--hierarchical-context-parallel-sizes")
-    assert flags[at + 1 : at + 3] == ["2", "4"]
-    assert flags[flags.index("--context-parallel-size") + 1] == "8"
-    assert flags[flags.index("--num-query-groups") + 1] == "8"
-
-
-def test_emitted_config(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "plan --model gpt-1.3b --seq-len 4096 --gpus 8 --cluster a100 --global-batch 32"
-    config = json.loads(run(capsys, line + " --emit ds-config"))
-    replicas = config["train_batch_size"] // config["train_micro_batch_size_per_gpu"]
-    assert replicas // config["gradient_accumulation_steps"] == 8
-
-
-def test_emitted_script_runs_dry(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = run(capsys, PLAN + " --emit script")
-    folder = tmp_path / "examples" / "sequence_parallel"
-    folder.mkdir(parents=True)
-    for name in ("launch.sh", "ds_config_gpt_TEMPLATE.json"):
-        (folder / name).write_text((SCRIPTS / name).read_text())
-    script = folder / "planned.sh"
-    script.write_text(text)
-    environment = {**os.environ, "DRY_RUN": "1", "NUM_GPUS": "16"}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--ds-sequence-parallel-size" in done.stdout and "--swiglu" in done.stdout
 
 
 def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from ds_usp.planner.memory import (
     stage_memory,
     states_bytes,
 )
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.split import Split, Workload, check, impossible
 from ds_usp.planner.timing import step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic

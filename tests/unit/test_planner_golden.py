@@ -21,7 +21,7 @@ from ds_usp.planner.formulas import mfu, mfu_of_tokens
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.host_time import Job
 from ds_usp.planner.memory import stage_memory
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.split import Split, Workload, impossible
 from ds_usp.planner.timing import MicroBatch, head_layers, step_mfu, step_time
 

@@ -27,7 +27,7 @@ from ds_usp.planner.links import (
     straddles,
 )
 from ds_usp.planner.measured import seconds_at
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.timing import MicroBatch, head_time, step_time
 

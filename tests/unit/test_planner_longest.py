@@ -11,7 +11,7 @@ from ds_usp.planner.__main__ import main
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.longest import STEP, Longest, longest
 from ds_usp.planner.memory import memory
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.split import RECOMPUTE, Split, Workload
 
 GIB = 2**30

@@ -9,7 +9,8 @@ import pytest
 from planner_facts import rows
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.models import MODELS, ModelShape, load_model
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import MODELS, ModelShape
 from ds_usp.planner.split import Workload
 
 # Parameters as their makers count them.
@@ -19,6 +20,8 @@ PARAMETERS = {
     "llama-70b": 69.0e9,
     "llama-175b": 174e9,
     "llama3-8b": 8.03e9,
+    "llama3-70b": 70.6e9,
+    "qwen2.5-7b": 7.62e9,
     "gpt-1.3b": 1.31e9,
     "gpt-6.7b": 6.65e9,
     "gpt-30b": 29.3e9,
@@ -85,6 +88,41 @@ def test_a_huggingface_config(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)) == load_model(file)
     wide = write(tmp_path / "wide.json", {**LLAMA, "head_dim": 256})
     assert load_model(wide).q_width == 32 * 256
+
+
+def test_facts_that_flags_are_written_from(tmp_path: Path) -> None:
+    """As the published configurations say them, and as HuggingFace's defaults."""
+    for name, theta, epsilon in (
+        ("llama3-8b", 500000, 1e-5),
+        ("llama3-70b", 500000, 1e-5),
+        ("qwen2.5-7b", 1e6, 1e-6),
+        ("gpt-1.3b", 10000, 1e-5),
+    ):
+        shape = load_model(name)
+        assert (shape.rope_theta, shape.norm_epsilon) == (theta, epsilon)
+        assert shape.qkv_bias == name.startswith("qwen") and not shape.other_facts
+
+    def facts(kind: str, **more: object) -> ModelShape:
+        sizes = config(kind, "2 64 128 4 2 100", **more)
+        return load_model(write(tmp_path / "config.json", sizes))
+
+    qwen = facts("qwen2", rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu")
+    assert (qwen.rope_theta, qwen.norm_epsilon, qwen.qkv_bias) == (1e6, 1e-6, True)
+    assert qwen.parameters() - facts("llama").parameters() == 2 * (64 + 2 * 32)
+    assert facts("qwen3").qk_norm and facts("llama").norm_epsilon == 1e-6
+    new = {"rope_type": "default", "rope_theta": 5e5}
+    assert facts("llama", rope_parameters=new).rope_theta == 5e5
+    assert not facts("llama", rope_parameters=new).other_facts
+    for more, named in (
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling"),
+        ({"rope_parameters": {**new, "rope_type": "llama3"}}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "attention_bias"),
+    ):
+        (fact,) = facts("llama", **more).other_facts
+        assert fact.startswith(named)
+    assert facts("gemma").other_facts == ("layers of model_type gemma",)
 
 
 def test_gpt2s_config(tmp_path: Path) -> None:
@@ -158,6 +196,8 @@ def test_windows_are_refused_where_they_matter(tmp_path: Path) -> None:
         ({**LLAMA, "head_dim": -128}, "head_dim=-128 must be a whole number of 0"),
         ({**LLAMA, "sliding_window": "4k"}, "window='4k' must be a whole number"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "tied='no' must be true or false"),
+        ({**LLAMA, "rope_theta": 0}, "rope_theta=0 must be more than 0"),
+        ({**LLAMA, "rms_norm_eps": "1e-6"}, "norm_epsilon='1e-6' must be more than 0"),
         ({"hidden_size": 64}, "has no layers, ffn, heads, vocab"),
         ([1, 2], "must be an object"),
     ],

@@ -9,7 +9,7 @@ from planner_facts import own_attention_runs, own_training_runs, rows
 
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.timing import step_mfu, step_time
 

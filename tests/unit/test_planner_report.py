@@ -10,7 +10,7 @@ import pytest
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.measured import MeasuredAttention, MeasuredLayer
-from ds_usp.planner.models import load_model
+from ds_usp.planner.model_files import load_model
 from ds_usp.planner.picture import picture
 from ds_usp.planner.report import found_json, plans_text
 from ds_usp.planner.search import Found, Plan, search

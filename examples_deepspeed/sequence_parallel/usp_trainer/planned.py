@@ -41,7 +41,6 @@ def choose(args: Namespace, world_size: int) -> Choice:
     """What the planner says of a run whose other flags are checked."""
     cluster = this_cluster(args.usp_cluster, world_size, on_gpu=args.device == "cuda")
     work, split = planned(args)
-    ours = engine("megatron-deepspeed")
-    if args.usp_offload_ratio == "auto":  # solved when the degrees are known
-        ours = replace(ours, offloads=True)
+    # "auto" is solved when the degrees are known; a ratio that is given stays.
+    ours = replace(engine("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto")
     return choose_ulysses(cluster, work, ours, replace(split, ulysses=1, ring=1), world_size)
