@@ -216,9 +216,10 @@ def no_assert(source: Source) -> Iterator[str]:
 
 
 def environment(source: Source) -> Iterator[str]:
-    """One reader of the environment in ds_usp, one in the trainer."""
-    in_launch = source.path.parts[0] == "examples_deepspeed" and source.path.name == "launch.py"
-    if not source.in_product or in_launch or source.path == PurePosixPath("ds_usp/config.py"):
+    """One reader of the environment in ds_usp; in the trainer one without torch, one with it."""
+    readers = ("environment.py", "launch.py")
+    of_trainer = source.path.parts[0] == "examples_deepspeed" and source.path.name in readers
+    if not source.in_product or of_trainer or source.path == PurePosixPath("ds_usp/config.py"):
         return
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in nodes(source, ast.Attribute):

@@ -9,31 +9,35 @@ Demonstration:     python pretrain_gpt_usp.py --quickstart
 
 import sys
 
-from usp_trainer import launch
+from usp_trainer import environment
 from usp_trainer.arguments import parse
-from usp_trainer.checks import replica_size
-from usp_trainer.quickstart import quickstart
+from usp_trainer.checks import check_start, replica_size
 
-from ds_usp import ConfigError, USPError
+from ds_usp import USPError
 
 
 def main(argv: list[str]) -> int:
     """Start or join the ranks and train; returns the exit code."""
     args = parse(argv)
     try:
+        check_start(args)
+    except USPError as error:
+        if environment.rank() == 0:  # all ranks refuse the same flags
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    # Here torch is imported: bad flags are refused before, in a fraction of a second.
+    from usp_trainer import launch
+
+    try:
         args.device = launch.select_device(args.device)
         # DeepSpeed is imported after its device is chosen, and once for all forked ranks.
         from usp_trainer.loop import pretrain
 
-        if launch.under_launcher():
-            if args.quickstart:
-                raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
-            if args.num_processes:
-                raise ConfigError(
-                    "--num-processes is the launcher's to say: leave it out under one"
-                )
+        if environment.under_launcher():
             return launch.run_rank(pretrain, args)
         if args.quickstart:
+            from usp_trainer.quickstart import quickstart
+
             return quickstart(args, pretrain)
         if args.device == "cuda":
             return launch.run_on_gpus(__file__, argv, args.num_processes)

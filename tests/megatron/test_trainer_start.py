@@ -68,9 +68,10 @@ def test_every_way_to_start_trains_the_same(start: str, one_rank: Numbers, tmp_p
 
 
 def test_what_all_ranks_report_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").touch()
     done = command([SCRIPT, *FLAGS.split(), "--data-path", "nothing.txt"], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.count("nothing.txt: No such file or directory") == 1, done.stderr
+    assert done.stderr.count("nothing.txt is empty (0 bytes)") == 1, done.stderr
     assert "[rank 0, 1] DataError" in done.stderr
     assert "Traceback" not in done.stderr
 

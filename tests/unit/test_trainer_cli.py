@@ -16,9 +16,9 @@ sys.path.insert(0, str(TRAINER))
 
 from usp_trainer import memory  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
-from usp_trainer.checks import check  # noqa: E402
+from usp_trainer.checks import check, check_start  # noqa: E402
 from usp_trainer.memory import model_shape  # noqa: E402
-from usp_trainer.planned import choose, decide  # noqa: E402
+from usp_trainer.planned import choose  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --clip-grad --data-cache-path
@@ -113,7 +113,7 @@ REFUSED = {
         "Use --pipeline-model-parallel-size 1"
     ),
     "--reset-position-ids --use-rotary-position-embeddings": "Add --reset-attention-mask",
-    "--train-iters 0": "--train-iters 0: must be 1 or more",
+    "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 is above --lr 0.0001",
     "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
 }
 
@@ -179,7 +179,7 @@ def test_auto_refuses_what_does_not_fit() -> None:
 def test_a_cluster_without_auto_is_refused() -> None:
     flags = "--usp-cluster h200 --ds-sequence-parallel-size 2"
     with pytest.raises(ConfigError, match="is for --ulysses-degree auto"):
-        decide(parse(flags.split()), 2)
+        check_start(parse(flags.split()))
 
 
 def test_the_planner_knows_the_trainers_model() -> None:

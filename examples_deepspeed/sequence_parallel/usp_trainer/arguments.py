@@ -1,4 +1,4 @@
-"""Command line of the trainer: Megatron-DeepSpeed's flag names."""
+"""Command line of the trainer: Megatron-DeepSpeed's flag names. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from argparse import Namespace
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from ds_usp.planner import degree_or_auto
-from usp_trainer import memory
+from ds_usp.planner import AUTO, engine
+from usp_trainer.command_line import Parser
+from usp_trainer.ranges import Real, Split, Text, Whole, WordOr
 
 SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
+COUNT = Whole(1)
+SHARE = Real(0, 1, below=True)
+POSITIVE = Real(above=True)
+LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
+KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")
 
 QUICKSTART = MappingProxyType(
     {
@@ -47,13 +53,12 @@ QUICKSTART = MappingProxyType(
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; ``tests/unit/test_trainer_cli.py`` freezes its flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pretrain_gpt_usp.py",
         description="Pretrain a GPT with unified sequence parallelism (Ulysses x Ring) on CPUs or "
-        "GPUs, alone, under torchrun or under the deepspeed launcher.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "GPUs, alone, under torchrun, srun or the deepspeed launcher.",
     )
-    for add in (_start, _parallel, memory.add_flags, _model, _training, _data, _output):
+    for add in (_start, _parallel, _memory, _model, _training, _data, _output):
         add(parser)
     return parser
 
@@ -77,63 +82,107 @@ def _start(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-processes",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="ranks to start when no launcher did (default: one for each GPU, without GPU as many "
         "as one model replica needs)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if any")
-    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add("--local_rank", "--local-rank", type=Whole(-1), help=argparse.SUPPRESS)
 
 
 def _parallel(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism", "degrees in ranks; what is left is data")
     add = group.add_argument
-    add("--ds-sequence-parallel-size", type=int, default=1, metavar="N", help="ranks per sequence")
+    add(
+        "--ds-sequence-parallel-size", type=COUNT, default=1, metavar="N", help="ranks per sequence"
+    )
     add(
         "--ulysses-degree",
-        type=degree_or_auto,
+        type=WordOr(AUTO, COUNT),
         metavar="U",
         help="ranks of them that exchange heads; the rest is the ring; auto: what the planner "
         "finds fastest (default: as many as the heads allow)",
     )
     add(
         "--usp-cluster",
+        type=Text("a name or a file"),
         metavar="NAME",
         help="what auto plans for: a built-in cluster, or a profile of this one, a JSON file that "
         "`python -m ds_usp.planner profile` writes (default: by the GPU's name)",
     )
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks per layer")
-    add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="stages")
+    add("--tensor-model-parallel-size", type=COUNT, default=1, metavar="N", help="ranks per layer")
+    add("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="N", help="stages")
     add("--zero-stage", type=int, choices=range(4), default=1, help="DeepSpeed's ZeRO stage")
     add(
         "--usp-layout",
-        choices=("zigzag", "contiguous", "striped", "context_parallel"),
+        choices=LAYOUTS,
         default="zigzag",
-        help="which rank holds which token",
+        help="which rank holds which token ('balanced' is not here: it is made for one list of "
+        "documents, and every step has others)",
     )
-    add("--usp-kernel", default="auto", metavar="NAME", help="attention kernel; auto: the fastest")
+    add(
+        "--usp-kernel",
+        choices=KERNELS,
+        default="auto",
+        help="attention kernel; auto: the first of the others that serves the dtype and the head "
+        "dim here; the run's first lines say which",
+    )
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    """Of the same names and meanings as in the patched Megatron-DeepSpeed."""
+    group = parser.add_argument_group("memory", "what a layer does not keep for its backward pass")
+    add = group.add_argument
+    add(
+        "--usp-recompute",
+        choices=engine("megatron-deepspeed").recompute,
+        default="none",
+        help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
+        "but attention and its exchanges (attention), or all (full)",
+    )
+    add(
+        "--usp-offload-ratio",
+        type=WordOr(AUTO, Real(0, 1)),
+        default=0.0,
+        metavar="R",
+        help="share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
+        "which the model fits by the planner's formulas",
+    )
+    add(
+        "--usp-loss-chunks",
+        type=Whole(0),
+        default=0,
+        metavar="N",
+        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
+    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--num-layers", type=int, default=4, metavar="N", help="transformer layers")
-    add("--hidden-size", type=int, default=128, metavar="N", help="width")
-    add("--ffn-hidden-size", type=int, metavar="N", help="MLP width (default: 4 x, SwiGLU 8/3 x)")
-    add("--num-attention-heads", type=int, default=8, metavar="N", help="query heads")
-    add("--num-key-value-heads", type=int, metavar="N", help="KV heads (default: all, no GQA)")
-    add("--seq-length", type=int, default=1024, metavar="N", help="tokens per sequence")
-    add("--max-position-embeddings", type=int, metavar="N", help="(default: the sequence length)")
+    add("--num-layers", type=COUNT, default=4, metavar="N", help="transformer layers")
+    add("--hidden-size", type=COUNT, default=128, metavar="N", help="width")
+    add("--ffn-hidden-size", type=COUNT, metavar="N", help="MLP width (default: 4 x, SwiGLU 8/3 x)")
+    add("--num-attention-heads", type=COUNT, default=8, metavar="N", help="query heads")
+    add("--num-key-value-heads", type=COUNT, metavar="N", help="KV heads (default: all, no GQA)")
+    add("--seq-length", type=COUNT, default=1024, metavar="N", help="tokens per sequence")
+    add("--max-position-embeddings", type=COUNT, metavar="N", help="(default: the sequence length)")
     add(
         "--use-rotary-position-embeddings",
         action=SWITCH,
         default=False,
         help="instead of learned ones",
     )
-    add("--rotary-base", type=float, default=10000.0, metavar="X", help="base of the angles")
+    add(
+        "--rotary-base",
+        type=Real(1, above=True),
+        default=10000.0,
+        metavar="X",
+        help="base of the angles",
+    )
     add("--normalization", choices=("layernorm", "rmsnorm"), default="layernorm", help="which one")
-    add("--layernorm-epsilon", type=float, default=1e-5, metavar="X", help="of either norm")
+    add("--layernorm-epsilon", type=POSITIVE, default=1e-5, metavar="X", help="of either norm")
     add("--swiglu", action=SWITCH, default=False, help="gated SiLU instead of GELU")
     add("--disable-bias-linear", action=SWITCH, default=False, help="no bias in linear layers")
     add(
@@ -142,40 +191,58 @@ def _model(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="two matrices, not one",
     )
-    add("--init-method-std", type=float, default=0.02, metavar="X", help="of normal initialization")
-    add("--attention-dropout", type=float, default=0.0, metavar="P", help="only 0 is exact here")
-    add("--hidden-dropout", type=float, default=0.0, metavar="P", help="only 0 is exact here")
-    add("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help="by padding")
+    add(
+        "--init-method-std",
+        type=POSITIVE,
+        default=0.02,
+        metavar="X",
+        help="of normal initialization",
+    )
+    add("--attention-dropout", type=SHARE, default=0.0, metavar="P", help="only 0 is exact here")
+    add("--hidden-dropout", type=SHARE, default=0.0, metavar="P", help="only 0 is exact here")
+    add("--make-vocab-size-divisible-by", type=COUNT, default=128, metavar="N", help="by padding")
 
 
 def _training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--micro-batch-size", type=int, default=1, metavar="N", help="sequences per replica")
+    add("--micro-batch-size", type=COUNT, default=1, metavar="N", help="sequences per replica")
     add(
         "--global-batch-size",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="sequences per step (default: micro x dp)",
     )
-    add("--train-iters", type=int, default=100, metavar="N", help="steps in all, with resumed ones")
+    add(
+        "--train-iters",
+        type=COUNT,
+        default=100,
+        metavar="N",
+        help="steps in all, with resumed ones",
+    )
     add(
         "--optimizer", choices=("adam", "sgd"), default="adam", help="adam: decoupled decay (AdamW)"
     )
-    add("--lr", type=float, default=1e-3, metavar="X", help="peak learning rate")
-    add("--min-lr", type=float, default=0.0, metavar="X", help="learning rate at the end of decay")
+    add("--lr", type=Real(), default=1e-3, metavar="X", help="peak learning rate")
+    add("--min-lr", type=Real(), default=0.0, metavar="X", help="learning rate at the end of decay")
     add(
         "--lr-decay-style", choices=("constant", "linear", "cosine"), default="cosine", help="shape"
     )
-    add("--lr-decay-iters", type=int, metavar="N", help="steps (default: --train-iters)")
-    add("--lr-warmup-iters", type=int, default=0, metavar="N", help="steps of linear warm-up")
-    add("--weight-decay", type=float, default=0.01, metavar="X", help="on matrices only")
-    add("--clip-grad", type=float, default=1.0, metavar="X", help="global norm; 0: no clipping")
-    add("--adam-beta1", type=float, default=0.9, metavar="X", help="first moment")
-    add("--adam-beta2", type=float, default=0.95, metavar="X", help="second moment")
-    add("--adam-eps", type=float, default=1e-8, metavar="X", help="added to the denominator")
-    add("--sgd-momentum", type=float, default=0.0, metavar="X", help="with --optimizer sgd")
-    add("--seed", type=int, default=1234, metavar="N", help="of weights and data order")
+    add("--lr-decay-iters", type=COUNT, metavar="N", help="steps (default: --train-iters)")
+    add("--lr-warmup-iters", type=Whole(0), default=0, metavar="N", help="steps of linear warm-up")
+    add("--weight-decay", type=Real(), default=0.01, metavar="X", help="on matrices only")
+    add("--clip-grad", type=Real(), default=1.0, metavar="X", help="global norm; 0: no clipping")
+    add("--adam-beta1", type=SHARE, default=0.9, metavar="X", help="first moment")
+    add("--adam-beta2", type=SHARE, default=0.95, metavar="X", help="second moment")
+    add("--adam-eps", type=POSITIVE, default=1e-8, metavar="X", help="added to the denominator")
+    add("--sgd-momentum", type=SHARE, default=0.0, metavar="X", help="with --optimizer sgd")
+    add(
+        "--seed",
+        type=Whole(0, 2**32 - 1),
+        default=1234,
+        metavar="N",
+        help="of weights and data order",
+    )
     add(
         "--bf16",
         action=SWITCH,
@@ -189,6 +256,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--data-path",
+        type=Text("a path"),
         nargs="+",
         metavar="PATH",
         help="UTF-8 text files (read as bytes) or prefixes of Megatron .bin/.idx pairs (default: "
@@ -196,18 +264,23 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--vocab-size",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="token ids in .bin/.idx data, end of document being N-1 (text files: 257)",
     )
     add(
         "--split",
-        type=_split,
+        type=Split(),
         default="95,5,0",
         metavar="A,B,C",
         help="parts for training, validation, test",
     )
-    add("--data-cache-path", metavar="DIR", help="encoded text (default: OUTPUT_DIR/data)")
+    add(
+        "--data-cache-path",
+        type=Text(),
+        metavar="DIR",
+        help="encoded text (default: OUTPUT_DIR/data)",
+    )
     add("--eod-mask-loss", action=SWITCH, default=False, help="no loss on end-of-document inputs")
     add(
         "--reset-attention-mask",
@@ -226,26 +299,30 @@ def _data(parser: argparse.ArgumentParser) -> None:
 def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add("--output-dir", default="usp_output", metavar="DIR", help="for metrics.jsonl and loss.png")
-    add("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
-    add("--save", metavar="DIR", help="checkpoints go here")
-    add("--load", metavar="DIR", help="continue from the latest checkpoint here")
     add(
-        "--save-interval", type=int, metavar="N", help="steps between them (default: only the last)"
+        "--output-dir",
+        type=Text(),
+        default="usp_output",
+        metavar="DIR",
+        help="for metrics.jsonl and loss.png",
+    )
+    add("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
+    add("--save", type=Text(), metavar="DIR", help="checkpoints go here")
+    add("--load", type=Text(), metavar="DIR", help="continue from the latest checkpoint here")
+    add(
+        "--save-interval",
+        type=COUNT,
+        metavar="N",
+        help="steps between them (default: only the last)",
     )
     add(
         "--log-interval",
-        type=int,
+        type=COUNT,
         default=10,
         metavar="N",
         help="steps between lines of a log that is not a terminal",
     )
-    add("--eval-interval", type=int, metavar="N", help="steps between validations (default: none)")
-    add("--eval-iters", type=int, default=4, metavar="N", help="global batches per validation")
-
-
-def _split(text: str) -> str:
-    parts = [float(part) for part in text.split(",")]
-    if len(parts) != 3 or min(parts) < 0 or parts[0] == 0:
-        raise ValueError
-    return text
+    add(
+        "--eval-interval", type=COUNT, metavar="N", help="steps between validations (default: none)"
+    )
+    add("--eval-iters", type=COUNT, default=4, metavar="N", help="global batches per validation")

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_usp import CheckpointError
+from usp_trainer.files import LATEST
 from usp_trainer.launch import from_rank0
 
 METADATA = "usp_metadata.json"
-LATEST = "latest"
 FORMAT = 1
 
 MODEL = (

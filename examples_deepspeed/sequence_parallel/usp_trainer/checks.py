@@ -1,4 +1,8 @@
-"""Every check across the trainer's flags, and what follows from them."""
+"""Every check across the trainer's flags, and what follows from them.
+
+Ranges of single flags are declared with the flags. Only :func:`check` needs torch: what a launcher
+starts refuses bad flags before it is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import math
 from argparse import Namespace
 
 from ds_usp import ConfigError, TokenLayout
-from ds_usp.training import check_zero_stage
-from usp_trainer import memory
+from ds_usp.planner import AUTO
+from usp_trainer import environment, files
 
 
 def replica_size(args: Namespace) -> int:
@@ -19,6 +23,33 @@ def replica_size(args: Namespace) -> int:
     )
 
 
+def check_start(args: Namespace) -> None:
+    """Refuse what can be refused without torch, on every rank of a launcher alike, before a group
+    is made or a folder is touched. Files are looked at on rank 0 only.
+
+    Raises:
+        ConfigError, LayoutError: as :func:`check`, ZeRO stages aside.
+        DataError, CheckpointError: a file that is not there.
+    """
+    if environment.under_launcher():
+        if args.quickstart:
+            raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
+        if args.num_processes:
+            raise ConfigError("--num-processes is the launcher's to say: leave it out under one")
+    if args.usp_cluster and args.ulysses_degree != AUTO:
+        raise ConfigError(
+            f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
+        )
+    # Alone on GPUs torch counts the ranks; what one replica needs stands in for them until then.
+    ranks = environment.world_size() or args.num_processes or replica_size(args)
+    trial = Namespace(**vars(args))
+    if args.ulysses_degree == AUTO:
+        trial.ulysses_degree = None
+    _check_flags(trial, ranks)
+    if environment.rank() == 0:
+        files.check_files(args)
+
+
 def check(args: Namespace, world_size: int) -> Namespace:
     """Fill in what follows from other flags and from the number of ranks, or refuse.
 
@@ -27,30 +58,21 @@ def check(args: Namespace, world_size: int) -> Namespace:
     Raises:
         ConfigError, LayoutError: the flags contradict each other; the message has the fix.
     """
+    from ds_usp.training import check_zero_stage
+
     args = Namespace(**vars(args))
-    _check_positive(args)
-    memory.check_flags(args)
+    _check_flags(args, world_size)
+    check_zero_stage(args.zero_stage, stages=args.pipeline_model_parallel_size, bf16=args.bf16)
+    return args
+
+
+def _check_flags(args: Namespace, world_size: int) -> None:
     _check_heads(args)
     _check_degrees(args)
     _check_world(args, world_size)
     _check_batch(args)
     _check_model(args)
     _check_documents(args)
-    return args
-
-
-def _check_positive(args: Namespace) -> None:
-    names = (
-        "ds_sequence_parallel_size ulysses_degree tensor_model_parallel_size "
-        "pipeline_model_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads "
-        "num_key_value_heads seq_length micro_batch_size global_batch_size train_iters "
-        "save_interval log_interval eval_interval eval_iters make_vocab_size_divisible_by "
-        "lr_decay_iters num_processes"
-    )
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: must be 1 or more")
 
 
 def _check_heads(args: Namespace) -> None:
@@ -141,7 +163,6 @@ def _check_model(args: Namespace) -> None:
     pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     if args.num_layers < pp:
         raise ConfigError(f"--num-layers {args.num_layers} cannot fill {pp} pipeline stages")
-    check_zero_stage(args.zero_stage, stages=pp, bf16=args.bf16)
     if args.ffn_hidden_size % tp:
         raise ConfigError(
             f"--ffn-hidden-size {args.ffn_hidden_size} is not a multiple of "
@@ -152,12 +173,13 @@ def _check_model(args: Namespace) -> None:
             f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
             f"{args.seq_length}"
         )
+    if args.min_lr > args.lr:
+        raise ConfigError(
+            f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate decays from "
+            f"--lr to --min-lr. Use --min-lr {args.lr / 10:g}"
+        )
     if args.attention_dropout or args.hidden_dropout:
         raise ConfigError(
             f"--attention-dropout {args.attention_dropout} --hidden-dropout {args.hidden_dropout}: "
             "dropout over sharded sequences would differ from one rank's. Use 0 for both"
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -20,6 +20,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 
 from ds_usp import DataError, TokenLayout
 from ds_usp.training import SequenceBatch, document_borders, document_positions, shard_batch
+from usp_trainer import files
 from usp_trainer.launch import from_rank0
 
 EOD = 256  # end of document; the ids below it are the 256 bytes
@@ -160,12 +161,7 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     """
     (_cache(args) / "index").mkdir(parents=True, exist_ok=True)
     paths = args.data_path or [None]
-    indexed = [path for path in paths if path and Path(get_idx_path(path)).is_file()]
-    if indexed and len(indexed) < len(paths):
-        raise DataError(
-            f"--data-path mixes .bin/.idx data ({', '.join(indexed)}) with text; the two have "
-            "different token ids. Encode the text with the same tokenizer"
-        )
+    indexed = files.indexed_data(args.data_path or ())
     if not indexed:
         return [_encoded(_cache(args), path) for path in paths], TEXT_VOCAB_SIZE
     if not args.vocab_size:
@@ -173,10 +169,6 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
             f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
             "--vocab-size N, where N-1 is the end of document"
         )
-    for path in indexed:
-        size = Path(get_bin_path(path)).stat().st_size if Path(get_bin_path(path)).is_file() else 0
-        if not size:
-            raise DataError(f"{path}.bin is missing or empty, although {path}.idx is there")
     return indexed, args.vocab_size
 
 
@@ -226,9 +218,7 @@ def _read(path: str) -> bytes:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(
-            f"--data-path {path}: {error.strerror}; there is no {path}.idx either"
-        ) from error
+        raise DataError(f"--data-path {path}: {error.strerror}") from error
     if not data.strip():
         raise DataError(f"--data-path {path} is empty ({len(data)} bytes)")
     try:

@@ -1,6 +1,6 @@
 """Starting the ranks: under a launcher as one of its ranks, otherwise by starting them here.
 
-The one file of the trainer that reads and writes environment variables.
+The one file of the trainer that writes environment variables, and reads them with torch at hand.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ EXPLAINED = (USPError, OSError)  # errors that say all in one line; others show 
 GRACE_S = 10.0  # for the other ranks to fail by themselves after the first one did
 
 Main = Callable[[Namespace], None]
-
-
-def under_launcher() -> bool:
-    """Whether torchrun or the deepspeed launcher started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def select_device(device: str) -> str:

@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 
 import torch
 
-from ds_usp import ConfigError
-from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
+from ds_usp.memory import LayerMemory, Offload
 from ds_usp.planner import ModelShape, Split, Workload
-from ds_usp.training import offload_ratio, solved_ratio
+from ds_usp.training import solved_ratio
 
 BYTE_VOCABULARY = 257  # of text files; encoded data says its own with --vocab-size
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags, of the same names and meanings as in the patched Megatron-DeepSpeed."""
-    group = parser.add_argument_group("memory", "what a layer does not keep for its backward pass")
-    add = group.add_argument
-    add(
-        "--usp-recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
-        "but attention and its exchanges (attention), or all (full)",
-    )
-    add(
-        "--usp-offload-ratio",
-        type=offload_ratio,
-        default=0.0,
-        metavar="R",
-        help="share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
-        "which the model fits by the planner's formulas",
-    )
-    add(
-        "--usp-loss-chunks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
-    )
-
-
-def check_flags(args: Namespace) -> None:
-    """Refuse numbers out of range.
-
-    Raises:
-        ConfigError: the message names the flag.
-    """
-    if args.usp_loss_chunks < 0:
-        raise ConfigError(f"--usp-loss-chunks {args.usp_loss_chunks}: must be 0 or more")
 
 
 def layer_memory(args: Namespace, device: torch.device) -> LayerMemory:

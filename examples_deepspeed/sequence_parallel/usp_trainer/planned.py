@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
-from ds_usp import ConfigError
 from ds_usp.planner import AUTO, Choice, choose_ulysses, engine
 from ds_usp.training import this_cluster
 from usp_trainer.checks import check
@@ -23,10 +22,6 @@ def decide(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]
         ConfigError, LayoutError: on every rank; also where the planner finds that nothing fits.
     """
     if args.ulysses_degree != AUTO:
-        if args.usp_cluster:
-            raise ConfigError(
-                f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
-            )
         return check(args, world_size), ()
     trial = check(_with_ulysses(args, None), world_size)
     choice: Choice = from_rank0(lambda: choose(trial, world_size))

@@ -1,0 +1,114 @@
+"""What a flag takes, declared once with the flag: types for argparse that refuse with a reason."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from ``low`` to ``high``, both included; None: no upper end."""
+
+    low: int = 1
+    high: int | None = None
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < self.low or (self.high is not None and value > self.high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+    def __str__(self) -> str:
+        if self.high is not None:
+            return f"a whole number from {self.low} to {self.high}"
+        return f"a whole number of {self.low} or more"
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite number from ``low`` to ``high``.
+
+    Args:
+        above: ``low`` itself is refused.
+        below: ``high`` itself is refused.
+    """
+
+    low: float = 0.0
+    high: float | None = None
+    above: bool = False
+    below: bool = False
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and self._includes(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+    def _includes(self, value: float) -> bool:
+        if value < self.low or (self.above and value == self.low):
+            return False
+        if self.high is None:
+            return True
+        return value < self.high or (value == self.high and not self.below)
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"of {self.low:g} or more"
+        if self.high is None:
+            return f"a finite number {low}"
+        return f"a number {low} and {'below' if self.below else 'at most'} {self.high:g}"
+
+
+@dataclass(frozen=True)
+class WordOr:
+    """A word, or what ``other`` takes."""
+
+    word: str
+    other: Whole | Real
+
+    def __call__(self, text: str) -> Any:
+        if text == self.word:
+            return text
+        try:
+            return self.other(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, and not {self.word!r}") from None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A path or a name: not empty."""
+
+    what: str = "a path"
+
+    def __call__(self, text: str) -> str:
+        if not text.strip():
+            raise argparse.ArgumentTypeError(f"{text!r} is empty; give {self.what}")
+        return text
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of training, validation and test data: three numbers of 0 or more with commas, the
+    first above 0."""
+
+    def __call__(self, text: str) -> str:
+        try:
+            shares = [float(share) for share in text.split(",")]
+        except ValueError:
+            shares = []
+        finite = all(math.isfinite(share) and share >= 0 for share in shares)
+        if len(shares) != 3 or not finite or shares[0] == 0:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not three finite numbers of 0 or more with commas, the first above "
+                "0, such as 95,5,0"
+            )
+        return text
