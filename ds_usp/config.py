@@ -120,6 +120,11 @@ def launched() -> Launched:
     return Launched(*(int(word) for word in given if word is not None))
 
 
+def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables whose names begin so, by name."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
 def peer_copies_disabled() -> bool:
     """True where the user told NCCL that GPUs must not reach each other's memory."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"

@@ -33,10 +33,16 @@ class SharedTensor:
 
 def why_not(group: dist.ProcessGroup) -> str | None:
     """Why this rank's GPU cannot copy from those of a group on its host; None if it can."""
+    return why_no_peer_copies(group.size())
+
+
+def why_no_peer_copies(ranks: int) -> str | None:
+    """Why this process's GPU cannot copy from those of a group of so many ranks, one a GPU of this
+    node, as far as one process can see it; None if it can."""
     if torch.cuda.device_count() < 1 or torch.version.cuda is None:
         return "no NVIDIA GPU"
-    if torch.cuda.device_count() < group.size():
-        return f"this process sees {torch.cuda.device_count()} GPUs, the group has {group.size()}"
+    if torch.cuda.device_count() < ranks:
+        return f"this process sees {torch.cuda.device_count()} GPUs, the group has {ranks}"
     try:
         import_module("torch.distributed._symmetric_memory")
         driver()

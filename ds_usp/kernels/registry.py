@@ -106,12 +106,17 @@ def check_name(name: str) -> None:
 
 def available_kernels(device: str) -> list[KernelRow]:
     """The rows whose library can be used here on that kind of device."""
-    loaded = [(row, _load(row)[0]) for row in KERNELS]
-    return [
-        row
-        for row, kernel in loaded
-        if kernel is not None and (not kernel.caps.devices or device in kernel.caps.devices)
-    ]
+    return [row for row in KERNELS if why_not_usable(row, device) is None]
+
+
+def why_not_usable(row: KernelRow, device: str) -> str | None:
+    """Why a row's kernel cannot run here on that kind of device; None if it can."""
+    kernel, reason = _load(row)
+    if kernel is None:
+        return str(reason)
+    if kernel.caps.devices and device not in kernel.caps.devices:
+        return f"runs on {'/'.join(sorted(kernel.caps.devices))}, not {device}"
+    return None
 
 
 def _serving(

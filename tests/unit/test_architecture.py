@@ -102,6 +102,7 @@ CAUGHT = [
     (no_mutable_globals, "ds_usp/comm/a.py", "table = collections.defaultdict(list)"),
     (ascii_only, "tests/a.py", "x = '\u00d7'"),
     (independent_oracle, "tests/oracle.py", "def f():\n    from ds_usp.geometry import tiles"),
+    (independent_oracle, "ds_usp/cli/oracle.py", "from ds_usp.errors import USPError"),
 ]
 ALLOWED = [
     (floors, "ds_usp/attention/a.py", "from ds_usp.comm.mesh import SequenceMesh\nimport torch"),

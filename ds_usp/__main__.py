@@ -1,0 +1,106 @@
+"""``ds-usp`` and ``python -m ds_usp``: env, verify, and the commands of the planner."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from ds_usp._version import __version__, commit
+from ds_usp.errors import USPError
+
+_OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "env": "versions, GPUs and links, usable kernels, copy engines: for a bug report",
+        "verify": "run attention as you configure it, here, against a dense reference in fp64",
+    }
+)
+_PLANNER: Mapping[str, str] = MappingProxyType(
+    {
+        "plan": "the fastest parallel configurations that fit",
+        "memory": "bytes that one GPU needs",
+        "longest": "the longest sequence that fits",
+        "comm": "bytes that attention sends",
+        "table": "what each kind of parallelism sends and stores (USP paper)",
+        "profile": "measure this machine for the planner, alone or under torchrun",
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; what the user can mend is one line on stderr and the exit code 2.
+
+    Args:
+        argv: the arguments without the program's name; None: those of this process.
+    """
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if command in ("-V", "--version"):
+        print(f"ds-usp {__version__} (commit {commit() or 'unknown'})")
+        return 0
+    if command in _PLANNER:
+        from ds_usp.planner.__main__ import main as planner
+
+        return planner([command, *rest])
+    if command not in _OWN:
+        print(_unknown(command), file=sys.stderr)
+        return 2
+    try:
+        return _run(command, rest)
+    except USPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has read enough; what is left has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(command: str, argv: list[str]) -> int:
+    """One of the commands that are not the planner's; their imports load torch."""
+    if command == "env":
+        from ds_usp.cli.environment import main as environment
+
+        return environment(argv, _say)
+    from ds_usp.cli.verify import main as verify
+
+    return verify(argv, _say)
+
+
+def _say(line: str, progress: bool = False) -> None:
+    """A line of the result; one of progress goes to stderr, and to a terminal in one place."""
+    if not progress:
+        print(line, flush=True)
+    elif sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _help() -> str:
+    width = max(map(len, [*_OWN, *_PLANNER]))
+    lines = [
+        "usage: ds-usp COMMAND [arguments]      ds-usp COMMAND --help      ds-usp --version",
+        "",
+        *(f"  {name:{width}}  {text}" for name, text in _OWN.items()),
+        "",
+        "the planner, which needs neither torch nor a GPU (but profile):",
+        *(f"  {name:{width}}  {text}" for name, text in _PLANNER.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _unknown(command: str) -> str:
+    known = [*_OWN, *_PLANNER]
+    near = get_close_matches(command, known, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"error: unknown command {command!r}{hint}; there are {', '.join(known)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

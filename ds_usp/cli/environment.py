@@ -1,0 +1,286 @@
+"""``ds-usp env``: what a bug report needs to say about a machine and what is installed on it.
+
+Every fact is read on its own: one that cannot be had is a line that says why, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import ds_usp
+from ds_usp._version import commit
+from ds_usp.cli.arguments import OneLineParser
+from ds_usp.config import environment, launched, peer_copies_disabled, streams_share_a_queue
+from ds_usp.errors import ConfigError
+
+# (name, distributions that hold it, a module that says it is there without one)
+_LIBRARIES: Sequence[tuple[str, tuple[str, ...], str]] = (
+    ("deepspeed", ("deepspeed",), "deepspeed"),
+    ("megatron-core", ("megatron-core",), "megatron.core"),
+    ("transformer-engine", ("transformer-engine", "transformer_engine_torch"), ""),
+    ("flash-attn (2)", ("flash-attn",), ""),
+    ("flash-attn-3", ("flash-attn-3", "flash_attn_3"), "flash_attn_interface"),
+    ("flash-attn-4", ("flash-attn-4",), "flash_attn.cute"),
+    ("triton", ("triton", "pytorch-triton"), "triton"),
+    ("einops", ("einops",), "einops"),
+    ("numpy", ("numpy",), "numpy"),
+)
+_VARIABLES = (
+    "CUDA_",
+    "DS_",
+    "FLASH_ATTENTION_",
+    "FLASH_ATTN_",
+    "GLOO_",
+    "LOCAL_",
+    "MASTER_",
+    "MEGATRON_",
+    "NCCL_",
+    "NVIDIA_TF32",
+    "NVTE_",
+    "OMP_",
+    "PYTORCH_",
+    "RANK",
+    "TORCH",
+    "TRITON_",
+    "USP_",
+    "WORLD_SIZE",
+)
+_GPU_FIELDS = ("index", "name", "memory.total", "driver_version", "power.limit", "compute_cap")
+
+
+def main(argv: Sequence[str], say: Callable[..., None]) -> int:
+    """Run ``ds-usp env``. Under torchrun rank 0 alone answers."""
+    text = "versions, GPUs and links, usable kernels and copy engines: for a bug report"
+    parser = OneLineParser(prog="ds-usp env", description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse(argv)
+    try:
+        if launched().rank:
+            return 0
+    except ConfigError:  # another launcher's variables; they are among the facts
+        pass
+    facts = collect()
+    say(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """All facts, by section."""
+    return {
+        "ds_usp": _package(),
+        "system": _system(),
+        "versions": _versions(),
+        "gpus": _attempt(_gpus),
+        "links": _attempt(_links),
+        "kernels": _attempt(_kernels),
+        "copy_engines": _attempt(_copy_engines),
+        "variables": environment(_VARIABLES),
+    }
+
+
+def as_text(facts: Mapping[str, Any]) -> str:
+    """The facts for a reader."""
+    lines: list[str] = []
+    for section, content in facts.items():
+        lines.append(section)
+        rows = content.items() if isinstance(content, dict) else [("", content)]
+        rows = list(rows) or [("", "none")]
+        width = max(len(str(name)) for name, _ in rows)
+        for name, value in rows:
+            head, *rest = ("none" if value is None else str(value)).splitlines() or [""]
+            lines.append(f"  {name:{width}}  {head}".rstrip() if name else f"  {head}")
+            lines += [f"  {'':{width}}  {line}" if name else f"  {line}" for line in rest]
+    return "\n".join(lines)
+
+
+def _attempt(read: Callable[[], Any]) -> Any:
+    """What is read, or why it cannot be."""
+    try:
+        return read()
+    except Exception as error:  # a broken driver or library must not hide the rest
+        return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def _package() -> dict[str, Any]:
+    root = Path(ds_usp.__file__).resolve().parent
+    checkout = (root.parent / ".git").exists()
+    return {
+        "version": ds_usp.__version__,
+        "commit": commit() or "unknown: neither built from a checkout nor in one",
+        "changes": _attempt(partial(_changes, root.parent)) if checkout else "not a checkout",
+        "folder": str(root),
+    }
+
+
+def _changes(root: Path) -> str:
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    files = [line[3:] for line in changed.splitlines()]
+    return f"{len(files)} files differ from the commit: {', '.join(files[:8])}" if files else "none"
+
+
+def _system() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cpus": f"{cores} of {os.cpu_count()} may be used",
+    }
+
+
+def _versions() -> dict[str, Any]:
+    found = {"torch": _attempt(_torch)}
+    for name, field in (("CUDA", _cuda), ("NCCL", _nccl), ("cuDNN", _cudnn), ("driver", _driver)):
+        found[name] = _attempt(field)
+    for name, distributions, module in _LIBRARIES:
+        found[name] = _attempt(partial(_installed, distributions, module))
+    return found
+
+
+def _installed(distributions: Sequence[str], module: str) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        there = bool(module) and util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        there = False
+    return "installed, of no known version" if there else None
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda or (torch.version.hip and f"HIP {torch.version.hip}")
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _cudnn() -> str | None:
+    import torch
+
+    version = torch.backends.cudnn.version()
+    return None if version is None else str(version)
+
+
+def _driver() -> str | None:
+    rows = _nvidia_smi()
+    return ", ".join(sorted({row["driver_version"] for row in rows})) or None
+
+
+def _nvidia_smi() -> list[dict[str, str]]:
+    try:
+        fields = ",".join(_GPU_FIELDS)
+        text = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [
+        dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)
+    ]
+
+
+def _gpus() -> dict[str, str]:
+    """What torch sees; beside it what nvidia-smi sees, where that is more."""
+    import torch
+
+    if not torch.cuda.is_available():
+        rows = _nvidia_smi()
+        seen = f"nvidia-smi sees {len(rows)}, e.g. {rows[0]['name']}" if rows else "nvidia-smi none"
+        return {"torch": f"sees no GPU; {seen}"}
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found[str(index)] = (
+            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+            f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
+        )
+    return found
+
+
+def _links() -> dict[str, str]:
+    """How GPUs reach each other: torch's peer access, nvidia-smi's matrix of NVLink and PCIe."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {"peer access": f"{count or 'no'} GPU here: no links between GPUs"}
+    rows = []
+    for one in range(count):
+        others = (
+            "."
+            if one == other
+            else "yes"
+            if torch.cuda.can_device_access_peer(one, other)
+            else "no"
+            for other in range(count)
+        )
+        rows.append(f"{one}: " + " ".join(f"{word:3}" for word in others).rstrip())
+    return {
+        "peer access": "\n".join(rows),
+        "nvidia-smi": _attempt(partial(_output, "nvidia-smi", "topo", "-m")),
+    }
+
+
+def _kernels() -> dict[str, str]:
+    """Every kernel on the device that attention would run on here."""
+    import torch
+
+    from ds_usp.kernels.registry import KERNELS, why_not_usable
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {"device": device}
+    for row in KERNELS:
+        why = _attempt(partial(why_not_usable, row, device))
+        found[row.name] = "can run" if why is None else f"cannot run: {why}"
+    return found
+
+
+def _copy_engines() -> dict[str, Any]:
+    """What one process can tell; the ranks of a mesh decide together when it is made."""
+    import torch
+
+    from ds_usp.comm.symmetric import why_no_peer_copies
+
+    count = torch.cuda.device_count()
+    why = why_no_peer_copies(max(count, 1))
+    if why is None and count == 1:
+        why = "one GPU here has no other to copy from"
+    if why is None and peer_copies_disabled():
+        why = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
+    found = {
+        "usable": "no" if why else "yes",
+        "reason": why or f"all {count} GPUs reach each other",
+    }
+    if why is None:
+        found["needs"] = "NCCL, all ranks of a mesh on one node, each on a GPU of its own"
+        if streams_share_a_queue():
+            found["limit"] = "CUDA_DEVICE_MAX_CONNECTIONS=1: not inside of CUDA graphs"
+    return found
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout

@@ -1,0 +1,120 @@
+"""The ranks of a check: forked from this process, or those that torchrun started."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_usp.config import Launched
+
+Progress = Callable[[str], None]
+Work = Callable[[Launched, torch.device, Progress], Any]  # what every rank runs
+
+_TIMEOUT = timedelta(seconds=300)  # of one collective, on a machine that does other things
+_GRACE_S = 10.0  # for the other ranks to fail by themselves once one has
+
+
+class RankError(Exception):
+    """A rank raised or died; the message names it and holds its traceback."""
+
+
+def run_here(work: Work, launched: Launched, cuda: bool, progress: Progress) -> Any:
+    """Run as the rank that a launcher made of this process: NCCL on a GPU, or gloo."""
+    device = torch.device("cuda", launched.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
+    result = work(launched, device, progress)
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+    return result
+
+
+def run_forked(work: Work, world: int, progress: Progress) -> Any:
+    """Fork gloo ranks on the CPUs, which share this process's imports; returns rank 0's result.
+
+    Raises:
+        RankError: a rank raised or died; the others are ended.
+    """
+    context = multiprocessing.get_context("fork")
+    ranks: dict[Connection, int] = {}
+    processes = []
+    with tempfile.TemporaryDirectory(prefix="ds_usp_ranks_") as folder:
+        try:
+            for rank in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_forked, args=(work, rank, world, f"{folder}/store", sender), daemon=True
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                ranks[receiver] = rank
+            return _collect(ranks, progress)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -> None:
+    def progress(line: str) -> None:
+        sender.send(("progress", line))
+
+    try:
+        torch.set_num_threads(1)  # the ranks share the cores
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
+        )
+        launched = Launched(rank, world, rank, world)
+        result = work(launched, torch.device("cpu"), progress)
+        dist.barrier()
+        sender.send(("result", result if rank == 0 else None))
+    except KeyboardInterrupt:
+        return
+    except BaseException:
+        sender.send(("error", traceback.format_exc()))
+
+
+def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
+    """Rank 0's result once all ranks are done, or the first error."""
+    running, result = dict(ranks), None
+    errors: dict[int, str] = {}
+    deadline: float | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        for kind, rank, content in _messages(running):
+            if kind == "progress":
+                progress(content)
+            elif kind == "result":
+                result = content if rank == 0 else result
+            else:
+                errors[rank] = content
+                deadline = deadline or time.monotonic() + _GRACE_S
+    if errors:
+        rank, text = next(iter(errors.items()))
+        raise RankError(f"rank {rank} failed:\n{text}")
+    return result
+
+
+def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
+    """What has come from the ranks; those that are done leave ``running``."""
+    for receiver in wait(list(running), timeout=1.0):
+        if not isinstance(receiver, Connection):
+            continue
+        rank = running[receiver]
+        kind, content = "error", "it died without a message\n"
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            kind, content = receiver.recv()
+        if kind != "progress":
+            del running[receiver]
+        yield kind, rank, content

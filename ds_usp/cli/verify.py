@@ -1,0 +1,205 @@
+"""``ds-usp verify``: the user's own attention on the user's own machine, against dense attention.
+
+A result is exact where its relative error keeps the limit of its dtype: an absolute one in fp64
+and fp32, in bf16 and fp16 one in units of the error of the same kernel run dense on one device,
+which itself must be a rounding error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_usp._version import __version__
+from ds_usp.cli.ranks import RankError, run_forked, run_here
+from ds_usp.cli.verify_case import DTYPES, VerifyCase, build_parser, cases_of
+from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
+from ds_usp.config import environment, launched
+from ds_usp.errors import ConfigError
+
+EXACT, WRONG, REFUSED = 0, 1, 2
+_VERDICTS = ("exact", "WRONG", "refused")
+_ABSOLUTE: Mapping[str, float] = {"fp64": 1e-12, "fp32": 1e-5}
+_MAX_RATIO = 1.5
+_LSE_LIMIT = 1e-5  # kernels compute and return it in fp32, whatever the dtype
+# The kernel's own error in units of its dtype's epsilon: more is no rounding. A soft cap may go by
+# the GPU's tanh, which is exact to 2**-11 of the cap.
+_MAX_OWN_EPS, _TANH = 8.0, 2.0**-11
+
+
+def main(argv: Sequence[str], say: Callable[..., None]) -> int:
+    """Run ``ds-usp verify``; rank 0 alone says anything.
+
+    Returns:
+        0 if all results are exact, 1 if one is wrong or a rank failed, 2 if a call was refused.
+
+    Raises:
+        ConfigError: arguments that say nothing that can be run.
+    """
+    args = build_parser().parse(argv)
+    here = launched()
+    started = "RANK" in environment(("RANK",))
+    cuda = started and args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not started:
+        raise ConfigError(
+            "--device cuda needs a process for each GPU: torchrun --nproc-per-node N -m ds_usp "
+            "verify ..."
+        )
+    if args.device == "cuda" and not cuda:
+        raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
+    if cuda and torch.cuda.device_count() < here.local_world:
+        raise ConfigError(
+            f"torchrun started {here.local_world} ranks here, and there are "
+            f"{torch.cuda.device_count()} GPUs: start at most as many, or give --device cpu"
+        )
+    cases = cases_of(args, here.world if started else None, cuda)
+    progress = partial(say, progress=True) if here.rank == 0 else _silent
+    work = partial(run_cases, cases)
+    try:
+        if started:
+            reports = run_here(work, here, cuda, progress)
+        else:
+            reports = run_forked(work, cases[0].ulysses * cases[0].ring, progress)
+    except RankError as error:
+        progress("")
+        say(f"WRONG: {error}")
+        return WRONG
+    if here.rank == 0:
+        progress("")
+        where = f"{here.world if started else cases[0].ulysses * cases[0].ring} ranks, " + (
+            f"NCCL on {torch.cuda.get_device_name()}" if cuda else "gloo on CPUs"
+        )
+        say(_as_json(reports, where) if args.json else _as_text(reports, where))
+    return _exit_code(reports)
+
+
+def _silent(line: str) -> None:
+    """For the other ranks."""
+
+
+def verdict(report: Report) -> int:
+    """EXACT, WRONG or REFUSED."""
+    if report.refusal is not None:
+        return REFUSED
+    right = report.positions is None and all(within(report.case, x) for x in report.errors)
+    return EXACT if right else WRONG
+
+
+def within(case: VerifyCase, measured: TensorErrors) -> bool:
+    """Whether one result keeps its limit."""
+    absolute = _ABSOLUTE.get(case.dtype)
+    if absolute is not None:
+        return measured.error <= absolute
+    if measured.name == "lse" and measured.error <= _LSE_LIMIT:
+        return True
+    own_limit = max_own_error(case)
+    if measured.ratio is None:  # the kernel alone is exact there, to the bit
+        return measured.error == 0.0
+    return measured.own <= own_limit and measured.ratio <= _MAX_RATIO
+
+
+def max_own_error(case: VerifyCase) -> float:
+    """The largest error of the kernel alone that is one of rounding."""
+    rounding = _MAX_OWN_EPS * torch.finfo(getattr(torch, DTYPES[case.dtype])).eps
+    return rounding + (_TANH * case.softcap if case.softcap else 0.0)
+
+
+def _exit_code(reports: Sequence[Report]) -> int:
+    verdicts = {verdict(report) for report in reports}
+    return next((code for code in (WRONG, REFUSED) if code in verdicts), EXACT)
+
+
+def _as_json(reports: Sequence[Report], where: str) -> str:
+    content: list[dict[str, Any]] = [
+        {**asdict(report), "verdict": _VERDICTS[verdict(report)].lower()} for report in reports
+    ]
+    return json.dumps({"ds_usp": __version__, "ranks": where, "cases": content}, indent=2)
+
+
+def _as_text(reports: Sequence[Report], where: str) -> str:
+    lines = [f"ds-usp {__version__}, {where}"]
+    if len(reports) == 1:
+        lines += _table(reports[0])
+    else:
+        lines += [f"all: {_common(reports)}", *_summary(reports)]
+        for report in reports:
+            if verdict(report) != EXACT:
+                lines += ["", *_table(report)]
+        lines += ["", "the largest errors of all calls"]
+    if len(reports) > 1:
+        lines += _rows(_largest(reports), reports[0].case)
+    verdicts = [verdict(report) for report in reports]
+    counts = [f"{verdicts.count(code)} {name}" for code, name in enumerate(_VERDICTS)]
+    code = _exit_code(reports)
+    summary = f" ({', '.join(counts)})" if len(reports) > 1 else ""
+    return "\n".join([*lines, "", f"{_VERDICTS[code].upper()}{summary}"])
+
+
+def _common(reports: Sequence[Report]) -> str:
+    """What the calls of a sweep have in common."""
+    case = reports[0].case
+    return (
+        f"{case.batch} x {case.seq_len} tokens, {case.heads} heads ({case.kv_heads} kv) of "
+        f"{case.head_dim}, {case.dtype}, kernel {reports[0].kernel}, {case.door}"
+    )
+
+
+def _summary(reports: Sequence[Report]) -> list[str]:
+    """A line for each call of a sweep."""
+    names = [(r.case.mesh_name, r.case.layout, r.case.mask_name) for r in reports]
+    widths = [max(map(len, column)) for column in zip(*names, strict=True)]
+    lines = []
+    for report, name in zip(reports, names, strict=True):
+        head = "  ".join(word.ljust(width) for word, width in zip(name, widths, strict=True))
+        worst = max(report.errors, key=lambda x: x.error, default=None)
+        said = "" if worst is None else f"largest error {worst.error:.2e} ({worst.name})"
+        lines.append(f"  {head}  {_VERDICTS[verdict(report)]:7}  {said}".rstrip())
+    return lines
+
+
+def _largest(reports: Sequence[Report]) -> list[TensorErrors]:
+    """Over all calls, by tensor."""
+    names = dict.fromkeys(x.name for report in reports for x in report.errors)
+    largest = []
+    for name in names:
+        same = [x for report in reports for x in report.errors if x.name == name]
+        ratios = [x.ratio for x in same if x.ratio is not None]
+        error, own = max(x.error for x in same), max(x.own for x in same)
+        largest.append(TensorErrors(name, error, own, max(ratios, default=None)))
+    return largest
+
+
+def _table(report: Report) -> list[str]:
+    """One call: its errors by tensor, or why it was refused."""
+    lines = [str(report.case)]
+    if report.kernel != report.case.kernel:
+        lines.append(f"kernel taken: {report.kernel}")
+    if report.refusal is not None:
+        return [*lines, f"refused: {report.refusal}"]
+    if report.positions is not None:
+        lines.append(f"WRONG positions: {report.positions}")
+    return lines + _rows(report.errors, report.case)
+
+
+def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
+    lines = [f"  {'tensor':8}{'error':>10}{'kernel alone':>14}{'ratio':>8}  limit"]
+    for x in errors:
+        ratio = "-" if x.ratio is None or math.isinf(x.ratio) else f"{x.ratio:.2f}"
+        said = "" if within(case, x) else "  WRONG"
+        limit = _limit(case, x)
+        lines.append(f"  {x.name:8}{x.error:>10.2e}{x.own:>14.2e}{ratio:>8}  {limit}{said}")
+    return lines
+
+
+def _limit(case: VerifyCase, measured: TensorErrors) -> str:
+    absolute = _ABSOLUTE.get(case.dtype)
+    if absolute is not None:
+        return f"error <= {absolute:g}"
+    either = f"error <= {_LSE_LIMIT:g}, or " if measured.name == "lse" else ""
+    return f"{either}ratio <= {_MAX_RATIO:g}, kernel alone <= {max_own_error(case):.1e}"

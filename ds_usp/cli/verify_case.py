@@ -1,0 +1,246 @@
+"""One configuration of attention that ``ds-usp verify`` runs, and how flags say it."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import MappingProxyType
+
+from ds_usp.cli.arguments import OneLineParser, documents, mask, positive, tokens
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+from ds_usp.geometry.ranks import divisors
+
+DOORS = ("usp_attention", "USPAttention")
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+)
+_MAX_FORKED = 16  # ranks on CPUs: more measure the machine's patience, not the configuration
+_DEGREES = ("ulysses", "ring")
+_NOT_OF_A_CASE = ("seed", "device", "json")
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """One call, forward and backward, on one mesh; see the flags for what the fields mean."""
+
+    ulysses: int = 2
+    ring: int = 2
+    order: str = DEFAULT_SP_ORDER
+    batch: int = 1
+    seq_len: int = 1024
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    value_dim: int = 64
+    dtype: str = "fp32"
+    layout: str = "zigzag"
+    mask: tuple[int | None, int | None, int] = (None, 0, 0)
+    documents: tuple[tuple[int, ...], ...] = ()
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    kernel: str = "auto"
+    door: str = DOORS[0]
+    backward: bool = True
+    seed: int = 0
+
+    @property
+    def borders(self) -> tuple[tuple[int, ...], ...]:
+        """Cumulative borders of the documents, as the package takes them."""
+        return tuple((0, *accumulate(lengths)) for lengths in self.documents)
+
+    @property
+    def mask_name(self) -> str:
+        """The mask as the flag says it."""
+        left, right, prefix = self.mask
+        if prefix:
+            return f"prefix:{prefix}"
+        if left is None:
+            return "causal" if right == 0 else "full"
+        return f"window:{left}" + (f",{right}" if right else "")
+
+    @property
+    def mesh_name(self) -> str:
+        """The degrees."""
+        order = "" if self.order == DEFAULT_SP_ORDER else f" ({self.order})"
+        return f"ulysses {self.ulysses} x ring {self.ring}{order}"
+
+    @property
+    def short_name(self) -> str:
+        """Degrees, layout and mask."""
+        return f"{self.mesh_name}, {self.layout}, {self.mask_name}"
+
+    def __str__(self) -> str:
+        count = sum(map(len, self.documents))
+        values = "" if self.value_dim == self.head_dim else f" (values {self.value_dim})"
+        extras = [
+            f"{count} documents" if count else "",
+            f"softcap {self.softcap:g}" if self.softcap is not None else "",
+            "ALiBi" if self.alibi else "",
+            "sinks" if self.sinks else "",
+        ]
+        parts = [
+            self.short_name,
+            *filter(None, extras),
+            f"{self.batch} x {self.seq_len} tokens",
+            f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}{values}",
+            self.dtype,
+            f"kernel {self.kernel}",
+            self.door,
+            "forward and backward" if self.backward else "forward only",
+        ]
+        return ", ".join(parts)
+
+
+def build_parser() -> OneLineParser:
+    """The command line of ``ds-usp verify``."""
+    text = (
+        "Runs attention over ranks, forward and backward, and compares every result with dense "
+        "attention in fp64. Started plainly it forks ranks on the CPUs (gloo); under torchrun it "
+        "runs on the ranks that are there, one GPU each (NCCL). Without a flag that says what to "
+        "run, a sweep over layouts, masks and degrees. Exit code: 0 exact, 1 wrong, 2 refused."
+    )
+    # What is not given is left out of the namespace: the defaults are VerifyCase's.
+    parser = OneLineParser(
+        prog="ds-usp verify", description=text, allow_abbrev=False, argument_default=SUPPRESS
+    )
+    add = parser.add_argument
+    add("--ulysses", type=positive, help="ranks that exchange heads (default: see --ring)")
+    ring = "ranks of a ring (default: what --ulysses leaves of torchrun's ranks; else 1 beside a"
+    add("--ring", type=positive, help=f"{ring} given --ulysses, and 2 x 2 with neither)")
+    add("--order", choices=ORDERS, help=f"whose ranks are neighbours (default: {DEFAULT_SP_ORDER})")
+    add("--heads", type=positive, help="query heads (default: 8)")
+    add("--kv-heads", type=positive, help="key/value heads (default: as many as query heads)")
+    add("--head-dim", type=positive, help="of queries and keys (default: 64)")
+    add("--value-dim", type=positive, help="of values (default: the head dim)")
+    add("--batch", type=positive, help="samples (default: 1, or as many as --documents has)")
+    add("--seq-len", type=tokens, help="tokens: 4096, 4K, 1M (default: 1K)")
+    add("--dtype", choices=DTYPES, help="default: fp32 on CPUs, bf16 on GPUs")
+    add("--layout", choices=KINDS, help="which rank holds which token (default: zigzag)")
+    masks = "causal, full, window:LEFT, window:LEFT,RIGHT or prefix:N, in tokens (default: causal)"
+    add("--mask", type=mask, help=masks)
+    packed = "lengths of packed documents, with commas; of each sample, with slashes"
+    add("--documents", type=documents, help=f"{packed} (default: one document)")
+    add("--softcap", type=float, help="of the scores (default: none)")
+    add("--alibi", action="store_true", help="ALiBi, with its paper's slopes")
+    add("--sinks", action="store_true", help="a trainable attention sink for each head")
+    add("--kernel", help="name of a kernel, `ds-usp env` lists them (default: auto)")
+    add("--door", choices=DOORS, help="function or drop-in module (default: usp_attention)")
+    passes = parser.add_mutually_exclusive_group()
+    passes.add_argument("--backward", action="store_true", help="gradients too (the default)")
+    passes.add_argument(
+        "--forward-only", action="store_false", dest="backward", help="no gradients"
+    )
+    add("--seed", type=int, default=0, help="of the random tensors (default: 0)")
+    devices = "auto: GPUs under torchrun if there are any, CPUs else (default: auto)"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
+    add("--json", action="store_true", default=False, help="for programs")
+    return parser
+
+
+def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
+    """What to run: the configuration that the flags say, or the sweep where they say none.
+
+    Args:
+        world: ranks that a launcher started; None: they are forked, as many as are needed.
+
+    Raises:
+        ConfigError: degrees that do not make the ranks, documents of another length or number.
+    """
+    given = {name: value for name, value in vars(args).items() if name not in _NOT_OF_A_CASE}
+    if not given:
+        return _sweep(world or 4, gpu, args.seed)
+    given["ulysses"], given["ring"] = _degrees(given, world)
+    given.setdefault("dtype", "bf16" if gpu else "fp32")
+    heads, head_dim = given.get("heads", VerifyCase.heads), given.get("head_dim", 64)
+    given.setdefault("kv_heads", heads)
+    given.setdefault("value_dim", head_dim)
+    given.setdefault("batch", max(1, len(given.get("documents", ()))))
+    case = VerifyCase(**given, seed=args.seed)
+    _check(case)
+    return [case]
+
+
+def _check(case: VerifyCase) -> None:
+    for flag, used in {
+        "--softcap": case.softcap is not None,
+        "--alibi": case.alibi,
+        "--sinks": case.sinks,
+    }.items():
+        if used and case.door != DOORS[0]:
+            raise ConfigError(
+                f"{flag} is an argument of usp_attention; USPAttention reads it from its local "
+                "attention. Use --door usp_attention"
+            )
+    for lengths in case.documents:
+        if sum(lengths) != case.seq_len:
+            raise ConfigError(
+                f"--documents {','.join(map(str, lengths))} are {sum(lengths)} tokens, --seq-len "
+                f"is {case.seq_len}: make them equal"
+            )
+    if len(case.documents) not in (0, 1, case.batch):
+        raise ConfigError(
+            f"--documents are given for {len(case.documents)} samples, --batch is {case.batch}: "
+            "leave --batch out, or give one list for all samples"
+        )
+
+
+def _degrees(flags: Mapping[str, int], world: int | None) -> tuple[int, int]:
+    """Ulysses and ring degree, whose product is the world."""
+    given = {name: flags[name] for name in _DEGREES if name in flags}
+    if world is None:
+        ulysses, ring = (given.get(name, 1 if given else 2) for name in _DEGREES)
+        if ulysses * ring > _MAX_FORKED:
+            raise ConfigError(
+                f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring} ranks; a plain start "
+                f"forks at most {_MAX_FORKED}. Start {ulysses * ring} with torchrun, or use "
+                "smaller degrees"
+            )
+        return ulysses, ring
+    for name, degree in given.items():
+        if world % degree:
+            fits = ", ".join(map(str, divisors(world)))
+            raise ConfigError(
+                f"--{name} {degree} does not divide the {world} ranks that torchrun started. Use "
+                f"one of {fits}"
+            )
+    if not given:
+        given["ulysses"] = 2 if world % 2 == 0 else 1
+    ulysses = given.get("ulysses", world // given.get("ring", 1))
+    ring = given.get("ring", world // ulysses)
+    if ulysses * ring != world:
+        raise ConfigError(
+            f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring} ranks, torchrun started "
+            f"{world}: leave one of the two out, or start {ulysses * ring}"
+        )
+    return ulysses, ring
+
+
+def _sweep(world: int, gpu: bool, seed: int) -> list[VerifyCase]:
+    """Every ulysses x ring of the ranks, with layouts and masks; a length that does not divide."""
+    window = (37, 0, 0)
+    base = VerifyCase(seq_len=130, heads=8, kv_heads=2, head_dim=16, value_dim=16, seed=seed)
+    if gpu:
+        wide = max(8, world)
+        base = VerifyCase(
+            seq_len=4100,
+            heads=wide,
+            kv_heads=wide // 4 or 1,
+            head_dim=128,
+            value_dim=128,
+            dtype="bf16",
+            seed=seed,
+        )
+        window = (1000, 0, 0)
+    if base.heads % base.kv_heads:
+        base = replace(base, kv_heads=base.heads)
+    return [
+        replace(base, ulysses=ulysses, ring=world // ulysses, layout=layout, mask=mask)
+        for ulysses in reversed(divisors(world))
+        if ulysses <= base.heads
+        for layout in ("contiguous", "zigzag")
+        for mask in ((None, 0, 0), (None, None, 0), window)
+    ]

@@ -1,0 +1,279 @@
+"""The command line ``ds-usp``: dispatch, env, the flags of verify, and verify's own oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+
+import ds_usp
+from ds_usp import __main__ as program
+from ds_usp import _version
+from ds_usp.cli import environment, verify
+from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
+from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
+from ds_usp.cli.verify_rank import Report, TensorErrors
+from ds_usp.geometry.layout import KINDS, ORDERS
+
+ROOT = Path(__file__).resolve().parents[2]
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+# ------------------------------------------------------------------ dispatch and version
+
+
+def test_help_version_and_the_planner_start_without_torch() -> None:
+    probe = (
+        "import sys; from ds_usp.__main__ import main\n"
+        "codes = [main(['--help']), main(['--version']), main(['table']), main(['verfy'])]\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
+    assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
+    for command in ("env", "verify", "plan", "memory", "longest", "comm", "table", "profile"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_version_says_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"ds-usp {ds_usp.__version__} (commit ")
+    assert _version.version(SHA) == f"{_version.BASE}+g{SHA[:9]}"
+    assert _version.version(None) == _version.BASE
+
+
+def test_commit_is_read_from_a_build_or_from_git_without_git(tmp_path: Path) -> None:
+    package, git = tmp_path / "ds_usp", tmp_path / ".git"
+    package.mkdir()
+    assert _version.commit(package) is None
+    git.mkdir()
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert _version.commit(package) is None  # no commit yet
+    (git / "packed-refs").write_text(f"# pack-refs\n{SHA} refs/heads/main\n")
+    assert _version.commit(package) == SHA
+    (git / "refs/heads").mkdir(parents=True)
+    (git / "refs/heads/main").write_text("f" * 40 + "\n")
+    assert _version.commit(package) == "f" * 40
+    (git / "HEAD").write_text(f"{SHA}\n")
+    assert _version.commit(package) == SHA
+    (package / _version.COMMIT_FILE).write_text("a" * 40 + "\n")  # a build knows better
+    assert _version.commit(package) == "a" * 40
+
+
+def test_commit_of_a_worktree(tmp_path: Path) -> None:
+    git = tmp_path / "main/.git"
+    (git / "worktrees/w").mkdir(parents=True)
+    (git / "refs/heads").mkdir(parents=True)
+    (git / "refs/heads/topic").write_text(f"{SHA}\n")
+    (git / "worktrees/w/HEAD").write_text("ref: refs/heads/topic\n")
+    (git / "worktrees/w/commondir").write_text("../..\n")
+    (tmp_path / "w/ds_usp").mkdir(parents=True)
+    (tmp_path / "w/.git").write_text(f"gitdir: {git}/worktrees/w\n")
+    assert _version.commit(tmp_path / "w/ds_usp") == SHA
+
+
+# ------------------------------------------------------------------ env
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    lines: list[str] = []
+    assert environment.main(["--json"], lines.append) == 0
+    facts = json.loads(lines[0])
+    assert facts["ds_usp"]["version"] == ds_usp.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["kernels"]["eager"] == "can run"
+    if not torch.cuda.is_available():
+        assert "needs a GPU of compute capability 9.0" in facts["kernels"]["flash4"]
+        assert facts["copy_engines"] == {"usable": "no", "reason": "no NVIDIA GPU"}
+    text = environment.as_text(facts)
+    for section in facts:
+        assert f"\n{section}\n" in f"\n{text}\n"
+
+
+def test_env_survives_missing_and_broken_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+    monkeypatch.setenv("PATH", "")  # neither git nor nvidia-smi
+    facts = environment.collect()
+    assert facts["versions"]["torch"].startswith("cannot be read: ModuleNotFoundError")
+    for section in ("gpus", "links", "kernels", "copy_engines"):
+        assert facts[section].startswith("cannot be read: ")
+    assert facts["versions"]["deepspeed"] == environment._installed(("deepspeed",), "")
+    assert environment.as_text(facts)
+
+
+def test_env_shows_the_variables_that_change_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("A_SECRET_TOKEN", "x")
+    variables = environment.collect()["variables"]
+    assert variables["NCCL_P2P_DISABLE"] == "1" and "A_SECRET_TOKEN" not in variables
+
+
+# ------------------------------------------------------------------ the flags of verify
+
+
+def one_case(*argv: str, world: int | None = None, gpu: bool = False) -> VerifyCase:
+    (case,) = cases_of(build_parser().parse(argv), world, gpu)
+    return case
+
+
+def test_flags_become_a_case() -> None:
+    case = one_case("--seq-len", "4K", "--mask", "window:1K,3", "--heads", "6", "--forward-only")
+    assert (case.seq_len, case.mask, case.heads, case.kv_heads) == (4096, (1024, 3, 0), 6, 6)
+    assert (case.ulysses, case.ring, case.dtype, case.backward) == (2, 2, "fp32", False)
+    assert one_case("--seq-len", "1M").seq_len == 2**20
+    assert one_case("--mask", "prefix:100").mask == (None, 0, 100)
+    assert one_case("--ring", "4").mesh_name == "ulysses 1 x ring 4"
+    packed = one_case("--seq-len", "64", "--documents", "60,4/32,32")
+    assert packed.batch == 2 and packed.borders == ((0, 60, 64), (0, 32, 64))
+    under_torchrun = one_case("--ulysses", "4", world=8, gpu=True)
+    assert (under_torchrun.ring, under_torchrun.dtype) == (2, "bf16")
+
+
+def test_no_flags_are_a_sweep_over_all_degrees() -> None:
+    cases = cases_of(build_parser().parse(["--seed", "3"]), None, False)
+    assert len(cases) == 18 and {case.seed for case in cases} == {3}
+    assert {(case.ulysses, case.ring) for case in cases} == {(4, 1), (2, 2), (1, 4)}
+    for world in (1, 2, 6, 64):
+        for gpu in (False, True):
+            for case in cases_of(build_parser().parse([]), world, gpu):
+                assert case.ulysses * case.ring == world and case.heads % case.kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "message"),
+    [
+        (["--seq-lenght", "64"], None, "unknown argument --seq-lenght (did you mean --seq-len?)"),
+        (["--seq-len", "64k2"], None, "'64k2' must be a whole number of 1 or more"),
+        (["--heads", "0"], None, "'0' must be a whole number of 1 or more"),
+        (["--mask", "window"], None, "'window' must be causal, full, window:LEFT"),
+        (["--layout", "zigzga"], None, "invalid choice: 'zigzga'"),
+        (["--ulysses", "5", "--ring", "5"], None, "= 25 ranks; a plain start forks at most 16"),
+        (["--ulysses", "3"], 8, "does not divide the 8 ranks that torchrun started. Use one of 1"),
+        (["--ulysses", "2", "--ring", "2"], 8, "= 4 ranks, torchrun started 8"),
+        (["--seq-len", "64", "--documents", "60,5"], None, "are 65 tokens, --seq-len is 64"),
+        (["--documents", "1K/1K", "--batch", "3"], None, "for 2 samples, --batch is 3"),
+        (["--sinks", "--door", "USPAttention"], None, "--sinks is an argument of usp_attention"),
+    ],
+)
+def test_bad_flags_are_one_line(argv: list[str], world: int | None, message: str) -> None:
+    with pytest.raises(ds_usp.ConfigError) as refused:
+        cases_of(build_parser().parse(argv), world, False)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_bad_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["verify", "--sek-len", "64"]) == 2
+    assert capsys.readouterr().err.startswith("error: ds-usp verify: unknown argument --sek-len")
+
+
+# ------------------------------------------------------------------ verdicts
+
+
+def report(case: VerifyCase, error: float, own: float, name: str = "dq") -> Report:
+    ratio = error / own if own else None
+    return Report(case, "eager", errors=(TensorErrors(name, error, own, ratio),))
+
+
+def test_limits() -> None:
+    fp32, fp64 = VerifyCase(), VerifyCase(dtype="fp64")
+    bf16, capped = VerifyCase(dtype="bf16"), VerifyCase(dtype="fp16", softcap=50.0)
+    assert verify.verdict(report(fp32, 1e-5, 1e-9)) == verify.EXACT
+    assert verify.verdict(report(fp32, 1.1e-5, 1.1e-5)) == verify.WRONG
+    assert verify.verdict(report(fp64, 1.1e-12, 1e-12)) == verify.WRONG
+    assert verify.verdict(report(bf16, 4.4e-3, 3e-3)) == verify.EXACT
+    assert verify.verdict(report(bf16, 4.6e-3, 3e-3)) == verify.WRONG
+    assert verify.verdict(report(bf16, 1e-6, 1e-7, "lse")) == verify.EXACT
+    assert verify.verdict(report(bf16, 1e-4, 1e-6, "lse")) == verify.WRONG
+    assert verify.verdict(report(bf16, 0.3, 0.3)) == verify.WRONG  # the kernel itself is
+    assert verify.verdict(report(bf16, 1e-9, 0.0)) == verify.WRONG
+    assert verify.verdict(report(bf16, math.inf, 3e-3)) == verify.WRONG
+    assert verify.verdict(report(capped, 0.03, 0.025)) == verify.EXACT
+    misplaced = replace(report(fp32, 0.0, 0.0), positions="rank 1 holds tokens 0, 1")
+    assert verify.verdict(misplaced) == verify.WRONG
+    assert verify.verdict(Report(fp32, "eager", refusal="ConfigError: no")) == verify.REFUSED
+
+
+def test_a_wrong_call_outweighs_a_refused_one() -> None:
+    reports = [
+        report(VerifyCase(), 1.0, 1e-7),
+        Report(VerifyCase(), "eager", refusal="ConfigError: no"),
+    ]
+    assert verify._exit_code(reports) == verify.WRONG
+    assert verify._exit_code(reports[1:]) == verify.REFUSED
+    text = verify._as_text(reports, "4 ranks")
+    assert "dq" in text and "WRONG (0 exact, 1 WRONG, 1 refused)" in text
+
+
+# ------------------------------------------------------------------ verify's oracle
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        Question(None, 0),
+        Question(),
+        Question(5, 2, scale=0.3),
+        Question(None, 0, prefix=9, softcap=2.0),
+        Question(None, 0, documents=((1, 13, 10), (20, 4))),
+        Question(4, 0, documents=((7, 17),)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
+def test_the_oracle_is_that_of_the_tests(question: Question, extras: bool) -> None:
+    batch, length, heads, kv_heads = 2, 24, 4, 2
+    wide = {"dtype": torch.float64}
+    q, k = torch.randn(batch, length, heads, 8, **wide), torch.randn(batch, length, kv_heads, 8)
+    v, dout = torch.randn(batch, length, kv_heads, 6), torch.randn(batch, length, heads, 6)
+    slopes = torch.rand(heads) if extras else None
+    sinks = torch.randn(heads, **wide) if extras else None
+    found = dense_attention(
+        Tensors(q, k, v, dout, slopes, sinks), question, block_elements=200 * length
+    )
+    at = range(length)
+    allowed = oracle.window(at, at, question.left, question.right)
+    allowed = allowed | (torch.arange(length) < question.prefix)
+    if question.documents:
+        inside = [oracle.same_document(at, at, lengths) for lengths in question.documents]
+        allowed = allowed & torch.stack(inside).expand(batch, -1, -1)
+    wanted = [x.double().requires_grad_() for x in ((q, k, v, sinks) if extras else (q, k, v))]
+    out, lse = oracle.dense_attention(
+        *wanted[:3],
+        allowed,
+        question.scale,
+        softcap=question.softcap,
+        bias=oracle.alibi(slopes, at) if extras else None,
+        sinks=wanted[3] if extras else None,
+    )
+    grads = torch.autograd.grad(out, wanted, dout.double())
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    for name, want in zip(names, (out, lse, *grads), strict=False):
+        assert oracle.relative_error(found[name], want) <= 1e-12, name
+    assert len(found) == 2 + len(grads)
+    forward = dense_attention(Tensors(q, k, v, dout, slopes, sinks), question, backward=False)
+    assert set(forward) == {"out", "lse"} and torch.equal(forward["lse"], found["lse"])
+
+
+def test_expected_positions_are_the_documented_ones() -> None:
+    for kind in KINDS:
+        for order in ORDERS:
+            for length, ulysses, ring in ((64, 2, 2), (67, 3, 2), (41, 1, 4), (16, 4, 1)):
+                expected = expected_positions(kind, length, ulysses, ring, order)
+                if kind == "balanced":
+                    assert expected is None
+                    continue
+                layout = ds_usp.TokenLayout(kind, length, ulysses, ring, order)
+                claimed = [list(layout.positions(rank)) for rank in range(ulysses * ring)]
+                assert [x.tolist() for x in expected or ()] == claimed
+    zigzag = expected_positions("zigzag", 8, 1, 2, ORDERS[0])
+    assert [x.tolist() for x in zigzag or ()] == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -1,0 +1,71 @@
+"""``ds-usp verify`` as a user starts it finds an error that is planted in a copy of the package.
+
+That it finds none where there is none: test_packaging.py, from an installed wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("--seq-len", "32", "--heads", "4", "--head-dim", "8")
+# What is changed in a copy of the package: file, text, its replacement, and who is found wrong.
+PLANTED = {
+    "chunks of zigzag swapped": (
+        "ds_usp/geometry/layout.py",
+        "(ring_rank, chunks - 1 - ring_rank)",
+        "(ring_rank, ring_rank + layout.ring)",
+        "WRONG positions: rank 1 holds tokens",
+    ),
+    "causal mask off by one": (
+        "ds_usp/geometry/masks.py",
+        "return cls(None, 0, documents)",
+        "return cls(None, 1, documents)",
+        "error <= 1e-05  WRONG",
+    ),
+    "query heads of other ranks": (
+        "ds_usp/geometry/heads.py",
+        "        if self.kv_heads >= self.ulysses:\n            return first * group",
+        "        first, last = self.kv_range(self.ulysses - 1 - rank)\n"
+        "        if self.kv_heads >= self.ulysses:\n            return first * group",
+        "error <= 1e-05  WRONG",
+    ),
+}
+
+
+def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ds_usp", "verify", *flags],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
+    file, text, replacement, found = PLANTED[name]
+    shutil.copytree(
+        ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    source = (tmp_path / file).read_text(encoding="utf-8")
+    assert source.count(text) == 1, f"{file} has changed: plant this error elsewhere"
+    (tmp_path / file).write_text(source.replace(text, replacement), encoding="utf-8")
+    done = run_verify(tmp_path, *TINY)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert found in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
+
+
+def test_a_call_that_the_package_refuses_exits_with_2() -> None:
+    done = run_verify(ROOT, *TINY, "--ulysses", "2", "--heads", "1")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "needs at least 2 query heads" in done.stdout
+    assert done.stdout.splitlines()[-1] == "REFUSED"
