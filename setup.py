@@ -1,20 +1,50 @@
-"""Packaging of ds-usp: pip install -e ".[deepspeed,megatron,plots,test]" -c constraints.txt"""
+"""Packaging of ds-usp: pip install ".[deepspeed,megatron]"; extras: README.md, "Install"."""
 
-import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
+# Builds need neither torch nor ds_usp itself, nor git.
+VERSION = runpy.run_path(str(ROOT / "ds_usp" / "_version.py"))
+
+MEGATRON = ["megatron-core>=0.16", "einops"]  # its context parallel groups import einops undeclared
+DEEPSPEED = ["deepspeed>=0.19"]
+PLOTS = ["matplotlib"]
 
 
-def version() -> str:
-    """Read the version from the source, so that building needs neither torch nor ds_usp itself."""
-    source = (ROOT / "ds_usp" / "_version.py").read_text(encoding="utf-8")
-    match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
-    if match is None:
-        raise RuntimeError('ds_usp/_version.py has no line of the form __version__ = "1.2.3"')
-    return match.group(1)
+def write_commit(folder: str) -> list[str]:
+    """Write into a built ``folder`` what commit it is of; returns the files, [] if unknown."""
+    sha = VERSION["commit"]()
+    if sha is None:
+        return []
+    path = Path(folder, "ds_usp", VERSION["COMMIT_FILE"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # an sdist links to its sources: never write through a link
+    path.write_text(f"{sha}\n", encoding="ascii")
+    return [str(path)]
+
+
+class BuildPy(build_py):
+    """Builds that say their commit; an editable install reads it from the checkout."""
+
+    def run(self):
+        super().run()
+        self.commit_files = [] if self.editable_mode else write_commit(self.build_lib)
+
+    def get_outputs(self, include_bytecode=True):
+        return [*super().get_outputs(include_bytecode), *getattr(self, "commit_files", [])]
+
+
+class Sdist(sdist):
+    """Source distributions that say their commit."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
 
 
 def readme() -> str:
@@ -25,22 +55,51 @@ def readme() -> str:
 
 setup(
     name="ds-usp",
-    version=version(),
+    version=VERSION["__version__"],
     description="Unified Sequence Parallelism (Ulysses x Ring) for DeepSpeed and Megatron",
     long_description=readme(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=[
+        "sequence parallelism",
+        "context parallelism",
+        "ring attention",
+        "ulysses",
+        "long context",
+        "deepspeed",
+        "megatron",
+        "pytorch",
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["ds_usp*", "megatron_patches*"]),
-    package_data={"ds_usp": ["py.typed"]},
+    package_data={"ds_usp": ["py.typed", VERSION["COMMIT_FILE"]], "megatron_patches": ["py.typed"]},
+    zip_safe=False,
     install_requires=["torch>=2.6", "packaging"],
     extras_require={
         "flash": ["flash-attn>=2.6"],
-        # einops: megatron-core's hierarchical context parallel groups import it undeclared.
-        "megatron": ["megatron-core>=0.16", "einops"],
-        "deepspeed": ["deepspeed>=0.19"],
-        "plots": ["matplotlib"],
-        "test": ["pytest>=8", "pytest-xdist>=3.8", "hypothesis", "ruff", "mypy"],
+        # Only pre-releases so far; naming one lets pip take it and later ones without --pre.
+        "flash4": ["flash-attn-4>=4.0.0b36"],
+        "megatron": MEGATRON,
+        "deepspeed": DEEPSPEED,
+        "plots": PLOTS,
+        "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy"],
     },
+    entry_points={"console_scripts": ["ds-usp = ds_usp.__main__:main"]},
+    cmdclass={"build_py": BuildPy, "sdist": Sdist},
 )

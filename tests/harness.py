@@ -46,7 +46,6 @@ MAX_WORLD = 8
 PRELOAD = (
     "harness",
     "oracle",
-    "hypothesis",
     "deepspeed",
     "megatron.core.parallel_state",
     "megatron.core.models.gpt.gpt_model",
