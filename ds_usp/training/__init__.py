@@ -2,15 +2,19 @@
 
 from ds_usp.kernels.rotary import apply_rotary
 from ds_usp.training.batch import (
+    IGNORE_INDEX,
     SequenceBatch,
+    borders_of_positions,
     document_borders,
     document_positions,
     local_positions,
+    next_token_labels,
     rotary_frequencies,
     shard_batch,
 )
 from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
 from ds_usp.training.cluster import this_cluster
+from ds_usp.training.data_loader import SequenceParallelDataLoader, ShardedBatch
 from ds_usp.training.deepspeed import (
     GradientRule,
     ParallelGroups,
@@ -25,15 +29,22 @@ from ds_usp.training.deepspeed import (
 )
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.offload_ratio import offload_ratio, solved_ratio
+from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
 
 __all__ = [
+    "DataParallelRanks",
     "GradientRule",
+    "IGNORE_INDEX",
     "ParallelGroups",
     "SequenceBatch",
+    "SequenceParallelDataLoader",
+    "ShardedBatch",
     "apply_rotary",
+    "borders_of_positions",
     "check_zero_stage",
     "chunked_token_losses",
     "chunked_weighted_loss",
+    "data_parallel_ranks",
     "deepspeed_mpu",
     "document_borders",
     "document_positions",
@@ -43,6 +54,7 @@ __all__ = [
     "local_positions",
     "loss_token_weight",
     "mean_loss",
+    "next_token_labels",
     "own_clipping",
     "offload_ratio",
     "owned_parameters",

@@ -1,16 +1,20 @@
-"""One rank's share of a batch: tokens, labels, loss mask and positions, all through TokenLayout."""
+"""One rank's shard of a batch: tokens, labels, loss mask and positions, all through TokenLayout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_usp.errors import LayoutError
+from ds_usp.errors import DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+
+IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,16 @@ def shard_batch(
 ) -> SequenceBatch:
     """The tokens, labels and mask that sequence-parallel rank ``rank`` holds, in its order.
 
-    Labels are shifted before the cut, so that the label of a shard's last token is right although
-    the next token lives on another rank.
-
     Shapes:
         tokens, labels, loss_mask: ``[b, seq_len]``, the whole sequence; ``[b, s_local]`` out.
 
+    Args:
+        labels: of every token the next one (:func:`next_token_labels`). They are shifted before
+            they are sharded, because the token after a shard's last one is on another rank.
+
     Raises:
         LayoutError: shapes that differ, or a length other than ``layout.seq_len``.
+        DataError: labels that are the tokens themselves, not shifted.
     """
     shapes = {tuple(x.shape) for x in (tokens, labels, loss_mask)}
     if len(shapes) > 1:
@@ -47,11 +53,47 @@ def shard_batch(
             f"tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)} and loss mask "
             f"{tuple(loss_mask.shape)} must have one shape [batch, sequence]"
         )
+    _check_shifted(tokens, labels, loss_mask)
     return SequenceBatch(
         tokens=layout.shard(tokens, dim=1, rank=rank),
         labels=layout.shard(labels, dim=1, rank=rank),
         loss_mask=layout.shard(loss_mask.float(), dim=1, rank=rank),
     )
+
+
+def _check_shifted(tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
+    counts = (loss_mask != 0) & (labels != IGNORE_INDEX)
+    changes = tokens[:, 1:] != tokens[:, :-1]
+    if bool((counts[:, :-1] & changes).any()) and bool((labels == tokens)[counts].all()):
+        raise DataError(
+            f"all {int(counts.sum())} labels are the tokens at their own places, so a model would "
+            "learn to copy its input: shift them before they are sharded, "
+            "labels = ds_usp.training.next_token_labels(labels)"
+        )
+
+
+def next_token_labels(labels: Tensor, documents: Any = ()) -> Tensor:
+    """The label of every token: the next token; ``IGNORE_INDEX`` after the last one.
+
+    Shapes:
+        labels: ``[b, seq_len]``, each at the place of its own token (the tokens, or Hugging Face's
+        ``labels`` with -100 where nothing is learned); the result has the same shape.
+
+    Args:
+        documents: borders of packed documents, as of ``MaskSpec``: the last token of one does not
+            predict the first of the next.
+
+    Raises:
+        ConfigError: documents of another length, or of another number of samples.
+    """
+    shifted = torch.full_like(labels, IGNORE_INDEX)
+    shifted[:, :-1] = labels[:, 1:]
+    mask = MaskSpec.causal(documents)
+    mask.check_length(labels.shape[1], labels.shape[0])
+    for sample, borders in enumerate(mask.documents):
+        rows = shifted if mask.samples is None else shifted[sample : sample + 1]
+        rows[:, [border - 1 for border in borders[1:]]] = IGNORE_INDEX
+    return shifted
 
 
 def document_borders(tokens: Tensor, eod: int) -> list[list[int]]:
@@ -61,7 +103,7 @@ def document_borders(tokens: Tensor, eod: int) -> list[list[int]]:
     from the whole sequences, which all ranks that share them have alike.
 
     Shapes:
-        tokens: ``[b, seq_len]``, before they are cut among ranks; the result has one list of
+        tokens: ``[b, seq_len]``, before they are sharded; the result has one list of
         cumulative borders for each sample.
     """
     seq_len = tokens.shape[1]
@@ -79,8 +121,37 @@ def document_positions(
     Shapes:
         borders: cumulative, a list for each sample; result ``[b, seq_len]``, int64.
     """
-    rows = [[i for a, b in pairwise(sample) for i in range(b - a)] for sample in borders]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    rows = []
+    for sample in borders:
+        starts = torch.tensor(sample[:-1], dtype=torch.int64)
+        lengths = torch.tensor([b - a for a, b in pairwise(sample)], dtype=torch.int64)
+        rows.append(torch.arange(sample[-1]) - starts.repeat_interleave(lengths))
+    return torch.stack(rows).to(device)
+
+
+def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
+    """Where documents begin by their position ids: wherever these start anew at 0.
+
+    Shapes:
+        position_ids: ``[b, seq_len]``; the result has one list of cumulative borders a sample.
+
+    Raises:
+        DataError: positions that neither go on by one nor start anew at 0.
+    """
+    rows = []
+    for sample, positions in enumerate(position_ids.cpu()):
+        steps = positions[1:] - positions[:-1]
+        starts = (steps != 1).nonzero().flatten() + 1
+        wrong = starts[positions[starts] != 0].tolist()
+        if wrong:
+            at = wrong[0]
+            raise DataError(
+                f"position ids of sample {sample} go from {int(positions[at - 1])} to "
+                f"{int(positions[at])} at token {at}: they must go on by one, or start anew at 0 "
+                "where the next packed document begins. Pad on the right"
+            )
+        rows.append([0, *starts.tolist(), len(positions)])
+    return rows
 
 
 def local_positions(

@@ -23,13 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_usp.comm.groups import even_out_group_counts
+from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
+from ds_usp.training.replicas import data_parallel_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,27 @@ class ParallelGroups:
     sp_dp: dist.ProcessGroup
     model: dist.ProcessGroup
     stages: int = 1
+
+    @classmethod
+    def from_mesh(cls, mesh: SequenceMesh) -> ParallelGroups:
+        """The groups of sequence x data parallelism alone, without tensor or pipeline parallelism.
+
+        Collective over the world, which must be a whole number of meshes of one size.
+
+        Raises:
+            ConfigError: a mesh without process groups, or meshes of different sizes.
+        """
+        if mesh.sp_group is None:
+            raise ConfigError(
+                "a mesh of one process has no groups for DeepSpeed: start torch.distributed and "
+                "use SequenceMesh.build or SequenceMesh.from_group, one process will do"
+            )
+        replicas = data_parallel_ranks(mesh)
+        world = cast(dist.ProcessGroup, dist.group.WORLD)
+        even_out_group_counts(world)
+        data = dist.new_group(list(replicas.ranks), use_local_synchronization=True)
+        own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return cls(tp=own, sp=mesh.sp_group, dp=data, sp_dp=world, model=own)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,264 @@
+"""Batches for sequence parallelism from any loader of full sequences."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_usp.comm.gather import all_gather_bytes, transport_device
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, DataError, LayoutError
+from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.geometry.masks import Borders
+from ds_usp.notices import notice
+from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
+
+_STATUS = struct.Struct("cq8s480s")
+_NOTHING, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedBatch:
+    """What one sequence-parallel rank holds of a batch.
+
+    Shapes:
+        tokens, labels, positions: ``[b, s_local]``, int64.
+
+    Attributes:
+        labels: of every token the next one, -100 where none counts. They are shifted: a loss that
+            shifts by itself (``labels=`` of a Hugging Face model) would shift twice.
+        positions: in the sequence, or in the token's document, for RoPE or learned positions.
+        layout: which tokens these are; to be passed to attention.
+        documents: for ``MaskSpec.causal(documents)``; () if every sequence is one document.
+        loss_tokens: labels that count in the batches of all data-parallel replicas together; with
+            several micro batches a step, their sum is the step's.
+        others: the batch's other entries; tensors ``[b, s_local, ...]``, those named in ``whole``
+            as they were.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    layout: TokenLayout
+    documents: tuple[Borders, ...]
+    loss_tokens: int
+    others: dict[str, Any]
+
+
+class SequenceParallelDataLoader:
+    """Gives every sequence-parallel group one batch, and each rank its shard of it.
+
+    Rank 0 of every mesh reads and sends the batch to the other ranks. So the ranks of a group
+    cannot see different data, whatever is random in reading or in augmentation, only one of them
+    needs worker processes, and storage is read once.
+
+    Data-parallel replicas must read different samples::
+
+        dp = data_parallel_ranks(mesh)
+        sampler = DistributedSampler(data, num_replicas=dp.size, rank=dp.rank)
+        loader = SequenceParallelDataLoader(DataLoader(data, sampler=sampler), mesh)
+
+    The wrapped loader gives dicts of full sequences:
+
+    * ``input_ids [b, seq_len]``; lengths may change from batch to batch and need not divide.
+    * ``labels [b, seq_len]``, each at the place of its own token, as Hugging Face has them; here
+      they are shifted, before sharding. Absent: the tokens themselves. Labels that are the next
+      tokens already are named ``shift_labels``.
+    * ``position_ids [b, seq_len]``, which start anew at 0 in every packed document; or
+      ``cu_seqlens``: cumulative borders, for all samples or a list for each. Absent: one document.
+    * ``attention_mask [b, seq_len]``: 0 where a sequence is padded, on the right. Padding becomes
+      a document of its own, without labels.
+    * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
+
+    All ranks end with the loader that ends first; what others have read by then is dropped, which
+    is said once.
+
+    Args:
+        loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
+        mesh: the ranks that share each batch.
+        layout: kind of token layout. ``balanced`` is made anew from the documents of each batch.
+        device: where shards go; None: where the mesh's ranks exchange tensors.
+        whole: names of tensors that every rank gets as they are.
+        group: the ranks that train together, a whole number of meshes; None: the default group.
+
+    Raises:
+        ConfigError, LayoutError: at construction, on every rank of the mesh.
+        DataError, LayoutError: at the batch that cannot be used, on every rank of ``group``.
+
+    Collective over the mesh when it is made, and over ``group`` at each batch.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Mapping[str, Any]] | None,
+        mesh: SequenceMesh,
+        layout: str = "contiguous",
+        *,
+        device: torch.device | str | None = None,
+        whole: tuple[str, ...] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        error: Exception | None = None
+        if layout not in KINDS:
+            error = LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+        elif mesh.rank == 0 and loader is None:
+            error = ConfigError(
+                "loader=None on rank 0 of a sequence mesh, which reads for the others: pass the "
+                "loader of full sequences there"
+            )
+        mesh.agree(f"a data loader, layout {layout}, whole {sorted(whole)}", error)
+        self.mesh, self.layout = mesh, layout
+        self._loader, self._whole = loader, whole
+        # Without other ranks there is nobody to read with, and torch.distributed may not run.
+        self._everyone: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            self._everyone = group or dist.group.WORLD
+        self._transport = None if mesh.sp_group is None else transport_device(mesh.sp_group)
+        self._device = device if device is not None else self._transport
+
+    def __len__(self) -> int:
+        """Batches of this replica's loader; fewer come where another replica has fewer."""
+        return len(cast(Sized, self._loader))
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        """One pass over the loader."""
+        batches = iter(self._loader) if self.mesh.rank == 0 and self._loader is not None else None
+        while True:
+            own = self._read(batches)
+            statuses = self._compare(own)
+            if statuses is None:
+                return
+            loss_tokens = sum(status.loss_tokens for status in statuses)
+            yield self._shard(self._send(own.batch), loss_tokens)
+
+    def _layout_of(self, batch: FullBatch) -> TokenLayout:
+        documents: Any = ()
+        if self.layout == "balanced":
+            documents = batch.documents or ((0, batch.seq_len),)
+        return self.mesh.layout(self.layout, batch.seq_len, documents)
+
+    def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _Own:
+        """The next batch of the rank that reads, checked; errors are kept until all know them."""
+        if batches is None:
+            return _Own(_Status(_NOTHING))
+        try:
+            found = next(batches)
+        except StopIteration:
+            return _Own(_Status(_END))
+        except Exception as error:  # a data set may raise anything
+            return _Own(_failed(error), error=error)
+        try:
+            batch = full_batch(found, self._whole)
+            self._layout_of(batch)
+        except ValueError as error:
+            return _Own(_failed(error), error=error)
+        return _Own(_Status(_BATCH, batch.loss_tokens, batch.digest()), batch)
+
+    def _compare(self, own: _Own) -> list[_Status] | None:
+        """What all ranks have read; None where one has come to its end.
+
+        Raises:
+            DataError: another rank cannot use its batch.
+            Exception: this rank cannot use its own.
+        """
+        statuses = [own.status]
+        if self._everyone is not None and dist.get_world_size(self._everyone) > 1:
+            gathered = all_gather_bytes(_STATUS.pack(*own.status), self._everyone)
+            statuses = [_Status(*_STATUS.unpack(data)) for data in gathered]
+        if own.error is not None:
+            raise own.error
+        for rank, status in enumerate(statuses):
+            if status.kind == _ERROR:
+                text = status.text.rstrip(b"\0").decode(errors="ignore")
+                raise DataError(f"rank {rank} of {len(statuses)} could not read its batch: {text}")
+        kinds = [status.kind for status in statuses]
+        if _END in kinds:
+            if _BATCH in kinds:
+                self._notice(
+                    f"{kinds.count(_END)} of {len(kinds) - kinds.count(_NOTHING)} data-parallel "
+                    "replicas have no batch left: this pass ends on all ranks, and a batch of "
+                    f"each of {kinds.count(_BATCH)} others is dropped. Give all replicas as many "
+                    "batches (DistributedSampler with drop_last)"
+                )
+            return None
+        digests = [status.digest for status in statuses if status.kind == _BATCH]
+        if len(set(digests)) < len(digests):
+            self._notice(
+                f"{len(digests)} data-parallel replicas read {len(set(digests))} different "
+                "batches: give each its own samples, DistributedSampler(data, num_replicas=dp.size,"
+                " rank=dp.rank) with dp = ds_usp.training.data_parallel_ranks(mesh)"
+            )
+        return statuses
+
+    def _notice(self, text: str) -> None:
+        notice(text, rank=0 if self._everyone is None else dist.get_rank(self._everyone))
+
+    def _send(self, batch: FullBatch | None) -> FullBatch:
+        """The batch that rank 0 of the mesh has read, on all its ranks."""
+        group = self.mesh.sp_group
+        if group is None or dist.get_world_size(group) == 1:
+            return cast(FullBatch, batch)
+        source = dist.get_global_rank(group, 0)
+        described: list[Any] = [None]
+        if batch is not None:
+            shapes = {name: (x.shape, x.dtype) for name, x in batch.sharded.items()}
+            described = [(shapes, batch.whole, batch.documents)]
+        dist.broadcast_object_list(described, source, group, self._transport)
+        shapes, whole, documents = described[0]
+        sharded: dict[str, Tensor] = {}
+        for name, (shape, dtype) in shapes.items():
+            if batch is None:
+                tensor = torch.empty(shape, dtype=dtype, device=self._transport)
+            else:
+                tensor = batch.sharded[name].contiguous().to(self._transport)
+            # As bytes: not every backend sends every type.
+            dist.broadcast(tensor.view(-1).view(torch.uint8), source, group)
+            sharded[name] = tensor
+        return FullBatch(sharded=sharded, whole=whole, documents=documents)
+
+    def _shard(self, batch: FullBatch, loss_tokens: int) -> ShardedBatch:
+        layout = self._layout_of(batch)
+        shards = {
+            name: layout.shard(x, dim=1, rank=self.mesh.rank).to(self._device)
+            for name, x in batch.sharded.items()
+        }
+        whole = {
+            name: x.to(self._device) if isinstance(x, Tensor) else x
+            for name, x in batch.whole.items()
+        }
+        return ShardedBatch(
+            tokens=shards.pop(TOKENS),
+            labels=shards.pop(SHIFTED),
+            positions=shards.pop(POSITIONS),
+            layout=layout,
+            documents=batch.documents,
+            loss_tokens=loss_tokens,
+            others={**shards, **whole},
+        )
+
+
+class _Status(NamedTuple):
+    """What a rank says about its next batch."""
+
+    kind: bytes
+    loss_tokens: int = 0
+    digest: bytes = b""
+    text: bytes = b""
+
+
+class _Own(NamedTuple):
+    """What this rank has read, if it is one that reads."""
+
+    status: _Status
+    batch: FullBatch | None = None
+    error: Exception | None = None
+
+
+def _failed(error: Exception) -> _Status:
+    return _Status(_ERROR, text=f"{type(error).__name__}: {error}".encode())

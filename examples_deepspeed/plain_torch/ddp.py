@@ -1,0 +1,55 @@
+"""DistributedDataParallel, dp x (ulysses x ring):  torchrun --nproc-per-node 4 ddp.py --check"""
+
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from check import agrees, say
+from model import GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ds_usp import training
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train a few steps; 1 if ``--check`` finds a difference."""
+    args = flags(__doc__).parse_args(argv)
+    device, dtype, mesh = start(args)
+    dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence: one replica
+    data = MadeUpDocuments(64, args.seq_len)
+    full = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, dp.size, dp.rank))
+    # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
+    # Face model called with labels= would, inside each shard, and be wrong at every border.
+    loader = training.SequenceParallelDataLoader(full, mesh, args.layout, device=device)
+    model = DistributedDataParallel(GPT().to(device))  # over all ranks of all meshes
+    optimizer = optimizer_of(model.parameters(), args.check)
+    first, seen, world = 0, {}, dist.get_world_size()
+    if args.load:
+        state = torch.load(args.load, map_location=device, weights_only=True)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step, batch in islice(enumerate(loader), first, args.steps):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(batch.tokens, batch.positions, attention_of(batch, mesh)).float()
+        summed = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        # DDP divides the sum of all ranks' gradients by the number of ranks. The mean is over the
+        # loss tokens of the global batch, of which every rank has another number.
+        loss = summed * training.loss_token_weight(batch.loss_tokens, scale=world)
+        loss.backward()
+        total = training.mean_loss([loss], world, dist.group.WORLD)  # for the screen
+        if args.check:
+            seen[step] = total, {n: p.grad.clone() for n, p in model.module.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        say(f"step {step}: loss {total:.4f}")
+    if args.save and dist.get_rank() == 0:  # every rank has all of it
+        both = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**both, "step": args.steps}, args.save)
+    return int(args.check and not agrees(seen, full, dp.size, device))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

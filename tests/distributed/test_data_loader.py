@@ -1,0 +1,181 @@
+"""One batch for every sequence-parallel group, and the right shard of it for each rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+
+from ds_usp import ConfigError, DataError, LayoutError, MeshError, RankGrid, SequenceMesh
+from ds_usp.training import ParallelGroups, SequenceParallelDataLoader, data_parallel_ranks
+
+WORLD = 4
+
+
+def samples(replica: int, count: int, seq_len: int = 13) -> list[dict[str, Any]]:
+    """A replica's batches, of another length each."""
+    draw = torch.Generator().manual_seed(replica)
+    return [
+        {
+            "input_ids": torch.randint(2, 99, (2, seq_len + i), generator=draw),
+            "weights": torch.rand(2, seq_len + i, 3, generator=draw),
+            "name": f"{replica}.{i}",
+        }
+        for i in range(count)
+    ]
+
+
+def mesh_of(ulysses: int, ring: int) -> SequenceMesh:
+    replicas = WORLD // (ulysses * ring)
+    return SequenceMesh.build(RankGrid({"ulysses": ulysses, "ring": ring, "dp": replicas}))
+
+
+def sharded(ctx: RankContext, *, ulysses: int, ring: int, layout: str) -> list[Any]:
+    mesh = mesh_of(ulysses, ring)
+    dp = data_parallel_ranks(mesh)
+    assert dp.size == WORLD // mesh.sp_degree and dp.rank == ctx.rank // mesh.sp_degree
+    loader = None
+    if mesh.rank == 0:  # the others need none
+        loader = samples(dp.rank, 3)
+    found = []
+    for batch in SequenceParallelDataLoader(loader, mesh, layout):
+        whole = {
+            name: batch.layout.positions(mesh.rank) for name in ("tokens", "labels", "positions")
+        }
+        found.append((dp.rank, batch, whole["tokens"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "layout"),
+    [
+        (2, 1, "contiguous"),
+        (1, 2, "zigzag"),
+        (2, 2, "striped"),
+        (1, 2, "balanced"),
+        (1, 1, "zigzag"),
+    ],
+)
+def test_every_rank_gets_its_shard_of_its_groups_batch(
+    ulysses: int, ring: int, layout: str, pool: WorkerPool
+) -> None:
+    replicas = WORLD // (ulysses * ring)
+    full = [samples(replica, 3) for replica in range(replicas)]
+    for rank in pool.run(sharded, WORLD, ulysses=ulysses, ring=ring, layout=layout):
+        assert len(rank) == 3
+        for step, (replica, batch, positions) in enumerate(rank):
+            tokens = full[replica][step]["input_ids"]
+            labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+            assert torch.equal(batch.tokens, tokens[:, positions])
+            assert torch.equal(batch.labels, labels[:, positions])
+            assert batch.positions.tolist() == [positions] * 2
+            weights = full[replica][step]["weights"]
+            assert torch.equal(batch.others["weights"], weights[:, positions])
+            assert batch.others["name"] == f"{replica}.{step}"
+            assert batch.loss_tokens == replicas * 2 * (tokens.shape[1] - 1)
+
+
+class Notices(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def counted(ctx: RankContext, *, counts: list[int], replica: list[int]) -> tuple[int, list[str]]:
+    mesh, notices = mesh_of(2, 1), Notices()
+    logging.getLogger("ds_usp").addHandler(notices)
+    dp = data_parallel_ranks(mesh)
+    loader = SequenceParallelDataLoader(samples(replica[dp.rank], counts[dp.rank]), mesh)
+    steps = sum(1 for _ in loader) + sum(1 for _ in loader)  # a second pass begins anew
+    logging.getLogger("ds_usp").removeHandler(notices)
+    return steps, notices.lines
+
+
+def test_all_ranks_end_with_the_shortest_loader(pool: WorkerPool) -> None:
+    ranks = pool.run(counted, WORLD, counts=[3, 2], replica=[0, 1])
+    assert [steps for steps, _ in ranks] == [4] * WORLD
+    (line,) = ranks[0][1]
+    assert "1 of 2 data-parallel replicas have no batch left" in line
+    assert all(not lines for _, lines in ranks[1:])
+
+
+def test_replicas_that_read_the_same_are_told(pool: WorkerPool) -> None:
+    ranks = pool.run(counted, WORLD, counts=[2, 2], replica=[0, 0])
+    assert [steps for steps, _ in ranks] == [4] * WORLD
+    (line,) = ranks[0][1]
+    assert "2 data-parallel replicas read 1 different batches" in line
+
+
+def broken(ctx: RankContext, *, case: str) -> Any:
+    mesh = mesh_of(2, 1)
+
+    def loader() -> Any:
+        yield samples(ctx.rank, 1)[0]
+        if ctx.rank == 2:
+            if case == "reading":
+                raise OSError("no such file")
+            yield {"input_ids": torch.ones(2, 1, dtype=torch.int64)}  # fewer tokens than ranks
+        yield samples(ctx.rank, 1)[0]
+
+    return sum(1 for _ in SequenceParallelDataLoader(loader(), mesh))
+
+
+@pytest.mark.parametrize(
+    ("case", "own", "message"),
+    [("reading", OSError, "no such file"), ("length", LayoutError, "leave a rank")],
+)
+def test_an_error_of_one_replica_is_raised_on_every_rank(
+    case: str, own: type, message: str, pool: WorkerPool
+) -> None:
+    for rank, error in enumerate(pool.errors(broken, WORLD, case=case)):
+        assert isinstance(error, own if rank == 2 else DataError), error
+        assert message in str(error)
+        assert rank == 2 or "rank 2 of 4 could not read its batch" in str(error)
+
+
+def refused(ctx: RankContext, *, case: str) -> None:
+    mesh = mesh_of(2, 1)
+    if case == "layouts":
+        SequenceParallelDataLoader([], mesh, ("zigzag", "contiguous")[mesh.rank])
+    elif case == "no loader":
+        SequenceParallelDataLoader(None, mesh)
+    else:
+        ParallelGroups.from_mesh(SequenceMesh.single())
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("layouts", MeshError, "disagree"),
+        ("no loader", (ConfigError, MeshError), "loader=None on rank 0"),
+        ("groups", ConfigError, "a mesh of one process has no groups"),
+    ],
+)
+def test_bad_settings_are_refused_on_every_rank(
+    case: str, kind: type, message: str, pool: WorkerPool
+) -> None:
+    for error in pool.errors(refused, WORLD, case=case):
+        assert isinstance(error, kind), error
+        assert message in str(error)
+
+
+def uneven(ctx: RankContext) -> None:
+    mesh = SequenceMesh.single()
+    if ctx.rank < 2:
+        import torch.distributed as dist
+
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        mesh = SequenceMesh.from_group(group)
+    data_parallel_ranks(mesh)
+
+
+def test_meshes_of_different_sizes_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(uneven, WORLD):
+        assert isinstance(error, ConfigError)
+        assert "hold 3 sequence meshes of 1 and 2 ranks" in str(error)

@@ -1,0 +1,105 @@
+"""The examples for plain torch train as one process does; so do those that go on from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import RankContext, WorkerPool
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples_deepspeed" / "plain_torch"
+EXAMPLES = ("ddp", "fsdp2", "deepspeed_zero")
+WORLD = 4
+ULYSSES, RING = "--ulysses 2 --ring 1", "--ulysses 1 --ring 2 --seq-len 67"  # and 2 replicas
+CASES = [
+    ("ddp", ULYSSES, ""),
+    ("ddp", RING, ""),
+    ("ddp", "--ulysses 2 --ring 2", ""),
+    ("fsdp2", ULYSSES, ""),
+    ("fsdp2", RING, ""),
+    *(
+        ("deepspeed_zero", (ULYSSES, RING)[stage % 2], f"--zero-stage {stage}")
+        for stage in range(4)
+    ),
+]
+
+
+def run_example(ctx: RankContext, *, name: str, commands: list[str]) -> list[tuple[int, str]]:
+    """The exit code and the output of each command on this rank."""
+    sys.path.insert(0, str(FOLDER))
+    from importlib import import_module
+
+    module, found = import_module(name), []
+    for command in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = module.main(command.split())
+        found.append((code, out.getvalue()))
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_at_most_60_lines(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(("name", "degrees", "more"), CASES)
+def test_an_example_trains_as_one_process_and_goes_on_from_its_checkpoint(
+    name: str, degrees: str, more: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    check, saved = f"{degrees} {more} --check", tmp_path / "checkpoint"
+    commands = [f"{check} --steps 2 --save {saved}", f"{check} --steps 4 --load {saved}"]
+    ranks: list[list[tuple[int, str]]] = pool.run(run_example, WORLD, name=name, commands=commands)
+    for command, (code, text) in zip(commands, ranks[0], strict=True):
+        assert code == 0, f"{command}\n{text}"
+        first = 2 if "--load" in command else 0
+        assert f"step {first}: loss" in text and f"step {first - 1}: loss" not in text
+        assert "limit 1e-05: ok" in text
+    assert all(code == 0 for rank in ranks for code, _ in rank)
+
+
+def shifted_in_the_shard(ctx: RankContext) -> Any:
+    """The first example, but for its labels, which are shifted as a model that knows no shards
+    does."""
+    sys.path.insert(0, str(FOLDER))
+    import ddp
+    import torch
+
+    original = ddp.F.cross_entropy
+
+    def wrong(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return original(logits[:-1], labels[1:], **kwargs)
+
+    ddp.F.cross_entropy = wrong
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = ddp.main(["--check", "--steps", "1"])
+    finally:
+        ddp.F.cross_entropy = original
+    return code, out.getvalue()
+
+
+def test_the_check_finds_an_error(pool: WorkerPool) -> None:
+    code, text = pool.run(shifted_in_the_shard, WORLD)[0]
+    assert code == 1
+    assert "FAILED" in text
+
+
+def test_an_example_starts_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, str(FOLDER / "ddp.py"), "--check", "--steps", "1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "limit 1e-05: ok" in done.stdout

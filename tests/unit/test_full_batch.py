@@ -1,0 +1,181 @@
+"""What is derived from a loader's batch before it is sharded, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_usp import ConfigError, DataError, LayoutError, SequenceMesh
+from ds_usp.training import (
+    SequenceParallelDataLoader,
+    ShardedBatch,
+    borders_of_positions,
+    next_token_labels,
+    shard_batch,
+)
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 4], [1, 2, 3, 4, 5, 6]])
+
+
+def batches(*given: Any, layout: str = "contiguous", **settings: Any) -> list[ShardedBatch]:
+    """What one process makes of them."""
+    return list(SequenceParallelDataLoader(given, SequenceMesh.single(), layout, **settings))
+
+
+def test_labels_are_the_next_tokens_and_the_last_has_none() -> None:
+    (batch,) = batches({"input_ids": TOKENS})
+    assert torch.equal(batch.tokens, TOKENS)
+    assert batch.labels.tolist() == [[6, 7, 8, 9, 4, -100], [2, 3, 4, 5, 6, -100]]
+    assert batch.positions.tolist() == [list(range(6))] * 2
+    assert batch.documents == () and batch.loss_tokens == 10
+
+
+def test_labels_that_do_not_count_stay_out() -> None:
+    labels = TOKENS.clone()
+    labels[:, :3] = -100
+    (batch,) = batches({"input_ids": TOKENS, "labels": labels})
+    assert batch.labels.tolist()[0] == [-100, -100, 8, 9, 4, -100]
+    assert batch.loss_tokens == 6
+
+
+def test_shifted_labels_are_taken_as_they_are() -> None:
+    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1})
+    assert torch.equal(batch.labels, TOKENS + 1)
+
+
+POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
+PACKED = {
+    "positions": {"position_ids": POSITIONS},
+    "borders of each sample": {"cu_seqlens": [[0, 2, 6], [0, 4, 6]]},
+}
+
+
+@pytest.mark.parametrize("given", PACKED.values(), ids=PACKED)
+def test_documents_end_labels_and_restart_positions(given: dict[str, Any]) -> None:
+    (batch,) = batches({"input_ids": TOKENS, **given})
+    assert batch.documents == ((0, 2, 6), (0, 4, 6))
+    assert torch.equal(batch.positions, POSITIONS)
+    assert batch.labels.tolist() == [[6, -100, 8, 9, 4, -100], [2, 3, 4, -100, 6, -100]]
+
+
+def test_one_list_of_borders_is_for_all_samples() -> None:
+    borders = torch.tensor([[0, 4, 6]], dtype=torch.int32)
+    (batch,) = batches({"input_ids": TOKENS, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders})
+    assert batch.documents == ((0, 4, 6),)
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+
+
+def test_padding_is_a_document_without_labels() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask})
+    assert batch.documents == ((0, 4, 6), (0, 6))
+    assert batch.labels.tolist()[0] == [6, 7, 8, -100, -100, -100]
+    assert batch.loss_tokens == 3 + 5
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)})
+    assert batch.documents == ()
+
+
+def test_padding_of_packed_documents() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)
+    positions = torch.tensor([[0, 1, 0, 1, 7, 7]] * 2)  # those of padding do not matter
+    (batch,) = batches({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
+    assert batch.documents == ((0, 2, 4, 6),)
+
+
+def test_other_entries_are_sharded_or_whole() -> None:
+    given = {"input_ids": TOKENS, "weights": TOKENS.float(), "image": torch.ones(3), "ids": "a"}
+    (batch,) = batches(given, whole=("image",))
+    assert torch.equal(batch.others["weights"], TOKENS.float())
+    assert batch.others["image"].shape == (3,) and batch.others["ids"] == "a"
+
+
+def test_a_balanced_layout_is_made_from_each_batchs_documents() -> None:
+    first, second = batches(
+        {"input_ids": TOKENS, "cu_seqlens": [0, 2, 6]}, {"input_ids": TOKENS}, layout="balanced"
+    )
+    assert first.layout.documents == (0, 2, 6)
+    assert second.layout.documents == (0, 6)
+
+
+def test_a_length_is_the_wrapped_loaders() -> None:
+    assert len(SequenceParallelDataLoader([{}, {}], SequenceMesh.single())) == 2
+    with pytest.raises(TypeError):
+        len(SequenceParallelDataLoader(iter([]), SequenceMesh.single()))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no dict": (TOKENS, "batch is Tensor: it must be a dict"),
+    "no tokens": ({"tokens": TOKENS}, r"batch is \['tokens'\]"),
+    "one dim": ({"input_ids": TOKENS[0]}, r"input_ids are \[6\], expected \[batch, sequence\]"),
+    "labels of another length": (
+        {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
+        r"labels is \[2, 5\], input_ids are \[2, 6\]",
+    ),
+    "a mask of pairs": (
+        {"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6)},
+        "Masks of pairs of tokens are not sharded",
+    ),
+    "padding on the left": (
+        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])},
+        "sample 1 keeps 4 of 6 tokens, and not the first ones: pad on the right",
+    ),
+    "an empty sample": (
+        {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [0] * 6])},
+        "sample 1 keeps 0 of 6",
+    ),
+    "labels that are shifted already": (
+        {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:]},
+        "would be shifted twice: name them 'shift_labels'",
+    ),
+    "labels twice": (
+        {"input_ids": TOKENS, "labels": TOKENS, "shift_labels": TOKENS},
+        "leave one of the two out",
+    ),
+    "positions that jump": (
+        {"input_ids": TOKENS, "position_ids": torch.tensor([[0, 1, 2, 5, 6, 7]] * 2)},
+        "sample 0 go from 2 to 5 at token 3",
+    ),
+    "documents that differ": (
+        {"input_ids": TOKENS, "position_ids": POSITIONS, "cu_seqlens": [0, 3, 6]},
+        "cu_seqlens and position_ids name different documents",
+    ),
+    "a tensor of no sequence": (
+        {"input_ids": TOKENS, "image": torch.ones(2, 3)},
+        r"'image' is \[2, 3\], not \[2, 6, ...\].*whole=\('image',\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_batch_that_cannot_be_used_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        batches(given)
+
+
+def test_borders_that_end_elsewhere_are_refused() -> None:
+    with pytest.raises(ConfigError, match="end at 5, the sequence has 6"):
+        batches({"input_ids": TOKENS, "cu_seqlens": [0, 5]})
+
+
+def test_settings_are_checked_at_once() -> None:
+    with pytest.raises(LayoutError, match="unknown token layout 'zigzig'"):
+        SequenceParallelDataLoader([], SequenceMesh.single(), "zigzig")
+    with pytest.raises(ConfigError, match="loader=None on rank 0"):
+        SequenceParallelDataLoader(None, SequenceMesh.single())
+
+
+def test_helpers_by_hand() -> None:
+    assert next_token_labels(TOKENS, [0, 2, 6])[0].tolist() == [6, -100, 8, 9, 4, -100]
+    with pytest.raises(ConfigError, match="the batch has 2"):
+        next_token_labels(TOKENS, [[0, 6]] * 3)
+    assert borders_of_positions(POSITIONS) == [[0, 2, 6], [0, 4, 6]]
+
+
+def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
+    layout = SequenceMesh.single().layout("contiguous", 6)
+    ones = torch.ones_like(TOKENS)
+    with pytest.raises(DataError, match="all 12 labels are the tokens at their own places"):
+        shard_batch(TOKENS, TOKENS, ones, layout=layout, rank=0)
+    shard_batch(ones, ones, ones, layout=layout, rank=0)  # all tokens are alike
