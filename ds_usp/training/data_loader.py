@@ -82,7 +82,10 @@ class SequenceParallelDataLoader:
     Args:
         loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
         mesh: the ranks that share each batch.
-        layout: kind of token layout. ``balanced`` is made anew from the documents of each batch.
+        layout: kind of token layout, which attention must be given too (``batch.layout``): the
+            default is the one that :class:`ds_usp.USPAttention` takes by default. ``zigzag``
+            balances the causal work of a ring. ``balanced`` is made anew from the documents of
+            each batch.
         device: where shards go; None: where the mesh's ranks exchange tensors.
         whole: names of tensors that every rank gets as they are.
         group: the ranks that train together, a whole number of meshes; None: the default group.
@@ -98,7 +101,7 @@ class SequenceParallelDataLoader:
         self,
         loader: Iterable[Mapping[str, Any]] | None,
         mesh: SequenceMesh,
-        layout: str = "contiguous",
+        layout: str = TokenLayout.CALLERS_KIND,
         *,
         device: torch.device | str | None = None,
         whole: tuple[str, ...] = (),
