@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,7 +210,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
 def own_clipping(
     config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps.
+    """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps; a step
+    whose norm is not finite is left out.
 
     For ZeRO-0 in fp32, where gradients are on the parameters. The engine reads
     ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
@@ -222,7 +224,10 @@ def own_clipping(
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = global_gradient_norm(parameters, groups)
-        if clip > 0.0:
+        if not math.isfinite(norm):
+            for p in parameters:
+                p.grad = None  # no update, as in DeepSpeed's own optimizers
+        elif clip > 0.0:
             for p in parameters:
                 if p.grad is not None:
                     p.grad.mul_(min(1.0, clip / (norm + 1e-6)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from harness import RankContext, fork_world
 
 import megatron_patches
@@ -46,7 +49,7 @@ def arguments(flags: str, output_dir: Path | str) -> Namespace:
     """Parsed flags of a tiny run."""
     from usp_trainer.arguments import parse
 
-    return parse([*TINY.split(), *flags.split(), "--output-dir", str(output_dir)])
+    return parse([*TINY.split(), "--output-dir", str(output_dir), *flags.split()])
 
 
 @contextmanager
@@ -68,6 +71,7 @@ def start(flags: str, output_dir: Path | str) -> Any:
     """A run on this rank; groups of an earlier one on it are forgotten."""
     from megatron.core import parallel_state
     from usp_trainer.loop import Run
+    from usp_trainer.planned import decide
 
     from ds_usp.training import prepare_deepspeed
 
@@ -75,7 +79,35 @@ def start(flags: str, output_dir: Path | str) -> Any:
     prepare_deepspeed()
     parallel_state.destroy_model_parallel()
     megatron_patches.restore()
-    return Run(arguments(flags, output_dir))
+    args, _ = decide(arguments(flags, output_dir), dist.get_world_size())
+    return Run(args)
+
+
+def pretrain_on_rank(
+    ctx: RankContext, *, runs: list[str], output_dir: str
+) -> list[tuple[Exception | None, str]]:
+    """How each run, from its start to its last step, ends on this rank, and what it prints."""
+    from megatron.core import parallel_state
+    from usp_trainer.loop import pretrain
+
+    from ds_usp.training import prepare_deepspeed
+
+    read_sources_once()
+    found: list[tuple[Exception | None, str]] = []
+    for flags in runs:
+        prepare_deepspeed()
+        parallel_state.destroy_model_parallel()
+        megatron_patches.restore()
+        error, printed = None, io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                args = arguments(flags, output_dir)
+                args.quiet = False
+                pretrain(args)
+        except (ValueError, OSError) as raised:
+            error = raised
+        found.append((error, printed.getvalue()))
+    return found
 
 
 def numbers_on_rank(

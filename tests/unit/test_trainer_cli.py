@@ -21,17 +21,19 @@ from usp_trainer.memory import model_shape  # noqa: E402
 from usp_trainer.planned import choose  # noqa: E402
 
 FLAGS = """
-    --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --clip-grad --data-cache-path
+    --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
+    --check-for-nan-in-loss-and-grad --clip-grad --data-cache-path
     --data-path --device --disable-bias-linear --ds-sequence-parallel-size --eod-mask-loss
     --eval-interval --eval-iters --ffn-hidden-size --global-batch-size --help --hidden-dropout
     --hidden-size --init-method-std --layernorm-epsilon --load --local-rank --local_rank
     --log-interval --lr --lr-decay-iters --lr-decay-style --lr-warmup-iters
     --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size --min-lr
-    --no-bf16 --no-disable-bias-linear --no-eod-mask-loss --no-reset-attention-mask
+    --no-bf16 --no-check-for-nan-in-loss-and-grad --no-disable-bias-linear --no-eod-mask-loss
+    --no-reset-attention-mask
     --no-reset-position-ids --no-swiglu
     --no-untie-embeddings-and-output-weights --no-use-rotary-position-embeddings
     --normalization --num-attention-heads --num-key-value-heads --num-layers --num-processes
-    --optimizer --output-dir --pipeline-model-parallel-size --quickstart --quiet
+    --optimizer --output-dir --overwrite-output --pipeline-model-parallel-size --quickstart --quiet
     --reset-attention-mask --reset-position-ids --rotary-base --save --save-interval --seed
     --seq-length --sgd-momentum --split --swiglu
     --tensor-model-parallel-size --train-iters --ulysses-degree

@@ -249,6 +249,12 @@ def _training(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="bf16 weights with fp32 masters (default: fp32)",
     )
+    add(
+        "--check-for-nan-in-loss-and-grad",
+        action=SWITCH,
+        default=True,
+        help="stop, and save nothing, when a loss, a gradient or a weight is not finite",
+    )
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
@@ -309,6 +315,11 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
     add("--save", type=Text(), metavar="DIR", help="checkpoints go here")
     add("--load", type=Text(), metavar="DIR", help="continue from the latest checkpoint here")
+    add(
+        "--overwrite-output",
+        action="store_true",
+        help="start even where --save holds a later checkpoint, and replace it",
+    )
     add(
         "--save-interval",
         type=COUNT,

@@ -14,11 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_usp import CheckpointError
+from usp_trainer.checksums import checksums, differing, text_checksum
 from usp_trainer.files import LATEST
 from usp_trainer.launch import from_rank0
+from usp_trainer.run_folder import METADATA
 
-METADATA = "usp_metadata.json"
-FORMAT = 1
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1  # an earlier format, read as it is
 
 MODEL = (
     "num_layers",
@@ -66,9 +68,19 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     folder, tag = Path(args.save), f"step_{progress.step}"
     unfinished = f"unfinished_{tag}"
     from_rank0(lambda: shutil.rmtree(folder / unfinished, ignore_errors=True))
-    engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
+    try:
+        engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
+    except (OSError, RuntimeError) as error:  # torch.save's own error names no file
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(
+            f"step {progress.step} could not be written to {folder} ({free / 2**20:,.0f} MiB free "
+            f"there): {str(error).splitlines()[0]}. The checkpoint before it is whole"
+        ) from error
     dist.barrier()
-    return from_rank0(lambda: _publish(folder, unfinished, tag, _describe(args, progress)))
+    made = folder / unfinished
+    sizes = from_rank0(lambda: _sizes(made))
+    metadata = _describe(args, progress) | {"files": sizes, "sha256": checksums(made, sizes)}
+    return from_rank0(lambda: _publish(folder, unfinished, tag, metadata))
 
 
 def load(engine: Any, args: Namespace) -> Progress:
@@ -78,10 +90,11 @@ def load(engine: Any, args: Namespace) -> Progress:
     split of ``sequence x data`` ranks into the two.
 
     Raises:
-        CheckpointError: on every rank; there is none, a file of it is missing or short, or it
-            belongs to another model or is cut in another way.
+        CheckpointError: on every rank; there is none, a file of it is missing, short or not as it
+            was written, or it belongs to another model or is cut in another way.
     """
-    tag, progress = from_rank0(lambda: _checked(args))
+    tag, progress, metadata = from_rank0(lambda: _checked(args))
+    _check_contents(Path(args.load) / tag, metadata)
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     path, _ = engine.load_checkpoint(args.load, tag=tag)
@@ -105,13 +118,14 @@ def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
+def _sizes(made: Path) -> dict[str, int]:
+    files = (path for path in sorted(made.rglob("*")) if path.is_file())
+    return {str(path.relative_to(made)): path.stat().st_size for path in files}
+
+
 def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
     made, latest = folder / unfinished, folder / LATEST
-    metadata["files"] = {
-        str(path.relative_to(made)): path.stat().st_size
-        for path in sorted(made.rglob("*"))
-        if path.is_file()
-    }
+    metadata |= {"checksum": text_checksum(_canonical(metadata))}
     (made / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
     # A step that was saved before keeps its folder until the new one is published.
     again = f"{tag}_again"
@@ -125,7 +139,26 @@ def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) 
     return str(folder / tag)
 
 
-def _checked(args: Namespace) -> tuple[str, Progress]:
+def _canonical(metadata: Mapping[str, Any]) -> str:
+    return json.dumps({name: metadata[name] for name in sorted(metadata) if name != "checksum"})
+
+
+def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Compare every file with its checksum, before DeepSpeed reads any of them. Collective."""
+    if metadata["format"] == WITHOUT_CHECKSUMS:
+        return
+    found = checksums(folder, metadata["files"])
+    wrong = differing(metadata["sha256"], found)
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(str(folder / name) for name in wrong)}: not the bytes that were saved "
+            f"(the sha256 is {found[wrong[0]][:16]}..., saved was "
+            f"{metadata['sha256'][wrong[0]][:16]}...). Copy it again from where it is whole, or "
+            f"write the name of an earlier checkpoint into {folder.parent / LATEST}"
+        )
+
+
+def _checked(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
     folder = Path(args.load)
     try:
         tag = (folder / LATEST).read_text().strip()
@@ -135,10 +168,7 @@ def _checked(args: Namespace) -> tuple[str, Progress]:
             f"--load {folder} holds no finished checkpoint of this trainer ({error}). Leave --load "
             "out for the first run"
         ) from error
-    if metadata.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder / tag} has format {metadata.get('format')}, this trainer reads {FORMAT}"
-        )
+    _check_format(folder / tag, metadata)
     own = _describe(args, Progress())
     for kind, reason in (
         ("model", "is of another model"),
@@ -155,7 +185,19 @@ def _checked(args: Namespace) -> tuple[str, Progress]:
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, it was saved with {size}")
-    return tag, Progress(**metadata["progress"])
+    return tag, Progress(**metadata["progress"]), metadata
+
+
+def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
+    kind = metadata.get("format")
+    if kind == WITHOUT_CHECKSUMS:
+        print(f"{folder} was saved without checksums; only the sizes of its files are checked")
+    elif kind != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {kind}, this trainer reads {WITHOUT_CHECKSUMS} and {FORMAT}"
+        )
+    elif metadata.get("checksum") != text_checksum(_canonical(metadata)):
+        raise CheckpointError(f"{folder / METADATA} is not as it was saved")
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from ds_usp import DataError, TokenLayout
 from ds_usp.training import SequenceBatch, document_borders, document_positions, shard_batch
 from usp_trainer import files
 from usp_trainer.launch import from_rank0
+from usp_trainer.run_folder import CACHE
 
 EOD = 256  # end of document; the ids below it are the 256 bytes
 TEXT_VOCAB_SIZE = EOD + 1
@@ -159,7 +160,6 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     Raises:
         DataError: a file that is missing, empty or not what it claims to be.
     """
-    (_cache(args) / "index").mkdir(parents=True, exist_ok=True)
     paths = args.data_path or [None]
     indexed = files.indexed_data(args.data_path or ())
     if not indexed:
@@ -185,7 +185,7 @@ def _require_everywhere(prefixes: list[str]) -> None:
 
 
 def _cache(args: Namespace) -> Path:
-    return Path(args.data_cache_path or Path(args.output_dir) / "data")
+    return Path(args.data_cache_path or Path(args.output_dir) / CACHE)
 
 
 def _encoded(cache: Path, path: str | None) -> str:
@@ -196,6 +196,7 @@ def _encoded(cache: Path, path: str | None) -> str:
         digest.update(len(document).to_bytes(8, "little") + document)
     prefix = cache / f"text-{digest.hexdigest()[:16]}"
     if not Path(get_idx_path(str(prefix))).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
             made = str(Path(folder) / "text")
             _write(made, documents)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +20,25 @@ from usp_trainer import checkpoint, report
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
 from usp_trainer.engine import Trainer, learning_rate
+from usp_trainer.finite import check_weights, not_finite_error
+from usp_trainer.launch import from_rank0
 from usp_trainer.model import build_model, padded_vocab_size
 from usp_trainer.planned import decide
+from usp_trainer.run_folder import RunFolders
 
 
 class Run:
     """Everything a rank holds between steps. Collective: every rank makes one and calls it alike.
 
     Args:
-        args: as parsed; :attr:`args` has what follows from it, :attr:`why` what the planner says
-            of its choice, if it had one.
+        args: as :func:`usp_trainer.planned.decide` returns them.
 
     Raises:
         USPError: on every rank; whatever is wrong with the flags, the data or the checkpoint.
     """
 
     def __init__(self, args: Namespace) -> None:
-        self.args, self.why = decide(args, dist.get_world_size())
-        args = self.args
+        self.args = args
         layout = TokenLayout(
             args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
         )
@@ -67,6 +71,10 @@ class Run:
         batches = self.data.training_batches(self.progress.samples)
         loss, gradient_norm = self.trainer.train(batches, lr)
         seconds = time.monotonic() - begin
+        if args.check_for_nan_in_loss_and_grad and not math.isfinite(loss + gradient_norm):
+            module, again = self.trainer.engine.module, partial(self.trainer.train, batches, lr)
+            step = self.progress.step + 1
+            raise not_finite_error(step, loss, gradient_norm, module, again)
         self.progress = Progress(
             self.progress.step + 1, self.progress.samples + args.global_batch_size
         )
@@ -88,18 +96,30 @@ class Run:
 
     def save(self) -> str:
         """Write a checkpoint; returns its folder."""
+        if self.args.check_for_nan_in_loss_and_grad:
+            check_weights(self.trainer.engine, self.progress.step)
         return checkpoint.save(self.trainer.engine, self.args, self.progress)
 
 
 def pretrain(args: Namespace) -> None:
-    """Train as ``args`` say, to the end; rank 0 reports."""
-    run = Run(args)
+    """Train as ``args`` say, to the end; rank 0 reports. Collective."""
+    args, why = decide(args, dist.get_world_size())
+    held: list[RunFolders] = []  # on rank 0
+    from_rank0(lambda: held.append(RunFolders(args)))
+    refused = True
+    try:
+        run = Run(args)
+        refused = False
+        _train(run, why)
+    finally:
+        for folders in held:
+            folders.close(refused=refused)
+
+
+def _train(run: Run, why: Sequence[str]) -> None:
     args, reporter = run.args, None
     if dist.get_rank() == 0:
-        if not args.quiet:
-            named = _ranks(run.mesh, run.groups)
-            print(*run.why, report.start_block(args, named, run.parameters), sep="\n", flush=True)
-        reporter = report.Reporter(args, run.progress.step)
+        reporter = _reporter(run, why)
     while run.progress.step < args.train_iters:
         row = run.step()
         last = row["step"] == args.train_iters
@@ -113,6 +133,22 @@ def pretrain(args: Namespace) -> None:
                 reporter.say(f"saved    {folder}")
     if reporter:
         reporter.finish()
+
+
+def _reporter(run: Run, why: Sequence[str]) -> report.Reporter:
+    args, step = run.args, run.progress.step
+    if not args.quiet:
+        named = _ranks(run.mesh, run.groups)
+        print(*why, report.start_block(args, named, run.parameters), sep="\n", flush=True)
+    reporter = report.Reporter(args, step)
+    if args.load:
+        reporter.say(f"resumed from step {step} of {args.load}")
+        if step >= args.train_iters:
+            reporter.say(
+                f"all {args.train_iters} steps are done: nothing is left to train. More with "
+                f"--train-iters above {step}"
+            )
+    return reporter
 
 
 def _due(step: int, interval: int | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-METRICS = "metrics.jsonl"
+from usp_trainer.metrics import METRICS, MetricsFile
+
 PLOT = "loss.png"
 
 
@@ -65,12 +65,10 @@ class Reporter:
     def __init__(self, args: Namespace, first_step: int) -> None:
         self._args = args
         self._folder = Path(args.output_dir)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._seen = [row for row in self._earlier() if row["step"] <= first_step]
+        self._file = MetricsFile(self._folder, first_step if args.load else None)
         self._new: list[dict[str, Any]] = []
-        self._file = (self._folder / METRICS).open("w")
-        for row in self._seen:
-            self._file.write(json.dumps(row) + "\n")
+        for note in self._file.notes:
+            self.say(note)
         self._bar = tqdm(
             total=args.train_iters,
             initial=first_step,
@@ -80,17 +78,10 @@ class Reporter:
             dynamic_ncols=True,
         )
 
-    def _earlier(self) -> list[dict[str, Any]]:
-        path = self._folder / METRICS
-        if not (self._args.load and path.is_file()):
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
     def step(self, row: dict[str, Any]) -> None:
         """Record one step, counted from 1."""
         self._new.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.write(row)
         shown = (
             f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, "
             f"{row['memory_bytes'] / 2**20:,.0f} MiB"
@@ -113,7 +104,7 @@ class Reporter:
         self._file.close()
         if self._args.quiet:
             return
-        plot_loss(self._seen + self._new, degrees(self._args), self._folder / PLOT)
+        plot_loss(self._file.rows + self._new, degrees(self._args), self._folder / PLOT)
         if self._new:
             first, last = self._new[0], self._new[-1]
             print(

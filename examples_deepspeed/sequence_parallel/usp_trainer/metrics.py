@@ -1,0 +1,93 @@
+"""``metrics.jsonl``: one line a step, whole after every kill and every full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+EARLIER = "metrics.jsonl.old"
+
+
+class MetricsFile:
+    """The file of one run, open for its new steps. Rank 0 makes one.
+
+    Args:
+        folder: where it lies.
+        resumed_at: the steps up to this one are kept, later ones were not saved and come again.
+            None: the run begins anew, and a file that is there is kept as ``metrics.jsonl.old``.
+
+    Attributes:
+        rows: the steps that are kept.
+        notes: what was found and done, in lines for the user.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / METRICS
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        if self._path.is_file():
+            if resumed_at is None:
+                os.replace(self._path, folder / EARLIER)
+                self.notes.append(f"the earlier {METRICS} is kept as {folder / EARLIER}")
+            else:
+                self.rows = [row for row in self._read() if row["step"] <= resumed_at]
+        new = folder / f"{METRICS}.new"
+        new.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(new, self._path)
+        self._file = self._path.open("ab", buffering=0)
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The rows that can be read; a note of those that cannot."""
+        rows, dropped = [], []
+        lines = self._path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            row = _row(line)
+            if row is None:
+                dropped.append(number)
+            else:
+                rows.append(row)
+        if dropped:
+            numbers = ", ".join(map(str, dropped))
+            self.notes.append(
+                f"{self._path}: dropped line {numbers} of {len(lines)}, which cannot be read (a "
+                "run was killed while it wrote, or the disk was full)"
+            )
+        return rows
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one step.
+
+        Raises:
+            OSError: it could not be written; the file ends with the step before.
+        """
+        line = (json.dumps(row) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+            if written != len(line):  # the disk took a part; the next call says why
+                self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(end)
+            free = shutil.disk_usage(self._path.parent).free
+            raise OSError(
+                f"{self._path}: {error.strerror} at step {row['step']} ({free / 2**20:,.0f} MiB "
+                "free there). Make room, then start again with --load"
+            ) from error
+
+    def close(self) -> None:
+        """All is written."""
+        self._file.close()
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

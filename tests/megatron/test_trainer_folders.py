@@ -1,0 +1,177 @@
+"""What a run leaves in its folders is whole, and a run that is refused leaves them as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import fork_world
+from trainer_runs import ADAM, degrees, pretrain_on_rank
+
+from ds_usp import CheckpointError, ConfigError
+
+SP2 = degrees(sp=2, zero=1) + ADAM
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcomes(*runs: str, folder: Path, world: int = 2) -> list[list[tuple[Exception | None, str]]]:
+    """How each run to its end ended on each rank, and what it printed."""
+    return fork_world(pretrain_on_rank, world, runs=list(runs), output_dir=str(folder))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the metrics and the checkpoints of two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    outcomes(f"{SP2} --train-iters 2 --save-interval 1 --save {folder}/save", folder=folder)
+    assert len(rows(folder)) == 2
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+    path.write_bytes(data)
+
+
+BEHIND = r"holds a checkpoint of step 2, this run begins at step 0. Continue it with --load"
+OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
+    save, step = saved / "save", saved / "save" / "step_2"
+    more = f"{SP2} --train-iters 3"
+    again = f"{more} --save {save}"
+    other = tmp_path / "other"
+    before = contents(saved)
+    for results in outcomes(
+        again,
+        f"{again} --output-dir {other}",
+        f"{again} --num-layers 3 --load {save}",
+        f"{more} --output-dir {other} --save {other}/save --load {tmp_path}/nothing",
+        f"{more} --output-dir {other} --data-path {tmp_path}/nothing.txt",
+        folder=saved,
+    ):
+        told = [BEHIND, BEHIND, "another model", "no finished checkpoint", "No such file"]
+        for (error, _), text in zip(results, told, strict=True):
+            assert re.search(text, str(error)), error
+    assert contents(saved) == before
+    assert not other.exists()
+    for name in ("mp_rank_00_model_states.pt", OPTIMIZER):
+        whole = (step / name).read_bytes()
+        flip(step / name)
+        before = contents(saved)
+        for ((error, _),) in outcomes(f"{again} --load {save}", folder=saved):
+            assert isinstance(error, CheckpointError)
+            assert f"{step / name}: not the bytes that were saved" in str(error)
+        assert contents(saved) == before
+        (step / name).write_bytes(whole)
+
+
+def test_a_second_trainer_is_refused_with_the_first_ones_process(
+    saved: Path, tmp_path: Path
+) -> None:
+    from usp_trainer.run_folder import FolderLock
+
+    lock = FolderLock(saved / "save")
+    before = contents(saved)
+    new = tmp_path / "new"
+    flags = f"{SP2} --train-iters 3 --load {saved}/save --save {saved}/save"
+    for results in outcomes(flags, f"{flags} --output-dir {new}", folder=saved):
+        for error, _ in results:
+            assert isinstance(error, ConfigError)
+            holder = f"process {os.getpid()} on {socket.gethostname()}, started "
+            assert f"another trainer writes to {saved}/save: {holder}" in str(error)
+    assert contents(saved) == before
+    assert not new.exists()
+    lock.release()
+    assert not (saved / "save" / ".usp_lock").exists()
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    from usp_trainer.run_folder import FolderLock
+
+    if not (child := os.fork()):
+        FolderLock(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert f"process {child} on" in (tmp_path / ".usp_lock").read_text()
+    FolderLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    first = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(first + '{"step": 3, "lo')
+    metadata = folder / "save" / "step_2" / "usp_metadata.json"
+    facts = json.loads(metadata.read_text())
+    del facts["sha256"], facts["checksum"]
+    metadata.write_text(json.dumps(facts | {"format": 1}))
+    resume = f"{SP2} --load {folder}/save"
+    (error, printed), (no_error, done) = outcomes(
+        f"{resume} --train-iters 4 --save {folder}/save",
+        f"{resume} --train-iters 4",
+        folder=folder,
+    )[0]
+    assert error is no_error is None
+    assert "metrics.jsonl: dropped line 3 of 3, which cannot be read" in printed
+    assert f"resumed from step 2 of {folder}/save" in printed
+    assert "was saved without checksums" in printed
+    assert "all 4 steps are done: nothing is left to train" in done
+    assert (folder / "metrics.jsonl").read_text().startswith(first)
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+
+
+def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_demand(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    metadata = folder / "save" / "step_2" / "usp_metadata.json"
+    metadata.write_text(metadata.read_text().replace('"samples": 8', '"samples": 4'))
+    anew = f"{SP2} --train-iters 1 --save {folder}/save"
+    (error, _), (no_error, printed) = outcomes(
+        f"{anew} --load {folder}/save", f"{anew} --overwrite-output", folder=folder
+    )[0]
+    assert "usp_metadata.json is not as it was saved" in str(error)
+    assert no_error is None
+    assert f"the earlier metrics.jsonl is kept as {folder}/metrics.jsonl.old" in printed
+    assert (folder / "metrics.jsonl.old").read_bytes() == (saved / "metrics.jsonl").read_bytes()
+    assert len(rows(folder)) == 1
+    assert (folder / "save" / "latest").read_text() == "step_1\n"
+
+
+def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path: Path) -> None:
+    from usp_trainer.metrics import MetricsFile
+
+    file = MetricsFile(tmp_path, None)
+    file.write({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step": 1}\n') + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"metrics.jsonl: .* at step 2 .*MiB free there"):
+            file.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
