@@ -1,0 +1,149 @@
+"""Ranks end together, with their parent, and what went wrong is said once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness import RankContext, WorkerPool
+from test_trainer_start import command
+from trainer_runs import TRAINER
+
+from ds_usp import ConfigError
+
+assert TRAINER.is_dir()  # trainer_runs has put it on the path
+
+DIE = """
+import os, signal, sys
+from argparse import Namespace
+
+import torch.distributed as dist
+from usp_trainer import forked, launch
+
+def main(args):
+    if dist.get_rank() == 1:
+        if args.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("a defect")
+    dist.barrier()
+
+forked.GRACE_S = 1.0
+device = launch.select_device("cpu")
+for how in ("killed", "raises"):
+    os.makedirs(f"{how}/step_7")
+    open(f"{how}/latest", "w").write("step_7")
+    open(f"{how}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
+    args = Namespace(device=device, how=how, output_dir=how, save=how)
+    print(how, launch.run_forked(main, args, 3), file=sys.stderr)
+"""
+
+
+def test_the_rank_that_died_is_named_and_the_way_on(tmp_path: Path) -> None:
+    done = command(["-c", DIE], tmp_path)
+    killed, raised = done.stderr.split("killed 1\n")
+    assert "[rank 1] ended with exit code -9 (SIGKILL: killed, by the system if" in killed
+    assert "[rank 1] KeyError: 'a defect'" in raised and raised.endswith("raises 1\n")
+    for text in (killed, raised):
+        assert "[ranks 0, 2] lost contact with another rank" in text
+        assert "the last checkpoint is of step 7: go on with --load" in text
+        assert "Traceback (" not in text and "GLHF" not in text
+    for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
+        assert (tmp_path / log).read_text().startswith("Traceback (")
+
+
+PARENT_ENDS = """
+import os, signal, time
+from usp_trainer import forked
+
+def body(rank, folder, send):
+    os.write(writing, b".")
+    time.sleep(600)
+
+signal.alarm(100)
+for number, on_linux in (
+    (signal.SIGKILL, True),
+    (signal.SIGKILL, False),
+    (signal.SIGHUP, True),
+    (signal.SIGQUIT, True),
+    (signal.SIGTERM, True),
+):
+    reading, writing = os.pipe()
+    if not (parent := os.fork()):
+        if not on_linux:
+            forked.end_with_parent = lambda parent: None
+        forked.run_ranks(body, 2)
+    os.close(writing)
+    started = b""
+    while len(started) < 2:
+        started += os.read(reading, 2)
+    os.kill(parent, number)
+    os.waitpid(parent, 0)
+    print(number, os.read(reading, 1))  # ends when no rank is left that could write
+    os.close(reading)
+"""
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    done = command(["-c", PARENT_ENDS], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
+
+
+def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
+    """What each rank prints under a launcher; None: the rank is dead."""
+    from usp_trainer import failures
+
+    failures.WAIT_S = 1.0
+    text = errors[ctx.rank]
+    if text is None:
+        return ""
+    store = dist.FileStore(f"{folder}/{errors}"[:200].replace(" ", ""), ctx.world)
+    error = RuntimeError("gloo: gone") if text == "contact" else ConfigError(text)
+    args, printed = Namespace(output_dir=folder), io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        failure = failures.describe(error, args, ctx.rank)
+        failures.report(store, ctx.rank, ctx.world, failure, args)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        (["a", "a", "a"], ["[on all 3 ranks] ConfigError: a"]),
+        (["a", "b", "a"], ["[ranks 0, 2] ConfigError: a", "[rank 1] ConfigError: b"]),
+        (
+            ["contact", "contact", None],
+            ["[ranks 0, 1] lost contact", "[rank 2] said nothing: killed, or still waiting"],
+        ),
+    ],
+)
+def test_a_launchers_ranks_speak_once(
+    errors: list[str | None], expected: list[str], pool: WorkerPool, tmp_path: Path
+) -> None:
+    printed = pool.run(spoken, 3, folder=str(tmp_path), errors=errors)
+    lines = sorted("".join(printed).splitlines())
+    assert len(lines) == len(expected), lines
+    for line, start in zip(lines, sorted(expected), strict=True):
+        assert line.startswith(start)
+
+
+def test_torchruns_own_traceback_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from usp_trainer import launch
+
+    def fail(argv: list[str]) -> None:
+        codes = {0: -15, 1: -9}
+        failures = {r: ProcessFailure(r, 100 + r, code, "") for r, code in codes.items()}
+        failures[0].timestamp = failures[1].timestamp + 1
+        raise ChildFailedError("script", failures)
+
+    monkeypatch.setattr(torch.distributed.run, "main", fail)
+    assert launch.run_on_gpus("script", [], 2) == 1
+    assert capsys.readouterr().err.startswith("[rank 1] ended with exit code -9 (SIGKILL")
