@@ -1,0 +1,142 @@
+"""Code blocks of README, docs and the examples: Python is run, commands exist and take their flags.
+
+A block that cannot be run says why in a comment above it, ``<!-- not run: reason -->``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from code_blocks import ROOT, Block, blocks, commands, documents, run_python
+from harness import WorkerPool
+
+from ds_usp.planner.__main__ import main as planner
+
+WORLD = 4
+SHELLS = ("bash", "sh", "")
+# Programs of others, whose flags are not ours to check.
+OTHERS = {".", "cd", "deepspeed", "export", "git", "pip", "pytest", "sbatch", "scancel", "srun"}
+MARKED = 0  # blocks that are not run; a new one is a decision
+
+ALL = [block for path in documents() for block in blocks(path)]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_blocks_that_are_not_run_are_counted() -> None:
+    marked = [f"{block}: {block.reason}" for block in ALL if block.reason]
+    assert len(marked) == MARKED, "\n".join(marked)
+    assert any(block.language == "python" for block in ALL)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in documents() if any(b.language == "python" and not b.reason for b in blocks(p))],
+    ids=relative,
+)
+def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
+    found = [block for block in blocks(path) if block.language == "python" and not block.reason]
+    for failures in pool.run(run_python, WORLD, found=found):
+        assert failures == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in ALL if block.language in SHELLS and not block.reason],
+    ids=str,
+)
+def test_commands_exist_and_take_their_flags(block: Block) -> None:
+    if block.language:
+        done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    for words in commands(block):
+        check_command(block, words)
+
+
+def check_command(block: Block, words: list[str]) -> None:
+    """Check one command: what it starts is there, and has the flags."""
+    program, rest = words[0], words[1:]
+    if program in OTHERS:
+        return
+    if program == "bash":
+        assert place(block, rest[0]).exists(), f"{block}: no {rest[0]}"
+    elif program in ("python", "torchrun"):
+        check_target(block, *target_of(rest))
+    elif program == "ds-usp":
+        check_target(block, "ds_usp", rest, is_module=True)
+    else:
+        pytest.fail(f"{block}: unknown program {program!r}: check it here, or mark the block")
+
+
+def target_of(words: list[str]) -> tuple[str, list[str], bool]:
+    """The module or script that an interpreter or torchrun starts, and what it is given."""
+    words = list(words)
+    while words and words[0].startswith("-") and words[0] != "-m":
+        flag = words.pop(0)
+        if "=" not in flag and flag not in ("--standalone", "-c"):
+            words.pop(0)
+    is_module = words[0] == "-m"
+    target, rest = words[int(is_module)], words[int(is_module) + 1 :]
+    return target, rest, is_module
+
+
+def check_target(block: Block, target: str, rest: list[str], is_module: bool) -> None:
+    """Check that a module or script is there, and knows every flag."""
+    if target == "ds_usp.planner" and rest[0] != "profile":
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert planner(rest) == 0, f"{block}: {rest}"
+        return
+    if target == "megatron_patches.run":
+        rest = [word for word in rest if word.startswith(("--usp", "--ulysses"))]  # else the host's
+    if is_module:
+        spec = find_spec(target)
+        assert spec is not None and spec.origin is not None, f"{block}: no module {target}"
+        path = Path(spec.origin)
+    else:
+        path = place(block, target)
+        assert path.is_file(), f"{block}: no {target}"
+    sources = "".join(p.read_text(encoding="utf-8") for p in path.parent.rglob("*.py"))
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--"):
+            assert f'"{flag}"' in sources or f"{flag} " in sources, f"{block}: no flag {flag}"
+
+
+def place(block: Block, path: str) -> Path:
+    """A path of a command, from the root of the repository or from the file that shows it."""
+    beside = block.path.parent / path
+    return beside if beside.exists() else ROOT / path
+
+
+def made_up(language: str, text: str) -> Block:
+    return Block(ROOT / "README.md", 7, language, text, None)
+
+
+WRONG_COMMANDS = {
+    "no such script": "torchrun --nproc-per-node 4 examples_deepspeed/plain_torch/dpp.py",
+    "no such module": "python -m ds_usp.plannner table",
+    "no such flag": "torchrun examples_deepspeed/plain_torch/ddp.py --ulises 2",
+    "no such file": "bash scripts/quick.sh",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_COMMANDS.values(), ids=WRONG_COMMANDS)
+def test_a_wrong_command_is_found(text: str) -> None:
+    with pytest.raises((AssertionError, ModuleNotFoundError)):
+        test_commands_exist_and_take_their_flags(made_up("bash", text))
+
+
+def test_a_wrong_python_block_is_found(pool: WorkerPool) -> None:
+    found = [made_up("python", "x = 1"), made_up("python", "y = x.z")]
+    for error in pool.errors(run_python, WORLD, found=found):
+        assert "README.md:7: AttributeError" in str(error)
+    found = [made_up("python", ">>> 1 + 1\n3")]
+    (failure,) = pool.run(run_python, WORLD, found=found)[0]
+    assert "Expected" in failure and "README.md:7" in failure
