@@ -6,6 +6,7 @@ Geometry and the standard library only; ``python -m ds_usp.planner`` is the way 
 from ds_usp.planner.choice import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.engines import engine
 from ds_usp.planner.explain import explain
+from ds_usp.planner.formulas import model_flop_per_token
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
@@ -28,5 +29,6 @@ __all__ = [
     "explain",
     "load_cluster",
     "load_model",
+    "model_flop_per_token",
     "search",
 ]

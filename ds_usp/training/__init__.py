@@ -27,6 +27,7 @@ from ds_usp.training.deepspeed import (
     owned_parameters,
     prepare_deepspeed,
 )
+from ds_usp.training.kernel import attention_kernel
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.offload_ratio import offload_ratio, solved_ratio
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
@@ -40,6 +41,7 @@ __all__ = [
     "SequenceParallelDataLoader",
     "ShardedBatch",
     "apply_rotary",
+    "attention_kernel",
     "borders_of_positions",
     "check_zero_stage",
     "chunked_token_losses",

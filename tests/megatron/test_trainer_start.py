@@ -77,12 +77,16 @@ def test_what_all_ranks_report_is_said_once(tmp_path: Path) -> None:
 
 
 def test_auto_asks_the_planner_and_says_why(tmp_path: Path) -> None:
-    flags = FLAGS.replace("--ulysses-degree 2", "--ulysses-degree auto") + " --train-iters 1"
+    flags = FLAGS.replace("--ulysses-degree 2", "--ulysses-degree auto")
+    flags += " --train-iters 3 --exit-interval 1 --save saved"
     done = command([SCRIPT, *flags.split()], tmp_path)
     assert done.returncode == 0, done.stderr
     first, *rest = [line for line in done.stdout.splitlines() if line.startswith("planner: ")]
     assert first.startswith("planner: ulysses 1 x ring 2 on cpu (predicted step") and rest
     assert done.stdout.count("Ulysses 1 x Ring 2 (zigzag)") == 1
+    assert "kernel sdpa (chosen by auto), fp32, head dim 8\n" in done.stdout
+    assert done.stdout.count("stopped  at step 1 of 3: --exit-interval 1\n") == 1
+    assert (tmp_path / "saved" / "latest").read_text() == "step_1\n"
 
 
 def test_the_quickstart_proves_itself(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
     --check-for-nan-in-loss-and-grad --clip-grad --data-cache-path
     --data-path --device --disable-bias-linear --ds-sequence-parallel-size --eod-mask-loss
-    --eval-interval --eval-iters --ffn-hidden-size --global-batch-size --help --hidden-dropout
+    --eval-interval --eval-iters --exit-duration-in-mins --exit-interval --ffn-hidden-size
+    --global-batch-size --help --hidden-dropout
     --hidden-size --init-method-std --layernorm-epsilon --load --local-rank --local_rank
     --log-interval --lr --lr-decay-iters --lr-decay-style --lr-warmup-iters
     --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size --min-lr
@@ -36,10 +37,10 @@ FLAGS = """
     --optimizer --output-dir --overwrite-output --pipeline-model-parallel-size --quickstart --quiet
     --reset-attention-mask --reset-position-ids --rotary-base --save --save-interval --seed
     --seq-length --sgd-momentum --split --swiglu
-    --tensor-model-parallel-size --train-iters --ulysses-degree
+    --tensor-model-parallel-size --tensorboard-dir --train-iters --ulysses-degree
     --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-cluster
     --usp-kernel --usp-layout --usp-loss-chunks --usp-offload-ratio --usp-recompute --vocab-size
-    --weight-decay
+    --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay
     --zero-stage
 """
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ds_usp import ConfigError
+
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import quickstart, report  # noqa: E402
+from usp_trainer import quickstart, report, screen, stop, trackers  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.checks import check, replica_size  # noqa: E402
 
@@ -59,6 +63,8 @@ def row(step: int) -> dict[str, float]:
         "tokens_per_s": 10.0,
         "seconds": 1.0,
         "memory_bytes": 1,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
     }
 
 
@@ -75,10 +81,108 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in rows] == [(1, 3.0), (2, 9.0)]
     assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
-    assert "step 1/3: loss 3.000, 10 tokens/s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "step 1/3: loss 3.000, lr 0.001, gradient norm 0.5, 10 tokens/s, 0 MiB, 0:00:02 left"
+    ) in said
 
 
 def test_smoothing_is_centred() -> None:
     line = [float(i) for i in range(20)]
     assert report.smoothed(line) == pytest.approx(line)
     assert report.smoothed([0.0, 3.0, 0.0], reach=9) == pytest.approx([0.0, 1.0, 0.0])
+
+
+def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2 layers of 4 h^2 + 2 h f matrices, a vocabulary of 100, 64 tokens, 4 GPUs."""
+    peak = SimpleNamespace(peak_flop_per_s=1e9)
+    monkeypatch.setattr(screen, "this_cluster", lambda given, ranks, on_gpu: peak)
+    argv = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --bf16"
+    argv += " --seq-length 64 --vocab-size 100 --ds-sequence-parallel-size 4 --ulysses-degree 2"
+    args = check(parse(argv.split()), 4)
+    assert screen.StepLine(args).speed(row(1)) == {}  # on CPUs
+    args.device = "cuda"
+    matrices = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 16 * 100
+    flop_per_token = 6 * matrices + 3 * 2 * (2 * 2 * 16 * 64 / 2)  # causal: half of the scores
+    speed = screen.StepLine(args).speed(row(1) | {"tokens_per_s": 1e4})
+    assert speed["tflops_per_gpu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e12)
+    assert speed["mfu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e9)
+    text = screen.StepLine(args).text(row(1) | {"tokens_per_s": 1e4, "valid_loss": 2.5})
+    assert "loss 3.000, validation loss 2.500, lr 0.001, gradient norm 0.5, 10,000 tok" in text
+    assert f"0 TFLOP/s a GPU, MFU {100 * speed['mfu']:.1f} %, 0 MiB" in text
+
+    def unknown(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError("no built-in cluster has it")
+
+    monkeypatch.setattr(screen, "this_cluster", unknown)
+    assert screen.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
+    args.reset_attention_mask = True
+    assert screen.StepLine(args).speed(row(1)) == {}
+
+
+def test_the_first_step_does_not_count_for_the_time_left() -> None:
+    line = screen.StepLine(check(parse(["--train-iters", "101"]), 1))
+    assert line.time_left(row(1) | {"seconds": 60.0}) == "1:40:00"
+    assert line.time_left(row(2) | {"seconds": 2.0}) == "0:03:18"
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    trackers.check_packages(parse([]))
+    for flag, package in (("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")):
+        with pytest.raises(ConfigError, match=f"{flag} x needs .*: pip install {package}$"):
+            trackers.check_packages(parse([flag, "x"]))
+    with pytest.raises(ConfigError, match="--wandb-exp-name x needs --wandb-project"):
+        trackers.check_packages(parse(["--wandb-exp-name", "x"]))
+
+
+def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, name: str, number: float, step: int) -> None:
+            calls.append((name, number, step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    run = SimpleNamespace(
+        log=lambda numbers, step: calls.append((numbers, step)), finish=lambda: calls.append("end")
+    )
+    wandb = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    argv = ["--output-dir", str(tmp_path), "--tensorboard-dir", "tb", "--wandb-project", "p"]
+    argv += ["--wandb-exp-name", "e", "--wandb-save-dir", "d", "--quiet"]
+    reporter = report.Reporter(check(parse(argv), 1), 4)
+    reporter.step(row(5))
+    reporter.finish()
+    numbers = {name: number for name, number in row(5).items() if name != "step"}
+    assert calls[0] == ("tb", 5) and calls[-2:] == ["closed", "end"]
+    assert [calls[1][key] for key in ("project", "name", "dir")] == ["p", "e", "d"]
+    assert calls[2:-3] == [(name, number, 5) for name, number in numbers.items()]
+    assert calls[-3] == (numbers, 5)
+
+
+def test_a_run_stops_by_steps_and_by_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 60.0, 119.0, 120.0))
+    monkeypatch.setattr(stop.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(stop.dist, "all_reduce", lambda x, op: None)
+    args = check(parse(["--exit-duration-in-mins", "2", "--device", "cpu"]), 1)
+    rule = stop.StopRule(args)
+    reasons = [rule.reason(step) for step in (1, 2, 3)]
+    assert reasons == [None, None, "--exit-duration-in-mins 2"]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: 0.0)
+    args = check(parse(["--exit-interval", "3", "--device", "cpu"]), 1)
+    assert [stop.StopRule(args).reason(step) for step in (1, 2, 3)] == [
+        None,
+        None,
+        "--exit-interval 3",
+    ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ds_usp
 from ds_usp import ConfigError, DataError, LayoutError, TokenLayout
 from ds_usp.training import (
     GradientRule,
+    attention_kernel,
     check_zero_stage,
     local_positions,
     loss_token_weight,
@@ -80,3 +82,24 @@ def test_what_deepspeed_trains_wrongly_is_refused(stage: int, stages: int, bf16:
 )
 def test_what_deepspeed_trains_rightly_is_not(stage: int, stages: int, bf16: bool) -> None:
     check_zero_stage(stage, stages=stages, bf16=bf16)
+
+
+@pytest.mark.parametrize("documents", [(), ((0, 3, 8),)])
+def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, ...], ...]) -> None:
+    q = torch.zeros(1, 8, 2, 4)
+    layout = ds_usp.TokenLayout("contiguous", 8)
+    for kernel in ("auto", "eager"):
+        mesh = ds_usp.SequenceMesh.single()
+        mask = ds_usp.MaskSpec.causal(documents)
+        ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
+        name = attention_kernel(
+            kernel,
+            device=q.device,
+            dtype=q.dtype,
+            head_dim=4,
+            documents=bool(documents),
+        )
+        ((text, _),) = mesh.plans.values()
+        assert f"kernel {name}" in text
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="flash4"):
+        attention_kernel("flash4", device=q.device, dtype=q.dtype, head_dim=4)

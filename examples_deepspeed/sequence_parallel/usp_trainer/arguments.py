@@ -15,6 +15,7 @@ SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
 COUNT = Whole(1)
 SHARE = Real(0, 1, below=True)
 POSITIVE = Real(above=True)
+NAME = Text("a name")
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")
 
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Pretrain a GPT with unified sequence parallelism (Ulysses x Ring) on CPUs or "
         "GPUs, alone, under torchrun, srun or the deepspeed launcher.",
     )
-    for add in (_start, _parallel, _memory, _model, _training, _data, _output):
+    for add in (_start, _parallel, _memory, _model, _training, _data, _output, _logging):
         add(parser)
     return parser
 
@@ -336,4 +337,25 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add(
         "--eval-interval", type=COUNT, metavar="N", help="steps between validations (default: none)"
     )
+    add(
+        "--exit-interval",
+        type=COUNT,
+        metavar="N",
+        help="end, and save, after the first step that N divides (default: never)",
+    )
+    add(
+        "--exit-duration-in-mins",
+        type=COUNT,
+        metavar="N",
+        help="end, and save, after N minutes (default: never)",
+    )
     add("--eval-iters", type=COUNT, default=4, metavar="N", help="global batches per validation")
+
+
+def _logging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging", "what metrics.jsonl has, of rank 0")
+    add = group.add_argument
+    add("--tensorboard-dir", type=Text(), metavar="DIR", help="event files of TensorBoard")
+    add("--wandb-project", type=NAME, metavar="NAME", help="project of Weights & Biases")
+    add("--wandb-exp-name", type=NAME, metavar="NAME", help="its run (default: as wandb names it)")
+    add("--wandb-save-dir", type=Text(), metavar="DIR", help="its files (default: as wandb says)")

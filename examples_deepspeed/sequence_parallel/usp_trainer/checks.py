@@ -11,7 +11,7 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, TokenLayout
 from ds_usp.planner import AUTO
-from usp_trainer import environment, files
+from usp_trainer import environment, files, trackers
 
 
 def replica_size(args: Namespace) -> int:
@@ -48,6 +48,7 @@ def check_start(args: Namespace) -> None:
     _check_flags(trial, ranks)
     if environment.rank() == 0:
         files.check_files(args)
+        trackers.check_packages(args)
 
 
 def check(args: Namespace, world_size: int) -> Namespace:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import megatron_patches
 from ds_usp import SequenceMesh, TokenLayout
-from ds_usp.training import ParallelGroups, owned_parameters
+from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core.groups import initialize_groups
 from usp_trainer import checkpoint, report
 from usp_trainer.checkpoint import Progress
@@ -25,6 +25,7 @@ from usp_trainer.launch import from_rank0
 from usp_trainer.model import build_model, padded_vocab_size
 from usp_trainer.planned import decide
 from usp_trainer.run_folder import RunFolders
+from usp_trainer.stop import StopRule
 
 
 class Run:
@@ -39,6 +40,13 @@ class Run:
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
+        args.attention_kernel = attention_kernel(
+            args.usp_kernel,
+            device=torch.device(args.device),
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            head_dim=args.hidden_size // args.num_attention_heads,
+            documents=args.reset_attention_mask,
+        )
         layout = TokenLayout(
             args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
         )
@@ -103,6 +111,7 @@ class Run:
 
 def pretrain(args: Namespace) -> None:
     """Train as ``args`` say, to the end; rank 0 reports. Collective."""
+    stop_rule = StopRule(args)
     args, why = decide(args, dist.get_world_size())
     held: list[RunFolders] = []  # on rank 0
     from_rank0(lambda: held.append(RunFolders(args)))
@@ -110,19 +119,20 @@ def pretrain(args: Namespace) -> None:
     try:
         run = Run(args)
         refused = False
-        _train(run, why)
+        _train(run, why, stop_rule)
     finally:
         for folders in held:
             folders.close(refused=refused)
 
 
-def _train(run: Run, why: Sequence[str]) -> None:
-    args, reporter = run.args, None
+def _train(run: Run, why: Sequence[str], stop_rule: StopRule) -> None:
+    args, reporter, reason = run.args, None, None
     if dist.get_rank() == 0:
         reporter = _reporter(run, why)
-    while run.progress.step < args.train_iters:
+    while run.progress.step < args.train_iters and not reason:
         row = run.step()
-        last = row["step"] == args.train_iters
+        reason = stop_rule.reason(row["step"])
+        last = row["step"] == args.train_iters or reason is not None
         if _due(row["step"], args.eval_interval):
             row["valid_loss"] = run.validate()
         if reporter:
@@ -131,6 +141,8 @@ def _train(run: Run, why: Sequence[str]) -> None:
             folder = run.save()
             if reporter:
                 reporter.say(f"saved    {folder}")
+        if reporter and reason and row["step"] < args.train_iters:
+            reporter.say(f"stopped  at step {row['step']} of {args.train_iters}: {reason}")
     if reporter:
         reporter.finish()
 

@@ -67,6 +67,10 @@ def _agrees(name: str, args: Namespace, pretrain: Main) -> bool:
             "save": None,
             "load": None,
             "eval_interval": None,
+            "exit_interval": None,
+            "exit_duration_in_mins": None,
+            "tensorboard_dir": None,
+            "wandb_project": None,
             # The model must not depend on the degrees through its padded vocabulary.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
             * args.tensor_model_parallel_size,

@@ -15,6 +15,8 @@ import torch
 from tqdm import tqdm
 
 from usp_trainer.metrics import METRICS, MetricsFile
+from usp_trainer.screen import StepLine
+from usp_trainer.trackers import trackers
 
 PLOT = "loss.png"
 
@@ -37,7 +39,10 @@ def start_block(args: Namespace, groups: Mapping[str, Sequence[int]], parameters
         "machine": f"{machine}, torch {torch.__version__}, Python {platform.python_version()}",
         "degrees": degrees(args),
         "rank 0's groups": ", ".join(f"{name} {list(ranks)}" for name, ranks in groups.items()),
-        "attention": f"kernel {args.usp_kernel}, {'bf16' if args.bf16 else 'fp32'}",
+        "attention": f"kernel {args.attention_kernel}"
+        f"{' (chosen by auto)' if args.usp_kernel == 'auto' else ''}, "
+        f"{'bf16' if args.bf16 else 'fp32'}, head dim "
+        f"{args.hidden_size // args.num_attention_heads}",
         "model": f"{parameters / 1e6:.2f} M parameters, {args.num_layers} layers, hidden "
         f"{args.hidden_size}, {args.num_attention_heads} heads, {args.num_key_value_heads} for KV",
         "step": f"{args.global_batch_size} x {args.seq_length} = "
@@ -67,6 +72,8 @@ class Reporter:
         self._folder = Path(args.output_dir)
         self._file = MetricsFile(self._folder, first_step if args.load else None)
         self._new: list[dict[str, Any]] = []
+        self._line = StepLine(args)
+        self._trackers = trackers(args, first_step)
         for note in self._file.notes:
             self.say(note)
         self._bar = tqdm(
@@ -80,18 +87,18 @@ class Reporter:
 
     def step(self, row: dict[str, Any]) -> None:
         """Record one step, counted from 1."""
+        row = row | self._line.speed(row)
         self._new.append(row)
         self._file.write(row)
-        shown = (
-            f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, "
-            f"{row['memory_bytes'] / 2**20:,.0f} MiB"
-        )
+        for tracker in self._trackers:
+            tracker.log(row["step"], {name: row[name] for name in row if name != "step"})
+        shown, time_left = self._line.text(row), self._line.time_left(row)
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
         step, total = row["step"], self._args.train_iters
-        due = step in (1, total) or step % self._args.log_interval == 0
+        due = step in (1, total) or step % self._args.log_interval == 0 or "valid_loss" in row
         if self._bar.disable and due and not self._args.quiet:
-            print(f"step {step}/{total}: {shown}", flush=True)
+            print(f"step {step}/{total}: {shown}, {time_left} left", flush=True)
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -101,6 +108,8 @@ class Reporter:
     def finish(self) -> None:
         """Draw the plot and say where everything is."""
         self._bar.close()
+        for tracker in self._trackers:
+            tracker.close()
         self._file.close()
         if self._args.quiet:
             return

@@ -1,0 +1,39 @@
+"""Which kernel attention will run on, before the first call."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.kernels.api import KernelRequest
+from ds_usp.kernels.registry import AUTO, select_kernel
+
+
+def attention_kernel(
+    kernel: str = AUTO,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    documents: bool = False,
+) -> str:
+    """The kernel that causal attention takes here: the named one, or the one that ``auto`` picks.
+
+    Args:
+        kernel: as for ``ds_usp.usp_attention``.
+        dtype: of q, k and v.
+        documents: the mask has documents.
+
+    Raises:
+        UnsupportedAttentionError: no kernel serves it; the message has each one's reason.
+    """
+    request = KernelRequest(
+        device.type,
+        dtype,
+        head_dim,
+        MaskSpec.causal().band,
+        documents=documents,
+        deterministic=torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    return select_kernel(request, kernel).name
