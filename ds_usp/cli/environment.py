@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -240,8 +241,14 @@ def _links() -> dict[str, str]:
         rows.append(f"{one}: " + " ".join(f"{word:3}" for word in others).rstrip())
     return {
         "peer access": "\n".join(rows),
-        "nvidia-smi": _attempt(partial(_output, "nvidia-smi", "topo", "-m")),
+        "nvidia-smi": _attempt(_matrix),
     }
+
+
+def _matrix() -> str:
+    """nvidia-smi's matrix without its legend and what underlines it on a terminal."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m"))
+    return text.partition("\nLegend")[0].expandtabs().strip()
 
 
 def _kernels() -> dict[str, str]:

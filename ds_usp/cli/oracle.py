@@ -174,9 +174,9 @@ def expected_positions(
     if kind == "context_parallel":  # megatron-core: chunks r and 2 * ranks - 1 - r of 2 * ranks
         chunks = torch.tensor_split(tokens, 2 * ranks)
         return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)]
-    if kind == "contiguous":
-        of_ring = list(torch.tensor_split(tokens, ring))
-    elif kind == "zigzag":
+    if kind == "contiguous":  # the caller's order, whatever the axes
+        return list(torch.tensor_split(tokens, ranks))
+    if kind == "zigzag":
         chunks = torch.tensor_split(tokens, 2 * ring)
         of_ring = [torch.cat([chunks[r], chunks[2 * ring - 1 - r]]) for r in range(ring)]
     elif kind == "striped":

@@ -35,7 +35,7 @@ def run_here(work: Work, launched: Launched, cuda: bool, progress: Progress) -> 
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
     result = work(launched, device, progress)
-    dist.barrier()
+    dist.barrier(device_ids=[launched.local_rank] if cuda else None)
     dist.destroy_process_group()  # not after an error: it would wait for the other ranks
     return result
 

@@ -319,12 +319,15 @@ def _misplaced(case: VerifyCase, layout: ds_usp.TokenLayout) -> str | None:
     for rank, positions in enumerate(expected or ()):
         if not torch.equal(positions, claimed[rank]):
             return (
-                f"rank {rank} holds tokens {_first(claimed[rank])}, the layout "
-                f"{case.layout!r} gives it {_first(positions)}"
+                f"rank {rank} holds {_shown(claimed[rank], positions)}, the layout "
+                f"{case.layout!r} is documented to give it {_shown(positions, claimed[rank])}"
             )
     return None
 
 
-def _first(positions: torch.Tensor) -> str:
-    shown = ", ".join(map(str, positions[:6].tolist()))
-    return shown + (", ..." if len(positions) > 6 else "")
+def _shown(positions: torch.Tensor, others: torch.Tensor) -> str:
+    """The positions at which two ranks' tokens differ first."""
+    if len(positions) != len(others):
+        return f"{len(positions)} tokens"
+    index = int((positions != others).nonzero()[0])
+    return f"token {int(positions[index])} at index {index}"

@@ -21,7 +21,7 @@ PLANTED = {
         "ds_usp/geometry/layout.py",
         "(ring_rank, chunks - 1 - ring_rank)",
         "(ring_rank, ring_rank + layout.ring)",
-        "WRONG positions: rank 1 holds tokens",
+        "WRONG positions: rank 1 holds token ",
     ),
     "causal mask off by one": (
         "ds_usp/geometry/masks.py",
