@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from megatron_patches.bypass import Bypass
 from megatron_patches.guards import Guard, fingerprint
 from megatron_patches.patch import Patch, PatchSet, applied_sets
 from megatron_patches.table import markdown
 
 __all__ = [
+    "Bypass",
     "Guard",
     "Patch",
     "PatchSet",
@@ -78,7 +80,7 @@ def check(host: str, checkout: Path | None = None) -> str:
     """Whether the host of this process, or a checkout of it, is the one the patches know.
 
     Returns:
-        One line for the reader.
+        One line for the reader, and one for each function whose edit only some flag bypasses.
 
     Raises:
         ConfigError: an unknown host, or a path that is no checkout of it.
@@ -87,11 +89,16 @@ def check(host: str, checkout: Path | None = None) -> str:
     patches = patch_set(host)
     prepare(host, checkout)
     script = getattr(importlib.import_module(f"{__name__}.{host}"), "SCRIPT", "__main__")
-    later = (patch.moved("__main__", script) for patch in patches.later)
-    compared = (*patches.patches, *later)
-    patches.verify(compared)
+    changed = (*patches.patches, *(patch.moved("__main__", script) for patch in patches.later))
+    bypassed = [each.moved("__main__", script) for each in patches.bypassed_by("")]
+    patches.verify((*changed, *bypassed))
+    flagged = (bypass for bypass in patches.bypassed if bypass.flag)
+    notes = (
+        f"\n  refused with {each.flag}: {line}" for each in flagged for line in each.mismatches()
+    )
     where = f" at {checkout}" if checkout else ""
-    return f"{host}{where} matches: {len(compared)} patches"
+    beside = f", {len(bypassed)} functions that they bypass" if bypassed else ""
+    return f"{host}{where} matches: {len(changed)} patches{beside}{''.join(notes)}"
 
 
 def prepare(host: str, checkout: Path | None) -> None:

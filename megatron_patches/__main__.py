@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from pathlib import Path
 
 import megatron_patches
-from ds_usp.errors import USPError
+from ds_usp.errors import ConfigError, USPError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,18 +23,32 @@ def main(argv: list[str] | None = None) -> int:
         nargs="?",
         const="",
         metavar="PATH",
-        help="whether the host matches; PATH: a checkout of it, without one the installed one",
+        help="whether the host matches; PATH: a checkout of it, by default the one in "
+        "MEGATRON_DEEPSPEED_PATH, or, of other hosts, what is installed",
     )
     args = parser.parse_args(argv)
     try:
         if args.table:
             print(megatron_patches.table(args.host))
         else:
-            print(megatron_patches.check(args.host, Path(args.check) if args.check else None))
+            print(megatron_patches.check(args.host, _checkout(args.host, args.check)))
     except USPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _checkout(host: str, path: str) -> Path | None:
+    """The checkout to compare: the path, or what the host's variable says.
+
+    Raises:
+        ConfigError: a variable that names no folder.
+    """
+    variable = getattr(importlib.import_module(f"megatron_patches.{host}"), "CHECKOUT_VARIABLE", "")
+    named = os.environ.get(variable, "")
+    if not path and named and not Path(named).is_dir():
+        raise ConfigError(f"{variable}={named} is no folder; set it to a checkout, or give a path")
+    return Path(path or named) if path or named else None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import textwrap
@@ -40,7 +41,12 @@ class Guard:
         return ((known,) if known else ()) if isinstance(known, str) else known
 
     def mismatches(self, original: Any) -> Iterator[str]:
-        """What differs here from what the patch was written for, one sentence each."""
+        """What differs here from what the patch was written for, one sentence each.
+
+        Args:
+            original: the object, or its place, ``package.module:Class.name``, for those that have
+                no source of their own, such as TorchScript.
+        """
         if self.distribution:
             yield from self._version_mismatch()
         if self.fingerprints:
@@ -57,7 +63,7 @@ class Guard:
 
     def _source_mismatch(self, original: Any) -> Iterator[str]:
         try:
-            found = fingerprint(original)
+            found = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
         except (OSError, TypeError) as error:
             yield f"its source cannot be read ({error}), so it cannot be compared"
             return
@@ -81,8 +87,28 @@ def fingerprint(obj: Any) -> str:
     Raises:
         OSError, TypeError: there is no source to read.
     """
-    source = textwrap.dedent(inspect.getsource(_function(obj)))
-    tree = ast.parse(source)
+    return _digest(ast.parse(textwrap.dedent(inspect.getsource(_function(obj)))))
+
+
+def fingerprint_at(place: str) -> str:
+    """The :func:`fingerprint` of what a module's file defines under a name.
+
+    Args:
+        place: ``package.module:name`` or ``package.module:Class.name``; the module gets imported.
+
+    Raises:
+        OSError, TypeError: there is no source to read, or no such name in it.
+    """
+    name, _, path = place.partition(":")
+    node: Any = ast.parse(inspect.getsource(importlib.import_module(name)))
+    for part in path.split("."):
+        node = next((x for x in node.body if getattr(x, "name", None) == part), None)
+        if node is None:
+            raise OSError(f"{name} defines no {path}")
+    return _digest(ast.Module([node], []))
+
+
+def _digest(tree: ast.Module) -> str:
     return hashlib.sha256(_canonical(tree).encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 

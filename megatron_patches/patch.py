@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ds_usp.errors import ConfigError, PatchError
+from megatron_patches.bypass import Bypass
 from megatron_patches.guards import NO_GUARD, Guard
+from megatron_patches.place import ABSENT, Place
 
 UNCHECKED_FLAG = "--usp-unchecked-host"
 _MARK = "__ds_usp_patches__"  # on a changed module: the sets that changed it
-_ABSENT = object()
+_SCRIPT = "__main__"
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Patch:
             yield f"{self.target}: {type(error).__name__}: {error}"
             return
         if self.kind == "add":
-            if original is not _ABSENT:
+            if original is not ABSENT:
                 yield f"{self.target}: exists already, and would be hidden"
             return
-        if original is _ABSENT:
+        if original is ABSENT:
             yield f"{self.target}: does not exist"
             return
         if self.kind == "wrap" and isinstance(original, type):
@@ -96,37 +97,7 @@ class Patch:
         return _wrapped(original, self.replacement)
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """An attribute of a module or of a class in it."""
-
-    module: ModuleType
-    owner: Any
-    name: str
-
-    @classmethod
-    def find(cls, place: str) -> Place:
-        """Import the module and walk to the attribute's owner."""
-        module_name, _, path = place.partition(":")
-        module = importlib.import_module(module_name)
-        *outer, name = path.split(".")
-        return cls(module, functools.reduce(getattr, outer, module), name)
-
-    def read(self) -> Any:
-        """What is there, descriptors of classes as they are; a mark for nothing."""
-        own = vars(self.owner).get(self.name, _ABSENT)
-        return getattr(self.owner, self.name, _ABSENT) if own is _ABSENT else own
-
-    def own(self) -> Any:
-        """What the owner holds itself, not by inheritance."""
-        return vars(self.owner).get(self.name, _ABSENT)
-
-    def write(self, value: Any) -> None:
-        """Put ``value`` there, or nothing."""
-        if value is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
+Guarded: TypeAlias = Patch | Bypass  # what a host has to hold as it is known
 
 
 class PatchSet:
@@ -136,35 +107,45 @@ class PatchSet:
         host: the name that messages use.
         patches: in the order in which they are applied.
         later: patches of a script that runs as ``__main__``, for :meth:`apply_later`.
+        bypassed: functions of the host that have no effect beside these patches, and that are
+            compared with their guards as the patched ones are; those of ``__main__`` in
+            :meth:`apply_later`, those that a flag bypasses in :meth:`verify_flag`.
 
     A set that changed a module is written on that module, so that :func:`applied_sets` finds it
     without a list on the side.
     """
 
-    def __init__(self, host: str, patches: Iterable[Patch], later: Iterable[Patch] = ()) -> None:
+    def __init__(
+        self,
+        host: str,
+        patches: Iterable[Patch],
+        later: Iterable[Patch] = (),
+        bypassed: Iterable[Bypass] = (),
+    ) -> None:
         self.host = host
-        self.patches, self.later = tuple(patches), tuple(later)
+        self.patches, self.later, self.bypassed = tuple(patches), tuple(later), tuple(bypassed)
         self._undo: list[tuple[Place, Any]] = []
         self._unchecked = False
 
-    def verify(self, patches: Iterable[Patch] | None = None) -> None:
+    def verify(self, targets: Iterable[Guarded] | None = None) -> None:
         """Compare every target with its guard; change nothing.
 
         Args:
-            patches: others than those that :meth:`apply` applies.
+            targets: others than those that :meth:`apply` relies on.
 
         Raises:
             PatchError: with all mismatches.
         """
-        compared = self.patches if patches is None else patches
-        found = [line for patch in compared if patch.applies for line in patch.mismatches()]
+        ours: tuple[Guarded, ...] = (*self.patches, *self._bypassed(script=False))
+        compared = ours if targets is None else targets
+        found = [line for each in compared if each.applies for line in each.mismatches()]
         if found:
             raise PatchError(
                 f"{self.host} is not the code that these patches were written for:\n"
                 + "".join(f"  {line}\n" for line in found)
-                + "Use the versions in `python -m megatron_patches --host "
-                f"{self.host} --table`, or proceed at your own risk with {UNCHECKED_FLAG} "
-                "(unchecked=True)."
+                + "Undo the edits of these functions, or install the versions in `python -m "
+                f"megatron_patches --host {self.host} --table`, or proceed at your own risk with "
+                f"{UNCHECKED_FLAG} (unchecked=True)."
             )
 
     def apply(self, *, unchecked: bool = False) -> None:
@@ -178,7 +159,7 @@ class PatchSet:
         """
         self._refuse_second()
         self._unchecked = unchecked
-        self._apply(self.patches)
+        self._apply(self.patches, script=False)
 
     def apply_later(self) -> None:
         """Change the script too, once it runs. A second time changes nothing.
@@ -187,12 +168,26 @@ class PatchSet:
             PatchError: a script that does not match.
         """
         done = {place.module.__name__ for place, _ in self._undo}
-        self._apply(p for p in self.later if p.target.partition(":")[0] not in done)
+        patches = (p for p in self.later if p.target.partition(":")[0] not in done)
+        self._apply(patches, script=True)
 
-    def _apply(self, given: Iterable[Patch]) -> None:
+    def verify_flag(self, flag: str) -> None:
+        """Compare what a flag of the host bypasses, now that it was given.
+
+        Raises:
+            PatchError: with all mismatches.
+        """
+        if not self._unchecked:
+            self.verify(self.bypassed_by(flag))
+
+    def bypassed_by(self, flag: str) -> tuple[Bypass, ...]:
+        """What a flag of the host bypasses; "": what is bypassed without one."""
+        return tuple(bypass for bypass in self.bypassed if bypass.flag == flag)
+
+    def _apply(self, given: Iterable[Patch], *, script: bool) -> None:
         patches = tuple(patch for patch in given if patch.applies)
         if not self._unchecked:
-            self.verify(patches)
+            self.verify((*patches, *self._bypassed(script=script)))
         kept = len(self._undo)
         try:
             for patch in patches:
@@ -216,7 +211,7 @@ class PatchSet:
     def stale(self) -> tuple[str, ...]:
         """Names in loaded modules that still hold what was replaced. A module that was replaced is
         another one in that place alone: all the others hold it rightly."""
-        replaced = (x for _, x in self._undo if x is not _ABSENT and not isinstance(x, ModuleType))
+        replaced = (x for _, x in self._undo if x is not ABSENT and not isinstance(x, ModuleType))
         old = set(map(id, map(_plain, replaced)))
         return tuple(
             f"{module.__name__}:{name}"
@@ -228,7 +223,7 @@ class PatchSet:
     def _apply_one(self, patch: Patch) -> None:
         place = Place.find(patch.target)
         original = place.read()
-        if original is _ABSENT and patch.kind != "add":
+        if original is ABSENT and patch.kind != "add":
             raise AttributeError(f"{patch.target} does not exist")
         made = patch.made(original)
         for each in (place, *map(Place.find, patch.also_in)):
@@ -236,6 +231,11 @@ class PatchSet:
             each.write(made)
             self._undo.append((each, before))
             _mark(each.module, (*(x for x in _sets_on(each.module) if x is not self), self))
+
+    def _bypassed(self, *, script: bool) -> Iterator[Bypass]:
+        for bypass in self.bypassed_by(""):
+            if bypass.target.startswith(f"{_SCRIPT}:") == script:
+                yield bypass
 
     def _refuse_second(self) -> None:
         mine = {patch.target for patch in self.patches}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from megatron_patches.bypass import Bypass
 from megatron_patches.patch import Patch, PatchSet
 
 _HEAD = ("target", "how", "why", "against", "upstream")
 
 
 def markdown(patches: PatchSet) -> str:
-    """One row a patch, in the order of application."""
-    rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, (*patches.patches, *patches.later))]
+    """One row a patch, in the order of application, then what they bypass."""
+    changed = map(_row, (*patches.patches, *patches.later))
+    bypassed = map(_bypass_row, patches.bypassed)
+    rows = [_HEAD, ("---",) * len(_HEAD), *changed, *bypassed]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _bypass_row(bypass: Bypass) -> tuple[str, ...]:
+    why = f"{bypass.flag}: {bypass.by}" if bypass.flag else bypass.by
+    return f"`{bypass.target}`", "bypass", why, str(bypass.guard), "-"
 
 
 def _row(patch: Patch) -> tuple[str, ...]:

@@ -219,10 +219,12 @@ def no_assert(source: Source) -> Iterator[str]:
 
 
 def environment(source: Source) -> Iterator[str]:
-    """One reader of the environment in ds_usp; in the trainer one without torch, one with it."""
+    """One reader of the environment in ds_usp; in the trainer one without torch, one with it; and
+    one for the checkout of a host."""
     readers = ("environment.py", "launch.py")
     of_trainer = source.path.parts[0] == "examples_deepspeed" and source.path.name in readers
-    if not source.in_product or of_trainer or source.path == PurePosixPath("ds_usp/config.py"):
+    others = map(PurePosixPath, ("ds_usp/config.py", "megatron_patches/__main__.py"))
+    if not source.in_product or of_trainer or source.path in others:
         return
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in nodes(source, ast.Attribute):

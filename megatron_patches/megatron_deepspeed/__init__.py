@@ -10,7 +10,7 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
-from megatron_patches.megatron_deepspeed import rows
+from megatron_patches.megatron_deepspeed import bypassed, rows
 from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
 from megatron_patches.megatron_deepspeed.script import HOST
 from megatron_patches.megatron_deepspeed.stand_ins import install_stand_ins
@@ -18,6 +18,7 @@ from megatron_patches.patch import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
 SCRIPT = "pretrain_gpt"  # defines what the later patches change
+CHECKOUT_VARIABLE = "MEGATRON_DEEPSPEED_PATH"  # where the command line finds one without a path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,10 @@ def prepare(checkout: Path | None) -> None:
         ConfigError: no path, or one that is in no checkout.
     """
     if checkout is None:
-        raise ConfigError("give the path of a checkout of Megatron-DeepSpeed")
+        raise ConfigError(
+            "give the path of a checkout of Megatron-DeepSpeed, or set "
+            f"{CHECKOUT_VARIABLE}: git clone https://github.com/deepspeedai/Megatron-DeepSpeed"
+        )
     put_first(find_checkout(checkout))
     prepare_deepspeed()
     install_stand_ins()
@@ -64,4 +68,5 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
             *rows.engine(),
         ),
         later=rows.script_functions(),
+        bypassed=bypassed.rows(),
     )

@@ -18,7 +18,7 @@ from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.planned import planned_degree
 from megatron_patches.megatron_deepspeed.refusals import refuse
-from megatron_patches.megatron_deepspeed.script import patch_script
+from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.settings import MeshSettings
 
@@ -82,6 +82,8 @@ def validate_args(
     switch_off_missing_fusions(args)
     validated = original(args, defaults)
     memory.check_flags(args)
+    if args.usp_loss_chunks:
+        verify_flag("--usp-loss-chunks")
     stage = _zero_stage(args)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = planned_degree(args, stage)

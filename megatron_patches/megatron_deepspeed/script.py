@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_patches.patch import PatchSet
 
 HOST = "megatron_deepspeed"
 SCRIPT = "__main__"
@@ -16,11 +19,24 @@ def patch_script() -> None:
     Raises:
         PatchError: a script that is not the known one.
     """
+    for patches in _applied():
+        patches.apply_later()
+
+
+def verify_flag(flag: str) -> None:
+    """Compare the functions that a flag bypasses.
+
+    Raises:
+        PatchError: a checkout in which they are not the known ones.
+    """
+    for patches in _applied():
+        patches.verify_flag(flag)
+
+
+def _applied() -> list[PatchSet]:
     from megatron_patches.patch import applied_sets
 
-    for patches in applied_sets():
-        if patches.host == HOST:
-            patches.apply_later()
+    return [patches for patches in applied_sets() if patches.host == HOST]
 
 
 def pretrain(

@@ -7,6 +7,7 @@ import importlib
 import re
 import runpy
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from host_edits import Trace, edit
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run
@@ -39,6 +41,8 @@ class Request:
         watch_dropout: record which elements the first dropouts drop.
         fake_flash: have a flash-attn package, as far as the host looks.
         applied_before: apply the patches once before the run does.
+        trace: record which lines of the checkout run.
+        edited: a function of the checkout that raises, as ``package.module:Class.name``.
     """
 
     world: int
@@ -52,6 +56,8 @@ class Request:
     watch_dropout: bool = False
     fake_flash: bool = False
     applied_before: bool = False
+    trace: bool = False
+    edited: str = ""
 
 
 @dataclass
@@ -84,6 +90,20 @@ class Recorder:
             megatron_patches.apply(run.HOST)
         pairs = (*wraps.items(), *request.extra)
         PatchSet("recorder", (Patch(target, fn, "wrap") for target, fn in pairs)).apply()
+        if request.edited:
+            self._edit(request)
+        trace = Trace(str(Path(request.script).parent))
+        self.seen["lines"] = trace.lines
+        with trace if request.trace else nullcontext():
+            self._train(request)
+
+    def _edit(self, request: Request) -> None:
+        file = edit(request.edited, Path(request.script).parent, request.folder)
+        if file.name == Path(request.script).name:
+            runs = runpy.run_path
+            runpy.run_path = lambda _, **how: runs(str(file), **how)
+
+    def _train(self, request: Request) -> None:
         if request.patched:
             run.main([request.script, *request.flags])
             self.seen["sent"] = sum(host_state().mesh.ledger.bytes.values())

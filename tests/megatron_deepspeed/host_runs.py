@@ -112,7 +112,7 @@ class HostServer:
 
     def arguments(self, text: str, folder: Path) -> tuple[str, ...]:
         """The script's arguments; ``--config ZERO`` and ``--json TEXT`` become DeepSpeed's file."""
-        words = text.split()
+        words = text.replace("{folder}", str(folder)).split()
         given = {}
         for name in ("--config", "--json"):
             at = words.index(name)

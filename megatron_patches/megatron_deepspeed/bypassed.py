@@ -1,0 +1,93 @@
+"""Functions of Megatron-DeepSpeed that a patched run does without: one row each.
+
+``tests/megatron_deepspeed/test_mds_edits.py`` finds them, by what a patched run does not reach of
+what the host's own run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron_patches.bypass import Bypass
+from megatron_patches.guards import Guard
+
+_LAYER = "megatron.model.transformer"
+_CORE = "megatron.core"
+_SP_LOSS = f"{_CORE}.sequence_parallel.cross_entropy"
+_SOFTMAX = "megatron.model.fused_softmax"
+_ATTENTION = "usp_attention computes scores, softmax and scale"
+_FLASH = "with a ring usp_attention computes what the host's flash attention would"
+_CHUNKS = "--usp-loss-chunks"
+
+# What runs in their place: the functions, each with its fingerprint.
+_INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "batch.get_batch_pipe cuts the batch for a rank's tokens": {
+            "__main__:get_batch_pipe": "71d4e30651baae75",
+        },
+        "no mask of tokens x tokens is made; batch.make_batch reads the documents": {
+            "megatron.utils:get_ltor_masks_and_position_ids": "73f9a52ff7d8dee6",
+        },
+        "SpreadAttention rotates queries and keys at the positions of its tokens": {
+            "megatron.model.rotary_pos_embedding:RotaryEmbedding.__init__": "218d9b97b2f1fadb",
+            "megatron.model.rotary_pos_embedding:RotaryEmbedding.forward": "1ff6d2d798f6cb0e",
+            "megatron.model.rotary_pos_embedding:_rotate_half": "bb5f37f56940d10c",
+            "megatron.model.rotary_pos_embedding:apply_rotary_pos_emb": "6438d0b1cfdca1eb",
+            "megatron.model.language_model:TransformerLanguageModel.forward": "5d8e488d98014267",
+            "megatron.utils:update_rotary_pos_emb": "688323f8fae87dab",
+        },
+        _ATTENTION: {
+            f"{_LAYER}:CoreAttention.__init__": "d15bd23c7c7f2d10",
+            f"{_LAYER}:ParallelAttention._checkpointed_attention_forward": "8e8915105ee7d020",
+            f"{_LAYER}:ParallelAttention.repeat_kv": "f9228eed5f94aa40",
+            f"{_LAYER}:ParallelAttention.split_tensor": "36508fb42472c44c",
+            "megatron.model.utils:attention_mask_func": "ae9714990f30a2db",
+            f"{_SOFTMAX}:FusedScaleMaskSoftmax.__init__": "8ea2529d6400bf4e",
+            f"{_SOFTMAX}:FusedScaleMaskSoftmax.forward": "781cf0c1cd407b24",
+            f"{_SOFTMAX}:FusedScaleMaskSoftmax.is_kernel_available": "3bfa863900df4a73",
+            f"{_SOFTMAX}:FusedScaleMaskSoftmax.forward_fused_softmax": "5527710daa080abf",
+            f"{_SOFTMAX}:FusedScaleMaskSoftmax.forward_torch_softmax": "26d2436c5ff92d39",
+            f"{_SOFTMAX}:ScaledUpperTriangMaskedSoftmax": "1e29fe81828e64e4",
+            f"{_SOFTMAX}:ScaledMaskedSoftmax": "b33868f51bb5c5bc",
+            f"{_SOFTMAX}:ScaledSoftmax": "ba10bbc949c40c3d",
+            "megatron.core.parallel_state:get_global_memory_buffer": "4eb46795b33c00a5",
+            "megatron.core.utils:GlobalMemoryBuffer": "c7df8bf354696357",
+        },
+        _FLASH: {
+            f"{_LAYER}:FlashSelfAttention.__init__": "e1d0cd939d9d4958",
+            f"{_LAYER}:FlashSelfAttention.forward": "291b36c206dda369",
+            f"{_LAYER}:FlashSelfAttentionTriton.__init__": "5e1050617c5be7cf",
+            f"{_LAYER}:FlashSelfAttentionTriton.forward": "0bc9872af236d70a",
+        },
+        "loss.gather_losses joins the losses of all ranks": {
+            f"{_SP_LOSS}:_VocabSequenceParallelCrossEntropy": "8e7725253db87b0d",
+        },
+        "on GPUs GeLUFunction runs in one kernel": {
+            "megatron.model.fused_bias_gelu:bias_gelu": "0475d0767aace867",
+            "megatron.model.fused_bias_gelu:bias_gelu_back": "8b3aac3794240c98",
+        },
+    }
+)
+_CHUNKED: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron.model.language_model:parallel_lm_logits": "51103b2cf92422b1",
+        f"{_CORE}.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy": "91046d1e87f30023",
+        f"{_CORE}.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "c077bc1a990c7ac2",
+    }
+)
+
+
+def rows() -> tuple[Bypass, ...]:
+    """All of them."""
+    always = (
+        Bypass(target, by, Guard(source_sha256=known))
+        for by, functions in _INSTEAD.items()
+        for target, known in functions.items()
+    )
+    by = "chunked_token_losses computes the losses without logits"
+    chunked = (
+        Bypass(target, by, Guard(source_sha256=known), flag=_CHUNKS)
+        for target, known in _CHUNKED.items()
+    )
+    return (*always, *chunked)

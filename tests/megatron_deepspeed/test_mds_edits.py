@@ -1,0 +1,279 @@
+"""An edited function of the host has its effect on a spread run, or the edit is refused."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_edits import MARK
+from host_runs import HERE, HostServer, flags
+
+import megatron_patches
+from ds_usp.errors import PatchError
+from megatron_patches.megatron_deepspeed import bypassed
+from megatron_patches.run import HOST
+
+SHORT = "--train-iters 2 --micro-batch-size 1 --data-cache-path {folder}"
+SP2 = {"sp": 2, "u": 1}
+DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
+# Name: flags of both, ranks and degrees of the stock host, ranks and degrees of ours, our flags.
+PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any]], str]] = {
+    "gpt": ("--hidden-dropout 0.1", (1, {}), (2, SP2), ""),
+    "ulysses": ("", (1, {}), (2, {"sp": 2, "u": 2}), ""),
+    "rope": ("--use-rotary-position-embeddings", (1, {}), (2, SP2), ""),
+    "rope, one rank": ("--use-rotary-position-embeddings", (1, {}), (1, {}), ""),
+    "gqa": ("--num-key-value-heads 2", (1, {}), (2, SP2), ""),
+    "swiglu": ("--swiglu --normalization rmsnorm --disable-bias-linear", (1, {}), (2, SP2), ""),
+    "untied": ("--untie-embeddings-and-output-weights", (1, {}), (2, SP2), ""),
+    "documents": (DOCUMENTS, (1, {}), (2, SP2), ""),
+    "selective": ("--recompute-granularity selective", (1, {}), (2, SP2), ""),
+    "flash": ("--bf16 --use-flash-attn-v2", (1, {}), (2, SP2), ""),
+    "ZeRO-3": ("", (1, {"zero": 3}), (2, {**SP2, "zero": 3}), ""),
+    "tp": ("", (2, {"tp": 2}), (4, {**SP2, "tp": 2}), ""),
+    "pp": ("", (2, {"pp": 2, "zero": 1}), (4, {**SP2, "pp": 2, "zero": 1}), ""),
+    "pipe, rope": (
+        "--use-rotary-position-embeddings", (1, {"pipe": True}), (2, {**SP2, "pipe": True}), "",
+    ),
+    "stock Ulysses": ("", (2, {"sp": 2}), (2, SP2), ""),
+    "chunks": ("", (1, {}), (2, SP2), "--usp-loss-chunks 4"),
+    "gemm-last": ("", (1, {}), (2, SP2), "--usp-recompute gemm-last"),
+    "attention": ("", (1, {}), (2, SP2), "--usp-recompute attention"),
+    "full": ("", (1, {}), (2, SP2), "--usp-recompute full"),
+    "offload": ("", (1, {}), (2, SP2), "--usp-offload-ratio 0.5"),
+}  # fmt: skip
+_TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
+_CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
+# What the host itself does not reach, or not all of, where its sequences are spread, and what ours
+# does use.
+NOT_DROPPED = {
+    "megatron.core.parallel_state:get_tensor_model_parallel_src_rank": "broadcasts over sequences",
+    "megatron.core.tensor_parallel.data:broadcast_data": "broadcasts over sequences",
+    "megatron.training:build_train_valid_test_data_loaders": "its first sequence rank reads",
+    "megatron.core.parallel_state:get_sequence_parallel_rank": "one rank has no part to find",
+    "megatron.model.transformer:ParallelMLP.__init__": "memory.run_mlp uses the layer",
+    # --recompute-granularity selective computes scores again, which are never kept here.
+    "megatron.core.tensor_parallel.random:checkpoint": "selective",
+    f"{_CHECKPOINT}.forward": "selective",
+    f"{_CHECKPOINT}.backward": "selective",
+    f"{_TRACKER}.get_states": "selective",
+    f"{_TRACKER}.set_states": "selective",
+}
+
+
+def skip(original: Any) -> None:
+    """The index builder is compiled by the server."""
+
+
+def own_part(original: Any, layer: Any, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """DeepSpeed's ``DistributedAttention.forward``, which CPUs cannot run under this host."""
+    return q.flatten(2)
+
+
+def gather_flat(original: Any, out: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
+    """Gloo wants inputs and outputs of one rank; the host gives it losses of another."""
+    return original(out.flatten(), given.flatten(), **how)
+
+
+STOCK = {
+    "patched": False,
+    "extra": (
+        ("megatron.data.dataset_utils:compile_helper", skip),
+        ("deepspeed.sequence.layer:DistributedAttention.forward", own_part),
+        ("torch.distributed:all_gather_into_tensor", gather_flat),
+    ),
+}
+Lines = dict[str, set[int]]
+
+
+def traced(host: HostServer, run: tuple[int, dict[str, Any]], more: str, **options: Any) -> Lines:
+    world, degrees = run
+    lines: Lines = {}
+    for seen in host.attempt(world, flags(more=f"{SHORT} {more}", **degrees), **options):
+        assert "refused" not in seen, seen["refused"]
+        for name, reached in seen["lines"].items():
+            lines.setdefault(name, set()).update(reached)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def traces(host: HostServer) -> dict[str, tuple[Lines, Lines]]:
+    """What the stock host reaches and what ours does. Where stock fails, what it reached before."""
+    found = {}
+    for name, (more, stock, ours, added) in PAIRS.items():
+        options = {"trace": True, "fake_flash": name == "flash"}
+        found[name] = (
+            traced(host, stock, more, **options, **STOCK),
+            traced(host, ours, f"{more} {added}", **options),
+        )
+    return found
+
+
+def compared() -> dict[str, str]:
+    """Every function whose edit is refused, and the flag without which it is not.
+
+    A row of a whole class stands for its methods.
+    """
+    patches = megatron_patches.patch_set(HOST)
+    known = {
+        place.replace("__main__:", "pretrain_gpt:"): ""
+        for patch in (*patches.patches, *patches.later)
+        for place in (patch.target, *patch.also_in)
+        if patch.guard.fingerprints
+    }
+    known |= {row.target.replace("__main__:", "pretrain_gpt:"): row.flag for row in bypassed.rows()}
+    return known
+
+
+def is_compared(name: str, added: str) -> bool:
+    known = compared()
+    rows = (known.get(row) for row in (name, name.rpartition(".")[0]))
+    return any(flag is not None and (not flag or flag in added) for flag in rows)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_a_spread_run_does_not_reach_is_compared(
+    traces: dict[str, tuple[Lines, Lines]], name: str
+) -> None:
+    """Of every function, every line that the stock host runs; and what makes an object of a class
+    whose methods are not reached."""
+    stock, ours = traces[name]
+    assert len(stock) > 100 and len(ours) > 200
+    bypassed = {function for function, lines in stock.items() if lines - ours.get(function, set())}
+    idle = {function.rpartition(".")[0] for function in bypassed if function not in ours}
+    bypassed |= {f"{made}.__init__" for made in idle if f"{made}.__init__" in stock}
+    missing = [
+        function
+        for function in sorted(bypassed - set(NOT_DROPPED))
+        if not is_compared(function, PAIRS[name][3])
+    ]
+    assert not missing, f"{name}: edits of these have no effect, and are not refused"
+
+
+def test_the_known_holes_are_found(traces: dict[str, tuple[Lines, Lines]]) -> None:
+    """The trace can fail: without the rows it names what was dropped silently."""
+    for name, function in (
+        ("pp", "pretrain_gpt:get_batch_pipe"),
+        ("rope", "megatron.model.rotary_pos_embedding:RotaryEmbedding.forward"),
+        ("gpt", "megatron.model.transformer:CoreAttention.forward"),
+        ("chunks", "megatron.model.language_model:parallel_lm_logits"),
+    ):
+        stock, ours = traces[name]
+        assert function in stock and function not in ours
+    masks = "megatron.utils:get_ltor_masks_and_position_ids"
+    assert traces["pp"][0][masks] - traces["pp"][1][masks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_edit_is_obeyed_or_refused(
+    host: HostServer, traces: dict[str, tuple[Lines, Lines]], name: str
+) -> None:
+    """Every function of the stock host's run in turn raises an error: it is seen, or refused."""
+    earlier = list(itertools.takewhile(lambda each: each != name, PAIRS))
+    done = set().union(*(traces[each][0] for each in earlier)) | set(NOT_DROPPED)
+    more, _, (world, degrees), added = PAIRS[name]
+    dropped = []
+    for function in sorted(set(traces[name][0]) - done):
+        if function.endswith("<module>"):
+            continue
+        text = flags(more=f"{SHORT} {more} {added}", **degrees)
+        ranks = host.attempt(world, text, edited=function, fake_flash=name == "flash")
+        if not any(_answered(seen, function) for seen in ranks):
+            dropped.append(function)
+    assert not dropped
+
+
+def _answered(seen: dict[str, Any], function: str) -> bool:
+    if "refused" in seen:
+        target = function.replace("pretrain_gpt:", "__main__:")
+        names = (f"{target}: ", f"{target.rpartition('.')[0]}: ")
+        return isinstance(seen["refused"], PatchError) and any(
+            name in str(seen["refused"]) for name in names
+        )
+    return f"{MARK} {function}" in seen.get("traceback", "")
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("pretrain_gpt:get_batch_pipe", {**SP2, "pp": 2, "zero": 1}),
+        ("megatron.model.rotary_pos_embedding:RotaryEmbedding.forward", SP2),
+        ("megatron.model.transformer:CoreAttention.__init__", SP2),
+        ("megatron.utils:get_ltor_masks_and_position_ids", SP2),
+    ],
+)
+def test_an_edit_that_would_be_dropped_is_refused_at_the_start(
+    host: HostServer, function: str, options: dict[str, Any]
+) -> None:
+    world = 2 * options.get("pp", 1)
+    for seen in host.attempt(world, flags(more=SHORT, **options), edited=function):
+        assert isinstance(seen["refused"], PatchError)
+        assert not seen["groups"]
+        assert "An edit has no effect" in str(seen["refused"])
+
+
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(host: HostServer) -> None:
+    edited = "megatron.model.language_model:parallel_lm_logits"
+    for seen in host.attempt(2, flags(more=SHORT, **SP2), edited=edited):
+        assert f"{MARK} {edited}" in seen["traceback"]
+    for seen in host.attempt(2, flags(more=f"{SHORT} --usp-loss-chunks 2", **SP2), edited=edited):
+        assert f"{edited}: its source is another" in str(seen["refused"])
+        assert not seen["groups"]
+
+
+def test_the_command_names_every_edited_function(checkout: Path, tmp_path: Path) -> None:
+    """A copy with every row edited, found without a path; comments and formatting do not count."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(
+        checkout, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns(".git", "*.pyc")
+    )
+    rows = [row.moved("__main__", "pretrain_gpt") for row in bypassed.rows()]
+    for row in rows:
+        module, _, path = row.target.partition(":")
+        file = copy / f"{module.replace('.', '/')}.py"
+        text = file.read_text(encoding="utf-8")
+        file.unlink()
+        file.write_text(_with_a_line(text, path), encoding="utf-8")
+    checked = _check(copy)
+    assert checked.returncode == 1
+    for row in rows:
+        assert (f"{row.target}: its source is another" in checked.stderr) == (not row.flag)
+    for module in {row.target.partition(":")[0] for row in rows}:
+        file = copy / f"{module.replace('.', '/')}.py"
+        original = (checkout / file.relative_to(copy)).read_text(encoding="utf-8")
+        file.write_text(f"# a comment\n\n{original}", encoding="utf-8")
+    checked = _check(copy)
+    assert checked.returncode == 0, checked.stderr
+    assert f"{sum(not row.flag for row in rows)} functions that they bypass" in checked.stdout
+
+
+def _check(checkout: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "MEGATRON_DEEPSPEED_PATH": str(checkout),
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    command = [sys.executable, "-m", "megatron_patches", "--check"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def _with_a_line(text: str, path: str) -> str:
+    """A file in which one function or class has one line more; its comments may be TorchScript's
+    types."""
+    node: Any = ast.parse(text)
+    for part in path.split("."):
+        node = next(each for each in node.body if getattr(each, "name", None) == part)
+    last = node.body[-1]
+    line = min(part.lineno for part in (last, *getattr(last, "decorator_list", ()))) - 1
+    lines = text.splitlines()
+    lines.insert(line, f"{' ' * last.col_offset}unused = 1")
+    return "\n".join(lines)
