@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in _PLANNER:
         from ds_usp.planner.__main__ import main as planner
 
-        return planner([command, *rest])
+        return planner([command, *rest], prog="ds-usp")
     if command not in _OWN:
         print(_unknown(command), file=sys.stderr)
         return 2

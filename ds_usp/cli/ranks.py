@@ -83,13 +83,13 @@ def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -
     except KeyboardInterrupt:
         return
     except BaseException:
-        sender.send(("error", traceback.format_exc()))
+        sender.send(("error", (time.monotonic(), traceback.format_exc())))
 
 
 def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
     """Rank 0's result once all ranks are done, or the first error."""
     running, result = dict(ranks), None
-    errors: dict[int, str] = {}
+    errors: list[tuple[float, int, str]] = []  # when, of which rank: the others fail by its end
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         for kind, rank, content in _messages(running):
@@ -98,10 +98,11 @@ def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
             elif kind == "result":
                 result = content if rank == 0 else result
             else:
-                errors[rank] = content
+                when, text = content
+                errors.append((when, rank, text))
                 deadline = deadline or time.monotonic() + _GRACE_S
     if errors:
-        rank, text = next(iter(errors.items()))
+        _, rank, text = min(errors)
         raise RankError(f"rank {rank} failed:\n{text}")
     return result
 
@@ -112,7 +113,9 @@ def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
         if not isinstance(receiver, Connection):
             continue
         rank = running[receiver]
-        kind, content = "error", "it died without a message\n"
+        kind: str
+        content: Any
+        kind, content = "error", (0.0, "its process died without a message\n")
         with contextlib.suppress(EOFError, ConnectionResetError):
             kind, content = receiver.recv()
         if kind != "progress":

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import oracle
@@ -16,7 +17,7 @@ import torch
 import ds_usp
 from ds_usp import __main__ as program
 from ds_usp import _version
-from ds_usp.cli import environment, verify
+from ds_usp.cli import environment, ranks, verify
 from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
 from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
 from ds_usp.cli.verify_rank import Report, TensorErrors
@@ -212,6 +213,28 @@ def test_a_wrong_call_outweighs_a_refused_one() -> None:
     assert verify._exit_code(reports[1:]) == verify.REFUSED
     text = verify._as_text(reports, "4 ranks")
     assert "dq" in text and "WRONG (0 exact, 1 WRONG, 1 refused)" in text
+
+
+def test_the_rank_that_failed_first_is_named() -> None:
+    """The others' errors, of a connection that is gone, say nothing."""
+    pipes = [Pipe(duplex=False) for _ in range(3)]
+    for (_, sender), when in zip(pipes, (7.0, 5.0, None), strict=True):
+        if when is not None:
+            sender.send(("error", (when, f"failed at {when}\n")))
+        sender.close()
+    receivers = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+    first_two = {receiver: rank for receiver, rank in receivers.items() if rank < 2}
+    dead = list(receivers)[2]
+    with pytest.raises(ranks.RankError, match=r"^rank 1 failed:\nfailed at 5.0"):
+        ranks._collect(first_two, lambda line: None)
+    with pytest.raises(ranks.RankError, match=r"^rank 2 failed:\nits process died"):
+        ranks._collect({dead: 2}, lambda line: None)
+
+
+def test_the_planner_is_called_by_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["plan", "--help"])
+    assert capsys.readouterr().out.startswith("usage: ds-usp plan ")
 
 
 # ------------------------------------------------------------------ verify's oracle
