@@ -16,7 +16,15 @@ class LayoutError(USPError):
 
 
 class MeshError(USPError):
-    """Process groups that cannot form the mesh, or ranks that disagree about a call."""
+    """Process groups that cannot form the mesh, or ranks that disagree about a call.
+
+    Args:
+        said: how each rank described its call, where the ranks disagree.
+    """
+
+    def __init__(self, message: str = "", said: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class UnsupportedAttentionError(USPError):

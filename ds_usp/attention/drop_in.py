@@ -68,11 +68,10 @@ def say_not_called(local_attention: object, attention: LocalAttention, where: st
         attention: what is computed in its place.
         where: in which calls.
     """
-    scale = attention.softmax_scale
+    scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
     notice(
         f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
-        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale "
-        f"{'head_dim ** -0.5' if scale is None else f'{scale:.6g}'}, dropout "
-        f"{attention.dropout_p:g} in training",
+        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale {scale}, "
+        f"dropout {attention.dropout_p} in training",
         rank=dist.get_rank() if dist.is_initialized() else 0,
     )

@@ -12,7 +12,7 @@ from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import agreed
 from ds_usp.attention.scores import NO_SCORES, Scores
-from ds_usp.attention.traced import ask_of, not_plain
+from ds_usp.attention.traced import ask_of, not_plain, told_layout
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
@@ -117,7 +117,7 @@ def usp_attention(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layout: TokenLayout | str,
     mask: MaskSpec,
     softmax_scale: float | None = ...,
     dropout_p: float = ...,
@@ -125,7 +125,7 @@ def usp_attention(
     return_lse: Literal[False] = ...,
     tuning: Tuning = ...,
     scores: Scores = ...,
-    kv_layout: TokenLayout | None = ...,
+    kv_layout: TokenLayout | str | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -136,7 +136,7 @@ def usp_attention(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layout: TokenLayout | str,
     mask: MaskSpec,
     softmax_scale: float | None = ...,
     dropout_p: float = ...,
@@ -144,7 +144,7 @@ def usp_attention(
     return_lse: Literal[True],
     tuning: Tuning = ...,
     scores: Scores = ...,
-    kv_layout: TokenLayout | None = ...,
+    kv_layout: TokenLayout | str | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -154,7 +154,7 @@ def usp_attention(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layout: TokenLayout | str,
     mask: MaskSpec,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
@@ -162,7 +162,7 @@ def usp_attention(
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORES,
-    kv_layout: TokenLayout | None = None,
+    kv_layout: TokenLayout | str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
 
@@ -176,7 +176,9 @@ def usp_attention(
 
     Args:
         mesh: the process groups.
-        layout: which tokens each rank holds; ``mesh.layout(kind, seq_len)`` makes one that fits.
+        layout: which tokens each rank holds; ``mesh.layout(kind, seq_len)`` makes one that fits. A
+            kind alone (``"zigzag"``) means as many tokens on every rank:
+            ``mesh.layout(kind, s_local * mesh.sp_degree)``.
         mask: who sees whom, in global positions.
         softmax_scale: factor of the scores; None is ``d ** -0.5``.
         dropout_p: share of the softmax's weights that are dropped, with the seed of ``scores``.
@@ -213,7 +215,9 @@ def usp_attention(
         "kv_layout": kv_layout,
     }
     if torch.compiler.is_compiling():
-        ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **options)
+        told = {**options, "layout": told_layout(layout, q, mesh)}
+        told["kv_layout"] = None if kv_layout is None else told_layout(kv_layout, k, mesh)
+        ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **told)
         if ask is not None:
             out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
             return (out, rest[0].detach()) if return_lse else out
@@ -238,6 +242,7 @@ def _usp_attention(
             mesh,
             lambda: plan_call(*qkv, mesh=mesh, scores=learned, with_lse=return_lse, **options),
             q,
+            options["layout"],
         )
         out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
         return (out, lse) if return_lse else (out,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.attention.functional import exchange, usp_attention
-from ds_usp.attention.request import agreed, check_layout
+from ds_usp.attention.request import agreed, check_layout, token_layout
 from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.attention.traced import not_plain
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -30,7 +30,7 @@ def usp_joint_attention(
     joint_v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layout: TokenLayout | str,
     mask: MaskSpec,
     joint_front: bool = True,
     softmax_scale: float | None = None,
@@ -72,13 +72,14 @@ def usp_joint_attention(
 
     def check() -> tuple[str, JointLayout]:
         joint = _checked((q, k, v), (joint_q, joint_k, joint_v))
-        check_layout(q, "queries", mesh, layout)
+        own = token_layout(layout, q, mesh)
+        check_layout(q, "queries", mesh, own)
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
-        both = JointLayout.of(layout, joint, joint_front)
+        both = JointLayout.of(own, joint, joint_front)
         return f"{both}, {both.parts[0]}", both
 
-    both = agreed(mesh, check, q)
+    both = agreed(mesh, check, q, layout)
     share = both.parts[0]
     pieces = [
         (share.shard(mine, 1, mesh.rank), x)

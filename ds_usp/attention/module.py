@@ -35,6 +35,7 @@ from ds_usp.attention.request import (
     check_layout_kind,
     check_tensors,
     local_call,
+    token_layout,
 )
 from ds_usp.attention.rotary import Rotary, check_rotary, rotary_of
 from ds_usp.attention.traced import (
@@ -241,7 +242,10 @@ class USPAttention(torch.nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
     ) -> torch.Tensor:
-        plan = agreed(self.mesh, lambda: self._plan(query, key, value, given), query)
+        def check() -> tuple[str, DropInPlan]:
+            return self._plan(query, key, value, given)
+
+        plan = agreed(self.mesh, check, query, self._layout)
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
         if isinstance(plan.call, HeadTraffic):
             exchanged = partial(exchange_step, plan.call)
@@ -269,8 +273,8 @@ class USPAttention(torch.nn.Module):
             )
         swap = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
         q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
-        texts = [batch_dim_text(batch_dim_idx)]
         tensors = check_tensors(q, k, v)
+        texts = [batch_dim_text(batch_dim_idx)]
         layout = self._layout_of(q)
         host = self._host if documents is None else self._within(documents)
         if rotary is not None:
@@ -332,9 +336,7 @@ class USPAttention(torch.nn.Module):
 
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:
         """Where the tokens of ``x [b, s, h, d]`` are; as many on every rank where none is given."""
-        if isinstance(self._layout, TokenLayout):
-            return self._layout
-        return self.mesh.layout(self._layout, x.shape[1] * self.mesh.sp_degree)
+        return token_layout(self._layout, x, self.mesh)
 
     def _local(
         self,

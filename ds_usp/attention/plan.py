@@ -20,6 +20,7 @@ from ds_usp.attention.request import (
     head_split,
     head_traffic,
     refuse_dropout,
+    token_layout,
 )
 from ds_usp.attention.ring import RingCall
 from ds_usp.attention.scores import NO_SCORES, Scores, check_scores
@@ -44,7 +45,7 @@ def plan_call(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: TokenLayout,
+    layout: TokenLayout | str,
     mask: MaskSpec,
     softmax_scale: float | None,
     dropout_p: float,
@@ -52,7 +53,7 @@ def plan_call(
     with_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORES,
-    kv_layout: TokenLayout | None = None,
+    kv_layout: TokenLayout | str | None = None,
 ) -> tuple[str, USPCall]:
     """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
     not checked again.
@@ -61,7 +62,6 @@ def plan_call(
         A description, which must be the same on every rank, and the plan.
     """
     sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    kv_layout = kv_layout or layout
     options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     modes = torch.is_grad_enabled(), _is_deterministic(), capturing
@@ -99,7 +99,7 @@ def _new_plan(
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layouts: tuple[TokenLayout, TokenLayout],
+    layouts: tuple[TokenLayout | str, TokenLayout | str | None],
     mask: MaskSpec,
     softmax_scale: float | None,
     dropout_p: float,
@@ -110,10 +110,12 @@ def _new_plan(
 ) -> tuple[str, USPCall]:
     """:func:`plan_call` of a call like no earlier one."""
     check_tuning(tuning)
-    layout, kv_layout = layouts
-    texts = [check_tensors(q, k, v), check_layout(q, "queries", mesh, layout)]
+    texts = [check_tensors(q, k, v)]
+    layout = token_layout(layouts[0], q, mesh)
+    kv_layout = layout if layouts[1] is None else token_layout(layouts[1], k, mesh)
+    texts.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
-    texts.append(check_keys(q, k, mesh, layouts, mask))
+    texts.append(check_keys(q, k, mesh, (layout, kv_layout), mask))
     spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
     if scores.dropout_seed is None:
         refuse_dropout(dropout_p, mesh)
@@ -141,7 +143,7 @@ def _new_plan(
     learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
     texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
     texts += [str(cut), "with lse" if with_lse else "without lse"]
-    plans = _schedules(mesh, layouts, mask, chosen, cut)
+    plans = _schedules(mesh, (layout, kv_layout), mask, chosen, cut)
     rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
     return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings, q, v), spec)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import torch
 
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
+from ds_usp.errors import ConfigError, LayoutError, MeshError, UnsupportedAttentionError
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -21,19 +22,24 @@ Checked = TypeVar("Checked")
 
 
 def agreed(
-    mesh: SequenceMesh, check: Callable[[], tuple[str, Checked]], like: object = None
+    mesh: SequenceMesh,
+    check: Callable[[], tuple[str, Checked]],
+    like: object = None,
+    layout: object = None,
 ) -> Checked:
     """Run a check on every rank and go on only if all passed and described the same call.
 
     Args:
         like: a tensor of the call. Where it lies on a GPU and the call is a known one, the
             ranks do not wait for the comparison (see ``Agreement``).
+        layout: of the call, as it was given.
 
     An error on one rank is raised there and reported on the others, so nobody waits for a rank
     that has left.
 
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
+        LayoutError: the layout is only named, and ranks hold different numbers of tokens.
     """
     try:
         text, result = check()
@@ -41,8 +47,35 @@ def agreed(
         mesh.agreement.before_call("", error=error)
         raise
     on_host = not isinstance(like, torch.Tensor) or like.device.type == "cpu"
-    mesh.agreement.before_call(text, wait=on_host)
+    try:
+        mesh.agreement.before_call(text, wait=on_host)
+    except MeshError as difference:
+        named = isinstance(layout, str)
+        uneven = _uneven_shards(difference.said, mesh.sp_degree) if named else None
+        if uneven is None:
+            raise
+        raise uneven from difference
     return result
+
+
+_LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
+
+
+def _uneven_shards(said: Sequence[str], ranks: int) -> LayoutError | None:
+    """The error of ranks that name a layout and hold different numbers of tokens, from what each
+    said of its call; None if they differ in something else."""
+    places = {tuple(_LENGTH.findall(text)) for text in said}
+    if len({len(place) for place in places}) != 1:  # one rank is wrong in another way
+        return None
+    for column in zip(*places, strict=True):
+        (kind, _), lengths = column[0], sorted({int(tokens) // ranks for _, tokens in column})
+        if len(lengths) > 1 and {other for other, _ in column} == {kind}:
+            return LayoutError(
+                f"layout={kind!r} is only a name, which means as many tokens on every rank, and "
+                f"ranks hold {', '.join(map(str, lengths))}. Make a TokenLayout of the whole "
+                f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -130,11 +163,28 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     )
 
 
+def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh) -> TokenLayout:
+    """Where the tokens of ``x [b, s, ...]`` are; as many on every rank where only a kind is given.
+
+    Raises:
+        LayoutError: an unknown kind, or one that needs documents; no layout at all.
+    """
+    if isinstance(layout, TokenLayout):
+        return layout
+    if not isinstance(layout, str):
+        raise LayoutError(
+            f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes, or "
+            f"one of the kinds {', '.join(KINDS)}"
+        )
+    return mesh.layout(layout, x.shape[1] * mesh.sp_degree)
+
+
 def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
     """Check that ``x [b, s, ...]`` is this rank's share of a sequence; describe it.
 
     Raises:
-        LayoutError: a layout of another mesh, or not this rank's number of tokens in it.
+        LayoutError: a layout of another mesh, or not this rank's number of tokens in it, as of
+            tensors ``[b, h, s, d]``.
     """
     theirs = (layout.ulysses, layout.ring, layout.order)
     ours = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
@@ -143,10 +193,17 @@ def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLa
             f"the layout is for ulysses {theirs[0]} x ring {theirs[1]} ({theirs[2]}), the mesh is "
             f"{ours[0]} x {ours[1]} ({ours[2]}); mesh.layout(kind, seq_len) makes one that fits"
         )
-    if x.shape[1] != layout.length(mesh.rank):
+    length = layout.length(mesh.rank)
+    if x.shape[1] != length:
+        if x.ndim == 4 and x.shape[2] == length:
+            raise LayoutError(
+                f"expected the {what} as [b, s, h, d] with s = {length} tokens on rank {mesh.rank} "
+                f"({layout}), got {list(x.shape)}, which looks like [b, h, s, d]: give "
+                "x.transpose(1, 2)"
+            )
         raise LayoutError(
             f"rank {mesh.rank} holds {x.shape[1]} tokens of the {what}, {layout} gives it "
-            f"{layout.length(mesh.rank)}; layout.shard(x, dim, rank) cuts the right share, and "
+            f"{length}; layout.shard(x, dim, rank) cuts the right share, and "
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
     return f"{layout}, {layout.order}"
@@ -253,6 +310,8 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:
         raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
+    elif layout == "balanced":
+        mesh.layout(layout, 2 * mesh.sp_degree)  # says what it needs
 
 
 def check_dims(scatter_idx: int, gather_idx: int) -> None:

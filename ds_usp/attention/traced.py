@@ -109,7 +109,7 @@ def plain_layout(layout: Place, mesh: SequenceMesh) -> Told | None:
     """Kind and length of a layout for a mesh, told while it is traced; None if it is another, or of
     documents."""
     if isinstance(layout, tuple):
-        return layout
+        return layout if type(layout[0]) is str else None
     plain = (
         type(layout) is TokenLayout
         and not layout.documents

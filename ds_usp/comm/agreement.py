@@ -242,9 +242,9 @@ def _judge(said: Sequence[bytes | bytearray], error: Exception | None) -> None:
 
 def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
     """The error that shows what each rank said."""
-    texts = (each.rstrip(b"\0").decode(errors="replace") for each in said)
+    texts = tuple(each.rstrip(b"\0").decode(errors="replace") for each in said)
     table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-    return MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}")
+    return MeshError(f"the ranks of the sequence-parallel group disagree:\n{table}", texts)
 
 
 def _filled(text: str) -> bytes:

@@ -12,20 +12,22 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree
 from ds_usp.comm.board import shared_board
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
 from ds_usp.comm.gather import transport_device
+from ds_usp.comm.given_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
 from ds_usp.comm.groups import even_out_group_counts, subgroup
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.names import Names
 from ds_usp.comm.ring import Channel, RingChannel
 from ds_usp.errors import ConfigError, MeshError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
-from ds_usp.geometry.ranks import RankGrid, divisors
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
+from ds_usp.geometry.ranks import RankGrid
 
 _PATIENCE_S = 60.0  # for streams that wait for something else after an error
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
@@ -116,26 +118,38 @@ class SequenceMesh:
         Raises:
             MeshError: torch.distributed does not run, this rank is not in the group, or the ranks
                 of the group ask for different grids (all of them raise).
-            ConfigError: a degree that does not divide the group, or an unknown order.
+            ConfigError: a degree that does not divide the group, or an unknown order; no group.
         """
-        if not dist.is_initialized():
-            raise MeshError(
-                "torch.distributed is not initialized: call torch.distributed.init_process_group "
-                "first, or use SequenceMesh.single() for one process"
-            )
-        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-            raise MeshError(
-                f"global rank {dist.get_rank()} is not in the sequence-parallel group it was "
-                "given. Pass each rank the group that holds it."
-            )
-        whole = cast(dist.ProcessGroup, group or dist.group.WORLD)
+        whole = group_of_this_rank(group)
         size = dist.get_world_size(whole)
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is made: making it with ranks that see another grid would not end.
-        refusal = _refusal(dist.get_process_group_ranks(whole), ulysses, order)
+        refusal = grid_refusal(dist.get_process_group_ranks(whole), ulysses, order)
         agree(whole, f"ulysses_degree {ulysses}, {order}", refusal)
         even_out_group_counts(whole)
         return cls._over(whole, ulysses, size // ulysses, order)
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        ulysses_degree: int | None = None,
+        order: str | None = None,
+    ) -> SequenceMesh:
+        """:meth:`from_group` for what torch's ``init_device_mesh`` made; collective like it.
+
+        Args:
+            device_mesh: one dim, the ranks that share a sequence (``mesh["sp"]``), or two dims with
+                the names ``ulysses`` and ``ring`` (``mesh["ring", "ulysses"]``), of which the last
+                one has its ranks next to each other.
+            ulysses_degree, order: as of :meth:`from_group`; of two dims both are known.
+
+        Raises:
+            ConfigError: other dims, or a degree or an order that two dims contradict.
+        """
+        group, degree, order = group_of_device_mesh(device_mesh, ulysses_degree, order)
+        return cls.from_group(group, degree, order)
 
     @classmethod
     def shared(
@@ -317,6 +331,19 @@ class SequenceMesh:
         degrees = self.ulysses_degree, self.ring_degree
         return TokenLayout(kind, seq_len, *degrees, self.order, documents)
 
+    def gather(self, local: torch.Tensor, layout: TokenLayout, dim: int) -> torch.Tensor:
+        """The full tensor, on every rank, from this rank's shard and the others'; collective. See
+        :meth:`TokenLayout.gather`, which this is over the ranks of the mesh.
+
+        Raises:
+            LayoutError: on every rank, if one of them holds something else than its shard.
+        """
+        if self.sp_group is None:
+            full: torch.Tensor = layout.gather([local], dim)
+        else:
+            full = layout.gather(local, dim, group=self.sp_group)
+        return full
+
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank of the mesh says the same; collective over it.
 
@@ -329,27 +356,6 @@ class SequenceMesh:
             f"rank {self.rank} of {self.sp_degree}: ulysses {self.ulysses_rank} of "
             f"{self.ulysses_degree}, ring {self.ring_rank} of {self.ring_degree}"
         )
-
-
-def _refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | None:
-    """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
-    size = len(ranks)
-    if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
-        return ConfigError(
-            f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
-            "with ascending ranks"
-        )
-    if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
-        return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
-    if size % ulysses:
-        fits = ", ".join(map(str, divisors(size)))
-        return ConfigError(
-            f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
-            f"sequence-parallel group. Use one of {fits}."
-        )
-    if order not in ORDERS:
-        return ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
-    return None
 
 
 def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]) -> Agreement:

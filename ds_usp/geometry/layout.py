@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.balance import balanced_shares
 from ds_usp.geometry.masks import Borders, borders_of, shown
 from ds_usp.geometry.segments import Segment, balanced, cut, join
+from ds_usp.geometry.shards import shards_of_group
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
@@ -108,13 +109,23 @@ class TokenLayout:
 
     def _checked_documents(self) -> Borders:
         found = borders_of(self.documents)
-        needs, takes = self.kind == "balanced", self.kind in _OF_DOCUMENTS
-        if len(found) > 1 or (needs and not found) or (found and not takes):
+        needs = self.kind == "balanced"
+        if needs and not found:
             raise LayoutError(
-                f"the layout {self.kind!r} with the documents of {len(found)} samples: 'balanced' "
-                "is made for one list of borders, which all samples share "
-                "(mesh.layout('balanced', seq_len, documents=borders)), 'context_parallel' takes "
-                "one, others none"
+                "the layout 'balanced' is made for the documents of a batch, and none were given: "
+                "mesh.layout('balanced', seq_len, documents=borders)"
+            )
+        if found and self.kind not in _OF_DOCUMENTS:
+            raise LayoutError(
+                f"the layout {self.kind!r} is the same for all documents and takes none: leave "
+                "documents= to the mask, MaskSpec.causal(documents=borders), or ask for 'balanced'"
+            )
+        if len(found) > 1:
+            raise LayoutError(
+                f"the layout {self.kind!r} was given borders for each of {len(found)} samples, and "
+                "all samples of a batch share one layout: give one list of borders, which all "
+                "have, or batches of one sample. Borders of each sample go to the mask, under "
+                "another layout ('zigzag')"
             )
         if not found:
             return ()
@@ -163,9 +174,21 @@ class TokenLayout:
         """Tokens that one sequence-parallel rank holds."""
         return sum(segment.length for segment in self.segments(rank))
 
-    def positions(self, rank: int) -> list[int]:
-        """Global position of every token of one rank, in storage order."""
-        return [position for segment in self.segments(rank) for position in segment.positions]
+    @overload
+    def positions(self, rank: int) -> list[int]: ...
+
+    @overload
+    def positions(self, rank: int, *, like: Any) -> Any: ...
+
+    def positions(self, rank: int, *, like: Any = None) -> Any:
+        """Global position of every token of one rank, in storage order.
+
+        Args:
+            like: a tensor, as of the tokens; the result then is an int64 tensor ``[length(rank)]``
+                on its device, for an embedding or rotary angles, and otherwise a list.
+        """
+        found = [position for segment in self.segments(rank) for position in segment.positions]
+        return found if like is None else like.new_empty(0).long().new_tensor(found)
 
     def ring_segments(self, ring_rank: int) -> tuple[Segment, ...]:
         """The tokens of one ring rank in ascending order, as attention sees them."""
@@ -201,7 +224,7 @@ class TokenLayout:
         Shapes:
             x: ``seq_len`` along ``dim``; the result has ``length(rank)`` there. Differentiable.
         """
-        dim = self._check_dim(x, dim, self.seq_len, "the full tensor")
+        dim = self.check_dim(x, dim, self.seq_len, "the full tensor")
         out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))
         for begin, segment in _offsets(self.segments(rank)):
             run = segment.positions
@@ -210,13 +233,31 @@ class TokenLayout:
             )
         return out
 
-    def gather(self, shards: Sequence[Any], dim: int) -> Any:
-        """The full tensor from the shards of all ranks, in rank order: undoes :meth:`shard`."""
+    def gather(self, shards: Any, dim: int, group: Any = None) -> Any:
+        """The full tensor from the shards of all ranks, in rank order: undoes :meth:`shard`.
+
+        Args:
+            shards: a list of all ranks' shards; with ``group`` this rank's own, one tensor.
+            group: the process group of the ranks that share the sequence. Collective over it: every
+                rank calls this with its own shard, however many tokens that has, and gets the full
+                tensor. It carries no gradient: give ``local.detach()``. The list form carries one.
+
+        Raises:
+            LayoutError: shards that are not those of this layout, or differ in more than the
+                tokens; with ``group`` on every rank.
+        """
+        if group is not None:
+            shards = shards_of_group(self, shards, dim, group)
+        elif hasattr(shards, "new_empty"):
+            raise LayoutError(
+                f"one tensor {list(shards.shape)} was given: give a list of all ranks' shards, or "
+                "this rank's and the group to gather the others from, gather(local, dim, group=...)"
+            )
         if len(shards) != self.degree:
             raise LayoutError(f"{len(shards)} shards were given for the {self.degree} of {self}")
         first = shards[0]
         for rank, part in enumerate(shards):
-            dim = self._check_dim(part, dim, self.length(rank), f"the shard of rank {rank}")
+            dim = self.check_dim(part, dim, self.length(rank), f"the shard of rank {rank}")
             rest = (part.dtype, part.shape[:dim], part.shape[dim + 1 :])
             if rest != (first.dtype, first.shape[:dim], first.shape[dim + 1 :]):
                 raise LayoutError(
@@ -232,7 +273,12 @@ class TokenLayout:
                 )
         return out
 
-    def _check_dim(self, x: Any, dim: int, length: int, what: str) -> int:
+    def check_dim(self, x: Any, dim: int, length: int, what: str) -> int:
+        """``dim`` of ``x``, counted from the front.
+
+        Raises:
+            LayoutError: it does not exist, or has another length.
+        """
         if not -x.ndim <= dim < x.ndim:
             raise LayoutError(f"dim {dim} does not exist in {what} of shape {tuple(x.shape)}")
         dim %= x.ndim

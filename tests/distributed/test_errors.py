@@ -250,7 +250,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {
         ["head dims 16 and 16", "head dims 8 and 8"],
     ),
     "sequence length": (
-        WAYS,
+        WAYS[:1],  # where the layout is only named see test_named_layouts
         {"q": (1, 9, 8, 16), "k": (1, 9, 4, 16), "v": (1, 9, 4, 16), "seq_len": 36},
         ["32 tokens", "36 tokens"],
     ),

@@ -117,11 +117,11 @@ def test_one_document_is_a_zigzag() -> None:
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
-    "no documents": (("balanced", 16, 1, 2), LayoutError, "documents of 0 samples"),
+    "no documents": (("balanced", 16, 1, 2), LayoutError, "none were given"),
     "of each sample": (
         ("balanced", 16, 1, 2, "ulysses-ring", [[0, 16], [0, 4, 16]]),
         LayoutError,
-        "documents of 2 samples",
+        "borders for each of 2 samples, and all samples of a batch share one layout",
     ),
     "another length": (
         ("balanced", 16, 1, 2, "ulysses-ring", [0, 15]),

@@ -1,0 +1,98 @@
+"""A layout that is given by its name: as many tokens on every rank, or refused on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+
+import ds_usp
+from ds_usp import MaskSpec, USPAttention
+
+WORLD, CAUSAL, FULL = 4, MaskSpec.causal(), MaskSpec.full()
+
+
+def tensors(tokens: int = 8, joint: int = 0) -> list[torch.Tensor]:
+    drawn = [torch.randn(1, tokens, 4, 16) for _ in range(3)]
+    return drawn + [torch.randn(1, joint, 4, 16) for _ in range(3 if joint else 0)]
+
+
+def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
+    """Whether each function gives the same for a kind as for the layout of that kind."""
+    mesh = mesh_of(ulysses)
+    layout, half = mesh.layout("zigzag", 32), mesh.layout("striped", 16)
+    q, k, v = tensors()
+    short = tensors(4)[1:]
+    both = tensors(joint=6)
+
+    def attend(**given: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=CAUSAL, **given)
+
+    def cross(**given: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=FULL, **given)
+
+    def joint(**given: Any) -> torch.Tensor:
+        return torch.cat(ds_usp.usp_joint_attention(*both, mesh=mesh, mask=FULL, **given), 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    crossing = torch.compile(cross, fullgraph=True, backend="eager")
+    names, values = {"layout": "zigzag"}, {"layout": layout}
+    two_names = {"layout": "zigzag", "kv_layout": "striped"}
+    two_values = {"layout": layout, "kv_layout": half}
+    return [
+        torch.equal(attend(**names), attend(**values)),
+        torch.equal(cross(**two_names), cross(**two_values)),
+        torch.equal(joint(**names), joint(**values)),
+        torch.equal(compiled(**names), attend(**values)),
+        torch.equal(crossing(**two_names), cross(**two_values)),
+    ]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_name_is_the_layout_of_that_kind(pool: WorkerPool, ulysses: int) -> None:
+    assert pool.run(same_bits, WORLD, ulysses=ulysses) == [[True] * 5] * WORLD
+
+
+def refused(ctx: RankContext, how: str) -> None:
+    mesh = mesh_of(2)
+    tokens = 9 if ctx.rank == 3 else 8
+    given: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
+    if how in ("function", "joint", "drop-in"):
+        q, k, v, *joint = tensors(tokens, 4 if how == "joint" else 0)
+    else:
+        q, k, v = tensors()
+    if how == "function":
+        ds_usp.usp_attention(q, k, v, **given)
+    elif how == "joint":
+        ds_usp.usp_joint_attention(q, k, v, *joint, **given)
+    elif how == "drop-in":
+        USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **given)(q, k, v, 0)
+    elif how == "heads first":
+        q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
+        ds_usp.usp_attention(q, k, v, **{**given, "layout": mesh.layout("zigzag", 32)})
+    else:
+        ds_usp.usp_attention(q, k, v, **{**given, **REFUSED[how][0]})
+
+
+# What is given instead, what every rank then says, and its kind; None: of rank 0 alone.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "function": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "joint": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "drop-in": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
+    "heads first": ({}, r"got \[1, 4, 8, 16\], which looks like \[b, h, s, d\]: give x.transpose"),
+    "none": ({"layout": None}, "layout=None must be a TokenLayout"),
+    "unknown": ({"layout": "zig"}, "unknown token layout 'zig'"),
+    "balanced": ({"layout": "balanced"}, "documents=borders"),
+    "keys": ({"kv_layout": 3, "mask": FULL}, "layout=3 must be a TokenLayout"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_no_name_says_is_refused_on_every_rank(pool: WorkerPool, how: str) -> None:
+    for error in pool.errors(refused, WORLD, how=how):
+        with pytest.raises(ds_usp.LayoutError, match=REFUSED[how][1]):
+            raise error or AssertionError("it was taken")
