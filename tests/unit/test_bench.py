@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import math
 import os
 import subprocess
@@ -11,10 +14,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from harness import RankContext, WorkerPool
 from oracle import causal, dense_attention, relative_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,47 +236,75 @@ def test_labels_do_not_overlap_and_stay_inside() -> None:
 # ------------------------------------------------------------------ the scripts
 
 
-def torchrun(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def started(ctx: RankContext, *, script: str, flags: list[str]) -> tuple[int, str]:
+    """The exit code and the output of a script's ``main``, on a rank that has its group."""
+    sys.path.append(str(BENCH))
+    import session
+
+    here = session.Session(torch.device("cpu"), ctx.rank, ctx.world)
+    argv = [str(BENCH / f"{script}.py"), "--device", "cpu", *flags]
+    code: Any = 0
+    with (
+        mock.patch.object(session.Session, "start", lambda _: here),
+        mock.patch.object(session.Session, "close"),
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        try:
+            importlib.import_module(script).main()
+        except SystemExit as end:
+            code = end.code
+    return int(code or 0), out.getvalue()
+
+
+def ran(pool: WorkerPool, script: str, *flags: str, code: int = 0) -> str:
+    """What rank 0 of a script on two ranks prints."""
+    found = pool.run(started, 2, script=script, flags=list(flags))
+    assert [each for each, _ in found] == [code] * 2, found[0][1]
+    return found[0][1]
+
+
+def test_a_script_starts_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "links.csv"
+    flags = ("--sizes", "0.01", "--rounds", "1", "--repeats", "1", "--out", str(path))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    return subprocess.run(
-        [*command, str(BENCH / script), "--device", "cpu", *flags],
+    done = subprocess.run(
+        [*command, str(BENCH / "bench_links.py"), "--device", "cpu", *flags],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=180,
     )
+    assert done.returncode == 0, done.stderr
+    assert plot.read(path)[1]
 
 
-def test_links_on_two_ranks(tmp_path: Path) -> None:
+def test_links_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "links.csv"
     flags = ("--sizes", "0.01", "0.02", "--rounds", "2", "--repeats", "2", "--out", str(path))
-    done = torchrun("bench_links.py", *flags)
-    assert done.returncode == 0, done.stderr
+    text = ran(pool, "bench_links", *flags)
     _, rows = plot.read(path)
     sent = {(row["operation"], row["mib"]): float(row["sent_mib"]) for row in rows}
     assert sent["all-to-all", "0.02"] == pytest.approx(0.01, rel=0.01)
     assert sent["ring send/receive", "0.01"] == pytest.approx(0.01, rel=0.01)
     assert all(float(row["gb_per_s"]) > 0 for row in rows)
-    assert done.stdout.count("left out") == 3  # what needs a GPU
+    assert text.count("left out") == 3  # what needs a GPU
 
 
-def test_attention_and_its_errors_on_two_ranks(tmp_path: Path) -> None:
+def test_attention_and_its_errors_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     shape, path = ("--shapes", "64:2:2:16", "--kernels", "eager"), tmp_path / "found.csv"
-    done = torchrun("bench_attention.py", *shape, "--rounds", "1", "--out", str(path))
-    assert done.returncode == 0, done.stderr
+    ran(pool, "bench_attention", *shape, "--rounds", "1", "--out", str(path))
     splits = ["one GPU, eager", "ds_usp 2x1, eager", "ds_usp 1x2, eager"]
     assert [row["contender"] for row in plot.read(path)[1]] == splits
-    done = torchrun("bench_attention.py", *shape, "--errors", "--out", str(path))
-    assert done.returncode == 0, done.stderr
+    ran(pool, "bench_attention", *shape, "--errors", "--out", str(path))
     assert [row["contender"] for row in plot.read(path)[1]] == splits[1:]
 
 
-def test_documents_and_windows_on_two_ranks(tmp_path: Path) -> None:
+def test_documents_and_windows_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
     path = tmp_path / "found.csv"
-    done = torchrun("bench_documents.py", *sizes, "--rounds", "1", "--out", str(path))
-    assert done.returncode == 0, done.stderr
+    ran(pool, "bench_documents", *sizes, "--rounds", "1", "--out", str(path))
     rows = plot.read(path)[1]
     for workload, layout in (("documents", "balanced"), ("window 8", "contiguous")):
         assert [row["contender"] for row in rows if row["workload"] == workload] == [
@@ -290,38 +324,33 @@ def test_lengths_are_the_same_on_every_run() -> None:
     assert min(lengths[:-1]) >= 2048 and max(lengths) <= 32768
 
 
-def test_nothing_checked_is_a_failure() -> None:
+def test_nothing_checked_is_a_failure(pool: WorkerPool) -> None:
     shape = ("--shapes", "64:2:2:16", "--kernels", "flash4", "--errors")
-    done = torchrun("bench_attention.py", *shape)
-    assert done.returncode == 1
-    assert "0 checked: FAILED" in done.stdout
+    assert "0 checked: FAILED" in ran(pool, "bench_attention", *shape, code=1)
 
 
-def test_overlap_on_two_ranks(tmp_path: Path) -> None:
+def test_overlap_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "overlap.csv"
-    done = torchrun("overlap.py", "--shapes", "64:2:2:16", "--steps", "1", "--out", str(path))
-    assert done.returncode == 0, done.stderr
+    ran(pool, "overlap", "--shapes", "64:2:2:16", "--steps", "1", "--out", str(path))
     assert len(plot.read(path)[1]) == 3
 
 
-def test_awake_links_on_two_ranks(tmp_path: Path) -> None:
+def test_awake_links_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "awake.csv"
     flags = ("--shapes", "64:2:2:16", "--kernels", "eager", "--every", "1", "--rounds", "1")
-    done = torchrun("awake_links.py", *flags, "--out", str(path))
-    assert done.returncode == 0, done.stderr
+    ran(pool, "awake_links", *flags, "--out", str(path))
     rows = plot.read(path)[1]
     assert [row["pull_every_ms"] for row in rows] == ["never", "1"]
     assert float(rows[0]["share"]) == 1
 
 
-def test_memory_on_two_ranks_and_its_picture(tmp_path: Path) -> None:
+def test_memory_on_two_ranks_and_its_picture(pool: WorkerPool, tmp_path: Path) -> None:
     path, moments, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.svg"))
     policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
-    done = torchrun(
-        "bench_memory.py", "--shapes", "1024:3:64:4:128", "--rounds", "1", "--in-a-row", "1",
+    ran(
+        pool, "bench_memory", "--shapes", "1024:3:64:4:128", "--rounds", "1", "--in-a-row", "1",
         "--policies", *policies, "--out", str(path), "--moments", str(moments),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     _, rows = plot.read(path)
     assert [row["policy"] for row in rows][-1] == "attention + offload 1"
     assert [float(row["host_gib"]) > 0 for row in rows] == [False] * 4 + [True] * 2
