@@ -53,7 +53,7 @@ eval_iters=10
 eval_interval=100
 save_interval=100
 
-## Less memory, more time; Megatron-DeepSpeed only
+## Less memory, more time: layers are computed again in the backward pass
 activation_checkpoint="true"
 ###############################################################################
 ### Output and data configs

@@ -54,7 +54,7 @@ eval_iters=1
 eval_interval=20
 save_interval=20
 
-## Less memory, more time; Megatron-DeepSpeed only
+## Less memory, more time: layers are computed again in the backward pass
 activation_checkpoint="false"
 ###############################################################################
 ### Output and data configs

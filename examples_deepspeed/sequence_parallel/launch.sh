@@ -9,6 +9,9 @@
 #
 # MEGATRON_DEEPSPEED_PATH set: pretrain_gpt.py of that checkout of Megatron-DeepSpeed, patched.
 # Not set: the trainer of this folder, with the same flags.
+#
+# LAUNCHER=deepspeed (HOSTFILE names the nodes), torchrun (started on every node, with NNODES,
+# NODE_RANK, MASTER_ADDR, MASTER_PORT) or srun (inside a SLURM job, see slurm.sbatch).
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -24,12 +27,26 @@ defaults=(
   seq_length= model_size= num_layers= hidden_size= num_attn_heads= num_kv_heads= global_batch_size=
   lr= min_lr=0 init_std=0.02 rotary=false rope_theta=10000 train_tokens_in_billion= train_iters=
   lr_warmup_tokens_in_million= lr_warmup_iters= lr_decay_tokens_in_billion= lr_decay_iters=
-  lr_decay_style=cosine mp_size=1 sp_size=1 ulysses_degree= usp_layout=zigzag usp_kernel=auto usp_cluster=
-  pp_size=1 zero_stage=1 num_gpus= hostfile= master_port=29500 batch_size=1 precision=bf16
+  lr_decay_style=cosine mp_size=1 sp_size=1 ulysses_degree= usp_layout=zigzag usp_kernel=auto
+  usp_cluster= pp_size=1 zero_stage=1 num_gpus= launcher=deepspeed hostfile= nnodes= node_rank=
+  master_addr= master_port=29500 batch_size=1 precision=bf16
   device=auto log_interval=10 eval_iters=10 eval_interval=100 save_interval=100 clip_grad=1.0
   weight_decay=0.1 activation_checkpoint=false seed=1234 num_workers=0 data_path= "split=949,50,1"
   tokenizer_type=GPT2BPETokenizer vocab_path= merge_path= vocab_size= output_home=usp_output
+  exit_interval= exit_duration_in_mins= tensorboard_dir= wandb_project= wandb_exp_name=
+  wandb_save_dir=
 )
+
+# A variable of the environment that is nearly a setting is a slip: SEQ_LENGHT would be ignored.
+check_names() {
+  local slip known="${defaults[*]} dry_run megatron_deepspeed_path"
+  slip="$(compgen -e | awk -v settings="$known" -f "$here/settings.awk")"
+  [[ -z "$slip" ]] ||
+    fail "$slip The settings are at the head of launch.sh; unset ${slip%% *} if it is meant for" \
+      "another program"
+}
+check_names
+
 for setting in "${defaults[@]}"; do
   name="${setting%%=*}" from_environment="${setting%%=*}"
   from_environment="${from_environment^^}"
@@ -45,7 +62,8 @@ check_numbers() {
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] ||
       fail "${name^^}='${!name}' must be a whole number of 1 or more"
   done
-  for name in num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters; do
+  for name in num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters nnodes node_rank \
+    exit_interval exit_duration_in_mins; do
     [[ "${!name}" =~ ^[0-9]*$ ]] || fail "${name^^}='${!name}' must be a whole number, or empty"
   done
   [[ "$ulysses_degree" =~ ^([0-9]*|auto)$ ]] ||
@@ -53,6 +71,8 @@ check_numbers() {
   [[ "$zero_stage" =~ ^[0-3]$ ]] || fail "ZERO_STAGE='$zero_stage' must be 0, 1, 2 or 3"
   [[ "$precision" == bf16 || "$precision" == fp32 ]] ||
     fail "PRECISION='$precision' must be bf16 or fp32"
+  [[ "$launcher" =~ ^(deepspeed|torchrun|srun)$ ]] ||
+    fail "LAUNCHER='$launcher' must be deepspeed, torchrun or srun"
 }
 
 # A step sees seq_length x global_batch_size tokens; both programs count steps.
@@ -70,31 +90,88 @@ count_steps() {
   : "${lr_warmup_iters:=$((lr_warmup_tokens_in_million * 1000000 / tokens_per_step))}"
 }
 
-# Where ranks run: the hosts of a file, this machine's CPUs, or its GPUs, all or those that
-# CUDA_VISIBLE_DEVICES names. The launcher reads that variable only if it is told nothing else.
+# Ranks of a node, and of all: the GPUs of the nodes in a file, this machine's CPUs, or its GPUs,
+# all or those that CUDA_VISIBLE_DEVICES names.
 count_gpus() {
+  visible=false
+  check_nodes
   if [[ -n "$hostfile" ]]; then
     [[ -z "$num_gpus" ]] || fail "HOSTFILE counts the GPUs of every node: leave NUM_GPUS out"
     [[ -f "$hostfile" ]] || fail "HOSTFILE=$hostfile does not exist; a line is: worker-0 slots=8"
     num_gpus="$(awk -F 'slots=' 'NF > 1 { sum += $2 } END { print sum + 0 }' "$hostfile")"
     ((num_gpus)) || fail "HOSTFILE=$hostfile names no slots; a line is: worker-0 slots=8"
-    where=(--hostfile "$hostfile")
     return
   elif [[ "$device" == cpu ]]; then
-    : "${num_gpus:=$replica}"
+    : "${num_gpus:=$(((replica + nnodes - 1) / nnodes))}"
   elif [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
     [[ -z "$num_gpus" ]] || fail "CUDA_VISIBLE_DEVICES names the GPUs: leave NUM_GPUS out"
     num_gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)"
-    where=()
-    return
+    visible=true
   elif [[ -z "$num_gpus" ]]; then
     num_gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
     if ((!num_gpus)); then
       [[ "${DRY_RUN:-0}" == 1 ]] || fail "no GPU here. Set NUM_GPUS, or DEVICE=cpu"
-      num_gpus="$replica"
+      num_gpus="$(((replica + nnodes - 1) / nnodes))"
     fi
   fi
-  where=(--num_gpus "$num_gpus")
+  gpus_per_node="$num_gpus"
+  num_gpus="$((nnodes * gpus_per_node))"
+}
+
+check_nodes() {
+  if [[ "$launcher" == deepspeed ]]; then
+    ((${nnodes:-1} == 1)) ||
+      fail "NNODES=$nnodes is for LAUNCHER=torchrun or srun; DeepSpeed's launcher needs HOSTFILE"
+    nnodes=1 node_rank=0
+    return
+  fi
+  [[ -z "$hostfile" ]] || fail "HOSTFILE is for LAUNCHER=deepspeed, not $launcher"
+  if [[ "$launcher" == srun ]]; then
+    [[ -n "${SLURM_JOB_ID:-}" || "${DRY_RUN:-0}" == 1 ]] ||
+      fail "LAUNCHER=srun needs a SLURM job (SLURM_JOB_ID is not set): sbatch slurm.sbatch"
+    : "${nnodes:=${SLURM_NNODES:-1}}"
+    [[ -n "$master_addr" || -z "${SLURM_JOB_NODELIST:-}" ]] ||
+      master_addr="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+    : "${master_addr:=$(hostname)}"
+    node_rank=0 # srun starts the tasks of all nodes from here
+  fi
+  : "${nnodes:=1}"
+  ((nnodes >= 1)) || fail "NNODES=$nnodes must be 1 or more"
+  [[ "$launcher" == torchrun ]] || return 0
+  if ((nnodes > 1)); then
+    [[ -n "$master_addr" && -n "$node_rank" ]] ||
+      fail "NNODES=$nnodes needs MASTER_ADDR, a name of the first node, and NODE_RANK, from 0 to" \
+        "$((nnodes - 1)); start the script on every node"
+  fi
+  ((${node_rank:=0} < nnodes)) || fail "NODE_RANK=$node_rank must be from 0 to $((nnodes - 1))"
+  : "${master_addr:=127.0.0.1}"
+}
+
+# The words before the program: what makes a process for each rank.
+launch_words() {
+  case "$launcher" in
+    deepspeed) # it reads CUDA_VISIBLE_DEVICES only if it is told nothing else
+      words=(deepspeed --log_level error --master_port "$master_port")
+      if [[ -n "$hostfile" ]]; then
+        words+=(--hostfile "$hostfile")
+      elif [[ "$visible" == false ]]; then
+        words+=(--num_gpus "$gpus_per_node")
+      fi
+      as_module=(--module)
+      ;;
+    torchrun)
+      words=(torchrun --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$gpus_per_node"
+        --master-addr "$master_addr" --master-port "$master_port")
+      as_module=(--module)
+      ;;
+    srun)
+      words=(env "MASTER_ADDR=$master_addr" "MASTER_PORT=$master_port"
+        "LOCAL_WORLD_SIZE=$gpus_per_node" "LOCAL_SIZE=$gpus_per_node"
+        srun --nodes "$nnodes" --ntasks-per-node "$gpus_per_node" --kill-on-bad-exit=1
+        bash "$here/srun_rank.sh" python)
+      as_module=(-m)
+      ;;
+  esac
 }
 
 check_degrees() {
@@ -122,21 +199,45 @@ check_degrees() {
     fail "ZERO_STAGE=$zero_stage does not work with a pipeline. Use ZERO_STAGE=1 or PP_SIZE=1"
 }
 
-# A text file, or the prefix of Megatron's .bin and .idx; a dry run needs none.
+# Text files, or prefixes of Megatron's .bin and .idx; each may follow its weight (0.3 a 0.7 b).
+read_data_path() {
+  local index
+  data_words=() data_files=()
+  if [[ -z "$data_path" || -f "$data_path" || -f "$data_path.bin" ]]; then
+    [[ -z "$data_path" ]] || data_words=("$data_path") data_files=("$data_path")
+    return 0
+  fi
+  read -ra data_words <<<"$data_path"
+  if [[ ! "${data_words[0]}" =~ ^[0-9.]+([eE][-+]?[0-9]+)?$ ]]; then
+    data_files=("${data_words[@]}")
+    return
+  fi
+  ((${#data_words[@]} % 2 == 0)) ||
+    fail "DATA_PATH='$data_path' begins with a weight: every path needs one before it"
+  for ((index = 1; index < ${#data_words[@]}; index += 2)); do
+    data_files+=("${data_words[index]}")
+  done
+}
+
 check_data() {
-  local encode='python tools/preprocess_data.py (in Megatron-DeepSpeed) with --input text.jsonl
+  local file encode='python tools/preprocess_data.py (in Megatron-DeepSpeed) with --input text.jsonl
   --output-prefix my --vocab-file VOCAB --merge-file MERGES --tokenizer-type GPT2BPETokenizer
   --append-eod --workers 8, then DATA_PATH=my_text_document'
+  read_data_path
   if [[ -z "$host" ]]; then
     [[ "$device" == cpu || -n "$data_path" || "${DRY_RUN:-0}" == 1 ]] ||
       fail "set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded: $encode"
-  elif [[ -z "$data_path" && "${DRY_RUN:-0}" == 1 ]]; then
-    data_path=my_text_document
-  elif [[ -z "$data_path" || -f "$data_path" ]]; then
-    fail "Megatron-DeepSpeed reads encoded data, not '$data_path'. Make it: $encode"
+  elif [[ -z "$data_path" ]]; then
+    [[ "${DRY_RUN:-0}" == 1 ]] ||
+      fail "Megatron-DeepSpeed reads encoded data: set DATA_PATH. Make it: $encode"
+    data_words=(my_text_document) # a dry run shows where it goes
   fi
-  [[ "${DRY_RUN:-0}" == 1 || -z "$data_path" || -f "$data_path" || -f "$data_path.bin" ]] ||
-    fail "DATA_PATH=$data_path is no file, and there is no $data_path.bin. Make it: $encode"
+  for file in "${data_files[@]}"; do
+    [[ -z "$host" || ! -f "$file" ]] ||
+      fail "Megatron-DeepSpeed reads encoded data, not '$file'. Make it: $encode"
+    [[ -f "$file" || -f "$file.bin" ]] ||
+      fail "DATA_PATH=$file is no file, and there is no $file.bin. Make it: $encode"
+  done
   [[ -z "$host" || "$tokenizer_type" != GPT2BPETokenizer || "${DRY_RUN:-0}" == 1 ||
     (-f "$vocab_path" && -f "$merge_path") ]] ||
     fail "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer," \
@@ -144,18 +245,18 @@ check_data() {
 }
 
 check_program() {
-  if [[ -n "$host" && ! -f "$host/pretrain_gpt.py" && "${DRY_RUN:-0}" != 1 ]]; then
+  [[ -z "$host" || -f "$host/pretrain_gpt.py" ]] ||
     fail "MEGATRON_DEEPSPEED_PATH=$host has no pretrain_gpt.py: give the folder of a checkout," \
       "or unset it to use the trainer of this folder"
-  fi
   [[ "${DRY_RUN:-0}" == 1 ]] && return
   [[ ! -x "$root/.venv/bin/deepspeed" ]] || PATH="$PATH:$root/.venv/bin"
-  command -v deepspeed >/dev/null ||
-    fail "there is no deepspeed on PATH. Run: . $root/scripts/env.sh"
+  command -v "$launcher" >/dev/null ||
+    fail "there is no $launcher on PATH. Run: . $root/scripts/env.sh"
 }
 
 # Flags that both programs know, in the order of the settings.
 common_flags() {
+  local name
   flags=(
     --tensor-model-parallel-size "$mp_size"
     --ds-sequence-parallel-size "$sp_size"
@@ -197,9 +298,13 @@ common_flags() {
   [[ "$rotary" != true ]] || flags+=(--use-rotary-position-embeddings)
   [[ "$precision" != bf16 ]] || flags+=(--bf16)
   [[ ! -f "$checkpoint_path/latest" ]] || flags+=(--load "$checkpoint_path")
-  [[ -z "$data_path" ]] || flags+=(--data-path "$data_path")
+  ((!${#data_words[@]})) || flags+=(--data-path "${data_words[@]}")
+  for name in exit_interval exit_duration_in_mins tensorboard_dir wandb_project wandb_exp_name \
+    wandb_save_dir; do
+    [[ -z "${!name}" ]] || flags+=("--${name//_/-}" "${!name}")
+  done
   # A text file has a vocabulary of its own, and some tokenizers have.
-  if [[ -n "$vocab_size" && ! -f "$data_path" && -n "$data_path" ]]; then
+  if [[ -n "$vocab_size" && ${#data_words[@]} -gt 0 && ! -f "${data_files[0]:-}" ]]; then
     flags+=(--vocab-size "$vocab_size")
   fi
 }
@@ -214,8 +319,11 @@ host_flags() {
     --rotary-position-embeddings-theta "$rope_theta"
     --no-async-tensor-model-parallel-allreduce
     --no-gradient-accumulation-fusion
+    --override-opt_param-scheduler # TRAIN_ITERS may be another than the checkpoint's
   )
   [[ -z "$vocab_path" ]] || flags+=(--vocab-file "$vocab_path" --merge-file "$merge_path")
+  [[ -z "$tensorboard_dir" ]] || flags+=(--tensorboard-queue-size 1 --log-timers-to-tensorboard
+    --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard)
   ((pp_size > 1)) || flags+=(--no-pipeline-parallel)
   [[ "$device" != cpu ]] || flags+=(--distributed-backend gloo --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion)
@@ -265,10 +373,11 @@ config="$output_home/config/$jobname.json"
 log="$output_home/log/$jobname.log"
 
 common_flags
-command=(deepspeed --log_level error --master_port "$master_port" "${where[@]}")
+launch_words
+command=("${words[@]}")
 if [[ -n "$host" ]]; then
   host_flags
-  command+=(--module megatron_patches.run "$host/pretrain_gpt.py" "${flags[@]}" "$@")
+  command+=("${as_module[@]}" megatron_patches.run "$host/pretrain_gpt.py" "${flags[@]}" "$@")
 else
   trainer_flags
   command+=("$here/pretrain_gpt_usp.py" "${flags[@]}" "$@")
@@ -283,9 +392,13 @@ if [[ "${DRY_RUN:-0}" == 1 ]]; then
   exit 0
 fi
 
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON* on to other nodes
+if [[ -z "$host" ]]; then # refused before a folder is made and a rank is started
+  env -u RANK -u WORLD_SIZE python "$here/pretrain_gpt_usp.py" "${flags[@]}" "$@" \
+    --check-only --num-processes "$num_gpus"
+fi
 mkdir -p "$output_home/log" "$output_home/config" "$checkpoint_path"
 if [[ -n "$host" ]]; then deepspeed_config >"$config"; fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the launcher hands PYTHON* on to other nodes
 # One queue for all streams: megatron-core's all-reduce of tensor parallelism then starts before the
 # product that hides it, and copies beside attention and to the host wait in line behind kernels.
 # Megatron-DeepSpeed has no such all-reduce under DeepSpeed; its --sequence-parallel insists on it.
@@ -295,5 +408,9 @@ fi
 # FlashAttention-4 compiles its kernels at the first step; kept on disk, the next start is seconds
 # faster.
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}"
-if [[ "$device" == cpu ]]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
-"${command[@]}" 2>&1 | tee "$log"
+if [[ "$device" == cpu ]]; then
+  export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+((!node_rank)) || log="${log%.log}_node$node_rank.log"
+printf '=== %s %s\n' "$(date '+%Y-%m-%d %H:%M:%S')" "$(hostname)" >>"$log" # earlier starts stay
+"${command[@]}" 2>&1 | tee -a "$log"

@@ -25,6 +25,8 @@ def main(argv: list[str]) -> int:
         if environment.rank() == 0:  # all ranks refuse the same flags
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    if args.check_only:
+        return 0
     # Here torch is imported: bad flags are refused before, in a fraction of a second.
     from usp_trainer import launch
 

@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples_deepspeed" / "sequence_parallel"
 CHECKOUT = os.environ.get("MEGATRON_DEEPSPEED_PATH", "")
+STAND_IN = Path(__file__).resolve().parent / "checkout"  # has a pretrain_gpt.py
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SCRIPTS = {
     "1.3B": "ds_pretrain_gpt_1.3B_usp_32k.sh",
@@ -30,7 +31,7 @@ SCRIPTS = {
 # The program that is started -> what the environment says.
 PROGRAMS = {
     "trainer": {},
-    "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": "/checkouts/Megatron-DeepSpeed"},
+    "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": str(STAND_IN)},
 }
 CASES = [(size, program) for size in SCRIPTS for program in PROGRAMS]
 HOST_ONLY = {
@@ -48,6 +49,7 @@ HOST_ONLY = {
     "--no-masked-softmax-fusion",
     "--no-pipeline-parallel",
     "--num-workers",
+    "--override-opt_param-scheduler",
     "--rotary-position-embeddings-theta",
     "--tokenizer-type",
     "--vocab-file",
@@ -75,7 +77,8 @@ def dry_run(size: str, program: str = "trainer", *arguments: str, **settings: st
     settings = {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", **PROGRAMS[program], **settings}
     done = bash(size, *arguments, **settings)
     assert done.returncode == 0, done.stderr
-    return done.stdout.replace(str(ROOT), "$ROOT")
+    printed = done.stdout.replace(str(STAND_IN), "/checkouts/Megatron-DeepSpeed")
+    return printed.replace(str(ROOT), "$ROOT")
 
 
 def words(printed: str) -> list[str]:
@@ -244,9 +247,29 @@ REFUSED = {
     "no GPU": ({"DRY_RUN": "0", "DATA_PATH": __file__}, "no GPU here. Set NUM_GPUS"),
     "no data": ({"DRY_RUN": "0", "NUM_GPUS": "4"}, "set DATA_PATH to a UTF-8 text file"),
     "lost data": (
-        {"DRY_RUN": "0", "NUM_GPUS": "4", "DATA_PATH": "/none"},
+        {"NUM_GPUS": "4", "DATA_PATH": "/none"},
         "DATA_PATH=/none is no file, and there is no /none.bin. Make it: python tools/preprocess",
     ),
+    "lost data of a blend": (
+        {"NUM_GPUS": "4", "DATA_PATH": "0.5 @data@ 0.5 /none"},
+        "DATA_PATH=/none is no file",
+    ),
+    "a path without weight": (
+        {"NUM_GPUS": "4", "DATA_PATH": "0.5 @data@ 0.5"},
+        "begins with a weight: every path needs one before it",
+    ),
+    "launcher": ({"LAUNCHER": "mpirun"}, "LAUNCHER='mpirun' must be deepspeed, torchrun or srun"),
+    "nodes of DeepSpeed": ({"NNODES": "2"}, "DeepSpeed's launcher needs HOSTFILE"),
+    "torchrun's host file": ({"LAUNCHER": "torchrun", "HOSTFILE": "h"}, "not torchrun"),
+    "torchrun's nodes": (
+        {"LAUNCHER": "torchrun", "NNODES": "2"},
+        "NNODES=2 needs MASTER_ADDR, a name of the first node, and NODE_RANK, from 0 to 1",
+    ),
+    "torchrun's rank": (
+        {"LAUNCHER": "torchrun", "NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+        "NODE_RANK=2 must be from 0 to 1",
+    ),
+    "no job": ({"DRY_RUN": "0", "LAUNCHER": "srun", "NUM_GPUS": "4"}, "needs a SLURM job"),
     "text for Megatron-DeepSpeed": (
         {"DATA_PATH": __file__, "NUM_GPUS": "4", "MEGATRON_DEEPSPEED_PATH": "/none"},
         "Megatron-DeepSpeed reads encoded data",
@@ -257,7 +280,6 @@ REFUSED = {
     ),
     "no checkout": (
         {
-            "DRY_RUN": "0",
             "DATA_PATH": "@data@",
             "TOKENIZER_TYPE": "NullTokenizer",
             "NUM_GPUS": "4",
@@ -280,11 +302,14 @@ def test_bad_settings_are_refused_before_anything_starts(name: str, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["data.bin"]
 
 
-def test_the_tiny_script_trains_to_its_end(tmp_path: Path) -> None:
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    done = bash("tiny", cwd=tmp_path, timeout=300, MASTER_PORT=port)
+        return str(probe.getsockname()[1])
+
+
+def test_the_tiny_script_trains_to_its_end(tmp_path: Path) -> None:
+    done = bash("tiny", cwd=tmp_path, timeout=300, MASTER_PORT=free_port())
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = tmp_path.glob("usp_output/*/metrics.jsonl")
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

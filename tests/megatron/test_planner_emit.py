@@ -44,7 +44,7 @@ SPREAD = PLAIN.but(
 
 def command(work: Workload, split: Split, folder: Path) -> list[str]:
     """The trainer's flags that the emitted script comes to, as ``launch.sh`` prints them."""
-    for name in ("launch.sh", "ds_config_gpt_TEMPLATE.json"):
+    for name in ("launch.sh", "settings.awk", "ds_config_gpt_TEMPLATE.json"):
         (folder / name).write_text((TRAINER / name).read_text())
     script = folder / "planned.sh"
     script.write_text(emit("script", work, split))

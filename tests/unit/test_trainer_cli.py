@@ -22,7 +22,7 @@ from usp_trainer.planned import choose  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
-    --check-for-nan-in-loss-and-grad --clip-grad --data-cache-path
+    --check-for-nan-in-loss-and-grad --check-only --clip-grad --data-cache-path
     --data-path --device --disable-bias-linear --ds-sequence-parallel-size --eod-mask-loss
     --eval-interval --eval-iters --exit-duration-in-mins --exit-interval --ffn-hidden-size
     --global-batch-size --help --hidden-dropout

@@ -183,6 +183,13 @@ def test_a_launchers_ranks_are_checked_without_torch(tmp_path: Path) -> None:
     )
 
 
+def test_check_only_ends_after_the_checks(tmp_path: Path) -> None:
+    flags = ["--check-only", "--ds-sequence-parallel-size", "4", "--num-processes"]
+    done = without_torch(*flags, "8", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "6 ranks cannot hold" in without_torch(*flags, "6", folder=tmp_path).stderr
+
+
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     done = without_torch("--help", folder=tmp_path)
     assert done.returncode == 0 and "--usp-kernel" in done.stdout

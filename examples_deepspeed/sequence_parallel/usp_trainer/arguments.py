@@ -88,6 +88,12 @@ def _start(parser: argparse.ArgumentParser) -> None:
         help="ranks to start when no launcher did (default: one for each GPU, without GPU as many "
         "as one model replica needs)",
     )
+    add(
+        "--check-only",
+        action="store_true",
+        help="check the flags and the files that they name, for --num-processes ranks, and end; "
+        "needs no torch",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if any")
     add("--local_rank", "--local-rank", type=Whole(-1), help=argparse.SUPPRESS)
 
@@ -266,8 +272,9 @@ def _data(parser: argparse.ArgumentParser) -> None:
         type=Text("a path"),
         nargs="+",
         metavar="PATH",
-        help="UTF-8 text files (read as bytes) or prefixes of Megatron .bin/.idx pairs (default: "
-        "the text of CPython's own documentation, which every installation has)",
+        help="UTF-8 text files (read as bytes) or prefixes of Megatron .bin/.idx pairs; a weight "
+        "before each makes a blend: 0.3 a 0.7 b (default: the text of CPython's own "
+        "documentation, which every installation has)",
     )
     add(
         "--vocab-size",

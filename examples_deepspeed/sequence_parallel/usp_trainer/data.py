@@ -23,6 +23,7 @@ from ds_usp.training import SequenceBatch, document_borders, document_positions,
 from usp_trainer import files
 from usp_trainer.launch import from_rank0
 from usp_trainer.run_folder import CACHE
+from usp_trainer.samples import Blend, InOrder, Samples, ShuffledEpochs
 
 EOD = 256  # end of document; the ids below it are the 256 bytes
 TEXT_VOCAB_SIZE = EOD + 1
@@ -73,33 +74,29 @@ class TokenData:
         self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
         prefixes, self.vocab_size = from_rank0(lambda: _prepare(args))
         _require_everywhere(prefixes)
-        self._train, self._valid = _build(args, prefixes, self.vocab_size)
+        self._train, self._valid = _samples(args, prefixes, self.vocab_size)
         if args.eval_interval and self._valid is None:
             raise DataError(
                 f"--eval-interval {args.eval_interval}: --split {args.split} leaves fewer than the "
                 f"{args.seq_length + 1} tokens of one sequence to validate on. Give more"
             )
-        self._epoch, self._order = -1, numpy.arange(0)
 
     def training_batches(self, first_sample: int) -> list[TrainingBatch]:
         """This rank's micro batches of the step whose global batch starts at ``first_sample``."""
-        return self._batches(self._training_sample, first_sample)
+        return self._batches(self._train, first_sample)
 
     def validation_batches(self, index: int) -> list[TrainingBatch]:
         """This rank's micro batches of the ``index``-th global batch held out, from the front
         again when they are used up."""
-        return self._batches(
-            lambda sample: self._valid[sample % len(self._valid)],
-            index * self._args.global_batch_size,
-        )
+        return self._batches(self._valid, index * self._args.global_batch_size)
 
-    def _batches(self, sample: Any, first: int) -> list[TrainingBatch]:
+    def _batches(self, samples: Samples, first: int) -> list[TrainingBatch]:
         args = self._args
         size, replicas = args.micro_batch_size, args.data_parallel_size
         batches = []
         for micro in range(args.accumulation_steps):
             begin = first + (micro * replicas + self._dp_rank) * size
-            rows = [sample(index) for index in range(begin, begin + size)]
+            rows = [samples[index] for index in range(begin, begin + size)]
             fields = ("tokens", "labels", "loss_mask")
             full = [torch.stack([row[field] for row in rows]) for field in fields]
             share = shard_batch(*full, layout=self._layout, rank=self._sp_rank)
@@ -115,12 +112,22 @@ class TokenData:
             positions = self._layout.shard(document_positions(borders), dim=1, rank=self._sp_rank)
         return positions, borders if args.reset_attention_mask else None
 
-    def _training_sample(self, index: int) -> dict[str, torch.Tensor]:
-        epoch, offset = divmod(index, len(self._train))
-        if epoch != self._epoch:
-            shuffle = numpy.random.RandomState((self._args.seed + epoch) % 2**32)
-            self._epoch, self._order = epoch, shuffle.permutation(len(self._train))
-        return self._train[int(self._order[offset])]
+
+def _samples(
+    args: Namespace, prefixes: list[str], vocab_size: int
+) -> tuple[Samples, Samples | None]:
+    """Training and validation; the latter None where a part of the data has too little for it.
+
+    Without weights all data are one dataset. With weights each is one of its own.
+    """
+    _, weights = files.blend(args.data_path or ())
+    parts = [prefixes] if weights is None else [[prefix] for prefix in prefixes]
+    built = [_build(args, part, vocab_size) for part in parts]
+    train = [ShuffledEpochs(part, args.seed + 1000 * n) for n, (part, _) in enumerate(built)]
+    valid = [InOrder(part) for _, part in built if part is not None]
+    if weights is None:
+        return train[0], valid[0] if valid else None
+    return Blend(train, weights), Blend(valid, weights) if len(valid) == len(built) else None
 
 
 def _build(
@@ -160,10 +167,10 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     Raises:
         DataError: a file that is missing, empty or not what it claims to be.
     """
-    paths = args.data_path or [None]
-    indexed = files.indexed_data(args.data_path or ())
+    paths = files.blend(args.data_path or ())[0]
+    indexed = files.indexed_data(paths)
     if not indexed:
-        return [_encoded(_cache(args), path) for path in paths], TEXT_VOCAB_SIZE
+        return [_encoded(_cache(args), path) for path in paths or [None]], TEXT_VOCAB_SIZE
     if not args.vocab_size:
         raise DataError(
             f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "

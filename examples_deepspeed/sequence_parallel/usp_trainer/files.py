@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,43 @@ def check_files(args: Namespace) -> None:
     Raises:
         DataError, CheckpointError: the message names the flag and the path.
     """
-    indexed_data(args.data_path or ())
+    indexed_data(blend(args.data_path or ())[0])
     if args.load and not (Path(args.load) / LATEST).is_file():
         raise CheckpointError(
             f"--load {args.load} holds no finished checkpoint of this trainer: there is no "
             f"{Path(args.load) / LATEST}. Leave --load out for the first run"
         )
+
+
+def blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Paths and their weights of ``--data-path``: ``a b``, without weights, or ``0.3 a 0.7 b``.
+
+    Raises:
+        DataError: a weight that is none, or a path without one where others have one.
+    """
+    if not words or not _is_number(words[0]) or Path(words[0]).is_file():
+        return list(words), None
+    paths, weights = list(words[1::2]), words[::2]
+    if len(paths) != len(weights):
+        raise DataError(
+            f"--data-path {' '.join(words)}: {len(weights)} weights for {len(paths)} paths. Give "
+            "each path a weight before it (0.3 a 0.7 b), or none of them"
+        )
+    for weight, path in zip(weights, paths, strict=True):
+        if not _is_number(weight) or not 0 < float(weight) < math.inf:
+            raise DataError(
+                f"--data-path: the weight of {path} is {weight!r}; it must be a finite number "
+                "above 0. Give each path a weight before it (0.3 a 0.7 b), or none of them"
+            )
+    return paths, [float(weight) for weight in weights]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def indexed_data(paths: Sequence[str]) -> list[str]:

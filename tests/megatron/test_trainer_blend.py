@@ -1,0 +1,91 @@
+"""Weighted data: shares as the weights say, in an order that no number of steps changes."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from trainer_runs import PLAIN_SGD, TRAINER, arguments, degrees, relative_difference, train
+
+from ds_usp import DataError
+
+sys.path.insert(0, str(TRAINER))
+
+
+class Names:
+    """Sample ``i`` of stream ``name`` is ``(name, i)``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.name, index
+
+
+def test_a_blend_keeps_its_shares_and_its_order() -> None:
+    from usp_trainer import samples
+
+    blend = samples.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
+    first = [blend[i] for i in range(1000)]
+    assert Counter(name for name, _ in first) == {"a": 300, "b": 600, "c": 100}
+    for name in "abc":
+        taken = [index for which, index in first if which == name]
+        assert taken == list(range(len(taken)))
+    far = blend[3 * samples._FIRST_INDEX]  # the index grows
+    assert far[1] > 100 and [blend[i] for i in range(1000)] == first
+    again = samples.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
+    assert again[3 * samples._FIRST_INDEX] == far
+
+
+def test_samples_start_again_when_they_are_used_up() -> None:
+    from usp_trainer.samples import InOrder, ShuffledEpochs
+
+    assert [InOrder("abc")[i] for i in range(5)] == list("abcab")
+    stream = ShuffledEpochs("abcdefgh", 1)
+    epochs = ["".join(stream[8 * epoch + i] for i in range(8)) for epoch in range(3)]
+    assert {"".join(sorted(epoch)) for epoch in epochs} == {"abcdefgh"} and len(set(epochs)) == 3
+    assert stream[3] == epochs[0][3]
+
+
+def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
+    for name, letters in (("a.txt", "abcd "), ("b.txt", "wxyz ")):
+        (tmp_path / name).write_text(letters * 4000)
+    a, b = (str(tmp_path / name) for name in ("a.txt", "b.txt"))
+    flags = f" --data-path 0.25 {a} 0.75 {b}"
+    one = train(1, degrees() + PLAIN_SGD + flags, output_dir=tmp_path)[0]
+    two = train(2, degrees(sp=2) + PLAIN_SGD + flags, output_dir=tmp_path)[0]
+    assert relative_difference(two, one) < 1e-5
+
+
+def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
+    from usp_trainer.data import _encoded, _samples
+
+    texts = {"a": "abcd", "w": "wxyz"}
+    for name, letters in texts.items():
+        (tmp_path / name).write_text(letters * 20000)
+    words = f"--data-path 1 {tmp_path / 'a'} 3 {tmp_path / 'w'} --split 50,50,0"
+    args = arguments(words, tmp_path)
+    (tmp_path / "data" / "index").mkdir(parents=True)
+    prefixes = [_encoded(tmp_path / "data", str(tmp_path / name)) for name in texts]
+    for stream in _samples(args, prefixes, 257):
+        starts = [chr(int(stream[i]["tokens"].min())) for i in range(40)]
+        assert Counter(starts) == {"a": 10, "w": 30}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("0.3 a 0.7", "2 weights for 1 paths"),
+        ("0.3 a b c", "the weight of c is 'b'"),
+        ("0.3 a 0 b", "the weight of b is '0'; it must be a finite number above 0"),
+        ("nan a 1 b", "the weight of a is 'nan'"),
+    ],
+)
+def test_weights_that_are_none_are_refused(words: str, told: str) -> None:
+    from usp_trainer.files import blend
+
+    with pytest.raises(DataError) as refused:
+        blend(words.split())
+    assert told in str(refused.value)
