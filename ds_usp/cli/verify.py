@@ -119,7 +119,9 @@ def _as_json(reports: Sequence[Report], where: str) -> str:
     content: list[dict[str, Any]] = [
         {**asdict(report), "verdict": _VERDICTS[verdict(report)].lower()} for report in reports
     ]
-    return json.dumps({"ds_usp": __version__, "ranks": where, "cases": content}, indent=2)
+    whole = {"ds_usp": __version__, "ranks": where, "cases": content}
+    strict = json.loads(json.dumps(whole), parse_constant=str)  # JSON itself has no Infinity
+    return json.dumps(strict, indent=2, allow_nan=False)
 
 
 def _as_text(reports: Sequence[Report], where: str) -> str:

@@ -237,6 +237,12 @@ def test_the_planner_is_called_by_its_new_name(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("usage: ds-usp plan ")
 
 
+def test_json_of_a_result_with_nan_can_be_read() -> None:
+    text = verify._as_json([report(VerifyCase(), math.inf, 1e-7)], "4 ranks")
+    (case,) = json.loads(text, parse_constant=pytest.fail)["cases"]
+    assert (case["errors"][0]["error"], case["verdict"]) == ("Infinity", "wrong")
+
+
 # ------------------------------------------------------------------ verify's oracle
 
 
