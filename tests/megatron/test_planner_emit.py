@@ -70,6 +70,7 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
     from megatron.core import parallel_state
     from usp_trainer.arguments import parse
     from usp_trainer.loop import Run
+    from usp_trainer.planned import decide
 
     from ds_usp.training import prepare_deepspeed
 
@@ -79,7 +80,8 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
         prepare_deepspeed()
         parallel_state.destroy_model_parallel()
         megatron_patches.restore()
-        run = Run(parse([*flags, "--quiet", "--output-dir", folder]))
+        args = parse([*flags, "--quiet", "--output-dir", folder])
+        run = Run(decide(args, ctx.world)[0])
         rows = [run.step() for _ in range(2)]
         found.append(([(row["loss"], row["grad_norm"]) for row in rows], vars(run.args)))
     return found
