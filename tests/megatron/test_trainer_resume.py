@@ -75,9 +75,9 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     ("flags", "told"),
     [
         (degrees(**SAVED) + " --num-layers 3", ["num_layers 2 there, 3 here", "another model"]),
-        (degrees(**{**SAVED, "zero": 2}), ["zero_stage 1 there, 2 here"]),
-        (degrees(sp=2, tp=2, zero=1), ["tensor_model_parallel_size 1 there, 2 here"]),
-        (degrees(sp=2, tp=2, zero=1), ["sequence_x_data_ranks 4 there, 2 here"]),
+        (degrees(**{**SAVED, "zero": 3}), ["zero_stage 1 there, 3 here", "without pipeline"]),
+        (degrees(sp=2, pp=2, zero=1), ["pipeline_model_parallel_size 1 there, 2 here"]),
+        (degrees(sp=2, pp=2, zero=1), ["sequence_x_data_ranks 4 there, 2 here"]),
     ],
 )
 def test_another_model_or_cut_is_refused_on_every_rank(
@@ -86,6 +86,46 @@ def test_another_model_or_cut_is_refused_on_every_rank(
     for error in errors(4, f"{flags} {FLAGS} --load {straight[0]}", tmp_path):
         assert isinstance(error, CheckpointError)
         assert all(text in str(error) for text in told), error
+
+
+RESPLIT = {
+    "bf16": (" --bf16", {"sp": 2, "tp": 2, "zero": 1}, [{"sp": 2, "tp": 2, "zero": 2}]),
+    "gated": (
+        " --num-key-value-heads 4",
+        {"sp": 2, "tp": 2, "zero": 1},
+        [{"sp": 4, "u": 2, "zero": 1}, {"tp": 4, "zero": 2}, {"sp": 2, "tp": 2, "zero": 0}],
+    ),
+    "plain": (
+        " --no-untie-embeddings-and-output-weights --no-disable-bias-linear --no-swiglu",
+        {"sp": 4, "u": 2, "zero": 0},
+        [{"sp": 2, "tp": 2, "zero": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "saved", "others"), RESPLIT.values(), ids=RESPLIT)
+def test_resuming_under_another_tensor_parallel_size_is_exact(
+    flags: str, saved: dict[str, int], others: list[dict[str, int]], tmp_path: Path
+) -> None:
+    flags += FLAGS + " --make-vocab-size-divisible-by 4"
+    (numbers,) = train(
+        4,
+        f"{degrees(**saved)} {flags} --save {tmp_path}",
+        output_dir=tmp_path,
+        steps=STRAIGHT,
+        save_at=SAVED_AT,
+    )
+    runs = [f"{degrees(**grid)} {flags} --load {tmp_path}" for grid in others]
+    for resumed in train(4, *runs, output_dir=tmp_path, steps=STRAIGHT - SAVED_AT):
+        assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
+
+
+def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(
+    straight: tuple[Path, Numbers], tmp_path: Path
+) -> None:
+    flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {straight[0]}"
+    for error in errors(4, flags + FLAGS, tmp_path):
+        assert "padded_vocab_size 258 there, 260 here" in str(error)
 
 
 def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(

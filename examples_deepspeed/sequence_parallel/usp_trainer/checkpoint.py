@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 
 from ds_usp import CheckpointError
+from usp_trainer import resplit
 from usp_trainer.checksums import checksums, differing, text_checksum
 from usp_trainer.files import LATEST
 from usp_trainer.launch import from_rank0
@@ -47,6 +49,8 @@ CUT = (
     "bf16",
     "optimizer",
 )
+# What may change of it where whole parameters can be put together (usp_trainer.resplit).
+RESPLIT = ("tensor_model_parallel_size", "sequence_x_data_ranks", "zero_stage")
 # What the order of the data follows from; it may change, as to go on with longer sequences.
 DATA = ("seed", "seq_length", "split", "data_path")
 
@@ -87,7 +91,8 @@ def load(engine: Any, args: Namespace) -> Progress:
     """Load the latest checkpoint of ``--load`` into the engine.
 
     The split of a sequence into Ulysses and ring may differ from the run that saved it; so may the
-    split of ``sequence x data`` ranks into the two.
+    split of ``sequence x data`` ranks into the two, and without pipeline stages and ZeRO-3 also
+    the tensor-parallel size, the number of ranks and the ZeRO stage.
 
     Raises:
         CheckpointError: on every rank; there is none, a file of it is missing, short or not as it
@@ -95,6 +100,9 @@ def load(engine: Any, args: Namespace) -> Progress:
     """
     tag, progress, metadata = from_rank0(lambda: _checked(args))
     _check_contents(Path(args.load) / tag, metadata)
+    if _differences(metadata["cut"], _describe(args, progress)["cut"]):
+        _load_resplit(engine, args, Path(args.load) / tag, metadata)
+        return progress
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     path, _ = engine.load_checkpoint(args.load, tag=tag)
@@ -103,6 +111,29 @@ def load(engine: Any, args: Namespace) -> Progress:
     for group, asked in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(asked)  # the flags of this run count, not those of the run that saved
     return progress
+
+
+def _load_resplit(engine: Any, args: Namespace, folder: Path, metadata: Mapping[str, Any]) -> None:
+    saved = resplit.SavedParameters(
+        folder, list(metadata["files"]), resplit.group_names(engine), gated=args.swiglu
+    )
+    group = get_tensor_model_parallel_group()
+    resplit.load(engine, saved, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _check_cut(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose parameters cannot be joined and cut anew."""
+    wrong = _differences(saved, own)
+    fixed = {name for name in own if saved.get(name) != own[name]} - set(RESPLIT)
+    stages = max(saved["pipeline_model_parallel_size"], own["pipeline_model_parallel_size"])
+    zero_3 = 3 in (saved["zero_stage"], own["zero_stage"])
+    if wrong and (fixed or stages > 1 or zero_3):
+        raise CheckpointError(
+            f"the checkpoint {folder} is cut into files for other ranks: {'; '.join(wrong)}. Start "
+            "with the settings that saved it: the tensor-parallel size, the number of ranks and "
+            "the ZeRO stage may change alone, and only without pipeline stages and ZeRO-3, whose "
+            "files do not hold whole parameters by name"
+        )
 
 
 def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
@@ -170,13 +201,15 @@ def _checked(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
         ) from error
     _check_format(folder / tag, metadata)
     own = _describe(args, Progress())
-    for kind, reason in (
-        ("model", "is of another model"),
-        ("cut", "is cut into files for other ranks; start with the degrees that saved it"),
-    ):
-        wrong = _differences(metadata[kind], own[kind])
-        if wrong:
-            raise CheckpointError(f"the checkpoint {folder / tag} {reason}: {'; '.join(wrong)}")
+    wrong = _differences(metadata["model"], own["model"])
+    if wrong:
+        fix = ""
+        if len(wrong) == 1 and wrong[0].startswith("padded_vocab_size"):
+            fix = ". Give a --make-vocab-size-divisible-by that both tensor-parallel sizes divide"
+        raise CheckpointError(
+            f"the checkpoint {folder / tag} is of another model: {'; '.join(wrong)}{fix}"
+        )
+    _check_cut(folder / tag, metadata["cut"], own["cut"])
     changed = _differences(metadata["data"], own["data"])
     if changed and not args.quiet:
         print(f"the data goes on in another order: {'; '.join(changed)}")
