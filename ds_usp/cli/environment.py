@@ -19,9 +19,9 @@ from typing import Any
 
 import ds_usp
 from ds_usp._version import commit
-from ds_usp.cli.arguments import OneLineParser
 from ds_usp.config import environment, launched, peer_copies_disabled, streams_share_a_queue
 from ds_usp.errors import ConfigError
+from ds_usp.planner.arguments import OneLineParser
 
 # (name, distributions that hold it, a module that says it is there without one)
 _LIBRARIES: Sequence[tuple[str, tuple[str, ...], str]] = (

@@ -1,4 +1,4 @@
-"""``python -m ds_usp.planner``: memory, longest, plan, comm, table, profile."""
+"""``ds-usp``, ``python -m ds_usp.planner``: memory, longest, plan, comm, table, profile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ds_usp.errors import ConfigError, USPError
-from ds_usp.planner import comparison, report
+from ds_usp.planner import comparison, plan_report, report
 from ds_usp.planner.emit import ENGINE_OF, emit
 from ds_usp.planner.engines import Engine, engine
 from ds_usp.planner.explain import explain
-from ds_usp.planner.flags import BYTES, PROG, build_parser
+from ds_usp.planner.flags import BYTES, DEFAULT_CLUSTER, PROG, build_parser
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.longest import longest, shortest
+from ds_usp.planner.longest import every_split, furthest, shortest
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.picture import picture
@@ -27,24 +27,27 @@ from ds_usp.planner.search import AXES, GIB, Found, search
 from ds_usp.planner.split import Split, Workload, check
 from ds_usp.planner.traffic import attention_bytes
 
+_DEGREES = ("tp", "ulysses", "ring", "pp")
 
-def _cut(args: Namespace) -> Split:
+
+def _split(args: Namespace) -> Split:
     """The degrees that were asked for, and how they are used."""
-    degrees = args.tp * args.ulysses * args.ring * args.pp
-    if min(args.tp, args.ulysses, args.ring, args.pp) < 1:
+    tp, ulysses, ring, pp = (_given_or_1(args, name) for name in _DEGREES)
+    degrees = tp * ulysses * ring * pp
+    if min(tp, ulysses, ring, pp) < 1:
         raise ConfigError("every degree must be 1 or more")
     if args.gpus and args.gpus % degrees:
         raise ConfigError(
-            f"--gpus {args.gpus} is not a multiple of tp {args.tp} x ulysses {args.ulysses} x "
-            f"ring {args.ring} x pp {args.pp} = {degrees}"
+            f"--gpus {args.gpus} is not a multiple of tp {tp} x ulysses {ulysses} x "
+            f"ring {ring} x pp {pp} = {degrees}"
         )
     for name in ("gpus", "dp"):
         _check_positive(args, name)
     return Split(
-        tp=args.tp,
-        ulysses=args.ulysses,
-        ring=args.ring,
-        pp=args.pp,
+        tp=tp,
+        ulysses=ulysses,
+        ring=ring,
+        pp=pp,
         dp=args.dp or (args.gpus or degrees) // degrees,
         layers_per_virtual_stage=args.layers_per_virtual_stage,
         zero=args.zero,
@@ -55,6 +58,19 @@ def _cut(args: Namespace) -> Split:
         fused_loss=args.fused_loss,
         grad_bytes=BYTES[args.grad_dtype],
     )
+
+
+def _given_or_1(args: Namespace, name: str) -> int:
+    value: int | None = getattr(args, name)
+    return 1 if value is None else value
+
+
+def _load_cluster(args: Namespace) -> tuple[Cluster, str]:
+    """The cluster, and its name as reports print it."""
+    if args.cluster is not None:
+        cluster = load_cluster(args.cluster)
+        return cluster, f"cluster {cluster.name}"
+    return load_cluster(DEFAULT_CLUSTER), f"cluster {DEFAULT_CLUSTER} (default)"
 
 
 def _check_positive(args: Namespace, name: str) -> None:
@@ -75,7 +91,7 @@ def _workspace(args: Namespace, cluster: Cluster) -> float:
 
 def _memory(args: Namespace) -> int:
     _check_positive(args, "global_batch")
-    split = _cut(args).but(
+    split = _split(args).but(
         recompute=args.recompute,
         offload_ratio=args.offload_ratio,
         offload_unit=args.offload_unit,
@@ -83,7 +99,8 @@ def _memory(args: Namespace) -> int:
     full = 2 * split.pp * split.dp * args.micro_batch
     work = Workload(load_model(args.model), args.seq_len, args.global_batch or full)
     check(work, split, args.gpus)
-    workspace = _workspace(args, load_cluster(args.cluster))
+    cluster, named = _load_cluster(args)
+    workspace = _workspace(args, cluster)
     if not -1 <= args.stage < split.pp:
         raise ConfigError(f"--stage {args.stage} is outside the {split.pp} stages")
     fullest = memory(work, split, workspace)
@@ -96,6 +113,7 @@ def _memory(args: Namespace) -> int:
         }
         print(json.dumps(whole, indent=2))
         return 0
+    print(named)
     print(report.memory_text(needs))
     if fullest.total > needs.total:
         more = (fullest.total - needs.total) / GIB
@@ -106,41 +124,46 @@ def _memory(args: Namespace) -> int:
 def _longest(args: Namespace) -> int:
     for name in ("memory_gib", "host_memory_gib"):
         _check_positive(args, name)
-    split, model = _cut(args), load_model(args.model)
-    check(shortest(model, split), split, args.gpus)
-    cluster = load_cluster(args.cluster)
+    split, model = _split(args), load_model(args.model)
+    cluster, named = _load_cluster(args)
     if args.host_memory_gib is not None:
         cluster = replace(cluster, host_memory_bytes=args.host_memory_gib * GIB)
     budget = cluster.budget_bytes if args.memory_gib is None else args.memory_gib * GIB
-    found = longest(model, split, cluster, budget, _workspace(args, cluster))
+    searched = bool(args.gpus) and all(getattr(args, name) is None for name in _DEGREES)
+    if searched:
+        splits = every_split(model, split.but(dp=args.dp or 1), args.gpus, cluster)
+    else:
+        check(shortest(model, split), split, args.gpus)
+        splits = [split]
+    found = furthest(model, splits, cluster, budget, _workspace(args, cluster))
     if args.json:
         print(json.dumps([report.longest_json(each) for each in found], indent=2))
     else:
-        print(report.longest_text(model, cluster, budget, found))
+        print(named)
+        print(report.longest_text(model, cluster.name, budget, found, searched))
     return 0 if any(each.seq_len for each in found) else 1
 
 
 def _plan(args: Namespace) -> int:
-    cluster = load_cluster(args.cluster)
+    cluster, named = _load_cluster(args)
     if args.gpus_per_node is not None:
         cluster = cluster.with_gpus_per_node(args.gpus_per_node)
-    documents = _lengths(args.documents)
     if args.top < 1:
         raise ConfigError(f"--top {args.top} must be 1 or more")
-    work = Workload(load_model(args.model), args.seq_len, args.global_batch, documents)
+    work = Workload(load_model(args.model), args.seq_len, args.global_batch, args.documents or ())
     found = _search(args, cluster, work, _engine(args))
     emitted = emit(args.emit, work, found.plans[0].split) if args.emit and found.plans else None
     if args.svg:
         _draw(args.svg, found, args.top)
     if args.json:
-        whole = report.found_json(found, args.top)
+        whole = plan_report.found_json(found, args.top)
         if args.explain:
             whole["explanation"] = explain(found)
         if emitted:
             whole["emitted"] = emitted
         print(json.dumps(whole, indent=2))
         return 0 if found.plans else 1
-    print(emitted or report.plans_text(found, args.top))
+    print(emitted or f"{named}\n{plan_report.plans_text(found, args.top)}")
     if args.explain and found.plans:
         why = "\n".join(explain(found))
         print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
@@ -169,16 +192,6 @@ def _draw(path: Path, found: Found, top: int) -> None:
         raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
 
 
-def _lengths(given: str | None) -> tuple[int, ...]:
-    try:
-        lengths = tuple(map(int, given.split(","))) if given else ()
-    except ValueError:
-        lengths = (0,)
-    if any(length < 1 for length in lengths):
-        raise ConfigError(f"--documents {given} must be whole numbers of tokens, with commas")
-    return lengths
-
-
 def _search(args: Namespace, cluster: Cluster, work: Workload, how: Engine) -> Found:
     fixed = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
     budget = None if args.memory_gib is None else args.memory_gib * GIB
@@ -187,18 +200,19 @@ def _search(args: Namespace, cluster: Cluster, work: Workload, how: Engine) -> F
 
 
 def _comm(args: Namespace) -> int:
+    tp, ulysses, ring, pp, dp = (_given_or_1(args, name) for name in (*_DEGREES, "dp"))
     split = Split(
-        tp=args.tp,
-        ulysses=args.ulysses,
-        ring=args.ring,
-        dp=args.dp,
-        pp=args.pp,
+        tp=tp,
+        ulysses=ulysses,
+        ring=ring,
+        dp=dp,
+        pp=pp,
         zero=args.zero,
         order=args.order,
         micro_batch=args.micro_batch,
         param_bytes=BYTES[args.dtype],
     )
-    batch = args.dp * args.micro_batch if args.dp > 0 and args.micro_batch > 0 else 1
+    batch = dp * args.micro_batch if dp > 0 and args.micro_batch > 0 else 1
     work = Workload(load_model(args.model), args.seq_len, batch)
     check(work, split)
     gradients = BYTES[args.gradient_dtype or args.dtype]
@@ -266,8 +280,8 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         argv: a command and its arguments; None: those of the process.
         prog: what the user typed before them, for usage and help.
     """
-    args = build_parser(prog).parse_args(argv)
     try:
+        args = build_parser(prog).parse(sys.argv[1:] if argv is None else argv)
         status = _COMMANDS[args.command](args)
         sys.stdout.flush()
         return status

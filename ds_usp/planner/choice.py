@@ -86,7 +86,8 @@ def choose_ulysses(
         axis: getattr(split, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
     }
     given = {**given, "order": split.order, "zero": split.zero}
-    engine = replace(engine, zero=(split.zero,), zero_in_pipeline=(split.zero,))
+    stages = (split.zero,)
+    engine = replace(engine, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
     found = search(cluster, work, gpus, engine, fixed=given, base=split)
     if not found.plans:
         raise ConfigError(

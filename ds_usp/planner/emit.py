@@ -228,6 +228,7 @@ batch_size={batch_size}
 mp_size={mp_size}
 sp_size={sp_size}
 ulysses_degree={ulysses_degree}
+usp_layout=zigzag
 pp_size={pp_size}
 zero_stage={zero_stage}
 

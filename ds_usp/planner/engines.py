@@ -19,6 +19,7 @@ class Engine:
         interleaves: it has virtual stages.
         offloads: a share of the saved activations can go to host memory.
         offloads_chunks: what goes at once can be a chunk of layers, not one layer alone.
+        chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
@@ -33,10 +34,17 @@ class Engine:
     interleaves: bool
     offloads: bool
     offloads_chunks: bool = False
+    chunks_loss: bool = False
+    chunks_loss_in_pipeline: bool = False
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
     whole_reduction: bool = False
+
+    def can_chunk_loss(self, split: Split) -> bool:
+        """Whether a run that holds its logits whole could hold them in chunks instead."""
+        in_pipeline = split.pp == 1 or self.chunks_loss_in_pipeline
+        return self.chunks_loss and in_pipeline and not split.fused_loss
 
     def refusal(self, split: Split, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
@@ -61,6 +69,8 @@ ENGINES = (
         interleaves=True,
         offloads=True,
         offloads_chunks=True,
+        chunks_loss=True,
+        chunks_loss_in_pipeline=True,
     ),
     Engine(
         "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
@@ -70,6 +80,7 @@ ENGINES = (
         schedule="deepspeed",
         interleaves=False,
         offloads=True,
+        chunks_loss=True,
         tp_sequence=False,
         orders=ORDERS[:1],
         whole_reduction=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ds_usp.planner.attention_time import double_ring
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.links import group_of
-from ds_usp.planner.memory import memory
+from ds_usp.planner.memory import logits_bytes, memory
 from ds_usp.planner.search import GIB, Found, Plan
 from ds_usp.planner.split import Split, impossible
 
@@ -26,8 +26,11 @@ def explain(found: Found) -> list[str]:
             f"offload {best.split.offload_ratio:.0%}: as much as it takes to fit; "
             f"{best.memory.offloaded / GIB:.1f} GiB of each GPU's activations go to the host"
         )
+    if best.split.fused_loss and not found.loss_given:
+        size = logits_bytes(found.work, best.split.but(fused_loss=False)) / GIB
+        lines.append(f"loss in chunks: all logits at once would take {size:.1f} GiB of each GPU")
     lines += list(_faster_but_too_large(found, best))
-    return lines
+    return list(dict.fromkeys(lines))  # plans that differ in what no line says are one line
 
 
 def _choice(found: Found, best: Plan, axis: str) -> Iterator[str]:
@@ -56,7 +59,7 @@ def _against(found: Found, best: Plan, other: Plan) -> str:
 
 
 def _losses(found: Found, best: Plan, other: Plan) -> dict[str, float]:
-    """Seconds of a step that each part takes more, the layers' time cut into its own parts."""
+    """Seconds of a step that each part takes more, the layers' time divided into its own parts."""
     sums: list[dict[str, float]] = []
     for plan in (best, other):
         layer = layer_time(found.cluster, found.work, plan.split)
@@ -136,12 +139,17 @@ def why_nothing_fits(found: Found) -> list[str]:
     near = found.nearest
     if near is None:
         most = ", ".join(f"{why} ({count})" for why, count in found.refused.most_common(3))
-        return [f"no cut of {found.gpus} GPUs is possible: {most}"]
+        return [f"no configuration of {found.gpus} GPUs is possible: {most}"]
     budget = found.budget_bytes / GIB
     lines = [
         f"nothing fits into {budget:.1f} GiB a GPU. The nearest plan lacks "
         f"{near.lacks_bytes / GIB:.1f} GiB: {near.split}",
     ]
+    on_hosts = near.memory.offloaded
+    if on_hosts and not found.cluster.hosts_hold(on_hosts, found.gpus):
+        lines.append(
+            f"nor do the hosts hold the {on_hosts / GIB:.1f} GiB that each of its GPUs offloads"
+        )
     for what, saved in helps(found, near):
         enough = "enough" if saved >= near.lacks_bytes else "not enough alone"
         lines.append(f"would help: {what} saves {saved / GIB:.1f} GiB ({enough})")

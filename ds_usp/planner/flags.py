@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+from ds_usp.planner.arguments import OneDefault, OneLineParser, lengths, tokens
 from ds_usp.planner.emit import KINDS as EMITTED
 from ds_usp.planner.engines import ENGINES
+from ds_usp.planner.legend import LEGENDS
 from ds_usp.planner.search import AXES
 from ds_usp.planner.split import RECOMPUTE, SCHEDULES
 
 BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DEFAULT_CLUSTER = "h800"
+_TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
+_EMIT = (
+    "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
+    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, or a script beside '
+    "those of examples_deepspeed/sequence_parallel"
+)
+_CHUNKS = "the loss in chunks: all logits are never held at once"
 PROG = "python -m ds_usp.planner"
 _COMMANDS = "Which degrees, how fast, will it fit: sums on paper, before a GPU is asked."
 
 
-def build_parser(prog: str = PROG) -> ArgumentParser:
+def build_parser(prog: str = PROG) -> OneLineParser:
     """The command line, as ``prog`` starts it."""
-    parser = ArgumentParser(prog=prog, description=_COMMANDS)
+    parser = OneLineParser(prog=prog, description=_COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_memory_parser, _longest_parser, _plan_parser, _comm_parser, _profile_parser):
         add(commands)
@@ -29,7 +39,11 @@ def build_parser(prog: str = PROG) -> ArgumentParser:
 
 def _command(commands: object, name: str, text: str) -> ArgumentParser:
     made: ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
-        name, help=text, description=text, formatter_class=ArgumentDefaultsHelpFormatter
+        name,
+        help=text,
+        description=text,
+        epilog=LEGENDS.get(name),
+        formatter_class=OneDefault,
     )
     made.add_argument("--json", action="store_true", help="for programs")
     return made
@@ -39,46 +53,52 @@ def _model_arguments(parser: ArgumentParser, seq_len: bool = True) -> None:
     add = parser.add_argument
     add("--model", required=True, help="built-in name, FILE.json:NAME, HuggingFace config.json")
     if seq_len:
-        add("--seq-len", type=int, required=True, help="tokens of one sequence")
+        add("--seq-len", type=tokens, required=True, help=f"of one sequence, {_TOKENS}")
 
 
-def _degrees(parser: ArgumentParser, *axes: str) -> None:
+def _cluster(parser: ArgumentParser) -> None:
+    text = f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})"
+    parser.add_argument("--cluster", help=text)
+
+
+def _degrees(parser: ArgumentParser, *axes: str, default: str = "1") -> None:
     for axis in axes:
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} degree")
+        text = f"{axis} degree (default: {default})"
+        parser.add_argument(f"--{axis}", type=int, help=text)
 
 
 def _fusions(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--fused-activation", action="store_true", help="SwiGLU saves no sigmoid branch")
-    add("--fused-loss", action="store_true", help="the logits are never held whole")
+    add("--fused-loss", action="store_true", help=_CHUNKS)
 
 
 def _memory_parser(commands: object) -> None:
     parser = _command(commands, "memory", "bytes that one GPU needs")
     _model_arguments(parser)
-    _cut_arguments(parser)
+    _split_arguments(parser)
     add = parser.add_argument
     add("--global-batch", type=int, help="sequences of a step (default: enough to fill the stages)")
     add("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
     add("--offload-ratio", type=float, default=0.0, help="share of activations on the host")
     add("--offload-unit", choices=("chunk", "layer"), default="chunk", help="what moves at once")
     add("--stage", type=int, default=0, help="pipeline stage; -1: the fullest one")
-    add("--cluster", default="h800", help="whose workspace counts")
+    _cluster(parser)
 
 
 def _longest_parser(commands: object) -> None:
     text = "the longest sequence that fits, for every way to keep less"
     parser = _command(commands, "longest", text)
     _model_arguments(parser, seq_len=False)
-    _cut_arguments(parser)
+    _split_arguments(parser, "where --gpus is given and no degree is, all are tried; else 1")
+    _cluster(parser)
     add = parser.add_argument
-    add("--cluster", default="h800", help="built-in name or a profile (JSON)")
     add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
     add("--host-memory-gib", type=float, help="of a node (default: the cluster's)")
 
 
-def _cut_arguments(parser: ArgumentParser) -> None:
-    _degrees(parser, "tp", "ulysses", "ring", "pp")
+def _split_arguments(parser: ArgumentParser, default: str = "1") -> None:
+    _degrees(parser, "tp", "ulysses", "ring", "pp", default=default)
     add = parser.add_argument
     add("--gpus", type=int, help="all of them; what the degrees leave is dp")
     add("--dp", type=int, help="instead of --gpus")
@@ -93,20 +113,20 @@ def _cut_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan_parser(commands: object) -> None:
-    parser = _command(commands, "plan", "the fastest cuts that fit")
+    parser = _command(commands, "plan", "the fastest parallel configurations that fit")
     _model_arguments(parser)
     add = parser.add_argument
     add("--gpus", type=int, required=True, help="all of them")
-    add("--gpus-per-node", type=int, help="default: the cluster's")
-    add("--cluster", default="a100", help="built-in name or a profile (JSON)")
+    add("--gpus-per-node", type=int, help="in one node (default: the cluster's)")
+    _cluster(parser)
     add("--global-batch", type=int, default=1, help="sequences of a step")
-    add("--documents", help="lengths of packed documents, with commas")
+    add("--documents", type=lengths, help=f"packed into a sequence, with commas, {_TOKENS}")
     add("--top", type=int, default=5, help="how many plans")
     add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
     add("--engine", choices=[e.name for e in ENGINES], help="what the framework can do")
     _fusions(parser)
     add("--explain", action="store_true", help="why, in words")
-    add("--emit", choices=tuple(EMITTED), help="the best plan as flags, config or script")
+    add("--emit", choices=tuple(EMITTED), help=_EMIT)
     add("--svg", type=Path, help="write a picture of the best plans")
     for axis in AXES:
         choices = {"order": ORDERS, "recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}.get(axis)

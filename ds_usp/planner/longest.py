@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ds_usp.errors import ConfigError
+from ds_usp.planner.families import degrees, refusal
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
@@ -31,7 +34,7 @@ class Longest:
 
 
 def shortest(model: ModelShape, split: Split) -> Workload:
-    """What any cut must take: a token for each rank, and micro batches that fill the stages."""
+    """What any split must take: a token for each rank, and micro batches that fill the stages."""
     return _work(model, split, split.sp * split.tp)
 
 
@@ -51,13 +54,55 @@ def longest(
         budget_bytes: of one GPU.
         workspace_bytes: what no formula sees.
     """
+    return furthest(model, [base], cluster, budget_bytes, workspace_bytes)
+
+
+def furthest(
+    model: ModelShape,
+    bases: Sequence[Split],
+    cluster: Cluster,
+    budget_bytes: float,
+    workspace_bytes: float,
+) -> list[Longest]:
+    """For each way to keep less the degrees that go furthest, of several; of equals the first.
+
+    Args:
+        bases: at least one; otherwise as for :func:`longest`.
+    """
     found = []
     for recompute in RECOMPUTE:
         for offload in (False, True):
-            split = base.but(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
-            ends = _Ends(model, split, offload, cluster, budget_bytes, workspace_bytes)
-            found.append(ends.find())
+            best: list[Longest] = []
+            for base in bases:
+                split = base.but(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
+                ends = _Ends(model, split, offload, cluster, budget_bytes, workspace_bytes)
+                if not best or ends.goes_beyond(best[0].seq_len):
+                    best = [ends.find()]
+            found += best
     return found
+
+
+def every_split(model: ModelShape, base: Split, gpus: int, cluster: Cluster) -> list[Split]:
+    """All degrees of so many GPUs that a model can have, the simplest first.
+
+    Data parallel ranks hold sequences of their own and make none longer, so ``base.dp`` stays.
+
+    Raises:
+        ConfigError: the GPUs are no multiple of ``base.dp``, or no degrees are possible.
+    """
+    splits = [
+        base.but(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
+        for tp, ulysses, ring, pp, _ in degrees(gpus, {"dp": base.dp})
+        if tp <= cluster.gpus_per_node
+    ]
+    first = [(split, shortest(model, split)) for split in splits]
+    found = [
+        split for split, work in first if not (refusal(work, split) or impossible(work, split))
+    ]
+    if not found:
+        why = next(filter(None, (impossible(work, split) for split, work in first)), "")
+        raise ConfigError(f"no degrees of {gpus} GPUs are possible: {why}")
+    return sorted(found, key=lambda split: (split.tp, split.pp, split.ring))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +115,10 @@ class _Ends:
     cluster: Cluster
     budget_bytes: float
     workspace_bytes: float
+
+    def goes_beyond(self, seq_len: int) -> bool:
+        """Whether a longer sequence fits."""
+        return self._at(seq_len + STEP).limit == ""
 
     def find(self) -> Longest:
         """Double until it fails, then halve the gap."""

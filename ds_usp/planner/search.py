@@ -1,20 +1,21 @@
-"""Every way to cut a run over a cluster: refused with the reason, or ranked by predicted MFU."""
+"""Every configuration of a run on a cluster: refused with the reason, or ranked by predicted
+MFU."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.ranks import divisors
 from ds_usp.planner.engines import ENGINES, Engine
+from ds_usp.planner.families import asked_for, families, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, Shared, memory, shared_bytes, states_bytes, with_offload
-from ds_usp.planner.split import RECOMPUTE, Split, Workload, impossible
+from ds_usp.planner.split import RECOMPUTE, Split, Workload
 from ds_usp.planner.timing import (
     MicroBatch,
     StepTime,
@@ -25,8 +26,7 @@ from ds_usp.planner.timing import (
 
 GIB = 2.0**30
 AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
-_T = TypeVar("_T")
-_TOLD = AXES[:-1]  # for which the best plan of each value is kept
+_NAMED = AXES[:-1]  # for which the best plan of each value is kept
 _TOO_LITTLE = "too little memory"
 _SLOWER = "slower than those that are listed"
 _MOST_KEPT, _MOST_TOO_LARGE = 64, 8
@@ -34,7 +34,7 @@ _MOST_KEPT, _MOST_TOO_LARGE = 64, 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One cut, with what it takes.
+    """One configuration, with what it takes.
 
     Args:
         lacks_bytes: how much more than the budget it needs; 0: it fits.
@@ -53,12 +53,13 @@ class Found:
 
     Args:
         plans: those that fit, the best first.
-        considered: how many cuts were looked at.
-        refused: reason -> how many cuts it refused.
+        considered: how many configurations were looked at.
+        refused: reason -> how many configurations it refused.
         too_large: the fastest that do not fit.
         nearest: the one that lacks least.
         best_with: (axis, value) -> the best plan that has it.
         given: axes that were not free to be chosen.
+        loss_given: nor was whether the loss is in chunks.
     """
 
     cluster: Cluster
@@ -72,6 +73,7 @@ class Found:
     nearest: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
     given: Mapping[str, object] = field(default_factory=dict)
+    loss_given: bool = False
 
 
 def search(
@@ -83,12 +85,12 @@ def search(
     fixed: Mapping[str, object] | None = None,
     base: Split | None = None,
 ) -> Found:
-    """Look at every cut.
+    """Look at every configuration.
 
     Args:
         budget_bytes: of one GPU; None: 96 % of its memory.
         fixed: axes of :data:`AXES` that are given.
-        base: whose ``fused_loss`` and ``fused_activation`` all cuts have.
+        base: whose ``fused_loss`` and ``fused_activation`` all have.
 
     Raises:
         ConfigError: GPUs that do not fill nodes, or ``fixed`` that leaves no candidate at all.
@@ -105,91 +107,25 @@ def search(
     if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
     given = fixed or {}
-    found = Found(cluster, work, gpus, budget, given=given)
+    base = base or Split()
+    found = Found(cluster, work, gpus, budget, given=given, loss_given=base.fused_loss)
     collector = _Collector(found, how)
-    families = list(_families(found, how, given, base or Split()))
-    for family in families:
+    every = list(families(cluster, work, gpus, how, given, base, found.refused))
+    for family in every:
         collector.family(family, given)
     if collector.unmet and not found.considered:
         why = ", ".join(why for why, _ in collector.unmet.most_common())
-        raise ConfigError(f"no cut of {gpus} GPUs has {_asked(given)}: {why}; leave one out")
+        raise ConfigError(
+            f"no configuration of {gpus} GPUs has {asked_for(given)}: {why}; leave one out"
+        )
     if not found.plans:
-        collector.look_for_the_nearest(families, given)
+        collector.look_for_the_nearest(every, given)
     collector.finish()
     return found
 
 
-def _families(
-    found: Found, how: Engine, fixed: Mapping[str, object], base: Split
-) -> Iterator[Split]:
-    """Degrees, and what decides a layer's time."""
-    work, model = found.work, found.work.model
-    plain = base.but(
-        grad_bytes=how.grad_bytes,
-        whole_reduction=how.whole_reduction,
-        tp_sequence=how.tp_sequence,
-    )
-    for tp, ulysses, ring, pp, dp in _degrees(found.gpus, fixed):
-        split = plain.but(tp=tp, ulysses=ulysses, ring=ring)
-        why = "tp beyond a node" if tp > found.cluster.gpus_per_node else _refusal(work, split)
-        if why:
-            found.refused[why] += 1
-        elif model.layers % pp:
-            found.refused["layers do not divide into stages"] += 1
-        elif work.global_batch % dp:
-            found.refused["the global batch does not divide among dp"] += 1
-        else:
-            yield split.but(pp=pp, dp=dp, overlap_gradients=pp == 1)
-
-
-def _degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
-    """(tp, ulysses, ring, pp, dp) whose product is the number of GPUs.
-
-    Raises:
-        ConfigError: there are none with those that are given.
-    """
-    found: list[tuple[int, ...]] = [()]
-    for axis in ("tp", "ulysses", "ring", "pp"):
-        found = [
-            (*cut, degree)
-            for cut in found
-            for degree in _given(fixed, axis, divisors(gpus // math.prod(cut)))
-        ]
-    whole = [(*cut, gpus // math.prod(cut)) for cut in found]
-    whole = [cut for cut in whole if fixed.get("dp") in (None, cut[-1])]
-    if not whole:
-        raise ConfigError(
-            f"no cut of {gpus} GPUs has {_asked(fixed)}: degrees multiply to the number of GPUs; "
-            "leave one out"
-        )
-    return whole
-
-
-def _asked(given: Mapping[str, object]) -> str:
-    return ", ".join(f"{axis} {value}" for axis, value in given.items())
-
-
-def _refusal(work: Workload, split: Split) -> str | None:
-    """The same as ``impossible`` says of tp, ulysses and ring, as a short heading."""
-    model = work.model
-    if model.heads % split.tp or model.kv_heads % split.tp:
-        return "tp does not divide the heads"
-    if model.ffn % split.tp:
-        return "tp does not divide the MLP"
-    if model.heads // split.tp < split.ulysses:
-        return "ulysses beyond the heads of a tensor-parallel rank"
-    if model.heads // split.tp % split.ulysses:
-        return "ulysses leaves ranks with unequal heads"
-    return "too few tokens for a rank" if impossible(work, split) else None
-
-
-def _given(fixed: Mapping[str, object], axis: str, values: Iterable[_T]) -> list[_T]:
-    """The values of an axis, or the one that is given."""
-    return [value for value in values if fixed.get(axis) in (None, value)]
-
-
 class _Collector:
-    """Evaluates families of cuts and keeps what is worth telling."""
+    """Evaluates families of configurations and keeps those that reports name."""
 
     def __init__(self, found: Found, how: Engine) -> None:
         self._found, self._how = found, how
@@ -197,17 +133,17 @@ class _Collector:
         self._ones: dict[tuple[object, ...], MicroBatch] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self.thorough = False
-        self.unmet: Counter[str] = Counter()  # what is given and no cut of a family can have
+        self.unmet: Counter[str] = Counter()  # what is given and none of a family can have
 
     def family(self, base: Split, fixed: Mapping[str, object]) -> None:
         """All settings of one set of degrees."""
         found, how = self._found, self._how
         known = how.zero_in_pipeline if base.pp > 1 else how.zero
-        stages = _given(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
+        stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
         both = min(base.ulysses, base.ring) > 1
-        orders = _given(fixed, "order", how.orders if both else how.orders[:1])
-        recompute = _given(fixed, "recompute", how.recompute)
-        batches = _given(fixed, "micro_batch", divisors(found.work.global_batch // base.dp))
+        orders = values_of(fixed, "order", how.orders if both else how.orders[:1])
+        recompute = values_of(fixed, "recompute", how.recompute)
+        batches = values_of(fixed, "micro_batch", divisors(found.work.global_batch // base.dp))
         if not (stages and orders and recompute and batches):
             axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
             axis = next(axis for axis, values in axes.items() if not values)
@@ -226,8 +162,13 @@ class _Collector:
                     found.refused[_TOO_LITTLE] += count
                     continue
                 split = base.but(micro_batch=micro_batch, recompute=again)
-                for order in orders:
+                for order in self._orders(split, orders):
                     self._settings(split.but(order=order), stages, chunks)
+
+    def _orders(self, split: Split, orders: Sequence[str]) -> list[str]:
+        """Without those that take as long as the one before: they are the same plan."""
+        times = [self._micro_batch(split.but(order=order)) for order in orders]
+        return [order for n, order in enumerate(orders) if not n or times[n] != times[n - 1]]
 
     def _settings(self, split: Split, stages: Sequence[int], chunks: Sequence[int]) -> None:
         """What does not change a layer's time."""
@@ -246,7 +187,7 @@ class _Collector:
 
     def _micro_batch(self, split: Split) -> MicroBatch:
         degrees = split.tp, split.ulysses, split.ring, split.order
-        key = *degrees, split.micro_batch, split.recompute
+        key = *degrees, split.micro_batch, split.recompute, split.fused_loss
         if key not in self._ones:
             self._ones[key] = micro_batch_time(self._found.cluster, self._found.work, split)
         return self._ones[key]
@@ -282,6 +223,8 @@ class _Collector:
         shared = shared_bytes(work, split)
         needs = memory(work, split, cluster.workspace_bytes, shared)
         lacks = needs.total - budget
+        if lacks > 0 and shared.logits and self._how.can_chunk_loss(split):
+            self._in_chunks(split.but(fused_loss=True), bound)
         dull = len(found.too_large) == _MOST_TOO_LARGE and bound <= found.too_large[-1].mfu
         if lacks > 0 and self._how.offloads:
             offloaded = self._offloaded(split, shared, dull and not self.thorough)
@@ -297,13 +240,26 @@ class _Collector:
         plan = Plan(split, needs, time, share, max(lacks, 0.0))
         if lacks > 0:
             self._too_large(plan)
-            return
+        else:
+            self._keep(plan)
+
+    def _in_chunks(self, split: Split, bound: float) -> None:
+        """The same with the loss in chunks, which saves memory and no time.
+
+        It is a setting of the configuration, as the offload ratio is, and not counted as another.
+        """
+        refused = self._found.refused.copy()
+        self._one(split, self._micro_batch(split), bound)
+        self._found.refused = refused
+
+    def _keep(self, plan: Plan) -> None:
+        found, share = self._found, plan.mfu
         if share > self._worst_kept:
             found.plans.append(plan)
             if len(found.plans) > 2 * _MOST_KEPT:
                 self._trim()
-        for axis in _TOLD:
-            key = axis, getattr(split, axis)
+        for axis in _NAMED:
+            key = axis, getattr(plan.split, axis)
             best = found.best_with.get(key)
             if best is None or share > best.mfu:
                 found.best_with[key] = plan
@@ -322,7 +278,7 @@ class _Collector:
         best = self._found.best_with
         if mfu > self._worst_kept:
             return False
-        for axis in _TOLD:
+        for axis in _NAMED:
             plan = best.get((axis, getattr(split, axis)))
             if axis != "zero" and (plan is None or plan.mfu < mfu):
                 return False
@@ -387,4 +343,5 @@ def _rank(plan: Plan) -> tuple[float, ...]:
     """By MFU; among equals (0.01 % of the peak) the simpler one, with more room."""
     split = plan.split
     simple = (RECOMPUTE.index(split.recompute), split.zero, split.tp, split.pp)
-    return (-round(plan.mfu, 4), split.offload_ratio, *simple, plan.memory.total)
+    keeps = split.offload_ratio, split.fused_loss
+    return (-round(plan.mfu, 4), *keeps, *simple, plan.memory.total)

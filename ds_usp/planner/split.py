@@ -1,4 +1,4 @@
-"""How a training run is cut over ranks, and what makes a cut impossible."""
+"""How a training run is split over ranks, and what makes a split impossible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Split:
         tp_sequence: Megatron's sequence parallelism beside tp: norms are cut along the sequence.
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
-        fused_loss: the logits are never held whole.
+        fused_loss: the loss is computed in chunks; the logits are never held whole.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
         whole_reduction: in ZeRO-1 every rank reduces all gradients and keeps them as backward made
@@ -149,12 +149,12 @@ class Split:
 
 
 def impossible(work: Workload, split: Split, gpus: int | None = None) -> str | None:
-    """Why a cut cannot be, as text that names the constraint and the numbers; None if it can."""
+    """Why a split cannot be, as text that names the constraint and the numbers; None if it can."""
     return next(_reasons(work, split, gpus), None)
 
 
 def check(work: Workload, split: Split, gpus: int | None = None) -> None:
-    """Refuse a cut that cannot be.
+    """Refuse a split that cannot be.
 
     Raises:
         ConfigError: with the constraint and the numbers.

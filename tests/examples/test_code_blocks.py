@@ -60,6 +60,9 @@ def test_commands_exist_and_take_their_flags(block: Block) -> None:
         check_command(block, words)
 
 
+PLANNED = ("plan", "memory", "longest", "comm", "table", "profile")
+
+
 def check_command(block: Block, words: list[str]) -> None:
     """Check one command: what it starts is there, and has the flags."""
     program, rest = words[0], words[1:]
@@ -69,6 +72,8 @@ def check_command(block: Block, words: list[str]) -> None:
         assert place(block, rest[0]).exists(), f"{block}: no {rest[0]}"
     elif program in ("python", "torchrun"):
         check_target(block, *target_of(rest))
+    elif program == "ds-usp" and rest[0] in PLANNED:
+        check_target(block, "ds_usp.planner", rest, is_module=True)
     elif program == "ds-usp":
         check_target(block, "ds_usp", rest, is_module=True)
     else:

@@ -77,6 +77,50 @@ def test_comm(capsys: pytest.CaptureFixture[str]) -> None:
     assert double["forward_bytes"]["ring_kv_outer"] == 16384 * 2 * 2 * 128 * 2
 
 
+def test_lengths_in_powers_of_1024(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        "memory --model 7b --ring 4 --seq-len {} --json",
+        "comm --model 7b --ring 4 --seq-len {} --json",
+        "plan --model 7b --gpus 8 --seq-len {} --json",
+    ):
+        written = [run(capsys, line.format(length)) for length in ("131072", "128K", "128k")]
+        assert written[0] == written[1] == written[2]
+    packed = run(capsys, "plan --model 7b --gpus 8 --seq-len 1M --documents 512K,524288 --json")
+    assert json.loads(packed)["seq_len"] == 2**20
+
+
+def test_every_command_has_the_same_cluster_and_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        "plan --model 7b --gpus 8 --seq-len 8K",
+        "memory --model 7b --seq-len 8K",
+        "longest --model 7b --gpus 8",
+    ):
+        assert run(capsys, line).startswith("cluster h800 (default)\n")
+        assert run(capsys, f"{line} --cluster a100").startswith("cluster a100\n")
+
+
+@pytest.mark.parametrize("command", ["plan", "memory", "longest", "comm", "table", "profile"])
+def test_help_states_one_default_a_flag_and_what_columns_mean(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"], prog="ds-usp")
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: ds-usp {command} ")
+    options, _, legend = text.partition("columns")
+    assert "None" not in options and "False" not in options
+    for option in " ".join(options.split()).split(" --")[1:]:
+        assert option.count("default") <= 1, option
+    wanted = {
+        "plan": ("exchange", "transient", "workspace", "mb", "MFU"),
+        "memory": (),
+        "longest": ("ends with", "exchange", "transient", "workspace"),
+        "table": ("params d^2", "act b s d", "relayed", "P+G"),
+    }
+    assert all(word in legend for word in wanted.get(command, ()))
+    assert command != "memory" or all(word in text for word in ("exchange", "transient"))
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SP-Ulysses" in run(capsys, "table")
     assert len(json.loads(run(capsys, "table --json"))) == 9
@@ -127,8 +171,11 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("memory --model 7b --seq-len 8192 --dp 0", "--dp 0 must be 1 or more"),
         ("memory --model 7b --seq-len 8192 --gpus 0", "--gpus 0 must be 1 or more"),
         ("memory --model 7b --seq-len 8192 --global-batch 0", "--global-batch 0 must be 1 or"),
-        ("plan --model 7b --seq-len 0 --gpus 8", "seq_len=0 must be 1 or more"),
-        ("plan --model 7b --seq-len 8192 --gpus 8 --documents 1,x", "--documents"),
+        ("plan --model 7b --seq-len 0 --gpus 8", "'0' must be a whole number of 1 or more"),
+        (
+            "plan --model 7b --seq-len 8192 --gpus 8 --documents 1,x",
+            "argument --documents: 'x' must be",
+        ),
         ("plan --model 7b --seq-len 8192 --gpus 8 --top 0", "--top 0"),
         ("memory --model 7b --seq-len 8192 --gpus 6 --tp 4", "--gpus 6 is not a multiple of"),
         ("memory --model 7b --seq-len 8192 --tp 3", "tp=3 must divide the 32 query heads"),

@@ -1,6 +1,6 @@
 """What plans are emitted as: every fact of the plan and of the model, or a refusal by name.
 
-tests/megatron/test_planner_emit.py starts what is emitted.
+tests/megatron/test_planner_started.py starts what is emitted.
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
 
 @pytest.mark.parametrize("kind", ["megatron-deepspeed", "script"])
 def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    """128K tokens on 8 GPUs fit with a share of the activations on the host."""
-    line = f"plan --model llama3-8b --seq-len 131072 --gpus 8 --cluster h100 --emit {kind}"
+    """512K tokens on 8 GPUs: the loss in chunks, and a share of the activations on the host."""
+    line = f"plan --model llama3-8b --seq-len 512K --gpus 8 --cluster a800 --emit {kind}"
+    line += " --tp 1 --recompute attention --zero 1"
     flags = words(run(capsys, line))
     best = json.loads(run(capsys, line + " --json"))["plans"][0]
-    assert 0 < best["offload_ratio"] < 1
+    assert 0 < best["offload_ratio"] < 1 and best["fused_loss"]
     assert after(flags, "--usp-offload-ratio") == [f"{best['offload_ratio']:g}"]
-    assert after(flags, "--usp-recompute") == [best["recompute"]]
+    assert after(flags, "--usp-recompute") == ["attention"]
+    assert after(flags, "--usp-loss-chunks") == ["64"]  # 64K tokens of a rank, 1K at a time
     assert "--reset-attention-mask" not in flags
     packed = words(run(capsys, f"{H200} --documents 100000,31072 --emit {kind}"))
     assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.longest import STEP, Longest, longest
+from ds_usp.planner.longest import STEP, Longest, every_split, longest
 from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.split import RECOMPUTE, Split, Workload
@@ -105,6 +107,44 @@ def test_the_command_says_it_in_words_and_for_programs(capsys: pytest.CaptureFix
     assert text.rstrip().splitlines()[-1].startswith(best["recompute"])
     assert main([*asked, "--memory-gib", "20"]) == 1
     assert "none" in capsys.readouterr().out
+
+
+def test_without_degrees_those_that_go_furthest_are_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As asking for each of them alone finds them."""
+    line = "longest --model llama3-8b --zero 3 --gpus 4 --json"
+    assert main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, base = load_model("llama3-8b"), Split(zero=3)
+    cluster = load_cluster("h800")
+    splits = every_split(model, base, 4, cluster)
+    assert {(s.tp, s.ulysses, s.ring, s.pp) for s in splits} == {
+        cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
+    }
+    alone = [
+        longest(model, split, cluster, cluster.budget_bytes, cluster.workspace_bytes)
+        for split in splits
+    ]
+    for row, ways in zip(found, zip(*alone, strict=True), strict=True):
+        assert row["seq_len"] == max(way.seq_len for way in ways)
+        assert row["tp"] * row["ulysses"] * row["ring"] * row["pp"] == 4
+    text = line.replace(" --json", "")
+    assert main(text.split()) == 0
+    said = capsys.readouterr().out
+    assert "each row with the degrees that go furthest" in said and "ulysses x ring" in said
+
+
+def test_searched_degrees_leave_those_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(more: str) -> list[dict[str, object]]:
+        assert main(f"longest --model gpt-1.3b --zero 3 --json {more}".split()) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert {row["ulysses"] for row in rows("--gpus 8 --ulysses 4")} == {4}
+    assert {row["dp"] for row in rows("--gpus 8 --dp 2")} == {2}
+    assert {row["tp"] for row in rows("")} == {1}
+    assert main(["longest", "--model", "llama3-8b", "--gpus", "9", "--dp", "2"]) == 2
+    assert "has dp 2: degrees multiply" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ds_usp.planner.engines import engine
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.measured import MeasuredAttention, MeasuredLayer
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.picture import picture
-from ds_usp.planner.report import found_json, plans_text
+from ds_usp.planner.plan_report import found_json, plans_text
 from ds_usp.planner.search import Found, Plan, search
 from ds_usp.planner.split import Workload
+from ds_usp.planner.ties import stated_error
 from ds_usp.planner.timing import StepTime
 
 MODEL = load_model("llama3-8b")
@@ -62,6 +64,51 @@ def test_pairs_that_were_not_measured_are_named(found: Found) -> None:
     alone = found_on(calls=(CALL,))
     listed = alone.plans[0].split.ulysses, alone.plans[0].split.ring
     assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
+
+
+def test_ties_are_marked_and_counted(found: Found) -> None:
+    best = found.plans[0]
+    near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
+    text = plans_text(replace(found, plans=[best, near, far]), 3)
+    rows = [line for line in text.splitlines() if line[:1].isdigit()][:3]
+    assert [row.endswith("=") for row in rows] == [True, True, False]
+    assert "= 2 of the 3 are a tie: less than 6% apart" in text
+    alone = plans_text(replace(found, plans=[best, far]), 2)
+    assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
+    profiled = replace(found.cluster, layers=(LAYER,), calls=(CALL,))
+    assert stated_error(replace(found, cluster=profiled)) == 0.03
+    assert found_json(found, 1)["tie_within"] == 0.06
+
+
+def test_orders_that_do_not_differ_are_one_plan(found: Found) -> None:
+    """Inside one node no link tells them apart; across nodes some do."""
+    assert {plan.split.order for plan in found.plans} == {"ulysses-ring"}
+    wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
+    assert {plan.split.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
+    seen = [replace(plan.split, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
+    assert len(seen) == len(set(seen))
+
+
+def test_no_line_is_said_twice() -> None:
+    for gpus in (8, 16):
+        lines = explain(search(load_cluster("h100"), Workload(MODEL, 131072), gpus))
+        assert len(lines) == len(set(lines))
+
+
+def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
+    work = Workload(MODEL, 131072)
+    for how in ("any", "megatron-deepspeed"):
+        found = search(load_cluster("h100"), work, 8, engine(how))
+        best = found.plans[0].split
+        assert best.fused_loss and not best.offload_ratio
+        assert found_json(found, 1)["plans"][0]["fused_loss"]
+        assert any(line.startswith("loss in chunks: all logits") for line in explain(found))
+        whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, engine(how)).plans[0]
+        assert not whole.split.fused_loss
+    for how in ("megatron-deepspeed", "megatron-core"):
+        plans = search(load_cluster("h100"), work, 16, engine(how)).plans
+        chunked = [plan.split for plan in plans if plan.split.fused_loss]
+        assert all(split.pp == 1 for split in chunked) and (how[-4:] != "core" or not chunked)
 
 
 HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)

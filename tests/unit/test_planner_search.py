@@ -137,7 +137,7 @@ def test_impossible_requests() -> None:
             find("llama3-8b", 8192, 4, gpus)
     with pytest.raises(ConfigError, match="holds nothing"):
         find("llama3-8b", 8192, 4, 8, budget_gib=0)
-    with pytest.raises(ConfigError, match="no cut of 8 GPUs has"):
+    with pytest.raises(ConfigError, match="no configuration of 8 GPUs has"):
         find("llama3-8b", 8192, 4, 8, tp=3)
 
 
@@ -157,15 +157,19 @@ def test_impossible_requests() -> None:
         ("megatron-core", {"order": "ring-ulysses"}, "has no order ring-ulysses"),
         ("any", {"order": "ring-ulysses", "ring": 1}, "without both ulysses and ring there is no"),
         ("any", {"micro_batch": 3}, "micro batch 3 does not divide the sequences of a replica"),
-        ("any", {"dp": 3}, "no cut of 16 GPUs has dp 3: degrees multiply"),
-        ("any", {"tp": 4, "ulysses": 8}, "no cut of 16 GPUs has tp 4, ulysses 8: degrees multiply"),
+        ("any", {"dp": 3}, "no configuration of 16 GPUs has dp 3: degrees multiply"),
+        (
+            "any",
+            {"tp": 4, "ulysses": 8},
+            "no configuration of 16 GPUs has tp 4, ulysses 8: degrees multiply",
+        ),
     ],
 )
 def test_what_is_given_and_cannot_be_is_named(
     how: str, fixed: dict[str, object], says: str
 ) -> None:
     """And not whatever other cuts are refused for."""
-    with pytest.raises(ConfigError, match="no cut of 16 GPUs has") as error:
+    with pytest.raises(ConfigError, match="no configuration of 16 GPUs has") as error:
         find("llama3-8b", 131072, 1, 16, how=how, **fixed)
     assert says in str(error.value)
     for other in ("global batch", "node", "stages"):
@@ -203,10 +207,17 @@ def test_nothing_fits() -> None:
     assert [saved for _, saved in helping] == sorted((s for _, s in helping), reverse=True)
 
 
+def test_hosts_that_hold_too_little_are_named() -> None:
+    found = find("llama3-8b", 524288, 1, 8, how="megatron-deepspeed", tp=1, recompute="gemm-last")
+    assert not found.plans and found.nearest is not None and found.nearest.split.offload_ratio == 1
+    gib = found.nearest.memory.offloaded / GIB
+    assert f"nor do the hosts hold the {gib:.1f} GiB" in explain(found)[1]
+
+
 def test_nothing_is_possible() -> None:
     found = find("llama3-8b", 8192, 1, 8, tp=1, ulysses=1, ring=1, pp=1)
     assert not found.plans and found.nearest is None
-    assert "no cut of 8 GPUs is possible" in explain(found)[0]
+    assert "no configuration of 8 GPUs is possible" in explain(found)[0]
 
 
 def test_help_is_true() -> None:
