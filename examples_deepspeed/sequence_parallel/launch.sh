@@ -88,6 +88,9 @@ count_steps() {
   : "${train_iters:=$((train_tokens_in_billion * 1000000000 / tokens_per_step))}"
   : "${lr_decay_iters:=$((lr_decay_tokens_in_billion * 1000000000 / tokens_per_step))}"
   : "${lr_warmup_iters:=$((lr_warmup_tokens_in_million * 1000000 / tokens_per_step))}"
+  [[ -z "$host" ]] || ((lr_warmup_iters < lr_decay_iters)) ||
+    fail "LR_WARMUP_ITERS=$lr_warmup_iters must be below LR_DECAY_ITERS=$lr_decay_iters" \
+      "(Megatron-DeepSpeed). Use LR_WARMUP_ITERS=$((lr_decay_iters / 100))"
 }
 
 # Ranks of a node, and of all: the GPUs of the nodes in a file, this machine's CPUs, or its GPUs,

@@ -269,6 +269,10 @@ REFUSED = {
         {"LAUNCHER": "torchrun", "NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
         "NODE_RANK=2 must be from 0 to 1",
     ),
+    "warm-up of Megatron-DeepSpeed": (
+        {"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5", "MEGATRON_DEEPSPEED_PATH": str(STAND_IN)},
+        "LR_WARMUP_ITERS=5 must be below LR_DECAY_ITERS=5 (Megatron-DeepSpeed). Use LR_WARMUP_IT",
+    ),
     "no job": ({"DRY_RUN": "0", "LAUNCHER": "srun", "NUM_GPUS": "4"}, "needs a SLURM job"),
     "text for Megatron-DeepSpeed": (
         {"DATA_PATH": __file__, "NUM_GPUS": "4", "MEGATRON_DEEPSPEED_PATH": "/none"},

@@ -167,16 +167,10 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     Raises:
         DataError: a file that is missing, empty or not what it claims to be.
     """
-    paths = files.blend(args.data_path or ())[0]
-    indexed = files.indexed_data(paths)
+    paths, indexed = files.data_files(args)
     if not indexed:
         return [_encoded(_cache(args), path) for path in paths or [None]], TEXT_VOCAB_SIZE
-    if not args.vocab_size:
-        raise DataError(
-            f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
-            "--vocab-size N, where N-1 is the end of document"
-        )
-    return indexed, args.vocab_size
+    return paths, args.vocab_size
 
 
 def _require_everywhere(prefixes: list[str]) -> None:

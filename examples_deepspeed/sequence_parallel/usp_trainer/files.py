@@ -18,7 +18,7 @@ def check_files(args: Namespace) -> None:
     Raises:
         DataError, CheckpointError: the message names the flag and the path.
     """
-    indexed_data(blend(args.data_path or ())[0])
+    data_files(args)
     if args.load and not (Path(args.load) / LATEST).is_file():
         raise CheckpointError(
             f"--load {args.load} holds no finished checkpoint of this trainer: there is no "
@@ -57,12 +57,14 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def indexed_data(paths: Sequence[str]) -> list[str]:
-    """The prefixes of Megatron ``.bin/.idx`` pairs: all of the paths, or none where all are texts.
+def data_files(args: Namespace) -> tuple[list[str], bool]:
+    """The paths of ``--data-path``, and whether they are prefixes of Megatron ``.bin/.idx`` pairs;
+    texts otherwise.
 
     Raises:
-        DataError: a path that is neither, or paths of both kinds.
+        DataError: a path that is neither, paths of both kinds, or pairs without ``--vocab-size``.
     """
+    paths, _ = blend(args.data_path or ())
     indexed = [path for path in paths if Path(f"{path}.idx").is_file()]
     for path in paths:
         if path not in indexed and not Path(path).is_file():
@@ -78,4 +80,9 @@ def indexed_data(paths: Sequence[str]) -> list[str]:
         data = Path(f"{path}.bin")
         if not data.is_file() or not data.stat().st_size:
             raise DataError(f"{path}.bin is missing or empty, although {path}.idx is there")
-    return indexed
+    if indexed and not args.vocab_size:
+        raise DataError(
+            f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
+            "--vocab-size N, where N-1 is the end of document"
+        )
+    return paths, bool(indexed)
