@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import RankContext, fork_world
 from trainer_runs import PLAIN_SGD, degrees, start
 
@@ -15,17 +16,18 @@ LINEAR = "layers.2.layer.self_attention.linear_proj"
 
 def spoil(run: Any, what: str, rank: int) -> None:
     """Let one tensor of ``rank`` have a value that is not finite, from now on."""
-    if run.mesh.rank != rank:
+    if dist.get_rank() != rank:
         return
     module = run.trainer.engine.module
     if what == "parameter":
         module.get_parameter(f"{LINEAR}.weight").data[0, 0] = float("inf")
-    elif what == "output":
+    elif what in ("output", "stage"):
 
         def replace(_: Any, __: Any, output: Any) -> Any:
             return output[0].index_fill(0, torch.tensor([3]), float("nan")), *output[1:]
 
-        module.get_submodule(LINEAR).register_forward_hook(replace)
+        name = LINEAR if what == "output" else LINEAR.removeprefix("layers.")
+        module.get_submodule(name).register_forward_hook(replace)
     elif what == "gradient":
         weight = module.get_parameter(f"{LINEAR}.weight")
         weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -71,6 +73,11 @@ RUNS = [
     (degrees(sp=2, zero=1) + " --bf16" + ADAM, "output", rf"the output of {LINEAR} on rank 1"),
     (degrees(sp=2, zero=2) + ADAM, "state", r"step 1 is not saved: the optimizer's exp_avg_sq"),
     (degrees(sp=2, zero=3) + ADAM, "gradient", rf"the gradient of {LINEAR}.weight on rank 1"),
+    (
+        degrees(pp=2, zero=1) + PLAIN_SGD,
+        "stage",
+        "the output of 2.layer.self_attention.linear_proj on rank 1",
+    ),
     (degrees(sp=2) + " --no-check-for-nan-in-loss-and-grad", "parameter", "^$"),
 ]
 

@@ -93,8 +93,9 @@ def test_a_second_trainer_is_refused_with_the_first_ones_process(
     lock = FolderLock(saved / "save")
     before = contents(saved)
     new = tmp_path / "new"
-    flags = f"{SP2} --train-iters 3 --load {saved}/save --save {saved}/save"
-    for results in outcomes(flags, f"{flags} --output-dir {new}", folder=saved):
+    anew = f"{SP2} --train-iters 3 --save {saved}/save"
+    flags = f"{anew} --load {saved}/save"
+    for results in outcomes(anew, flags, f"{flags} --output-dir {new}", folder=saved):
         for error, _ in results:
             assert isinstance(error, ConfigError)
             holder = f"process {os.getpid()} on {socket.gethostname()}, started "

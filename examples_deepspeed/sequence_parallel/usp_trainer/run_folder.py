@@ -50,6 +50,34 @@ def check_not_behind(args: Namespace) -> None:
         )
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder that another process has locked. Writes nothing.
+
+    Raises:
+        ConfigError: the message names that process.
+    """
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _held(folder, descriptor) from None
+    except OSError:
+        pass  # what that means is said when the lock is taken
+    finally:
+        os.close(descriptor)
+
+
+def _held(folder: Path, descriptor: int) -> ConfigError:
+    holder = os.read(descriptor, 4096).decode(errors="replace").strip()
+    return ConfigError(
+        f"another trainer writes to {folder}: {holder or 'it has not said which'}. "
+        "Wait for it, end it, or give another --output-dir and --save"
+    )
+
+
 class FolderLock:
     """The lock of one folder: held by one process, let go when it ends in whatever way.
 
@@ -77,7 +105,7 @@ class FolderLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there = os.stat(self._path)
         except OSError as error:
-            holder = os.read(descriptor, 4096).decode(errors="replace").strip()
+            held = _held(self.folder, descriptor)
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):
                 return False
@@ -86,10 +114,7 @@ class FolderLock:
                 return True
             if not isinstance(error, BlockingIOError):
                 raise
-            raise ConfigError(
-                f"another trainer writes to {self.folder}: {holder or 'it has not said which'}. "
-                "Wait for it, end it, or give another --output-dir and --save"
-            ) from None
+            raise held from None
         if not os.path.samestat(there, os.fstat(descriptor)):
             os.close(descriptor)
             return False
@@ -129,9 +154,11 @@ class RunFolders:
     """
 
     def __init__(self, args: Namespace) -> None:
-        check_not_behind(args)  # before anything is made
         folders = dict.fromkeys(Path(f).resolve() for f in (args.output_dir, args.save) if f)
         self._locks: list[FolderLock] = []
+        for folder in folders:  # before anything is made
+            check_free(folder)
+        check_not_behind(args)
         try:
             for folder in folders:
                 self._locks.append(FolderLock(folder))
