@@ -23,7 +23,8 @@ class Settings(MeshSettings):
 
     Args:
         ulysses_degree: None: the first of ``hierarchical_context_parallel_sizes`` where the program
-            gives them, otherwise all ranks of a context-parallel group.
+            gives them, otherwise all ranks of a context-parallel group. At context-parallel size 1
+            it has no effect: a program may be debugged on one rank without a change.
         layout: ``context_parallel`` is the order of megatron-core's own batch slicing and rotary
             embedding; with another one the program has to cut both.
         everywhere: ours also where ``context_parallel_size`` is 1. megatron-core's own attention
@@ -112,7 +113,9 @@ class ContextParallel:
 
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
         degree = self._settings.ulysses_degree
-        if degree is None and levels:
+        if dist.get_world_size(group) == 1:
+            degree = 1
+        elif degree is None and levels:
             degree = dist.get_world_size(levels[0])
         return ds_usp.SequenceMesh.shared(group, degree, _ORDER)
 
@@ -120,6 +123,8 @@ class ContextParallel:
         degree = self._settings.ulysses_degree
         if degree is None:
             degree = levels[0] if levels else size
+        if size == 1 and not levels:  # nothing is spread, and each layer keeps its attention
+            return
         if size % degree:
             fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
             raise ConfigError(

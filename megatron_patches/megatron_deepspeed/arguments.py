@@ -17,11 +17,17 @@ from ds_usp.training import check_zero_stage
 from megatron_patches.megatron_deepspeed import memory
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.planned import planned_degree
-from megatron_patches.megatron_deepspeed.refusals import refuse
+from megatron_patches.megatron_deepspeed.refusals import refuse, refuse_host_failures
 from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.settings import MeshSettings
 
+_FLASH = (
+    "use_flash_attn_v1",
+    "use_flash_attn_v2",
+    "use_flash_attn_triton",
+    "use_flash_attn_builder",
+)
 LAYOUTS = ("zigzag", "contiguous")
 
 
@@ -100,6 +106,7 @@ def validate_args(
 
 def _refuse_before(args: Any) -> None:
     """What the host's own checks would overwrite or trip over."""
+    refuse_host_failures(args)
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
@@ -146,13 +153,35 @@ def _zero_stage(args: Any) -> int:
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
-    """Keep a flash attention that was asked for where it exists and can serve: without a ring."""
+    """Keep a flash attention that was asked for where it exists and can serve: without a ring.
+
+    Elsewhere rank 0 says what computes attention in its place. It is not refused: the loss is the
+    same, and so is the memory, and a script that names it runs on machines without it.
+    """
     installed = importlib.util.find_spec("flash_attn") is not None
     keep = installed and config.ring == 1 and config.kernel == "auto"
+    given = [name for name in _FLASH if getattr(args, name)]
+    dropped = [name for name in given if not keep or name not in _FLASH[:2]]
+    if dropped and args.rank == 0:
+        flag = f"--{dropped[0].replace('_', '-')}"
+        print(f"{flag}: {_why(installed, config)}", flush=True)  # noqa: T201 - beside the host's
     args.use_flash_attn_v1 &= keep
     args.use_flash_attn_v2 &= keep
     args.use_flash_attn_triton = args.use_flash_attn_builder = False
     args.use_flash_attn = args.use_flash_attn_v1 or args.use_flash_attn_v2
+
+
+def _why(installed: bool, config: ds_usp.USPConfig) -> str:
+    """Why a flash attention of the host's is not used, and what is."""
+    if not installed:
+        reason = "flash-attn is not installed"
+    elif config.ring > 1:
+        reason = f"it cannot be joined over a ring of {config.ring}"
+    elif config.kernel != "auto":
+        reason = f"--usp-kernel {config.kernel} was asked for"
+    else:
+        reason = "it takes batches in an order of its own"
+    return f"not used, because {reason}; usp_attention computes the same (kernel {config.kernel})"
 
 
 def flags(settings: MeshSettings) -> Callable[..., Any]:

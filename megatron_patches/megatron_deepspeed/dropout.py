@@ -1,6 +1,8 @@
-"""Random numbers of dropout: other ones on every rank that holds other tokens.
+"""Random numbers of dropout: other ones on every rank that holds other tokens, where sequences are
+spread: of the same sequence (sequence-parallel ranks) and of other ones (data-parallel ranks).
 
-The host seeds all ranks of a sequence alike, so the same places of each shard would be dropped.
+The host seeds all of them alike, so the same places of each shard would be dropped; with one rank a
+sequence it still seeds its data-parallel ranks alike, unless --data-parallel-random-init is given.
 Seeds are made anew from the number of the step: a resumed run draws what an uninterrupted one does,
 whatever the checkpoint holds.
 """
@@ -29,17 +31,28 @@ def _seed(seed: int, step: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random as host_random
 
-    sp_rank = parallel_state.get_sequence_parallel_rank()
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    # Outside of tensor-parallel regions its ranks hold the same activations: one seed for all.
-    get_accelerator().manual_seed(_mixed(seed, step, pp_rank, sp_rank))
+    replicated, tensor_parallel_seed = dropout_seeds(
+        seed,
+        step,
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        sp=parallel_state.get_sequence_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+    )
+    get_accelerator().manual_seed(replicated)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
-    tracker.add(
-        host_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
-        _mixed(seed, step, pp_rank, sp_rank, tp_rank),
-    )
+    tracker.add(host_random._MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_parallel_seed)
+
+
+def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -> tuple[int, int]:
+    """The seeds of one rank for one step, from its rank along each axis.
+
+    Returns:
+        That of activations which all tensor-parallel ranks hold, the same on those ranks, and that
+        of activations which are split over them.
+    """
+    return _mixed(seed, step, pp, dp, sp), _mixed(seed, step, pp, dp, sp, tp)
 
 
 def _mixed(*numbers: int) -> int:

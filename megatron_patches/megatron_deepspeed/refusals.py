@@ -24,6 +24,69 @@ class Refusal:
     fix: str
 
 
+def _on_cpu() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cpu")
+
+
+# What ends in an error of the host's or of DeepSpeed's own, with sequences spread or not.
+_HOST_FAILURES = (
+    Refusal(
+        lambda args, _: args.distribute_saved_activations,
+        "--distribute-saved-activations (tensor parallel {tensor_model_parallel_size}) looks for "
+        "a field that the host's TransformerConfig does not have",
+        "Leave it out: --usp-offload-ratio 1 keeps what layers save in host memory",
+    ),
+    Refusal(
+        lambda args, _: args.log_params_norm,
+        "--log-params-norm takes the list of models for one, and fails at the first log line",
+        "Leave it out; the gradient norm is logged without it",
+    ),
+    Refusal(
+        lambda args, _: args.lazy_mpu_init,
+        "--lazy-mpu-init leaves the process groups to another program, which does not make them",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args, _: args.log_optimizer_states_to_tensorboard and args.optimizer == "sgd",
+        "--log-optimizer-states-to-tensorboard reads Adam's states, and --optimizer is {optimizer}",
+        "Leave one of the two out",
+    ),
+    Refusal(
+        lambda args, _: (
+            args.checkpoint_activations
+            and not args.deepspeed_activation_checkpointing
+            and args.no_pipeline_parallel
+        ),
+        "--checkpoint-activations alone recomputes by a method that the host does not know",
+        "Add --deepspeed-activation-checkpointing, or use --usp-recompute full in its place",
+    ),
+    Refusal(
+        lambda args, _: args.checkpoint_in_cpu and args.checkpoint_activations and _on_cpu(),
+        "--checkpoint-in-cpu where there is no GPU: DeepSpeed empties the tensors that it keeps",
+        "Leave it out: they are in host memory already",
+    ),
+    Refusal(
+        lambda args, _: (
+            args.partition_activations and args.checkpoint_activations and args.no_pipeline_parallel
+        ),
+        "--partition-activations (tensor parallel {tensor_model_parallel_size}) without a pipeline "
+        "calls layers with more arguments than the host's take",
+        "Leave it out: --ds-sequence-parallel-size cuts activations along the sequence. Or leave "
+        "out --no-pipeline-parallel",
+    ),
+    Refusal(
+        lambda args, _: (
+            args.contigious_checkpointing
+            and args.checkpoint_activations
+            and not args.partition_activations
+        ),
+        "--contigious-checkpointing works with --partition-activations alone",
+        "Leave it out",
+    ),
+)
+
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 _REFUSALS = (
     Refusal(
@@ -94,10 +157,10 @@ _REFUSALS = (
         "Generate without these patches",
     ),
     Refusal(
-        lambda args, _: args.partition_activations and args.tensor_model_parallel_size > 1,
-        "--partition-activations with tensor parallelism fails in the host itself, sequence "
-        "parallel or not",
-        "Leave it out: activations are cut along the sequence",
+        lambda args, _: args.transformer_impl != "local",
+        "--transformer-impl {transformer_impl} has layers with an attention of their own, which "
+        "sees the tokens of its rank alone",
+        "Use --transformer-impl local, without --fp8-e4m3 and --fp8-hybrid",
     ),
     Refusal(
         lambda args, config: (
@@ -132,11 +195,24 @@ _REFUSALS = (
 
 
 def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
-    """Look at the host's validated arguments.
+    """Look at the host's validated arguments, where sequences are spread.
 
     Raises:
         ConfigError: the first row that applies.
     """
-    for row in _REFUSALS:
+    _refuse(_REFUSALS, args, deepspeed_config)
+
+
+def refuse_host_failures(args: Any) -> None:
+    """Look at the host's arguments before the host does, however many ranks share a sequence.
+
+    Raises:
+        ConfigError: the first row that applies.
+    """
+    _refuse(_HOST_FAILURES, args, {})
+
+
+def _refuse(rows: tuple[Refusal, ...], args: Any, deepspeed_config: Mapping[str, Any]) -> None:
+    for row in rows:
         if row.asked(args, deepspeed_config):
             raise ConfigError(f"{row.why}. {row.fix}".format(**vars(args)))

@@ -99,13 +99,13 @@ def test_a_stock_program_gives_one_ranks_loss_and_gradients(
 
 
 def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
-    """What stands in the slot at context parallel 1 and above, in turn."""
+    """What stands in the slot at context parallel 1, where no degree matters, and above, in turn."""
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    megatron_patches.apply("megatron_core", ulysses_degree=1, everywhere=everywhere)
+    megatron_patches.apply("megatron_core", ulysses_degree=2, everywhere=everywhere)
     names = []
     for size in (1, 2):
         parallel_state.destroy_model_parallel()
@@ -119,6 +119,7 @@ def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
         )
         core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
         names.append(type(core).__name__)
+        assert parallel_state.get_sequence_mesh().sp_degree == size
     return names
 
 

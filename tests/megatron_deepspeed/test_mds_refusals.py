@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_runs import HERE, HostServer, flags
+from host_runs import HERE, HostServer, flags, numbers, relative_difference
 
 from ds_usp.errors import ConfigError, LayoutError, PatchError
 
 SP2 = {"sp": 2, "u": 1}
+CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
 REFUSED = [
     (SP2, "--sequence-parallel", "cuts the sequence over tensor-parallel ranks"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
@@ -50,8 +51,17 @@ REFUSED = [
     (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
     (SP2, "--kd", "Train a plain GPT"),
     (SP2, "--inference", "one token at a time"),
+    ({}, "--distribute-saved-activations", "--usp-offload-ratio 1"),
+    (SP2, "--log-params-norm", "fails at the first log line. Leave it out"),
+    (SP2, "--lazy-mpu-init 1", "leaves the process groups to another program"),
+    ({}, "--log-optimizer-states-to-tensorboard", "and --optimizer is sgd"),
+    ({}, "--checkpoint-activations", "Add --deepspeed-activation-checkpointing"),
+    (SP2, f"{CHECKPOINT} --checkpoint-in-cpu", "where there is no GPU"),
+    (SP2, f"{CHECKPOINT} --partition-activations", "calls layers with more arguments"),
+    ({}, f"{CHECKPOINT} --contigious-checkpointing", "works with --partition-activations alone"),
+    (SP2, "--transformer-impl transformer_engine", "Use --transformer-impl local"),
     ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
-    (SP2, "--usp-recompute full --checkpoint-activations", "leave one of them out"),
+    (SP2, f"--usp-recompute full {CHECKPOINT}", "leave one of them out"),
     (
         {},
         "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",
@@ -66,6 +76,32 @@ def test_it_is_refused(host: HostServer, degrees: dict[str, int], more: str, mes
         assert isinstance(seen.get("refused"), (ConfigError, LayoutError)), seen
         assert message in str(seen["refused"])
         assert not seen["groups"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_partitioned_activations_work_in_a_pipeline(host: HostServer, tp: int) -> None:
+    more = f"{CHECKPOINT} --partition-activations"
+    ranks = host.run(2 * tp, flags(**SP2, tp=tp, pipe=True, zero=1, more=more))
+    expected = numbers(host.run(1, flags(zero=1)))
+    assert relative_difference(numbers(ranks), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("--use-flash-attn-v2", "use-flash-attn-v2: not used, because flash-attn is not installed"),
+        ("--use-flash-attn-triton", "use-flash-attn-triton: not used, because"),
+        ("", ""),
+    ],
+)
+def test_a_flash_attention_that_is_not_used_is_said_once(
+    host: HostServer, more: str, why: str
+) -> None:
+    host.run(2, flags(**SP2, zero=1, more=more))
+    folder = max(host.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
+    first, second = ((folder / f"log{rank}").read_text() for rank in range(2))
+    assert first.count("not used, because") == bool(why) and why in first
+    assert "not used, because" not in second
 
 
 def test_deepspeeds_configuration_is_read_too(host: HostServer) -> None:

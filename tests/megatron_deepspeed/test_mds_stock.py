@@ -111,6 +111,15 @@ def test_dropout_differs_between_shards_and_is_the_same_again(host: HostServer) 
     assert len(set(tp0_of_sp0)) == len(tp0_of_sp0)
 
 
+def test_replicas_drop_other_places(host: HostServer) -> None:
+    """Data-parallel ranks hold other sequences."""
+    text = flags(sp=2, u=1, zero=1, more="--hidden-dropout 0.2 --bf16 --micro-batch-size 1")
+    first, second = (host.run(4, text, watch_dropout=True) for _ in range(2))
+    assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
+    for masks in zip(*(seen["dropped"] for seen in first), strict=True):
+        assert len(set(masks)) == 4
+
+
 def test_dropout_is_the_same_when_activations_are_recomputed(host: HostServer) -> None:
     text = "--hidden-dropout 0.2"
     recompute = " --checkpoint-activations --deepspeed-activation-checkpointing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_patches import run
 from megatron_patches.megatron_deepspeed import apex, stand_ins
 from megatron_patches.megatron_deepspeed.attention import SpreadAttention
 from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
+from megatron_patches.megatron_deepspeed.dropout import dropout_seeds
 from megatron_patches.megatron_deepspeed.rotary import rotary_table
 from megatron_patches.megatron_deepspeed.state import HostState
 
@@ -132,3 +134,19 @@ def test_another_megatron_that_is_loaded_is_refused(
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
         megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
+
+
+def test_ranks_with_other_tokens_drop_other_places() -> None:
+    """One seed a pipeline stage, replica and shard; tensor-parallel ranks share the first."""
+    ranks = [
+        {"pp": pp, "dp": dp, "sp": sp, "tp": tp}
+        for pp, dp, sp, tp in itertools.product(range(2), repeat=4)
+    ]
+    seeds = [dropout_seeds(1234, step, **rank) for step in range(2) for rank in ranks]
+    assert len({replicated for replicated, _ in seeds}) == len(seeds) / 2
+    split = {tensor_parallel for _, tensor_parallel in seeds}
+    assert len(split) == len(seeds)
+    assert not split & {replicated for replicated, _ in seeds}
+    for rank in ranks:
+        shared = [dropout_seeds(1234, 0, **{**rank, "tp": tp})[0] for tp in range(4)]
+        assert len(set(shared)) == 1

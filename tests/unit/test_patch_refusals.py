@@ -1,0 +1,80 @@
+"""What Megatron-DeepSpeed's own errors would end, refused in words; without a checkout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ds_usp
+from ds_usp.errors import ConfigError
+from megatron_patches.megatron_deepspeed.arguments import _choose_flash
+from megatron_patches.megatron_deepspeed.refusals import refuse_host_failures
+
+PLAIN = {
+    "checkpoint_activations": False,
+    "checkpoint_in_cpu": False,
+    "contigious_checkpointing": False,
+    "deepspeed_activation_checkpointing": False,
+    "distribute_saved_activations": False,
+    "lazy_mpu_init": None,
+    "log_optimizer_states_to_tensorboard": False,
+    "log_params_norm": False,
+    "no_pipeline_parallel": True,
+    "optimizer": "sgd",
+    "partition_activations": False,
+    "tensor_model_parallel_size": 4,
+}
+CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"distribute_saved_activations": True}, "parallel 4.*--usp-offload-ratio 1"),
+        ({"log_params_norm": True}, "--log-params-norm.*Leave it out"),
+        ({"lazy_mpu_init": True}, "--lazy-mpu-init.*Leave it out"),
+        ({"log_optimizer_states_to_tensorboard": True}, "--optimizer is sgd"),
+        ({"checkpoint_activations": True}, "Add --deepspeed-activation-checkpointing"),
+        ({**CHECKPOINT, "partition_activations": True}, "leave out --no-pipeline-parallel"),
+        ({**CHECKPOINT, "contigious_checkpointing": True}, "--partition-activations alone"),
+    ],
+)
+def test_a_failure_of_the_hosts_is_refused_with_the_fix(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        refuse_host_failures(SimpleNamespace(**{**PLAIN, **asked}))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        CHECKPOINT,
+        {"checkpoint_activations": True, "no_pipeline_parallel": False},
+        {**CHECKPOINT, "partition_activations": True, "no_pipeline_parallel": False},
+        {"log_optimizer_states_to_tensorboard": True, "optimizer": "adam"},
+    ],
+)
+def test_what_runs_is_not_refused(asked: dict[str, Any]) -> None:
+    refuse_host_failures(SimpleNamespace(**{**PLAIN, **asked}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flash_attention_that_is_not_used_is_named_on_one_rank(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("v1", "v2", "triton", "builder")
+    config = ds_usp.USPConfig(sp_degree=2, ulysses_degree=1)
+    for installed, why in ((None, "flash-attn is not installed"), (object(), "a ring of 2")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _, found=installed: found)
+        args = SimpleNamespace(rank=rank, **{f"use_flash_attn_{name}": False for name in names})
+        _choose_flash(args, config)
+        assert not capsys.readouterr().out
+        args.use_flash_attn_v2 = True
+        _choose_flash(args, config)
+        said = capsys.readouterr().out
+        assert not args.use_flash_attn_v2
+        assert (f"--use-flash-attn-v2: not used, because {why}" in said or why in said) == (
+            not rank
+        )
