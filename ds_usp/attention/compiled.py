@@ -18,7 +18,7 @@ import torch
 
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
-from ds_usp.attention.request import agreed
+from ds_usp.attention.request import agreed, on_host
 from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.mesh import MESHES, SequenceMesh
@@ -150,7 +150,8 @@ def attention(
         q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks and slopes ``[h]`` -> out
         ``[b, s, h, e]``; with ``with_lse``, and without Ulysses where there is a backward pass,
         the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, part by part
-        (:class:`ds_usp.attention.pipeline.Kept`).
+        (:class:`ds_usp.attention.pipeline.Kept`); where there is a backward pass, last the number
+        of the call ``[]``, on the host.
 
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
@@ -175,6 +176,7 @@ def _attend(
     """:func:`attention`, every time."""
     scores = ask.scores(sinks, slopes)
     call = agreed(ask.on, lambda: ask.plan(q, (q.shape, k.shape, v.shape), scores), q)
+    number = ask.on.agreement.number
     saves = ask.has_backward
     out, lse, kept = attend(call, scores, q, k, v, keep=saves)
     found = [out] if lse is None else [out, lse]
@@ -182,6 +184,8 @@ def _attend(
         found.append(torch.cat([part.lse for part in kept], dim=1))
     if saves and not call.stays:
         found += [x for part in kept for x in part]
+    if saves:
+        found.append(torch.tensor(number, device="cpu"))
     return own(found, (q, k, v))
 
 
@@ -201,8 +205,11 @@ def _(
     stays = ask.on.ulysses_degree == 1
     if ask.with_lse or (stays and ask.has_backward):
         found.append(q.new_empty(batch, heads, tokens, dtype=wide))
-    if stays or not ask.has_backward:
+    if not ask.has_backward:
         return found
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    if stays:
+        return [*found, number]
     # What the exchange brings depends on the plan, and a plan is made of numbers, which are
     # constants of the graph.
     sizes = [constants(x.shape) for x in (q, k, v)]
@@ -210,7 +217,7 @@ def _(
     try:
         _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        return [*found, q.new_empty(q.shape)]
+        return [*found, q.new_empty(q.shape), number]
     for part in call.parts:
         places, widths = part.qkv.layouts, part.qkv.widths()
         length = [place.ring_length(ask.on.ring_rank) for place in places]
@@ -218,7 +225,7 @@ def _(
         found += [q.new_empty(batch, n, width, x.shape[3]) for n, width, x in each]
         found.append(q.new_empty(batch, length[0], widths[0], v.shape[3]))
         found.append(q.new_empty(batch, widths[0], length[0], dtype=wide))
-    return found
+    return [*found, number]
 
 
 @torch.library.custom_op(
@@ -244,11 +251,13 @@ def attention_backward(
         where sinks learn, this rank's share of theirs ``[h]``.
 
     Args:
-        saved: without Ulysses q, k, v, out and the log-sum-exp; else each part's.
+        saved: without Ulysses q, k, v, out and the log-sum-exp; else each part's. Last the number
+            of the call.
         kv_length, kv_heads: t and g.
     """
     ask = Ask(*plain)
-    ask.on.agreement.settle()
+    *saved, number = saved
+    ask.on.agreement.before_backward(int(number), wait=on_host(dout))
     scores = ask.scores(sinks, slopes)
     sizes = _sizes(dout, saved, kv_length, kv_heads)
     _, call = ask.plan(dout, sizes, scores)

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_usp.attention.compiled import OP_TAGS, constants, layout_of, own
-from ds_usp.attention.request import HeadTraffic, agreed, check_tensors, local_call
+from ds_usp.attention.request import (
+    HeadTraffic,
+    agreed,
+    check_tensors,
+    exchange_name,
+    local_call,
+    on_host,
+)
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import MESHES, SequenceMesh
 from ds_usp.errors import USPError
@@ -23,6 +30,7 @@ class Trip(NamedTuple):
         heads, kv_heads: of all ranks.
         to_heads: sequence to heads, or back.
         begins: it begins a call, which the ranks compare.
+        backward: it is the backward pass of an exchange, which they compare too.
         learns: q, k or v has a gradient.
         caller: what the ranks compare besides.
     """
@@ -36,6 +44,7 @@ class Trip(NamedTuple):
     kv_heads: int
     to_heads: bool
     begins: bool
+    backward: bool
     learns: bool
     caller: str
 
@@ -78,26 +87,36 @@ class Trip(NamedTuple):
 @torch.library.custom_op(
     "ds_usp::exchange",
     mutates_args=(),
-    schema="(Tensor[] tensors, str mesh, str layout, SymInt tokens, str kv_layout, "
-    "SymInt kv_tokens, SymInt heads, SymInt kv_heads, bool to_heads, bool begins, bool learns, "
-    "str caller) -> Tensor[]",
+    schema="(Tensor[] tensors, Tensor? call, str mesh, str layout, SymInt tokens, str kv_layout, "
+    "SymInt kv_tokens, SymInt heads, SymInt kv_heads, bool to_heads, bool begins, bool backward, "
+    "bool learns, str caller) -> Tensor[]",
     **OP_TAGS,
 )
-def exchange_op(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
+def exchange_op(
+    tensors: list[torch.Tensor], call: torch.Tensor | None, *plain: Any
+) -> list[torch.Tensor]:
     """A head exchange of q, k, v, or of the output; collective over the mesh.
 
     Shapes:
-        See :class:`ds_usp.comm.all_to_all.HeadExchange`.
+        See :class:`ds_usp.comm.all_to_all.HeadExchange`. One that begins a call also returns, last,
+        the number of the call ``[]``, on the host.
+
+    Args:
+        call: that number, of any that does not begin a call.
 
     Raises:
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
     """
     trip = Trip(*plain)
+    agreement = trip.on.agreement
     if trip.begins:
         traffic = agreed(trip.on, lambda: trip.checked(tensors), tensors[0])
-    else:
-        trip.on.agreement.settle()
-        _, traffic = trip.plan(tensors)
+        number = torch.tensor(agreement.number, device="cpu")
+        return [*own(trip.of(traffic, tensors).to_heads(tensors), tensors), number]
+    if trip.backward and call is not None:
+        part = exchange_name(not trip.to_heads)
+        agreement.before_backward(int(call), part, wait=on_host(tensors[0]))
+    _, traffic = trip.plan(tensors)
     exchange = trip.of(traffic, tensors)
     if trip.to_heads:
         return own(exchange.to_heads(tensors), tensors)
@@ -107,29 +126,36 @@ def exchange_op(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
 
 
 @exchange_op.register_fake
-def _(tensors: list[torch.Tensor], *plain: Any) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], call: torch.Tensor | None, *plain: Any) -> list[torch.Tensor]:
     trip = Trip(*constants(plain))
+    begun = [torch.empty((), dtype=torch.int64, device="cpu")] if trip.begins else []
     try:
         _, traffic = trip.plan(tensors)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        wrong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        return wrong + begun
     exchange = trip.of(traffic, tensors)
     if not trip.to_heads:
         return list(exchange.places(tensors))
     sizes = zip(exchange.layouts, exchange.widths(), tensors, strict=True)
-    return [
+    come = [
         x.new_empty(x.shape[0], place.ring_length(trip.on.ring_rank), width, x.shape[3])
         for place, width, x in sizes
     ]
+    return come + begun
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.trip = Trip(*inputs[1:])
+    ctx.trip = Trip(*inputs[2:])
+    ctx.save_for_backward(output[-1] if ctx.trip.begins else inputs[1])
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    back = ctx.trip._replace(to_heads=not ctx.trip.to_heads, begins=False)
-    return exchange_op(list(grads), *back), *(None for _ in back)
+    (call,) = ctx.saved_tensors
+    trip = ctx.trip
+    back = trip._replace(to_heads=not trip.to_heads, begins=False, backward=True)
+    sent = grads[:-1] if trip.begins else grads  # the number has none
+    return exchange_op(list(sent), call, *back), None, *(None for _ in back)
 
 
 exchange_op.register_autograd(_backward, setup_context=_save)

@@ -42,10 +42,10 @@ class DropInPlan:
 
 
 def exchange_step(
-    traffic: HeadTraffic, to_heads: bool, *tensors: torch.Tensor
+    traffic: HeadTraffic, call: int, to_heads: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v with all tokens of some heads, or the output the way back."""
-    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, *tensors)
+    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
 
 
 def batch_dim_text(dim: object) -> str:

@@ -10,7 +10,7 @@ import torch
 from ds_usp.attention.compiled import attention
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
-from ds_usp.attention.request import agreed
+from ds_usp.attention.request import agreed, exchange_name, on_host
 from ds_usp.attention.scores import NO_SCORES, Scores
 from ds_usp.attention.traced import ask_of, not_plain, told_layout
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -28,10 +28,10 @@ class SeqAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: torch.Tensor
+        ctx: Any, exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """See :class:`HeadExchange` for the shapes."""
-        ctx.exchange, ctx.to_heads = exchange, to_heads
+        """See :class:`HeadExchange` for the shapes; ``call`` is the number of the call."""
+        ctx.exchange, ctx.to_heads, ctx.call = exchange, to_heads, call
         if to_heads:
             return tuple(x.contiguous() for x in exchange.to_heads(tensors))
         places = exchange.places(tensors)
@@ -41,8 +41,10 @@ class SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        ctx.exchange.mesh.agreement.settle()
-        return None, None, *SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, *grads)
+        agreement, part = ctx.exchange.mesh.agreement, exchange_name(ctx.to_heads)
+        agreement.before_backward(ctx.call, part, wait=on_host(grads[0]))
+        back = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call, *grads)
+        return None, None, None, *back
 
 
 class UnifiedAttention(torch.autograd.Function):
@@ -63,6 +65,7 @@ class UnifiedAttention(torch.autograd.Function):
         ``scores``, which autograd sees as an argument only."""
         out, lse, kept = attend(call, scores, q, k, v, keep=any(ctx.needs_input_grad))
         ctx.mesh, ctx.call, ctx.scores = mesh, call, replace(scores, sinks=None)
+        ctx.number, ctx.on_host = mesh.agreement.number, on_host(q)
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
         if call.stays:  # a part's tensors are views of these
             ctx.save_for_backward(sinks, q, k, v, out, *(part.lse for part in kept))
@@ -82,7 +85,7 @@ class UnifiedAttention(torch.autograd.Function):
                 "(create_graph=True), which no kernel here computes"
             )
         call: USPCall = ctx.call
-        ctx.mesh.agreement.settle()
+        ctx.mesh.agreement.before_backward(ctx.number, wait=ctx.on_host)
         sinks, *saved = ctx.saved_tensors
         if call.stays:
             whole, lses = saved[:4], saved[4:]
@@ -101,12 +104,16 @@ class UnifiedAttention(torch.autograd.Function):
 
 
 def exchange(
-    exchange: HeadExchange, to_heads: bool, *tensors: torch.Tensor
+    exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Differentiable head exchange; with one Ulysses rank the tensors themselves."""
+    """Differentiable head exchange; with one Ulysses rank the tensors themselves.
+
+    Args:
+        call: the number of the call it is part of, which its backward pass says to the ranks.
+    """
     if exchange.mesh.ulysses_degree == 1:
         return tensors
-    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(exchange, to_heads, *tensors)
+    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(exchange, to_heads, call, *tensors)
     return exchanged
 
 

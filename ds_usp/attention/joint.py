@@ -80,6 +80,7 @@ def usp_joint_attention(
         return f"{both}, {both.parts[0]}", both
 
     both = agreed(mesh, check, q, layout)
+    call = mesh.agreement.number
     share = both.parts[0]
     pieces = [
         (share.shard(mine, 1, mesh.rank), x)
@@ -104,7 +105,7 @@ def usp_joint_attention(
     joint_out, own = parts if joint_front else parts[::-1]
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
     gather = HeadExchange(mesh.flat(), (ShardsInOrder.of(share),), (every_head,))
-    (shares,) = exchange(gather, True, joint_out)
+    (shares,) = exchange(gather, True, call, joint_out)
     lengths = [share.length(rank) for rank in range(mesh.sp_degree)]
     return own, share.gather(shares.split(lengths, dim=1), 1)
 

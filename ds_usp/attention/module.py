@@ -246,9 +246,10 @@ class USPAttention(torch.nn.Module):
             return self._plan(query, key, value, given)
 
         plan = agreed(self.mesh, check, query, self._layout)
+        call = self.mesh.agreement.number
         q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
         if isinstance(plan.call, HeadTraffic):
-            exchanged = partial(exchange_step, plan.call)
+            exchanged = partial(exchange_step, plan.call, call)
             out = self._local(q, k, v, exchanged, plan.swap, plan.rotary, plan.args, given.kwargs)
         else:
             out = self._ring(q, k, v, plan, plan.call)

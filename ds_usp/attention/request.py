@@ -46,9 +46,8 @@ def agreed(
     except Exception as error:
         mesh.agreement.before_call("", error=error)
         raise
-    on_host = not isinstance(like, torch.Tensor) or like.device.type == "cpu"
     try:
-        mesh.agreement.before_call(text, wait=on_host)
+        mesh.agreement.before_call(text, wait=on_host(like))
     except MeshError as difference:
         named = isinstance(layout, str)
         uneven = _uneven_shards(difference.said, mesh.sp_degree) if named else None
@@ -76,6 +75,17 @@ def _uneven_shards(said: Sequence[str], ranks: int) -> LayoutError | None:
                 f"sequence, mesh.layout({kind!r}, seq_len), shard by it and give it as the layout"
             )
     return None
+
+
+def on_host(like: object) -> bool:
+    """Whether a call with such a tensor moves data on the host, so that its ranks wait for each
+    comparison (see ``Agreement``)."""
+    return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
+
+
+def exchange_name(to_heads: bool) -> str:
+    """Which of the two exchanges around a local attention; told with its backward pass."""
+    return " (q, k, v)" if to_heads else " (output)"
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return (
         f"batch {q.shape[0]}, {q.shape[2]} query heads, {k.shape[2]} kv heads, head dims "
-        f"{q.shape[3]} and {v.shape[3]}, {q.dtype} on {q.device.type}, "
+        f"{q.shape[3]} and {v.shape[3]}, dtype {q.dtype}, device {q.device.type}, "
         f"{'with' if grad else 'without'} gradients"
     )
 

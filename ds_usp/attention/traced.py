@@ -7,7 +7,6 @@ compiler, outside of the graph, which refuses what is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -189,17 +188,27 @@ def traced_exchange(
         return _stay if _fits(q, k, v, queries[1], keys[1]) else None
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     places = *queries, *keys
-    trip = Trip(mesh.name, *places, q.shape[2], k.shape[2], True, True, learns, caller)
-    return partial(_travel, trip)
+    trip = Trip(mesh.name, *places, q.shape[2], k.shape[2], True, True, False, learns, caller)
+    return _TracedExchange(trip)
 
 
 def _stay(to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _travel(trip: Trip, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    now = trip if to_heads else trip._replace(to_heads=False, begins=False)
-    return tuple(exchange_op(list(tensors), *now))
+class _TracedExchange:
+    """The exchanges of one call; the second one is told the number that the first one gave it."""
+
+    def __init__(self, trip: Trip) -> None:
+        self._trip = trip
+        self._call: torch.Tensor | None = None
+
+    def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if to_heads:
+            *exchanged, self._call = exchange_op(list(tensors), None, *self._trip)
+            return tuple(exchanged)
+        back = self._trip._replace(to_heads=False, begins=False)
+        return tuple(exchange_op(list(tensors), self._call, *back))
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, keys: int) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from threading import Thread
 from typing import Any, Final, cast
 
 import torch
@@ -18,7 +16,8 @@ from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree
 from ds_usp.comm.board import shared_board
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
-from ds_usp.comm.gather import transport_device
+from ds_usp.comm.engines import exchanges_begun, let_go
+from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.given_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
 from ds_usp.comm.groups import even_out_group_counts, subgroup
 from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
@@ -29,7 +28,6 @@ from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
 
-_PATIENCE_S = 60.0  # for streams that wait for something else after an error
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESHES: Final[Names[SequenceMesh]] = Names()
@@ -84,8 +82,8 @@ class SequenceMesh:
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # torch keeps compiled graphs on disk: the version tells those of an older ds_usp apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}"
+        # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 2"
         object.__setattr__(self, "name", MESHES.give(self, text))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,8 +204,8 @@ class SequenceMesh:
             node_ring=ring_ranks_of_a_host(hosts, grid),
         )
         # A rank that waits in a stream for one that will never come is freed with the error.
-        mesh.agreement.when_broken = partial(_let_go, mesh.engines)
-        mesh.agreement.exchanges = partial(_begun, mesh.engines)
+        mesh.agreement.when_broken = partial(let_go, mesh.engines)
+        mesh.agreement.exchanges = partial(exchanges_begun, mesh.engines)
         return mesh
 
     @property
@@ -344,6 +342,15 @@ class SequenceMesh:
             full = layout.gather(local, dim, group=self.sp_group)
         return full
 
+    def check(self) -> None:
+        """Compare how many calls and backward passes each rank has made; collective over the mesh.
+        A call that one rank has skipped shows here at the latest: call it before a checkpoint.
+
+        Raises:
+            MeshError: which ranks differ, and in what; on every rank.
+        """
+        self.agreement.check()
+
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank of the mesh says the same; collective over it.
 
@@ -364,28 +371,11 @@ def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes
     in memory that they share, or over a group of its own."""
     backends = {type(group._get_backend(device)) for device in group._device_types}
     if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
-        return Agreement(group)
+        # Other meshes may compare over the same group; their calls have the same numbers.
+        name = all_gather_bytes(os.urandom(2), group)[0].hex()
+        return Agreement(group, None, f"mesh {name}", shared_board(group, hosts))
     control = subgroup(group, ranks, backend="gloo")
     return Agreement(control, shared_board(control, hosts))
-
-
-def _begun(engines: Mapping[str, CopyEngine]) -> int:
-    return sum([engine.exchanges for engine in engines.values()])
-
-
-def _let_go(engines: Mapping[str, CopyEngine]) -> None:
-    """End whatever this rank's streams wait for, and go on with it: each exchange that was begun
-    waits anew, when what comes before it is done. A process that ends meanwhile waits for it, a
-    minute at most."""
-    if engines:
-        Thread(target=_end_waits, args=(list(engines.values()),)).start()
-
-
-def _end_waits(engines: Sequence[CopyEngine]) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    with contextlib.suppress(RuntimeError):  # the GPU is lost
-        while [engine for engine in engines if engine.let_go()] and time.monotonic() < until:
-            time.sleep(0.001)
 
 
 @lru_cache(maxsize=64)

@@ -234,32 +234,40 @@ def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, way: str, na
     check(results, [kind] * WORLD, fragments)
 
 
-# What one rank passes differently, though right in itself; both values show on every rank.
-DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {
+# What one rank passes differently, though right in itself: the field, others' value, its own.
+DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]]] = {
     "batch": (
         WAYS,
         {"q": (2, 8, 8, 16), "k": (2, 8, 4, 16), "v": (2, 8, 4, 16)},
-        ["batch 1", "batch 2"],
+        ("batch: ", "1", "2"),
     ),
-    "dtype": (WAYS, {"dtype": torch.bfloat16}, ["torch.float32", "torch.bfloat16"]),
-    "query heads": (WAYS, heads(4, 4), ["8 query heads", "4 query heads"]),
-    "kv heads": (WAYS, heads(8, 8), ["4 kv heads", "8 kv heads"]),
+    "dtype": (
+        WAYS,
+        {"dtype": torch.bfloat16},
+        ("dtype: ", "torch.float32", "torch.bfloat16"),
+    ),
+    "query heads": (WAYS, heads(4, 4), ("query heads: ", "8", "4")),
+    "kv heads": (WAYS, heads(8, 8), ("kv heads: ", "4", "8")),
     "head dim": (
         WAYS,
         {"q": (1, 8, 8, 8), "k": (1, 8, 4, 8), "v": (1, 8, 4, 8)},
-        ["head dims 16 and 16", "head dims 8 and 8"],
+        ("head dims: ", "16 and 16", "8 and 8"),
     ),
     "sequence length": (
         WAYS[:1],  # where the layout is only named see test_named_layouts
         {"q": (1, 9, 8, 16), "k": (1, 9, 4, 16), "v": (1, 9, 4, 16), "seq_len": 36},
-        ["32 tokens", "36 tokens"],
+        ("", "zigzag(32 tokens, MESH)", "zigzag(36 tokens, MESH)"),
     ),
-    "layout": (WAYS, {"layout": "striped"}, ["zigzag", "striped"]),
-    "mask": (WAYS[:2], {"mask": MaskSpec.window(3)}, ["causal", "window(3, 0)"]),
-    "scale": (WAYS[:2], {"scale": 0.3}, ["scale 0.25", "scale 0.3"]),
-    "kernel": (WAYS[:2], {"kernel": "eager"}, ["kernel sdpa", "kernel eager"]),
-    "parts": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ["1 part", "2 parts"]),
-    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ["block by block", "gathered"]),
+    "layout": (
+        WAYS,
+        {"layout": "striped"},
+        ("", "zigzag(32 tokens, MESH)", "striped(32 tokens, MESH)"),
+    ),
+    "mask": (WAYS[:2], {"mask": MaskSpec.window(3)}, ("mask: ", "causal", "window(3, 0)")),
+    "scale": (WAYS[:2], {"scale": 0.3}, ("scale: ", "0.25", "0.3")),
+    "kernel": (WAYS[:2], {"kernel": "eager"}, ("kernel: ", "sdpa", "eager")),
+    "parts": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 part", "2 parts")),
+    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("", "block by block", "gathered")),
 }
 # What one rank passes wrongly: it raises what is wrong, the others hear of it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
@@ -290,9 +298,12 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
 def test_ranks_that_differ_hear_of_it_everywhere(
     pool: WorkerPool, way: str, name: str, odd: int
 ) -> None:
-    _, changes, fragments = DIFFERENT[name]
+    _, changes, (field, many, one) = DIFFERENT[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=(odd,))
-    check(results, ["MeshError"] * WORLD, [*fragments, f"rank {odd}: "])
+    others = "ranks 1-3" if odd == 0 else "ranks 0-2"
+    line = f"\n  {field}{many} on {others}, {one} on rank {odd}\n"
+    degrees = "ulysses 4 x ring 1" if way.endswith("4x1") else "ulysses 2 x ring 2"
+    check(results, ["MeshError"] * WORLD, [line.replace("MESH", degrees), "\nequal on all ranks: "])
 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
@@ -337,12 +348,12 @@ GRIDS: dict[str, tuple[list[tuple[Any, str]], list[str], list[str]]] = {
     "other degree on one": (
         [(4, RIGHT[1]), RIGHT, RIGHT, RIGHT],
         ["MeshError"] * WORLD,
-        ["rank 0: ulysses_degree 4", "rank 1: ulysses_degree 2"],
+        ["ulysses_degree: 2 on ranks 1-3, 4 on rank 0"],
     ),
     "other order on one": (
         [RIGHT, RIGHT, RIGHT, (2, "ring-ulysses")],
         ["MeshError"] * WORLD,
-        ["rank 2: ulysses_degree 2, ulysses-ring", "rank 3: ulysses_degree 2, ring-ulysses"],
+        ["ulysses-ring on ranks 0-2, ring-ulysses on rank 3"],
     ),
 }
 
@@ -381,7 +392,7 @@ def long_texts(ctx: RankContext) -> Any:
 
 def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
     results = pool.run(long_texts, WORLD, timeout=TIMEOUT_S)
-    check(results, ["MeshError"] * WORLD, ["rank 0: xxx", "sha256"])
+    check(results, ["MeshError"] * WORLD, ["on ranks 0, 2, xxx", "on ranks 1, 3", "sha256"])
 
 
 def test_without_torch_distributed_a_mesh_says_what_to_do() -> None:

@@ -40,7 +40,7 @@ def test_an_op_is_told_every_argument() -> None:
 
 @pytest.mark.parametrize(
     ("op", "tensors", "told"),
-    [("attention", 5, Ask), ("attention_backward", 6, Ask), ("exchange", 1, Trip)],
+    [("attention", 5, Ask), ("attention_backward", 6, Ask), ("exchange", 2, Trip)],
 )
 def test_ops_take_what_they_are_told_in_that_order(op: str, tensors: int, told: Any) -> None:
     schema = getattr(torch.ops.ds_usp, op).default._schema

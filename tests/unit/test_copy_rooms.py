@@ -13,11 +13,11 @@ from copy_world import KINDS, SLOT, FakeMemory, World
 
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.comm import copy_engine
-from ds_usp.comm import mesh as mesh_module
+from ds_usp.comm import engines as engines_module
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
 from ds_usp.comm.driver import WordJob, WordJobs
+from ds_usp.comm.engines import _end_waits, let_go
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.mesh import _end_waits, _let_go
 
 
 def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
@@ -131,7 +131,7 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
         return mock.Mock(let_go=let_go)
 
     began = threading.active_count()
-    _let_go({kind: engine(kind) for kind in left})
+    let_go({kind: engine(kind) for kind in left})
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and threading.active_count() > began:
             thread.join(10)
@@ -140,7 +140,7 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
     _end_waits([lost])
     assert lost.let_go.call_count == 1
     stuck = mock.Mock(let_go=mock.Mock(return_value=True))
-    with mock.patch.object(mesh_module, "_PATIENCE_S", 0.02):
+    with mock.patch.object(engines_module, "_PATIENCE_S", 0.02):
         _end_waits([stuck])
     assert 1 < stuck.let_go.call_count <= 21
 

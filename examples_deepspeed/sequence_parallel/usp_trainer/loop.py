@@ -104,6 +104,7 @@ class Run:
 
     def save(self) -> str:
         """Write a checkpoint; returns its folder."""
+        self.mesh.check()  # ranks that have drifted apart save nothing
         if self.args.check_for_nan_in_loss_and_grad:
             check_weights(self.trainer.engine, self.progress.step)
         return checkpoint.save(self.trainer.engine, self.args, self.progress)

@@ -1,0 +1,32 @@
+"""What is done with all copy engines of a mesh at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from threading import Thread
+
+from ds_usp.comm.copy_engine import CopyEngine
+
+_PATIENCE_S = 60.0  # for streams that wait for something else after an error
+
+
+def exchanges_begun(engines: Mapping[str, CopyEngine]) -> int:
+    """Exchanges that copy engines have begun."""
+    return sum([engine.exchanges for engine in engines.values()])
+
+
+def let_go(engines: Mapping[str, CopyEngine]) -> None:
+    """End whatever this rank's streams wait for, and go on with it: each exchange that was begun
+    waits anew, when what comes before it is done. A process that ends meanwhile waits for it, a
+    minute at most."""
+    if engines:
+        Thread(target=_end_waits, args=(list(engines.values()),)).start()
+
+
+def _end_waits(engines: Sequence[CopyEngine]) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    with contextlib.suppress(RuntimeError):  # the GPU is lost
+        while [engine for engine in engines if engine.let_go()] and time.monotonic() < until:
+            time.sleep(0.001)

@@ -1,0 +1,108 @@
+"""Backward passes in the comparison of ranks, as GPUs of one host make it, and the counts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from harness import RankContext, WorkerPool
+from test_meshes import agreement_of
+
+import ds_usp
+
+
+def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:
+    """What a backward pass says of copy engines after which some ranks did not come to an end."""
+    agreement = agreement_of(ctx, True)
+    try:
+        agreement.before_call("a call", wait=False)
+        for _ in range(2):
+            agreement.before_backward(1, wait=False)
+            agreement.begin_pass()
+            if ctx.rank not in broken:
+                agreement.end_pass()
+        agreement.settle()
+    except ds_usp.MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_no_backward_pass_follows_one_that_one_rank_broke_off(pool: WorkerPool) -> None:
+    assert pool.run(backward_after_a_broken_pass, 3, broken=[]) == [""] * 3
+    assert pool.run(backward_after_a_broken_pass, 3, broken=[0, 1, 2]) == [""] * 3
+    for said in pool.run(backward_after_a_broken_pass, 3, broken=[1]):
+        assert "broken off, the last after 0 exchanges" in said and "rank 1" in said
+
+
+def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
+    """Passes of known calls as GPUs compare them: what is said, and after how many of them. The
+    others answer only when this rank has gone on, so a rank that waited would never end."""
+    agreement = agreement_of(ctx, True)
+    numbers = []
+    for _ in range(9):
+        agreement.before_call("a call", wait=False)
+        numbers.append(agreement.number)
+    agreement.before_backward(numbers.pop(), wait=False)  # the first one waits
+    if odd and ctx.rank == 1:
+        numbers[-1], numbers[-2] = numbers[-2], numbers[-1]
+    count = 0
+    try:
+        while numbers:
+            agreement.before_backward(numbers.pop(), wait=False)
+            count += 1
+        agreement.check()
+    except ds_usp.MeshError as error:
+        return str(error), count
+    return "", count
+
+
+def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool: WorkerPool) -> None:
+    assert pool.run(many_passes, 3, odd=False) == [("", 8)] * 3
+    for said, count in pool.run(many_passes, 3, odd=True):
+        assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in said
+        assert count == 4
+
+
+def first_passes_wait_for_nobody(ctx: RankContext) -> int:
+    """How many known passes rank 0 begins before the others begin one."""
+    agreement = agreement_of(ctx, True)
+    agreement.before_call("a call", wait=False)
+    agreement.before_backward(1, wait=False)
+    agreement.check()
+    dist.barrier(ctx.group)
+    count = 0
+    if ctx.rank == 0:
+        for _ in range(3):
+            agreement.before_backward(1, wait=False)
+            count += 1
+    dist.barrier(ctx.group)
+    if ctx.rank != 0:
+        for _ in range(3):
+            agreement.before_backward(1, wait=False)
+    agreement.check()
+    return count
+
+
+def test_a_known_pass_waits_for_nobody(pool: WorkerPool) -> None:
+    assert pool.run(first_passes_wait_for_nobody, 3, timeout=20.0)[0] == 3
+
+
+def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
+    """What a check says after as many calls on each rank, and the next check."""
+    agreement = agreement_of(ctx, False)
+    said = []
+    for _ in range(2):
+        try:
+            while agreement._calls < calls[ctx.rank]:
+                agreement.before_call("a call")
+            agreement.check()
+        except ds_usp.MeshError as error:
+            said.append(str(error))
+            calls = [2] * ctx.world
+    return said
+
+
+def test_a_check_finds_a_call_that_one_rank_skipped(pool: WorkerPool) -> None:
+    assert pool.run(skip_one, 3, calls=[3, 3, 3]) == [[]] * 3
+    for said in pool.run(skip_one, 3, calls=[3, 2, 3]):
+        assert len(said) == 1, said
+        assert "ranks 0, 2: a call\n" in said[0]
+        assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in said[0]
