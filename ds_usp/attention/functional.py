@@ -221,7 +221,7 @@ def usp_attention(
         "tuning": tuning,
         "kv_layout": kv_layout,
     }
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and isinstance(mesh, SequenceMesh):
         told = {**options, "layout": told_layout(layout, q, mesh)}
         told["kv_layout"] = None if kv_layout is None else told_layout(kv_layout, k, mesh)
         ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **told)

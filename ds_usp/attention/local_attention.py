@@ -69,7 +69,9 @@ def ring_attention(
     """What the ring computes in a module's stead: what is known of it, or what was given.
 
     Raises:
-        UnsupportedAttentionError: an unknown module of which too little was given.
+        UnsupportedAttentionError: an unknown module of which too little was given, or which has
+            parameters.
+        ConfigError: what was given is not what the module shows.
     """
     if known is not None:
         return known
@@ -80,7 +82,47 @@ def ring_attention(
             "softmax_scale=..., dropout_p=0.0), or use ulysses_degree = sequence-parallel size "
             "(ring 1), which runs it as it is."
         )
+    if isinstance(module, torch.nn.Module):
+        _check_said(module, mask, dropout_p)
+    own_scale = getattr(module, "softmax_scale", None)
+    if softmax_scale is None and isinstance(own_scale, float):
+        softmax_scale = own_scale
+    elif isinstance(own_scale, float) and own_scale != softmax_scale:
+        raise ConfigError(
+            f"softmax_scale={softmax_scale} was given, but the local attention has softmax_scale="
+            f"{own_scale}. Leave softmax_scale out, or change the local attention"
+        )
     return LocalAttention(mask, softmax_scale, dropout_p)
+
+
+def _check_said(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
+    """Check what was said of an unknown module, which a ring never calls, against what it shows.
+
+    Raises:
+        UnsupportedAttentionError: it has parameters, which would have no effect and no gradient.
+        ConfigError: it drops, or is causal, in another way.
+    """
+    name = type(module).__name__
+    learned = [parameter for parameter, _ in module.named_parameters()]
+    if learned:
+        raise UnsupportedAttentionError(
+            f"{name} has parameters ({', '.join(learned[:4])}), and a ring computes attention "
+            "without calling it: they would have no effect and no gradient. Apply them outside of "
+            "the local attention, or use ulysses_degree = sequence-parallel size (ring 1)"
+        )
+    drops = {x.p for x in module.modules() if isinstance(x, torch.nn.Dropout)} - {0.0}
+    if drops - {dropout_p}:
+        raise ConfigError(
+            f"dropout_p={dropout_p} was given, but {name} has a Dropout of {max(drops)}. Give "
+            f"dropout_p={max(drops)}, or change the local attention"
+        )
+    for attribute in ("causal", "is_causal"):
+        causal = getattr(module, attribute, None)
+        if isinstance(causal, bool) and causal != (mask.right == 0):
+            raise ConfigError(
+                f"mask={mask} was given, but {name} has {attribute}={causal}. Give the mask that "
+                "it computes, or change the local attention"
+            )
 
 
 def check_given(
@@ -95,6 +137,12 @@ def check_given(
         ConfigError: it is not; the result would depend on the degrees. Documents, which are
             another batch's at the next call.
     """
+    if mask is not None and not isinstance(mask, MaskSpec):
+        raise ConfigError(
+            f"mask={mask!r} must be a MaskSpec: MaskSpec.causal(), .full(), .window()"
+        )
+    if dropout_p is not None and not 0 <= dropout_p < 1:
+        raise ConfigError(f"dropout_p={dropout_p} must be 0 or more and less than 1")
     if mask is not None and mask.documents:
         raise ConfigError(
             f"mask={mask} was given to the module, and documents belong to a batch: give "

@@ -73,7 +73,8 @@ class USPAttention(torch.nn.Module):
             return ``[b, s, h, d]`` / ``[s, b, h, d]`` or ``[b, s, h * d]`` / ``[s, b, h * d]``.
         sequence_process_group: the sequence-parallel group; None: the default group.
         scatter_idx: dim of the heads: 2.
-        gather_idx: dim of the tokens, 0 or 1; used where the call does not say the batch dim.
+        gather_idx: dim of the tokens, 0 or 1, for calls that do not say the batch dim. None: every
+            call says it, or passes a mask in its place, and tokens are dim 0 then.
         sp_stream: the stream that Megatron-DeepSpeed's overlap computes q and k on; it is waited
             for, forward and backward.
         num_kv_heads: if given, checked against the keys.
@@ -88,7 +89,8 @@ class USPAttention(torch.nn.Module):
         mask, softmax_scale, dropout_p: what the local attention computes, where the ring cannot
             read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
         kernel: name of the ring's kernel.
-        order: which axis of the mesh has its ranks next to each other.
+        order: which axis of the mesh has its ranks next to each other; None: that of ``mesh``, or
+            ``ulysses-ring``.
         tuning: how the ring's work is cut, where the default is not the fastest.
 
     Raises:
@@ -103,7 +105,7 @@ class USPAttention(torch.nn.Module):
         local_attention: Callable[..., torch.Tensor],
         sequence_process_group: dist.ProcessGroup | None = None,
         scatter_idx: int = 2,
-        gather_idx: int = 0,
+        gather_idx: int | None = None,
         sp_stream: Any = None,
         num_kv_heads: int | None = None,
         *,
@@ -114,16 +116,17 @@ class USPAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         dropout_p: float | None = None,
         kernel: str = AUTO,
-        order: str = DEFAULT_SP_ORDER,
+        order: str | None = None,
         tuning: Tuning = AUTO_TUNING,
     ) -> None:
         super().__init__()
         if mesh is None:
+            order = order or DEFAULT_SP_ORDER
             mesh = SequenceMesh.shared(sequence_process_group, ulysses_degree, order)
-        elif ulysses_degree is not None or sequence_process_group is not None:
+        elif any(x is not None for x in (ulysses_degree, sequence_process_group, order)):
             raise ConfigError(
-                "a mesh was given, which has its group and degrees; leave sequence_process_group "
-                "and ulysses_degree out"
+                "a mesh was given, which has its group, degrees and order; leave "
+                "sequence_process_group, ulysses_degree and order out"
             )
 
         def check() -> tuple[str, HostArguments | None]:
@@ -143,7 +146,8 @@ class USPAttention(torch.nn.Module):
         if self._host is not None:
             say_not_called(local_attention, self._host.attention, "with a ring")
         self.mesh = mesh
-        self.gather_idx = gather_idx
+        self.gather_idx = gather_idx or 0
+        self._says_batch_dim = gather_idx is None  # every call does
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self.kernel = kernel
@@ -169,9 +173,9 @@ class USPAttention(torch.nn.Module):
             3-D (``h * d``) as the local attention returns.
 
         Args:
-            batch_dim_idx: dim of the batch. A tensor here is an attention mask, as
-                Megatron-DeepSpeed's path without flash attention passes it; the batch dim then
-                is the one that ``gather_idx`` leaves.
+            batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
+                tensor here is an attention mask, as Megatron-DeepSpeed's path without flash
+                attention passes it; the batch dim then is the one that ``gather_idx`` leaves.
             rotary_pos_emb: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence.
             documents: borders of packed documents, as of ``MaskSpec``. The own kernels compute
                 attention then, with and without a ring.
@@ -189,7 +193,9 @@ class USPAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
-        dim: Any = 1 - self.gather_idx if given.batch_dim_idx is None else given.batch_dim_idx
+        dim: Any = given.batch_dim_idx
+        if dim is None and not self._says_batch_dim:
+            dim = 1 - self.gather_idx
         plain = (
             type(dim) is int
             and dim in (0, 1)
@@ -260,6 +266,12 @@ class USPAttention(torch.nn.Module):
     ) -> tuple[str, DropInPlan]:
         """All checks of one call on this rank, and its description for the others."""
         batch_dim_idx, rotary, documents, args, kwargs = given
+        if batch_dim_idx is None and self._says_batch_dim:
+            raise ConfigError(
+                f"nothing says which dim of {list(query.shape)} is the batch: call "
+                "attn(q, k, v, 0) for [b, s, h, d], attn(q, k, v, 1) for [s, b, h, d], or give "
+                "gather_idx, the dim of the tokens, to USPAttention"
+            )
         if batch_dim_idx is None or isinstance(batch_dim_idx, torch.Tensor):
             args = args if batch_dim_idx is None else (batch_dim_idx, *args)
             batch_dim_idx = 1 - self.gather_idx

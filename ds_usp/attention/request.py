@@ -40,7 +40,13 @@ def agreed(
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
         LayoutError: the layout is only named, and ranks hold different numbers of tokens.
+        ConfigError: no mesh.
     """
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
     try:
         text, result = check()
     except Exception as error:
@@ -251,7 +257,8 @@ def check_keys(
         layouts: of the queries and of the keys.
 
     Raises:
-        ConfigError: keys of other tokens than the queries in one layout.
+        ConfigError: keys of other tokens than the queries in one layout; a layout of documents
+            that the mask does not have.
         LayoutError: not this rank's number of keys in theirs.
         UnsupportedAttentionError: a mask by positions, which two sequences have not in common.
     """
@@ -260,6 +267,12 @@ def check_keys(
             raise ConfigError(
                 f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}: give the keys "
                 "of another sequence a layout of their own (kv_layout=)"
+            )
+        if len(layouts[0].documents) > 2 and not mask.documents:
+            raise ConfigError(
+                f"the tokens are laid out for documents, {layouts[0]}, and the mask {mask} has "
+                "none: tokens would attend across their borders. Give them to the mask, "
+                "MaskSpec.causal(documents=borders)"
             )
         return "self-attention"
     if not mask.is_full:
@@ -324,13 +337,13 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
         mesh.layout(layout, 2 * mesh.sp_degree)  # says what it needs
 
 
-def check_dims(scatter_idx: int, gather_idx: int) -> None:
+def check_dims(scatter_idx: int, gather_idx: int | None) -> None:
     """Check which dims of its tensors a module is told to scatter and to gather.
 
     Raises:
         ConfigError: others than heads and tokens.
     """
-    if scatter_idx != 2 or gather_idx not in (0, 1):
+    if scatter_idx != 2 or gather_idx not in (None, 0, 1):
         raise ConfigError(
             f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are dim 2, tokens are "
             "dim 0 of [s, b, h, d] or dim 1 of [b, s, h, d]"

@@ -26,7 +26,7 @@ def bound_attention(**settings: Any) -> type[ds_usp.USPAttention]:
             local_attention: Callable[..., torch.Tensor],
             sequence_process_group: dist.ProcessGroup | None,
             scatter_idx: int = 2,
-            gather_idx: int = 0,
+            gather_idx: int | None = None,
             sp_stream: Any = None,
             num_kv_heads: int | None = None,
         ) -> None:

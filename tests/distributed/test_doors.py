@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracle
@@ -67,7 +68,8 @@ def one_step(attend: Attend, rank: int | None) -> torch.Tensor:
 
 
 def drop_in(ctx: RankContext, **given: Any) -> Attend:
-    attention = USPAttention(Dense(), ctx.group, gather_idx=1, **{**CAUSAL, **given})
+    group = None if "mesh" in given else ctx.group
+    attention = USPAttention(Dense(), group, gather_idx=1, **{**CAUSAL, **given})
     return lambda q, k, v: attention(q, k, v, 0)
 
 
@@ -85,7 +87,7 @@ def patched_deepspeed(ctx: RankContext, **given: Any) -> Attend:
 
 
 def mesh(ctx: RankContext, order: str) -> dict[str, Any]:
-    """A drop-in that is given a mesh instead of its group."""
+    """What a drop-in is given instead of its group."""
     return {"mesh": SequenceMesh.shared(None, ULYSSES, order)}
 
 
@@ -99,6 +101,10 @@ DOORS: dict[str, Callable[[RankContext], Attend]] = {
         )
         for order in ALL_ORDERS
     },
+    "USPAttention, mesh": lambda ctx: drop_in(ctx, **mesh(ctx, ALL_ORDERS[0])),
+    "usp_attention": lambda ctx: partial(
+        ds_usp.usp_attention, **mesh(ctx, ALL_ORDERS[1]), layout="contiguous", mask=CAUSAL["mask"]
+    ),
     "apply('deepspeed')": lambda ctx: patched_deepspeed(ctx, ulysses_degree=ULYSSES),
 }
 
@@ -159,3 +165,110 @@ def test_contiguous_is_the_callers_order_on_every_mesh() -> None:
                 pieces = torch.arange(seq_len).tensor_split(layout.degree)
                 for rank, piece in enumerate(pieces):
                     assert layout.positions(rank) == piece.tolist(), (layout, rank)
+
+
+class Learned(Dense):
+    """A local attention with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+
+class Dropping(Dense):
+    """One that drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.1)
+
+
+class NotCausal(Dense):
+    """One that says that it sees everything."""
+
+    causal = False
+
+
+class Scaled(Dense):
+    """One with a scale of its own."""
+
+    softmax_scale = 0.1
+
+
+def ring_around(ctx: RankContext, local: torch.nn.Module | None = None, **given: Any) -> Any:
+    """Constructs and calls the drop-in with a ring."""
+    x = torch.randn(2, 8, 4, 16)
+    dims = given.pop("dims", (0,))
+    mesh_or_group = {} if "mesh" in given else {"sequence_process_group": ctx.group}
+    degrees = {} if "mesh" in given else {"ulysses_degree": ULYSSES}
+    attention = USPAttention(local or Dense(), **{**CAUSAL, **mesh_or_group, **degrees, **given})
+    return attention(x, x, x, *dims)
+
+
+def documents_for(ctx: RankContext, mask: MaskSpec) -> torch.Tensor:
+    mesh = SequenceMesh.shared(None, ULYSSES, ALL_ORDERS[0])
+    layout = mesh.layout("balanced", TOKENS, documents=[0, 5, TOKENS])
+    x = torch.randn(1, layout.length(mesh.rank), 4, 16)
+    return ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask)
+
+
+def function_on(ctx: RankContext, **given: Any) -> torch.Tensor:
+    x = torch.randn(1, 8, 4, 16)
+    return ds_usp.usp_attention(x, x, x, **{"layout": "zigzag", "mask": CAUSAL["mask"], **given})
+
+
+# Calls that were computed, and not as their caller means, or that ended in a traceback of Python's.
+REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
+    "no batch dim": (lambda ctx: ring_around(ctx, dims=()), "nothing says which dim"),
+    "weights of the local attention": (
+        lambda ctx: ring_around(ctx, Learned()),
+        r"Learned has parameters \(temperature\)",
+    ),
+    "dropout of the local attention": (
+        lambda ctx: ring_around(ctx, Dropping()),
+        "dropout_p=0.0 was given, but Dropping has a Dropout of 0.1",
+    ),
+    "mask of the local attention": (
+        lambda ctx: ring_around(ctx, NotCausal()),
+        "NotCausal has causal=False",
+    ),
+    "scale of the local attention": (
+        lambda ctx: ring_around(ctx, Scaled(), softmax_scale=0.2),
+        "has softmax_scale=0.1",
+    ),
+    "a mask in words": (lambda ctx: ring_around(ctx, mask="causal"), "must be a MaskSpec"),
+    "dropout above 1": (lambda ctx: ring_around(ctx, dropout_p=2.0), "dropout_p=2.0 must be"),
+    "an order beside a mesh": (
+        lambda ctx: ring_around(ctx, **mesh(ctx, ALL_ORDERS[0]), order=ALL_ORDERS[1]),
+        "which has its group, degrees and order",
+    ),
+    "a group as the mesh": (lambda ctx: ring_around(ctx, mesh=ctx.group), "must be a SequenceMesh"),
+    "no mesh": (lambda ctx: function_on(ctx, mesh=None), "mesh=None must be a SequenceMesh"),
+    "documents only in the layout": (
+        lambda ctx: documents_for(ctx, MaskSpec.causal()),
+        "tokens would attend across their borders",
+    ),
+}
+
+
+def refused(ctx: RankContext, call: str) -> None:
+    REFUSED[call][0](ctx)
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_was_silently_something_else_is_refused(pool: WorkerPool, call: str) -> None:
+    for error in pool.errors(refused, WORLD, call=call):
+        with pytest.raises(ds_usp.USPError, match=REFUSED[call][1]):
+            raise error or AssertionError("it was computed")
+
+
+def own_scale(ctx: RankContext) -> bool:
+    """Whether a ring takes the scale that the local attention has."""
+    torch.manual_seed(3)
+    by_itself = ring_around(ctx, Scaled())
+    torch.manual_seed(3)
+    return torch.equal(by_itself, ring_around(ctx, softmax_scale=0.1))
+
+
+def test_a_scale_is_read_from_the_local_attention(pool: WorkerPool) -> None:
+    assert pool.run(own_scale, WORLD) == [True] * WORLD
