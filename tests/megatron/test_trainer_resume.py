@@ -155,6 +155,7 @@ def test_the_flags_of_the_resuming_run_count(
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "save" / "unfinished_step_1").mkdir(parents=True)
     for tag, gone in (
         ("step_2", "step_2_again"),
         ("step_2_again", "step_2"),
@@ -164,6 +165,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         assert (tmp_path / "save" / "latest").read_text().strip() == tag
         assert (tmp_path / "save" / tag / "usp_metadata.json").is_file()
         assert not (tmp_path / "save" / gone).exists()
+    assert not list((tmp_path / "save").glob("unfinished_*"))
 
 
 def die_while_saving(ctx: RankContext, *, flags: str, folder: str) -> None:

@@ -71,7 +71,7 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     """
     folder, tag = Path(args.save), f"step_{progress.step}"
     unfinished = f"unfinished_{tag}"
-    from_rank0(lambda: shutil.rmtree(folder / unfinished, ignore_errors=True))
+    from_rank0(lambda: _remove_unfinished(folder))
     try:
         engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
     except (OSError, RuntimeError) as error:  # torch.save's own error names no file
@@ -147,6 +147,12 @@ def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
         "cut": {name: facts[name] for name in CUT},
         "data": {name: facts[name] for name in DATA},
     }
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What runs left that were killed, or found the disk full, while they saved."""
+    for left in folder.glob("unfinished_*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _sizes(made: Path) -> dict[str, int]:
