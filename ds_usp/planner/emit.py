@@ -206,7 +206,7 @@ def ds_config(work: Workload, split: Split) -> str:
 
 
 _SCRIPT = """#!/usr/bin/env bash
-# {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by python -m ds_usp.planner.
+# {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.
 # Belongs into examples_deepspeed/sequence_parallel, beside launch.sh.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 seq_length={seq_length}

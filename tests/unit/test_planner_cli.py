@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -230,13 +229,6 @@ def test_a_closed_pipe_is_no_error() -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_thousand_gpus_take_less_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    begin = time.process_time()
-    line = "plan --model 175b --seq-len 131072 --gpus 1024 --cluster h800 --global-batch 256"
-    assert json.loads(run(capsys, line + " --json"))["considered"] > 1e4
-    assert time.process_time() - begin < 5
 
 
 def test_profile_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
