@@ -99,7 +99,7 @@ def test_a_stock_program_gives_one_ranks_loss_and_gradients(
 
 
 def attention_classes(ctx: RankContext, *, everywhere: bool) -> list[str]:
-    """What stands in the slot at context parallel 1, where no degree matters, and above, in turn."""
+    """What stands in the slot at context parallel 1, where no degree matters, and above."""
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
