@@ -54,6 +54,7 @@ class Agreement:
         number: of the last comparison.
         exchanges: counts those that this rank's copy engines have begun.
         when_broken: called when the ranks differ.
+        refuse_backward: why no gradient could be right; asked at the first backward pass.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Agreement:
         self._pending: deque[_Comparison] = deque()
         self.when_broken: Callable[[], object] = lambda: None
         self.exchanges: Callable[[], int] = lambda: 0
+        self.refuse_backward: Callable[[], Exception | None] = lambda: None
         self._under_way, self._times_broken_off, self._broken_off = False, 0, ""
         self._broken: MeshError | None = None
         weakref.finalize(self, _wait_out, self._pending)
@@ -120,7 +122,8 @@ class Agreement:
         known = f"{BACKWARD}{part}"
         new = wait or known not in self._known
         said = f"{self._name}{BACKWARD}{call}{part}"
-        self._compare(known, said, None, new, min(self._passes_in_a_row, MOST_AHEAD - 1))
+        error = None if self._passes else self.refuse_backward()
+        self._compare(known, said, error, new, min(self._passes_in_a_row, MOST_AHEAD - 1))
         self._passes += 1
         self._passes_in_a_row += 1
 

@@ -1,0 +1,87 @@
+"""DeepSpeed's own sequence-parallel settings leave gradients unsummed at ZeRO-0 to 2: refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import RankContext, fork_world
+
+import ds_usp
+
+TOKENS, HEADS, DIM = 16, 2, 4
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mesh: ds_usp.SequenceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.qkv = torch.nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, DIM)).unbind(2)
+        layout = self.mesh.layout("contiguous", TOKENS)
+        mask = ds_usp.MaskSpec.causal()
+        out = ds_usp.usp_attention(q, k, v, mesh=self.mesh, layout=layout, mask=mask)
+        return out.square().sum()
+
+
+def train(
+    ctx: RankContext, stage: int, how: str, ulysses: int, unchecked: bool = False
+) -> tuple[str, float]:
+    """What the first backward pass says, and the relative error of one SGD step, which DeepSpeed
+    divides by the number of ranks, against one process."""
+    import deepspeed
+
+    from ds_usp.training.deepspeed import prepare_deepspeed
+
+    prepare_deepspeed()
+    torch.manual_seed(1)
+    x = torch.randn(1, TOKENS, HEADS * DIM)
+    alone = Layer(ds_usp.SequenceMesh.single())
+    layer = Layer(ds_usp.SequenceMesh.from_group(None, ulysses))
+    layer.load_state_dict(alone.state_dict())
+    if unchecked:
+        layer.mesh.agreement.refuse_backward = lambda: None
+    alone(x).backward()
+    want = [p.grad / ctx.world for p in alone.parameters() if p.grad is not None]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    if how == "config":
+        config |= {"data_parallel_size": 1, "sequence_parallel_size": ctx.world}
+    engine, *_ = deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=1.0),
+        config=config,
+        mesh_param=(1, ctx.world) if how == "mesh_param" else None,
+        dist_init_required=False,
+    )
+    mine = layer.mesh.layout("contiguous", TOKENS).shard(x, 1, layer.mesh.rank)
+    try:
+        engine.backward(engine(mine))
+        engine.step()
+    except ds_usp.USPError as error:
+        return str(error), 0.0
+    with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=stage == 3):
+        pairs = zip(alone.parameters(), layer.parameters(), strict=True)
+        steps = [(before - after).detach() for before, after in pairs]
+    return "", max(float((a - b).norm() / b.norm()) for a, b in zip(steps, want, strict=True))
+
+
+CASES = [(stage, "mesh_param", 1) for stage in range(4)]
+CASES += [(1, "config", 2), (1, "neither", 2), (2, "neither", 1)]
+
+
+@pytest.mark.parametrize(("stage", "how", "ulysses"), CASES)
+def test_gradients_that_would_not_be_summed_are_refused(stage: int, how: str, ulysses: int) -> None:
+    for text, error in fork_world(train, 2, stage=stage, how=how, ulysses=ulysses):
+        if how != "neither" and stage < 3:
+            assert f"ZeRO-{stage} sums gradients over" in text
+            assert "initialize_deepspeed" in text and "mpu" in text
+        else:
+            assert not text and error <= 1e-5
