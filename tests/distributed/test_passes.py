@@ -7,6 +7,8 @@ from harness import RankContext, WorkerPool
 from test_meshes import agreement_of
 
 import ds_usp
+from ds_usp.comm.agreement import Agreement
+from ds_usp.comm.board import shared_board
 
 
 def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:
@@ -106,3 +108,25 @@ def test_a_check_finds_a_call_that_one_rank_skipped(pool: WorkerPool) -> None:
         assert len(said) == 1, said
         assert "ranks 0, 2: a call\n" in said[0]
         assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in said[0]
+
+
+def at_the_end(ctx: RankContext, way: str) -> str:
+    """What a rank says when its process ends, where rank 1 has run a pass fewer than the others."""
+    shared = shared_board(ctx.group, [b"host"] * ctx.world)
+    boards = (shared, "", None) if way == "board" else (None, "", shared)
+    ending = Agreement(ctx.group, *boards)
+    for _ in range(2):
+        ending.before_call("a call", wait=way == "group")
+        ending.before_backward(1, wait=way == "group")
+    if way == "board" and ctx.rank != 1:
+        ending.before_backward(1, wait=False)  # nobody waits for what was agreed on before
+    if way == "group":
+        ending._passes -= ctx.rank == 1
+    return ending.end()
+
+
+def test_processes_that_end_say_what_differs(pool: WorkerPool) -> None:
+    for text in pool.run(at_the_end, 3, way="board"):
+        assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
+    for text in pool.run(at_the_end, 3, way="group"):
+        assert "after backward passes: 2 on ranks 0, 2, 1 on rank 1" in text
