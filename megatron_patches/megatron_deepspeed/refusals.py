@@ -39,6 +39,21 @@ _HOST_FAILURES = (
         "Leave it out: --usp-offload-ratio 1 keeps what layers save in host memory",
     ),
     Refusal(
+        lambda args, _: args.distribute_checkpointed_activations,
+        "--distribute-checkpointed-activations copies to a buffer for sequences of whole length",
+        "Leave it out: --usp-offload-ratio 1 keeps what layers save in host memory",
+    ),
+    Refusal(
+        lambda args, _: args.init_method_xavier_uniform,
+        "--init-method-xavier-uniform sets a field that the host's TransformerConfig does not have",
+        "Leave it out; --init-method-std sets the width of the normal distribution",
+    ),
+    Refusal(
+        lambda args, _: args.cpu_optimizer and args.cpu_torch_adam,
+        "--cpu_torch_adam uses torch where the host does not import it",
+        "Leave it out, or offload the optimizer in DeepSpeed's configuration (zero_optimization)",
+    ),
+    Refusal(
         lambda args, _: args.log_params_norm,
         "--log-params-norm takes the list of models for one, and fails at the first log line",
         "Leave it out; the gradient norm is logged without it",
