@@ -9,16 +9,23 @@ import resource
 import shutil
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import fork_world
+from harness import RankContext, fork_world
 from trainer_runs import ADAM, degrees, pretrain_on_rank
 
 from ds_usp import CheckpointError, ConfigError
 
 SP2 = degrees(sp=2, zero=1) + ADAM
+
+
+def parse(argv: Sequence[str]) -> Any:
+    from usp_trainer.arguments import parse
+
+    return parse(argv)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -150,17 +157,61 @@ def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_d
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     metadata = folder / "save" / "step_2" / "usp_metadata.json"
-    metadata.write_text(metadata.read_text().replace('"samples": 8', '"samples": 4'))
     anew = f"{SP2} --train-iters 1 --save {folder}/save"
-    (error, _), (no_error, printed) = outcomes(
-        f"{anew} --load {folder}/save", f"{anew} --overwrite-output", folder=folder
-    )[0]
-    assert "usp_metadata.json is not as it was saved" in str(error)
+    whole = metadata.read_text()
+    for change in (('"format": 2', '"format": 1'), ('"samples": 8', '"samples": 4')):
+        metadata.write_text(whole.replace(*change))
+        (error, _), (no_error, printed) = outcomes(
+            f"{anew} --load {folder}/save",
+            f"{anew} --overwrite-output" if "samples" in change[0] else anew,
+            folder=folder,
+        )[0]
+        assert "usp_metadata.json is not as it was saved" in str(error)
     assert no_error is None
     assert f"the earlier metrics.jsonl is kept as {folder}/metrics.jsonl.old" in printed
     assert (folder / "metrics.jsonl.old").read_bytes() == (saved / "metrics.jsonl").read_bytes()
     assert len(rows(folder)) == 1
     assert (folder / "save" / "latest").read_text() == "step_1\n"
+
+
+def damage(path: Path, data: bytes | None) -> None:
+    path.unlink() if data is None else path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("latest", None),
+        ("latest", b"\xff\xfe"),
+        ("latest", b"step_9"),
+        ("latest", b""),
+        ("step_2/usp_metadata.json", None),
+        ("step_2/usp_metadata.json", b"\xff{"),
+        ("step_2/usp_metadata.json", b"[]"),
+        ("step_2/usp_metadata.json", b'{"format": 1}'),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
+    name: str, data: bytes | None, tmp_path: Path
+) -> None:
+    from usp_trainer.files import check_files
+    from usp_trainer.run_folder import RunFolders
+
+    save, output = tmp_path / "save", tmp_path / "output"
+    for step in (1, 2):
+        (save / f"step_{step}").mkdir(parents=True)
+        facts = json.dumps({"progress": {"step": step}})
+        (save / f"step_{step}" / "usp_metadata.json").write_text(facts)
+    (save / "latest").write_text("step_2\n")
+    damage(save / name, data)
+    before = contents(tmp_path)
+    start = "--save", str(save), "--output-dir", str(output)
+    with pytest.raises(CheckpointError, match=r"latest( \(.*step_1.* are here\))?; give another"):
+        RunFolders(parse(start))
+    with pytest.raises(CheckpointError, match=f"cannot be read: {save}/.*Copy it again"):
+        check_files(parse([*start, "--load", str(save)]))
+    assert contents(tmp_path) == before and not output.exists()
+    RunFolders(parse([*start, "--overwrite-output"])).close(refused=True)
 
 
 def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path: Path) -> None:
@@ -176,3 +227,24 @@ def test_a_full_disk_ends_the_run_with_whole_lines(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def save_on_a_full_disk(ctx: RankContext, *, flags: str, folder: str) -> Any:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        return pretrain_on_rank(ctx, runs=[flags], output_dir=folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_said_once(
+    saved: Path, tmp_path: Path
+) -> None:
+    data = f"--data-cache-path {saved}/data"
+    flags = f"{SP2} --train-iters 1 --save {tmp_path}/save {data}"
+    results = fork_world(save_on_a_full_disk, 2, flags=flags, folder=str(tmp_path / "output"))
+    first, second = (str(error) for ((error, _),) in results)
+    assert first == second
+    for part in ("step 1 could not be written to", "GiB are free", "There is no checkpoint yet"):
+        assert part in first

@@ -17,9 +17,9 @@ from megatron.core.parallel_state import get_tensor_model_parallel_group
 from ds_usp import CheckpointError
 from usp_trainer import resplit
 from usp_trainer.checksums import checksums, differing, text_checksum
-from usp_trainer.files import LATEST
+from usp_trainer.files import LATEST, METADATA, UNFINISHED, checkpoint_to_load
 from usp_trainer.launch import from_rank0
-from usp_trainer.run_folder import METADATA
+from usp_trainer.run_folder import saved_step
 
 FORMAT = 2
 WITHOUT_CHECKSUMS = 1  # an earlier format, read as it is
@@ -51,6 +51,7 @@ CUT = (
 )
 # What may change of it where whole parameters can be put together (usp_trainer.resplit).
 RESPLIT = ("tensor_model_parallel_size", "sequence_x_data_ranks", "zero_stage")
+_WRITERS = ("inline_container", "PytorchStreamWriter")  # of torch.save, in its errors
 # What the order of the data follows from; it may change, as to go on with longer sequences.
 DATA = ("seed", "seq_length", "split", "data_path")
 
@@ -70,21 +71,35 @@ def save(engine: Any, args: Namespace, progress: Progress) -> str:
     moment leaves one that is whole.
     """
     folder, tag = Path(args.save), f"step_{progress.step}"
-    unfinished = f"unfinished_{tag}"
+    unfinished = f"{UNFINISHED}{tag}"
     from_rank0(lambda: _remove_unfinished(folder))
     try:
         engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
-    except (OSError, RuntimeError) as error:  # torch.save's own error names no file
-        free = shutil.disk_usage(folder).free
-        raise CheckpointError(
-            f"step {progress.step} could not be written to {folder} ({free / 2**20:,.0f} MiB free "
-            f"there): {str(error).splitlines()[0]}. The checkpoint before it is whole"
-        ) from error
+    except OSError as error:
+        raise _not_written(folder, progress.step, str(error.strerror)) from error
+    except RuntimeError as error:  # torch.save's own, which names no file; or another rank is gone
+        if not any(name in str(error) for name in _WRITERS):
+            raise
+        why = "a file could not be written whole"
+        raise _not_written(folder, progress.step, why) from error
     dist.barrier()
     made = folder / unfinished
     sizes = from_rank0(lambda: _sizes(made))
     metadata = _describe(args, progress) | {"files": sizes, "sha256": checksums(made, sizes)}
     return from_rank0(lambda: _publish(folder, unfinished, tag, metadata))
+
+
+def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
+    """The same words on every rank that could not write, which are said once."""
+    there = saved_step(folder)
+    last = "There is no checkpoint yet"
+    if there is not None:
+        last = f"The checkpoint of step {there} is whole"
+    return CheckpointError(
+        f"step {step} could not be written to {folder}: {why}. About "
+        f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB are free there: make room, or raise the "
+        f"limit of file sizes (ulimit -f). {last}"
+    )
 
 
 def load(engine: Any, args: Namespace) -> Progress:
@@ -151,7 +166,7 @@ def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
 
 def _remove_unfinished(folder: Path) -> None:
     """What runs left that were killed, or found the disk full, while they saved."""
-    for left in folder.glob("unfinished_*"):
+    for left in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -166,7 +181,7 @@ def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) 
     (made / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
     # A step that was saved before keeps its folder until the new one is published.
     again = f"{tag}_again"
-    taken = latest.is_file() and latest.read_text().strip() == tag
+    taken = latest.is_file() and latest.read_text(errors="replace").strip() == tag
     tag, other = (again, tag) if taken else (tag, again)
     shutil.rmtree(folder / tag, ignore_errors=True)
     made.rename(folder / tag)
@@ -197,14 +212,7 @@ def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 def _checked(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
     folder = Path(args.load)
-    try:
-        tag = (folder / LATEST).read_text().strip()
-        metadata = json.loads((folder / tag / METADATA).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"--load {folder} holds no finished checkpoint of this trainer ({error}). Leave --load "
-            "out for the first run"
-        ) from error
+    tag, metadata = checkpoint_to_load(folder)
     _check_format(folder / tag, metadata)
     own = _describe(args, Progress())
     wrong = _differences(metadata["model"], own["model"])
@@ -229,9 +237,9 @@ def _checked(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
 
 def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
     kind = metadata.get("format")
-    if kind == WITHOUT_CHECKSUMS:
+    if kind == WITHOUT_CHECKSUMS and "checksum" not in metadata:
         print(f"{folder} was saved without checksums; only the sizes of its files are checked")
-    elif kind != FORMAT:
+    elif kind not in (WITHOUT_CHECKSUMS, FORMAT):
         raise CheckpointError(
             f"{folder} has format {kind}, this trainer reads {WITHOUT_CHECKSUMS} and {FORMAT}"
         )

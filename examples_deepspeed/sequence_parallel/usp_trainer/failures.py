@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -86,8 +87,11 @@ def summary(failures: Mapping[int, Failure], world: int, args: Namespace) -> lis
     silent = sorted(set(range(world)) - set(failures))
     if silent and not causes:
         lines.append(f"[{_named(silent, world)}] said nothing: killed, or still waiting")
-    step = saved_step(args.save) if getattr(args, "save", None) else None
-    if step is not None and not any(failure.explained for failure in causes.values()):
+    step = None
+    if getattr(args, "save", None) and not any(failure.explained for failure in causes.values()):
+        with contextlib.suppress(USPError):  # it cannot be read: the next start says so
+            step = saved_step(args.save)
+    if step is not None:
         lines.append(f"the last checkpoint is of step {step}: go on with --load {args.save}")
     return lines
 

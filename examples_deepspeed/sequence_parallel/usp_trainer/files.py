@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_usp import CheckpointError, DataError
 
 LATEST = "latest"  # the file of a checkpoint folder that names its newest checkpoint
+METADATA = "usp_metadata.json"  # in every checkpoint
+UNFINISHED = "unfinished_"  # begins the name of a checkpoint that is being written
 
 
 def check_files(args: Namespace) -> None:
@@ -19,11 +23,53 @@ def check_files(args: Namespace) -> None:
         DataError, CheckpointError: the message names the flag and the path.
     """
     data_files(args)
-    if args.load and not (Path(args.load) / LATEST).is_file():
+    if args.load:
+        checkpoint_to_load(Path(args.load))
+
+
+def checkpoint_to_load(folder: Path) -> tuple[str, dict[str, Any]]:
+    """As :func:`latest_checkpoint`, which must be there.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
         raise CheckpointError(
-            f"--load {args.load} holds no finished checkpoint of this trainer: there is no "
-            f"{Path(args.load) / LATEST}. Leave --load out for the first run"
+            f"--load {folder} holds no finished checkpoint of this trainer: there is no "
+            f"{folder / LATEST}. Leave --load out for the first run"
         )
+    return checkpoint
+
+
+def latest_checkpoint(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """Name and metadata of the latest finished checkpoint; None: the folder holds none.
+
+    Raises:
+        CheckpointError: there is one, and what names or describes it is damaged or gone.
+    """
+    latest = folder / LATEST
+    finished = sorted(
+        path.parent.name
+        for path in folder.glob(f"*/{METADATA}")
+        if not path.parent.name.startswith(UNFINISHED)
+    )
+    if not finished and not latest.exists():
+        return None
+    reading = latest
+    try:
+        name = latest.read_text().strip()
+        reading = folder / name / METADATA
+        metadata = json.loads(reading.read_text())
+        int(metadata["progress"]["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{error.strerror}" if isinstance(error, OSError) else "not as it was saved"
+        named = f" ({', '.join(finished)} are here)" if finished else ""
+        raise CheckpointError(
+            f"{folder} holds a checkpoint that cannot be read: {reading}: {why}. Copy it again "
+            f"from where it is whole, or write the name of another checkpoint into {latest}{named}"
+        ) from error
+    return name, metadata
 
 
 def blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:

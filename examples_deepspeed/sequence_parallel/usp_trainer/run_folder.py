@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -14,33 +13,38 @@ from argparse import Namespace
 from pathlib import Path
 
 from ds_usp import CheckpointError, ConfigError
-from usp_trainer.files import LATEST
+from usp_trainer.files import latest_checkpoint
 
 LOCK = ".usp_lock"
-METADATA = "usp_metadata.json"
 CACHE = "data"  # of encoded text, in the output folder unless --data-cache-path names another
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def saved_step(folder: str | Path) -> int | None:
-    """The step of the latest finished checkpoint in ``folder``; None: there is none to read."""
-    try:
-        tag = (Path(folder) / LATEST).read_text().strip()
-        metadata = json.loads((Path(folder) / tag / METADATA).read_text())
-        return int(metadata["progress"]["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    """The step of the latest finished checkpoint in ``folder``; None: there is none.
+
+    Raises:
+        CheckpointError: there is one that cannot be read.
+    """
+    checkpoint = latest_checkpoint(Path(folder))
+    return checkpoint and int(checkpoint[1]["progress"]["step"])
 
 
 def check_not_behind(args: Namespace) -> None:
     """Refuse to save behind a checkpoint that is there. Reads only.
 
     Raises:
-        CheckpointError: ``--save`` holds a later step than the one that this run begins from.
+        CheckpointError: ``--save`` holds a later step than the one that this run begins from, or
+            one that cannot be read.
     """
     if args.save is None or args.overwrite_output:
         return
-    there = saved_step(args.save)
+    try:
+        there = saved_step(args.save)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--save {error}; give another folder, or replace it with --overwrite-output"
+        ) from error
     begin = (saved_step(args.load) or 0) if args.load else 0
     if there is not None and there > begin:
         raise CheckpointError(
