@@ -118,7 +118,8 @@ def build_parser() -> OneLineParser:
     add("--head-dim", type=positive, help="of queries and keys (default: 64)")
     add("--value-dim", type=positive, help="of values (default: the head dim)")
     add("--batch", type=positive, help="samples (default: 1, or as many as --documents has)")
-    add("--seq-len", type=tokens, help="tokens: 4096, 4K, 1M (default: 1K)")
+    length = "tokens: 4096, 4K, 1M (default: 1K, or the sum of --documents)"
+    add("--seq-len", type=tokens, help=length)
     add("--dtype", choices=DTYPES, help="default: fp32 on CPUs, bf16 on GPUs")
     add("--layout", choices=KINDS, help="which rank holds which token (default: zigzag)")
     masks = "causal, full, window:LEFT, window:LEFT,RIGHT or prefix:N, in tokens (default: causal)"
@@ -159,7 +160,9 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
     heads, head_dim = given.get("heads", VerifyCase.heads), given.get("head_dim", 64)
     given.setdefault("kv_heads", heads)
     given.setdefault("value_dim", head_dim)
-    given.setdefault("batch", max(1, len(given.get("documents", ()))))
+    packed = given.get("documents", ())
+    given.setdefault("batch", max(1, len(packed)))
+    given.setdefault("seq_len", sum(packed[0]) if packed else VerifyCase.seq_len)
     case = VerifyCase(**given, seed=args.seed)
     _check(case)
     return [case]

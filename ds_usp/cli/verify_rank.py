@@ -267,7 +267,9 @@ def _errors(
     rows: torch.Tensor,
 ) -> dict[str, tuple[float, float]]:
     """By tensor: the error of this rank's share, and the kernel's own on the same rows."""
-    shortest = min((length for sample in case.documents for length in sample), default=_FEW_KEYS)
+    # The first token of a causal document sees itself alone, and it may be all that a rank holds.
+    lengths = (length for sample in case.documents for length in sample)
+    shortest = min(len(rows), *lengths, _FEW_KEYS)
     left, right, _ = case.mask
     if left is not None and right is not None:
         shortest = min(shortest, left + right + 1)

@@ -66,7 +66,10 @@ class OneDefault(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 def tokens(text: str) -> int:
     """A number of tokens: 4096, or 4K = 4 * 1024, or 1M = 1024 * 1024."""
     factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    return positive(text if factor == 1 else text[:-1]) * factor
+    count = text if factor == 1 else text[:-1]
+    if not count.isdecimal() or int(count) < 1:
+        raise ArgumentTypeError(f"{text!r} must be a whole number of 1 or more, or one with K or M")
+    return int(count) * factor
 
 
 def positive(text: str) -> int:

@@ -20,7 +20,8 @@ from ds_usp import _version
 from ds_usp.cli import environment, ranks, verify
 from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
 from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
-from ds_usp.cli.verify_rank import Report, TensorErrors
+from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
+from ds_usp.config import Launched
 from ds_usp.geometry.layout import KINDS, ORDERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,7 @@ def test_flags_become_a_case() -> None:
     assert one_case("--ring", "4").mesh_name == "ulysses 1 x ring 4"
     packed = one_case("--seq-len", "64", "--documents", "60,4/32,32")
     assert packed.batch == 2 and packed.borders == ((0, 60, 64), (0, 32, 64))
+    assert one_case("--documents", "60,7").seq_len == 67  # nothing else fits them
     under_torchrun = one_case("--ulysses", "4", world=8, gpu=True)
     assert (under_torchrun.ring, under_torchrun.dtype) == (2, "bf16")
 
@@ -155,6 +157,7 @@ def test_no_flags_are_a_sweep_over_all_degrees() -> None:
     [
         (["--seq-lenght", "64"], None, "unknown argument --seq-lenght (did you mean --seq-len?)"),
         (["--seq-len", "64k2"], None, "'64k2' must be a whole number of 1 or more"),
+        (["--seq-len", "1.5M"], None, "'1.5M' must be a whole number of 1 or more, or one with K"),
         (["--heads", "0"], None, "'0' must be a whole number of 1 or more"),
         (["--mask", "window"], None, "'window' must be causal, full, window:LEFT"),
         (["--layout", "zigzga"], None, "invalid choice: 'zigzga'"),
@@ -162,6 +165,7 @@ def test_no_flags_are_a_sweep_over_all_degrees() -> None:
         (["--ulysses", "3"], 8, "does not divide the 8 ranks that torchrun started. Use one of 1"),
         (["--ulysses", "2", "--ring", "2"], 8, "= 4 ranks, torchrun started 8"),
         (["--seq-len", "64", "--documents", "60,5"], None, "are 65 tokens, --seq-len is 64"),
+        (["--documents", "60,5/64"], None, "--documents 64 are 64 tokens, --seq-len is 65"),
         (["--documents", "1K/1K", "--batch", "3"], None, "for 2 samples, --batch is 3"),
         (["--sinks", "--door", "USPAttention"], None, "--sinks is an argument of usp_attention"),
     ],
@@ -202,6 +206,14 @@ def test_limits() -> None:
     misplaced = replace(report(fp32, 0.0, 0.0), positions="rank 1 holds tokens 0, 1")
     assert verify.verdict(misplaced) == verify.WRONG
     assert verify.verdict(Report(fp32, "eager", refusal="ConfigError: no")) == verify.REFUSED
+
+
+def test_gradients_of_a_rank_that_holds_one_token_are_compared_with_a_share_of_dout() -> None:
+    for seed in range(4):  # its query sees one key: dq is 0, and rounding of any size is none of it
+        case = one_case("--ulysses", "1", "--ring", "1", "--seq-len", "1", "--seed", str(seed))
+        here = Launched(rank=0, world=1, local_rank=0, local_world=1)
+        (result,) = run_cases([case], here, torch.device("cpu"), lambda line: None)
+        assert verify.verdict(result) == verify.EXACT, result
 
 
 def test_a_wrong_call_outweighs_a_refused_one() -> None:
