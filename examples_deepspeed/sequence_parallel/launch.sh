@@ -53,26 +53,33 @@ for setting in "${defaults[@]}"; do
   value="${!name-${setting#*=}}"
   printf -v "$name" '%s' "${!from_environment-$value}"
 done
-host="${MEGATRON_DEEPSPEED_PATH:-}"
+host="${MEGATRON_DEEPSPEED_PATH:-}" dry_run="${DRY_RUN:-0}"
 
-check_numbers() {
-  local name
-  for name in seq_length num_layers hidden_size num_attn_heads global_batch_size batch_size \
-    mp_size sp_size pp_size; do
-    [[ "${!name}" =~ ^[1-9][0-9]*$ ]] ||
-      fail "${name^^}='${!name}' must be a whole number of 1 or more"
+# must PATTERN WORDS NAME...: every one of these settings has this form.
+must() {
+  local name pattern="$1" words="$2"
+  shift 2
+  for name; do
+    [[ "${!name}" =~ ^($pattern)$ ]] || fail "${name^^}='${!name}' must be $words"
   done
-  for name in num_kv_heads num_gpus train_iters lr_warmup_iters lr_decay_iters nnodes node_rank \
-    exit_interval exit_duration_in_mins; do
-    [[ "${!name}" =~ ^[0-9]*$ ]] || fail "${name^^}='${!name}' must be a whole number, or empty"
-  done
-  [[ "$ulysses_degree" =~ ^([0-9]*|auto)$ ]] ||
-    fail "ULYSSES_DEGREE='$ulysses_degree' must be a whole number, auto, or empty"
-  [[ "$zero_stage" =~ ^[0-3]$ ]] || fail "ZERO_STAGE='$zero_stage' must be 0, 1, 2 or 3"
-  [[ "$precision" == bf16 || "$precision" == fp32 ]] ||
-    fail "PRECISION='$precision' must be bf16 or fp32"
-  [[ "$launcher" =~ ^(deepspeed|torchrun|srun)$ ]] ||
-    fail "LAUNCHER='$launcher' must be deepspeed, torchrun or srun"
+}
+
+check_values() {
+  must '[1-9][0-9]*' 'a whole number of 1 or more' seq_length num_layers hidden_size \
+    num_attn_heads global_batch_size batch_size mp_size sp_size pp_size log_interval eval_iters \
+    eval_interval save_interval
+  must '[0-9]+' 'a whole number' seed num_workers master_port
+  must '[0-9]*' 'a whole number, or empty' num_kv_heads num_gpus train_iters lr_warmup_iters \
+    lr_decay_iters nnodes node_rank exit_interval exit_duration_in_mins vocab_size
+  must '([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?' 'a number of 0 or more' lr min_lr init_std \
+    rope_theta clip_grad weight_decay
+  must '[0-9]*|auto' 'a whole number, auto, or empty' ulysses_degree
+  must '[0-3]' '0, 1, 2 or 3' zero_stage
+  must 'bf16|fp32' 'bf16 or fp32' precision
+  must 'auto|cpu|cuda' 'auto, cpu or cuda' device
+  must 'true|false' 'true or false' rotary activation_checkpoint
+  must 'deepspeed|torchrun|srun' 'deepspeed, torchrun or srun' launcher
+  must '[01]' '0 or 1' dry_run # or a run would start that was not to
 }
 
 # A step sees seq_length x global_batch_size tokens; both programs count steps.
@@ -113,7 +120,7 @@ count_gpus() {
   elif [[ -z "$num_gpus" ]]; then
     num_gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
     if ((!num_gpus)); then
-      [[ "${DRY_RUN:-0}" == 1 ]] || fail "no GPU here. Set NUM_GPUS, or DEVICE=cpu"
+      [[ "$dry_run" == 1 ]] || fail "no GPU here. Set NUM_GPUS, or DEVICE=cpu"
       num_gpus="$(((replica + nnodes - 1) / nnodes))"
     fi
   fi
@@ -130,7 +137,7 @@ check_nodes() {
   fi
   [[ -z "$hostfile" ]] || fail "HOSTFILE is for LAUNCHER=deepspeed, not $launcher"
   if [[ "$launcher" == srun ]]; then
-    [[ -n "${SLURM_JOB_ID:-}" || "${DRY_RUN:-0}" == 1 ]] ||
+    [[ -n "${SLURM_JOB_ID:-}" || "$dry_run" == 1 ]] ||
       fail "LAUNCHER=srun needs a SLURM job (SLURM_JOB_ID is not set): sbatch slurm.sbatch"
     : "${nnodes:=${SLURM_NNODES:-1}}"
     [[ -n "$master_addr" || -z "${SLURM_JOB_NODELIST:-}" ]] ||
@@ -228,10 +235,10 @@ check_data() {
   --append-eod --workers 8, then DATA_PATH=my_text_document'
   read_data_path
   if [[ -z "$host" ]]; then
-    [[ "$device" == cpu || -n "$data_path" || "${DRY_RUN:-0}" == 1 ]] ||
+    [[ "$device" == cpu || -n "$data_path" || "$dry_run" == 1 ]] ||
       fail "set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded: $encode"
   elif [[ -z "$data_path" ]]; then
-    [[ "${DRY_RUN:-0}" == 1 ]] ||
+    [[ "$dry_run" == 1 ]] ||
       fail "Megatron-DeepSpeed reads encoded data: set DATA_PATH. Make it: $encode"
     data_words=(my_text_document) # a dry run shows where it goes
   fi
@@ -241,7 +248,7 @@ check_data() {
     [[ -f "$file" || -f "$file.bin" ]] ||
       fail "DATA_PATH=$file is no file, and there is no $file.bin. Make it: $encode"
   done
-  [[ -z "$host" || "$tokenizer_type" != GPT2BPETokenizer || "${DRY_RUN:-0}" == 1 ||
+  [[ -z "$host" || "$tokenizer_type" != GPT2BPETokenizer || "$dry_run" == 1 ||
     (-f "$vocab_path" && -f "$merge_path") ]] ||
     fail "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer," \
       "or TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
@@ -251,7 +258,7 @@ check_program() {
   [[ -z "$host" || -f "$host/pretrain_gpt.py" ]] ||
     fail "MEGATRON_DEEPSPEED_PATH=$host has no pretrain_gpt.py: give the folder of a checkout," \
       "or unset it to use the trainer of this folder"
-  [[ "${DRY_RUN:-0}" == 1 ]] && return
+  [[ "$dry_run" == 1 ]] && return
   [[ ! -x "$root/.venv/bin/deepspeed" ]] || PATH="$PATH:$root/.venv/bin"
   command -v "$launcher" >/dev/null ||
     fail "there is no $launcher on PATH. Run: . $root/scripts/env.sh"
@@ -360,7 +367,7 @@ print_command() {
   printf '%s\n' "$line"
 }
 
-check_numbers
+check_values
 replica=$((mp_size * sp_size * pp_size))
 count_steps
 count_gpus
@@ -386,7 +393,7 @@ else
   command+=("$here/pretrain_gpt_usp.py" "${flags[@]}" "$@")
 fi
 
-if [[ "${DRY_RUN:-0}" == 1 ]]; then
+if [[ "$dry_run" == 1 ]]; then
   print_command "${command[@]}"
   if [[ -n "$host" ]]; then
     printf '\n# %s\n' "$config"

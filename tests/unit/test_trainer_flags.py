@@ -151,6 +151,7 @@ REFUSED_EARLY = {
     "--ds-sequence-parallel-size 4 --ulysses-degree 3": (1, "Possible: 4 (ring 1), 2 (ring 2)"),
     "--data-path none.txt": (1, "--data-path none.txt: No such file or directory; there is no"),
     "--load nowhere": (1, "--load nowhere holds no finished checkpoint"),
+    f"--vocab-size 5 --data-path {__file__}": (1, "text is read as bytes and has 257 token ids"),
     "--usp-cluster h200": (1, "is for --ulysses-degree auto"),
 }
 
@@ -181,6 +182,23 @@ def test_a_launchers_ranks_are_checked_without_torch(tmp_path: Path) -> None:
         "leave it out under one"
         in without_torch("--num-processes", "2", folder=tmp_path, **ranks).stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT='' must be a whole number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_launchers_variables_are_checked(
+    variables: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    done = without_torch("--ds-sequence-parallel-size", "2", folder=tmp_path, **variables)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert text in done.stderr
 
 
 def test_check_only_ends_after_the_checks(tmp_path: Path) -> None:

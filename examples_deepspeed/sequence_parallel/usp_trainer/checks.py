@@ -28,7 +28,7 @@ def check_start(args: Namespace) -> None:
     is made or a folder is touched. Files are looked at on rank 0 only.
 
     Raises:
-        ConfigError, LayoutError: as :func:`check`, ZeRO stages aside.
+        ConfigError, LayoutError: as :func:`check`, ZeRO stages aside; or a launcher's variables.
         DataError, CheckpointError: a file that is not there.
     """
     if environment.under_launcher():
@@ -46,6 +46,7 @@ def check_start(args: Namespace) -> None:
     if args.ulysses_degree == AUTO:
         trial.ulysses_degree = None
     _check_flags(trial, ranks)
+    environment.check()
     if environment.rank() == 0:
         files.check_files(args)
         trackers.check_packages(args)

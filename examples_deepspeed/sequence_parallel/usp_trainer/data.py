@@ -25,8 +25,7 @@ from usp_trainer.launch import from_rank0
 from usp_trainer.run_folder import CACHE
 from usp_trainer.samples import Blend, InOrder, Samples, ShuffledEpochs
 
-EOD = 256  # end of document; the ids below it are the 256 bytes
-TEXT_VOCAB_SIZE = EOD + 1
+EOD = files.TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
 PIECE_BYTES = 1 << 14  # a text is cut into pieces, so that a share of them can be held out
 
 
@@ -169,7 +168,7 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     """
     paths, indexed = files.data_files(args)
     if not indexed:
-        return [_encoded(_cache(args), path) for path in paths or [None]], TEXT_VOCAB_SIZE
+        return [_encoded(_cache(args), path) for path in paths or [None]], files.TEXT_VOCAB_SIZE
     return paths, args.vocab_size
 
 

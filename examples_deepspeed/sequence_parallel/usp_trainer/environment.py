@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ds_usp import ConfigError
+
 
 def under_launcher() -> bool:
     """Whether torchrun, srun or the deepspeed launcher started this process as a rank."""
@@ -11,8 +13,34 @@ def under_launcher() -> bool:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher."""
-    return _number("RANK", 0)
+    """This process's rank; 0 without a launcher, or where ``RANK`` is not one (:func:`check`)."""
+    number = _number("RANK", 0)
+    return number if number < (world_size() or 1) else 0
+
+
+def check() -> None:
+    """Refuse variables of a launcher that are incomplete or contradict each other.
+
+    Raises:
+        ConfigError: the message names the variable.
+    """
+    if not under_launcher():
+        return
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    for name, text in found.items():
+        if not text.isdecimal():
+            raise ConfigError(
+                f"{name}={text!r} must be a whole number: RANK and WORLD_SIZE say that a launcher "
+                "started this process, which then sets MASTER_ADDR and MASTER_PORT too. Unset both "
+                "to start without one"
+            )
+    if int(found["RANK"]) >= int(found["WORLD_SIZE"]):
+        raise ConfigError(
+            f"RANK={found['RANK']} must be below WORLD_SIZE={found['WORLD_SIZE']}: ranks are "
+            "counted from 0"
+        )
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR is not set: give the name of the machine of rank 0")
 
 
 def world_size() -> int | None:

@@ -13,6 +13,7 @@ from ds_usp import CheckpointError, DataError
 
 LATEST = "latest"  # the file of a checkpoint folder that names its newest checkpoint
 METADATA = "usp_metadata.json"  # in every checkpoint
+TEXT_VOCAB_SIZE = 257  # token ids of text that is read as bytes: these and the end of document
 UNFINISHED = "unfinished_"  # begins the name of a checkpoint that is being written
 
 
@@ -108,7 +109,8 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
     texts otherwise.
 
     Raises:
-        DataError: a path that is neither, paths of both kinds, or pairs without ``--vocab-size``.
+        DataError: a path that is neither, paths of both kinds, pairs without ``--vocab-size``, or
+            text with another one than it has.
     """
     paths, _ = blend(args.data_path or ())
     indexed = [path for path in paths if Path(f"{path}.idx").is_file()]
@@ -130,5 +132,10 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
         raise DataError(
             f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
             "--vocab-size N, where N-1 is the end of document"
+        )
+    if not indexed and args.vocab_size not in (None, TEXT_VOCAB_SIZE):
+        raise DataError(
+            f"--vocab-size {args.vocab_size} is for .bin/.idx data; text is read as bytes and has "
+            f"{TEXT_VOCAB_SIZE} token ids. Leave it out, or give the prefix of encoded data"
         )
     return paths, bool(indexed)
