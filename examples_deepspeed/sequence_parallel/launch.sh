@@ -262,6 +262,18 @@ check_program() {
   [[ ! -x "$root/.venv/bin/deepspeed" ]] || PATH="$PATH:$root/.venv/bin"
   command -v "$launcher" >/dev/null ||
     fail "there is no $launcher on PATH. Run: . $root/scripts/env.sh"
+  [[ -z "$host" ]] || check_trackers # Megatron-DeepSpeed trains on without them
+}
+
+check_trackers() {
+  local setting package
+  for setting in tensorboard_dir:tensorboard wandb_project:wandb; do
+    package="${setting#*:}" setting="${setting%:*}"
+    [[ -z "${!setting}" ]] ||
+      python -c "import importlib.util as u; exit(u.find_spec('$package') is None)" ||
+      fail "${setting^^}=${!setting} needs the package $package, which is not installed:" \
+        "pip install $package"
+  done
 }
 
 # Flags that both programs know, in the order of the settings.

@@ -9,7 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_sequence_parallel_scripts import FOLDER, SCRIPTS, bash, dry_run, flags, free_port, words
+from test_sequence_parallel_scripts import (
+    FOLDER,
+    SCRIPTS,
+    STAND_IN,
+    bash,
+    dry_run,
+    flags,
+    free_port,
+    words,
+)
 
 SRUN_RANK = "$ROOT/examples_deepspeed/sequence_parallel/srun_rank.sh"
 TRAINER = "$ROOT/examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
@@ -171,6 +180,20 @@ def test_settings_of_logs_and_of_the_end(tmp_path: Path) -> None:
         for flag, value in (("--tensorboard-dir", "tb"), ("--exit-interval", "7")):
             assert given[given.index(flag) + 1] == value
     assert "--log-timers-to-tensorboard" in given
+
+
+def test_megatron_deepspeed_without_tensorboard_is_refused(tmp_path: Path) -> None:
+    python, data = tmp_path / "bin" / "python", tmp_path / "data"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 1\n")  # of no package
+    python.chmod(0o755)
+    data.with_suffix(".bin").touch()
+    path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent)])
+    settings = {"PATH": f"{path}:{os.environ['PATH']}", "MEGATRON_DEEPSPEED_PATH": str(STAND_IN)}
+    settings |= {"TENSORBOARD_DIR": "tb", "DATA_PATH": str(data)}
+    done = bash("tiny", cwd=tmp_path, **settings)
+    assert done.returncode == 2 and not (tmp_path / "usp_output").exists()
+    assert "TENSORBOARD_DIR=tb needs the package tensorboard, which is not inst" in done.stderr
 
 
 def test_data_with_weights(tmp_path: Path) -> None:
