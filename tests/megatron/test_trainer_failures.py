@@ -93,6 +93,38 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [f"{n} b''" for n in (9, 9, 1, 3, 15)], done.stdout
 
 
+LAUNCHER_ENDS = """
+import os, signal, sys, time
+
+if sys.argv[1:]:
+    from argparse import Namespace
+    from usp_trainer import launch
+
+    launch.dist.rendezvous = lambda *_: os.write(int(sys.argv[1]), b".") and time.sleep(600)
+    launch.run_rank(None, Namespace())
+signal.alarm(100)
+for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
+    reading, writing = os.pipe()
+    if not (launcher := os.fork()):
+        os.set_inheritable(writing, True)
+        os.environ.update({name: "0", "RANK": "0", "WORLD_SIZE": "2"})
+        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, __file__, str(writing)])
+    os.close(writing)
+    os.read(reading, 1)
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    print(name, os.read(reading, 1))  # ends when no rank is left that could write
+"""
+
+
+def test_a_launchers_ranks_end_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER_ENDS)
+    done = command([str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
+
+
 def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
     """What each rank prints under a launcher; None: the rank is dead."""
     from usp_trainer import failures

@@ -12,6 +12,13 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launcher_is_parent() -> bool:
+    """Whether the parent process is a launcher's agent on this node, which waits for its ranks:
+    torchrun's, or DeepSpeed's (``CROSS_RANK``). Under srun, and in shells of one's own, it is not.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ
+
+
 def rank() -> int:
     """This process's rank; 0 without a launcher, or where ``RANK`` is not one (:func:`check`)."""
     number = _number("RANK", 0)

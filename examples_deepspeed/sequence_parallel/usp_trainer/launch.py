@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ds_usp import ConfigError
 from ds_usp.training import prepare_deepspeed
+from usp_trainer import environment
 from usp_trainer.failures import Failure, describe, ended, report, summary
 from usp_trainer.forked import end_with_parent, run_ranks
 
@@ -47,7 +48,7 @@ def run_rank(main: Main, args: Namespace) -> int:
     Returns:
         0, or 1 if it failed; why is said once for all ranks that fail alike.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if environment.launcher_is_parent():
         end_with_parent(os.getppid())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, *_ = next(dist.rendezvous("env://", rank, world))
