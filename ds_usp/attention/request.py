@@ -111,6 +111,8 @@ def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
     try:
         return HeadSplit(heads, kv_heads, mesh.ulysses_degree)
     except ConfigError as error:
+        if heads >= mesh.ulysses_degree:  # the KV heads are wrong for any degrees
+            raise
         raise ConfigError(f"{error}. {_degrees_that_fit(heads, mesh)}") from None
 
 

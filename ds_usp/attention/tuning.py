@@ -44,7 +44,7 @@ class Tuning:
             as the node's sum (LoongTrain, arXiv 2406.18485). It goes by messages; ``gather`` then
             is for the blocks of a window. It must divide the ring's degree, where there is a ring;
             1 or all of it: every block straight to its users. ``"auto"``: the ranks of a host,
-            where the ring spans hosts that hold as many each and blocks are large.
+            where the ring spans nodes that hold as many ranks each and blocks are large.
     """
 
     chunks: int | Literal["auto"] = "auto"

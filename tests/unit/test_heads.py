@@ -6,7 +6,9 @@ from itertools import chain
 
 import pytest
 
+import ds_usp
 from ds_usp import ConfigError
+from ds_usp.attention.request import head_split
 from ds_usp.geometry.heads import HeadSplit
 
 SPLITS = [
@@ -151,3 +153,8 @@ def test_heads_that_cannot_be_shared_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         HeadSplit(heads, kv_heads, ulysses)
+
+
+def test_degrees_are_proposed_only_where_they_would_help() -> None:
+    with pytest.raises(ConfigError, match=r"must be a multiple of the second$"):
+        head_split(8, 3, ds_usp.SequenceMesh.single())
