@@ -32,7 +32,7 @@ def describe(texts: Sequence[str], who: Sequence[int] | None = None) -> str:
         lines = [_column(list(values), ranks) for values in zip(*own, strict=True)]
     else:
         each = zip(ranks[:_MOST_VALUES], own[:_MOST_VALUES], strict=True)
-        lines = [f"{ranks_of(group)}: {_short(', '.join(x) or 'no more')}" for group, x in each]
+        lines = [f"{ranks_of(group)}: {_short(', '.join(x) or 'no field')}" for group, x in each]
         lines += _others(ranks)
     shown = ["the ranks of the sequence-parallel group disagree. They differ in", *lines]
     text = "\n  ".join(shown)

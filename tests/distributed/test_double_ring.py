@@ -144,4 +144,4 @@ def test_an_inner_ring_that_does_not_fit_is_refused_on_every_rank(pool: WorkerPo
     for three, eight, differ in pool.run(refusals, 4):
         assert "inner_ring=3 does not divide the 4 ranks of the ring. Use one of 1, 2, 4" in three
         assert "inner_ring=8" in eight
-        assert "inner ring 2" in differ and "rank 3" in differ
+        assert "ranks 1, 3: inner ring 2" in differ

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import RankContext, fork_world
+from harness import RankContext, RankError, fork_world
 from trainer_runs import (
     ADAM,
     PLAIN_SGD,
@@ -215,21 +215,16 @@ def test_the_mesh_route_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "mpu" in str(error)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_the_mesh_route_trains_wrongly(zero: int, numbers_of: Any, tmp_path: Path) -> None:
-    ranks = on_each_rank(
-        4,
-        [degrees(zero=zero, **GRIDS["sp4"]) + PLAIN_SGD],
-        tmp_path,
-        steps=2,
-        patches={
-            **MESH_ROUTE,
-            "ds_usp.training.deepspeed._check_config": no_check,
-            "ds_usp.training.deepspeed.deepspeed_mpu": no_mpu,
-        },
-    )
-    expected = numbers_of("one rank", PLAIN_SGD)[0]
-    assert all(relative_difference(numbers, expected) > 0.01 for (numbers,) in ranks)
+def test_the_mesh_route_is_refused_in_backward_where_nothing_checks_it_before(
+    tmp_path: Path,
+) -> None:
+    unchecked = {
+        **MESH_ROUTE,
+        "ds_usp.training.deepspeed._check_config": no_check,
+        "ds_usp.training.deepspeed.deepspeed_mpu": no_mpu,
+    }
+    with pytest.raises(RankError, match="sums gradients over the global ranks"):
+        on_each_rank(4, [degrees(zero=1, **GRIDS["sp4"]) + PLAIN_SGD], tmp_path, patches=unchecked)
 
 
 def deepspeeds_clipping(config: Any, optimizer: Any, groups: Any) -> Any:
