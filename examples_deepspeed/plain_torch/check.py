@@ -28,6 +28,9 @@ def agrees(
         loader: of this data-parallel replica, whose sampler is a ``DistributedSampler``.
         replicas: how many there are.
     """
+    if not steps:
+        say("--check: the checkpoint is of the last of --steps; nothing is left to compare")
+        return False
     worst, data = 0.0, loader.dataset
     samplers = [DistributedSampler(data, replicas, replica) for replica in range(replicas)]
     loaders = [DataLoader(data, loader.batch_size, sampler=sampler) for sampler in samplers]

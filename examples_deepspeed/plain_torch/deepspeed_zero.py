@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from check import agrees, say
 from deepspeed.utils import safe_get_full_grad
-from model import GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from model import BATCH, GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_usp import training
@@ -20,14 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     training.prepare_deepspeed()
     device, dtype, mesh = start(args)
     dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence
-    data = MadeUpDocuments(64, args.seq_len)
-    full = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, dp.size, dp.rank))
+    data = MadeUpDocuments(args.seq_len)
+    full = DataLoader(data, BATCH, sampler=DistributedSampler(data, dp.size, dp.rank))
     # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
     # Face model called with labels= would, inside each shard, and be wrong at every border.
     loader = training.SequenceParallelDataLoader(full, mesh, args.layout, device=device)
     model = GPT()
     config = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": args.zero_stage},

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from check import agrees, say
-from model import GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from model import BATCH, GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     args = flags(__doc__).parse_args(argv)
     device, dtype, mesh = start(args)
     dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence: one replica
-    data = MadeUpDocuments(64, args.seq_len)
-    full = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, dp.size, dp.rank))
+    data = MadeUpDocuments(args.seq_len)
+    full = DataLoader(data, BATCH, sampler=DistributedSampler(data, dp.size, dp.rank))
     # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
     # Face model called with labels= would, inside each shard, and be wrong at every border.
     loader = training.SequenceParallelDataLoader(full, mesh, args.layout, device=device)

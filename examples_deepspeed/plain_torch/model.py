@@ -14,6 +14,7 @@ from ds_usp import MaskSpec, RankGrid, SequenceMesh, usp_attention
 from ds_usp.training import ShardedBatch
 
 VOCAB, HIDDEN, HEADS, LAYERS = 64, 64, 4, 2
+SAMPLES, BATCH = 64, 2  # of the data, and of a data-parallel replica's step
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -75,11 +76,11 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 class MadeUpDocuments(Dataset):
     """Two packed documents a sample, each counting up from a prompt that is not learned."""
 
-    def __init__(self, samples: int, seq_len: int) -> None:
-        self.samples, self.seq_len = samples, seq_len
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
 
     def __len__(self) -> int:
-        return self.samples
+        return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(index)
@@ -127,6 +128,9 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
     replicas = dist.get_world_size() // (args.ulysses * args.ring)
+    most = SAMPLES // (BATCH * max(1, replicas))
+    if not 1 <= args.steps <= most:
+        raise SystemExit(f"--steps {args.steps}: {replicas} replicas have data for 1 to {most}")
     grid = RankGrid({"ulysses": args.ulysses, "ring": args.ring, "dp": replicas})
     torch.manual_seed(0)  # the same initial weights on every rank
     dtype = torch.bfloat16 if on_gpu and not args.check else torch.float32

@@ -64,6 +64,25 @@ def test_an_example_trains_as_one_process_and_goes_on_from_its_checkpoint(
     assert all(code == 0 for rank in ranks for code, _ in rank)
 
 
+def steps_that_are_none(ctx: RankContext, *, saved: str) -> Any:
+    """How more steps than data end, and a check after the last step."""
+    sys.path.insert(0, str(FOLDER))
+    import ddp
+
+    with pytest.raises(SystemExit, match="--steps 17: 2 replicas have data for 1 to 16"):
+        ddp.main(["--steps", "17"])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        ddp.main(["--steps", "1", "--save", saved])
+        ctx.group.barrier().wait()  # rank 0 has written it
+        code = ddp.main(["--check", "--steps", "1", "--load", saved])
+    return code, out.getvalue()
+
+
+def test_steps_without_data_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    code, text = pool.run(steps_that_are_none, WORLD, saved=str(tmp_path / "saved"))[0]
+    assert code == 1 and "nothing is left to compare" in text
+
+
 def shifted_in_the_shard(ctx: RankContext) -> Any:
     """The first example, but for its labels, which are shifted as a model that knows no shards
     does."""
