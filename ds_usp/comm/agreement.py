@@ -54,7 +54,7 @@ class Agreement:
         number: of the last comparison.
         exchanges: counts those that this rank's copy engines have begun.
         when_broken: called when the ranks differ.
-        refuse_backward: why no gradient could be right; asked at the first backward pass.
+        refuse_backward: why no gradient could be right; asked at each backward pass.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Agreement:
         """
         # The number is another one each time: what is known is that passes were compared before.
         known = f"{BACKWARD}{part}"
-        new = wait or known not in self._known
+        error = self.refuse_backward()
+        new = wait or error is not None or known not in self._known
         said = f"{self._name}{BACKWARD}{call}{part}"
-        error = None if self._passes else self.refuse_backward()
         self._compare(known, said, error, new, min(self._passes_in_a_row, MOST_AHEAD - 1))
         self._passes += 1
         self._passes_in_a_row += 1
@@ -243,13 +243,15 @@ class Agreement:
 
     def _now(self, said: str, error: Exception | None) -> None:
         if self.board is None:
-            self.number += 1
             try:
                 agree(self.group, said, error)
             except RuntimeError as lost:
                 if error is None and (ended := self._ended_ranks()):
                     raise MeshError(ended) from lost
                 raise
+            # Not before: one that fails may have met another mesh's, and ranks that go on after
+            # the error would number their calls differently.
+            self.number += 1
             return
         try:
             everyone = self._begin(_with(said, error)).wait()

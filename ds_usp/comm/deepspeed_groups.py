@@ -12,28 +12,56 @@ import torch.distributed as dist
 from ds_usp.errors import ConfigError
 
 
-def deepspeed_refusal(ranks: Sequence[int]) -> ConfigError | None:
-    """Why DeepSpeed would leave gradients of attention over these global ranks unsummed; None if it
-    would not, or does not run here.
+class DeepSpeedCheck:
+    """Why DeepSpeed would leave gradients of attention over some global ranks unsummed; None if it
+    would not, or does not run here. Asked at every backward pass.
 
     ``deepspeed.initialize(mesh_param=...)`` and ``sequence_parallel_size`` with
-    ``data_parallel_size`` in its configuration make a device mesh; without an ``mpu`` ZeRO-0 to 2
-    then reduce over its data-parallel dim alone. ZeRO-3 is right (DeepSpeed 0.19.8).
+    ``data_parallel_size`` in its configuration make a device mesh, which stays for engines that are
+    made later; without an ``mpu`` ZeRO-0 to 2 then reduce over its data-parallel dim alone. ZeRO-3
+    is right (DeepSpeed 0.19.8).
+
+    Args:
+        ranks: those that share each sequence.
     """
-    groups: Any = sys.modules.get("deepspeed.utils.groups")
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._passed: Any = None  # the device mesh under which gradients are right
+
+    def __call__(self) -> ConfigError | None:
+        """See the class."""
+        groups: Any = sys.modules.get("deepspeed.utils.groups")
+        device_mesh = getattr(groups, "mesh_device", None)
+        if device_mesh is None or device_mesh is self._passed:
+            return None
+        refusal = _refusal(_engines(), self._ranks)
+        if refusal is None:
+            self._passed = device_mesh
+        return refusal
+
+
+def _engines() -> list[Any]:
+    """Those whose backward pass this may be: the one that runs ``engine.backward``, or else all,
+    for ``loss.backward()`` says no more."""
     module: Any = sys.modules.get("deepspeed.runtime.engine")
-    if getattr(groups, "mesh_device", None) is None or module is None:
-        return None
-    # DeepSpeed keeps no list of its engines. This runs once, and only where a mesh device is set.
+    if module is None:
+        return []
+    # DeepSpeed keeps no list of its engines. This runs once for each device mesh.
     engines = [x for x in gc.get_objects() if type(x) is module.DeepSpeedEngine]
-    refusals = [_refusal(engine, ranks) for engine in engines]
+    return [x for x in engines if getattr(x, "_running_engine_backward", False)] or engines
+
+
+def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None:
+    """The error of engines of which none sums over all these ranks."""
+    refusals = [_refusal_of(engine, ranks) for engine in engines]
     wrong = [each for each in refusals if each is not None]
     return wrong[0] if wrong and len(wrong) == len(refusals) else None
 
 
-def _refusal(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
+def _refusal_of(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
     group = getattr(engine, "seq_data_parallel_group", None)
-    if getattr(engine, "mesh_device", None) is None or group is None:
+    if group is None:
         return None
     stage, reduced = engine.zero_optimization_stage(), dist.get_process_group_ranks(group)
     if stage > 2 or set(ranks) <= set(reduced):

@@ -16,7 +16,7 @@ from ds_usp._version import __version__
 from ds_usp.comm.agreement import Agreement, agree
 from ds_usp.comm.board import shared_board
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
-from ds_usp.comm.deepspeed_groups import deepspeed_refusal
+from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.engines import exchanges_begun, let_go
 from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.given_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
@@ -207,7 +207,7 @@ class SequenceMesh:
         # A rank that waits in a stream for one that will never come is freed with the error.
         mesh.agreement.when_broken = partial(let_go, mesh.engines)
         mesh.agreement.exchanges = partial(exchanges_begun, mesh.engines)
-        mesh.agreement.refuse_backward = partial(deepspeed_refusal, ranks)
+        mesh.agreement.refuse_backward = DeepSpeedCheck(ranks)
         return mesh
 
     @property
@@ -307,6 +307,7 @@ class SequenceMesh:
 
     def release(self) -> None:
         """Give back the memory that copy engines keep, until the next call needs some. Collective;
+            plans={},
         waits for all that is under way. What CUDA graphs have captured stays theirs."""
         self.agree("release")
         if self.engines:

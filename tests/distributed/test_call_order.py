@@ -130,3 +130,29 @@ def test_what_all_ranks_do_alike_is_right(pool: WorkerPool, way: str) -> None:
         results = pool.run(walk, WORLD, timeout=TIMEOUT_S, way=way, orders=[order] * WORLD)
         for text, error in results:
             assert not text and error <= 1e-5, (order, text, error)
+
+
+def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
+    """What is said where ranks use two meshes over one group in another order, and by a backward
+    pass after it, which all ranks run alike."""
+    meshes = [ds_usp.SequenceMesh.from_group(None, 2) for _ in range(2)]
+    said = []
+    try:
+        meshes[ctx.rank % 2].check()
+    except ds_usp.MeshError as error:
+        said.append(str(error))
+    x = torch.randn(1, TOKENS // ctx.world, HEADS, DIM, requires_grad=True)
+    mask = ds_usp.MaskSpec.causal()
+    try:
+        ds_usp.usp_attention(
+            x, x, x, mesh=meshes[0], layout="contiguous", mask=mask
+        ).sum().backward()
+    except ds_usp.MeshError as error:
+        said.append(str(error))
+    return said[0], "".join(said[1:])
+
+
+def test_ranks_that_go_on_after_an_error_number_calls_alike(pool: WorkerPool) -> None:
+    for first, second in pool.run(go_on_after_an_error, WORLD):
+        assert "a check of the mesh" in first
+        assert not second

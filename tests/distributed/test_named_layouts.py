@@ -11,7 +11,7 @@ from cases import mesh_of
 from harness import RankContext, WorkerPool
 
 import ds_usp
-from ds_usp import MaskSpec, USPAttention
+from ds_usp import MaskSpec, SequenceMesh, USPAttention
 
 WORLD, CAUSAL, FULL = 4, MaskSpec.causal(), MaskSpec.full()
 
@@ -109,3 +109,20 @@ def test_what_no_name_says_is_refused_on_every_rank(pool: WorkerPool) -> None:
     for found in pool.run(said, WORLD):
         for how, (_, wanted) in REFUSED.items():
             assert re.search(wanted, found[how]), (how, found[how])
+
+
+def flat_mesh_differs(ctx: RankContext) -> bool:
+    """Whether a named layout on the flat mesh is that mesh's own, after a call on the other."""
+    mesh = SequenceMesh.from_group(None, 2)
+    q, k, v = tensors()
+    found = [
+        ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=CAUSAL)
+        for each in (mesh, mesh.flat())
+    ]
+    flat = SequenceMesh.from_group(None, 4)
+    want = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL)
+    return bool(torch.allclose(found[1], want, atol=1e-6))
+
+
+def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:
+    assert pool.run(flat_mesh_differs, WORLD) == [True] * WORLD

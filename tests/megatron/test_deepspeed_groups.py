@@ -73,6 +73,46 @@ def train(
     return "", max(float((a - b).norm() / b.norm()) for a, b in zip(steps, want, strict=True))
 
 
+def train_late(ctx: RankContext) -> str:
+    """What the backward pass of an engine says that was given no device mesh, but is made after
+    one was, by an idle engine that is right, and after a backward pass without DeepSpeed."""
+    import deepspeed
+
+    from ds_usp.training.deepspeed import prepare_deepspeed
+
+    prepare_deepspeed()
+    layer = Layer(ds_usp.SequenceMesh.from_group(None, 1))
+    mine = layer.mesh.layout("contiguous", TOKENS).shard(
+        torch.randn(1, TOKENS, HEADS * DIM), 1, layer.mesh.rank
+    )
+    layer(mine).backward()
+    other = torch.nn.Linear(2, 2)
+    engines = []
+    for model, stage, mesh_param in ((other, 3, (1, ctx.world)), (layer, 1, None)):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+            },
+            mesh_param=mesh_param,
+            dist_init_required=False,
+        )
+        engines.append(engine)
+    try:
+        engines[1].backward(engines[1](mine))
+    except ds_usp.USPError as error:
+        return str(error)
+    return ""
+
+
+def test_the_engine_that_runs_is_the_one_that_is_checked() -> None:
+    for text in fork_world(train_late, 2):
+        assert "ZeRO-1 sums gradients over" in text
+
+
 CASES = [(stage, "mesh_param", 1) for stage in range(4)]
 CASES += [(1, "config", 2), (1, "neither", 2), (2, "neither", 1)]
 
