@@ -167,7 +167,7 @@ def _shifted_labels(
         shifted = next_token_labels(labels, documents)
     for row, count in zip(shifted, real, strict=True):
         if count < len(row):
-            row[count - 1 :] = IGNORE_INDEX
+            row[count:] = IGNORE_INDEX
     return shifted
 
 

@@ -45,6 +45,13 @@ def test_shifted_labels_are_taken_as_they_are() -> None:
     assert torch.equal(batch.labels, TOKENS + 1)
 
 
+def test_the_shifted_label_of_the_last_token_before_padding_counts() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    (batch,) = batches({"input_ids": TOKENS, "shift_labels": TOKENS + 1, "attention_mask": mask})
+    assert batch.labels.tolist()[0] == [6, 7, 8, 9, -100, -100]
+    assert batch.loss_tokens == 4 + 6
+
+
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
 PACKED = {
     "positions": {"position_ids": POSITIONS},
