@@ -18,7 +18,7 @@ import torch
 
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
 from ds_usp.attention.plan import plan_call
-from ds_usp.attention.request import agreed, on_host
+from ds_usp.attention.request import agreed, check_default_layout, on_host
 from ds_usp.attention.scores import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.mesh import MESHES, SequenceMesh
@@ -40,6 +40,7 @@ class Ask(NamedTuple):
         chunks, gather, copies, inner_ring: of the tuning; None is ``"auto"``.
         softcap, dropout_seed: of the scores.
         learns, sinks_learn: q, k or v has a gradient, the sinks have one.
+        named: the caller has named the layout.
         caller: what the ranks compare besides.
     """
 
@@ -63,6 +64,7 @@ class Ask(NamedTuple):
     dropout_seed: int | None
     learns: bool
     sinks_learn: bool
+    named: bool
     caller: str
 
     @property
@@ -113,6 +115,13 @@ class Ask(NamedTuple):
             )
         return self.caller + text, call
 
+    def checked(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, USPCall]:
+        """:meth:`plan` of a call that runs now."""
+        if not self.named:
+            degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
+            check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))
+        return self.plan(like, sizes, scores)
+
 
 def _auto(value: Any) -> Any:
     return "auto" if value is None else value
@@ -123,7 +132,8 @@ _ASK = (
     "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
     "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
     "bool with_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
-    "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, str caller"
+    "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, bool named, "
+    "str caller"
 )
 # torch's own CUDA graphs would leave out the comparison of the ranks.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -175,7 +185,7 @@ def _attend(
 ) -> list[torch.Tensor]:
     """:func:`attention`, every time."""
     scores = ask.scores(sinks, slopes)
-    call = agreed(ask.on, lambda: ask.plan(q, (q.shape, k.shape, v.shape), scores), q)
+    call = agreed(ask.on, lambda: ask.checked(q, (q.shape, k.shape, v.shape), scores), q)
     number = ask.on.agreement.number
     saves = ask.has_backward
     out, lse, kept = attend(call, scores, q, k, v, keep=saves)

@@ -10,6 +10,7 @@ from ds_usp.attention.compiled import OP_TAGS, constants, layout_of, own
 from ds_usp.attention.request import (
     HeadTraffic,
     agreed,
+    check_default_layout,
     check_tensors,
     exchange_name,
     local_call,
@@ -32,6 +33,7 @@ class Trip(NamedTuple):
         begins: it begins a call, which the ranks compare.
         backward: it is the backward pass of an exchange, which they compare too.
         learns: q, k or v has a gradient.
+        named: the caller has named the layout.
         caller: what the ranks compare besides.
     """
 
@@ -46,6 +48,7 @@ class Trip(NamedTuple):
     begins: bool
     backward: bool
     learns: bool
+    named: bool
     caller: str
 
     @property
@@ -77,6 +80,9 @@ class Trip(NamedTuple):
     def checked(self, tensors: list[torch.Tensor]) -> tuple[str, HeadTraffic]:
         """:meth:`plan`, where it can run now."""
         refuse_kept("a local attention in a graph")
+        if not self.named:
+            degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
+            check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))
         return self.plan(tensors)
 
     def of(self, traffic: HeadTraffic, tensors: list[torch.Tensor]) -> HeadExchange:
@@ -89,7 +95,7 @@ class Trip(NamedTuple):
     mutates_args=(),
     schema="(Tensor[] tensors, Tensor? call, str mesh, str layout, SymInt tokens, str kv_layout, "
     "SymInt kv_tokens, SymInt heads, SymInt kv_heads, bool to_heads, bool begins, bool backward, "
-    "bool learns, str caller) -> Tensor[]",
+    "bool learns, bool named, str caller) -> Tensor[]",
     **OP_TAGS,
 )
 def exchange_op(

@@ -31,6 +31,7 @@ from ds_usp.attention.plan import plan_call
 from ds_usp.attention.request import (
     HeadTraffic,
     agreed,
+    check_default_layout,
     check_dims,
     check_layout_kind,
     check_tensors,
@@ -83,9 +84,10 @@ class USPAttention(torch.nn.Module):
             same group and degree share a mesh.
         layout: which tokens the shards hold: a kind of token layout, every rank holding as many
             tokens, or a :class:`TokenLayout`, which also says the length of a sequence that does
-            not divide. The default keeps DeepSpeed's order, in which a causal ring waits for its
-            last rank. ``layout="zigzag"`` balances it, if tokens, labels and positions are sharded
-            by it: ``attn.mesh.layout("zigzag", seq_len).shard(x, dim, attn.mesh.rank)``.
+            not divide. None is ``contiguous``, DeepSpeed's order, in which a causal ring waits for
+            its last rank; batches that ``SequenceParallelDataLoader`` gave in another one are
+            refused then. ``layout="zigzag"`` balances it, if tokens, labels and positions are
+            sharded by it: ``attn.mesh.layout("zigzag", seq_len).shard(x, dim, attn.mesh.rank)``.
         mask, softmax_scale, dropout_p: what the local attention computes, where the ring cannot
             read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
         kernel: name of the ring's kernel.
@@ -111,7 +113,7 @@ class USPAttention(torch.nn.Module):
         *,
         ulysses_degree: int | None = None,
         mesh: SequenceMesh | None = None,
-        layout: str | TokenLayout = TokenLayout.CALLERS_KIND,
+        layout: str | TokenLayout | None = None,
         mask: MaskSpec | None = None,
         softmax_scale: float | None = None,
         dropout_p: float | None = None,
@@ -120,6 +122,8 @@ class USPAttention(torch.nn.Module):
         tuning: Tuning = AUTO_TUNING,
     ) -> None:
         super().__init__()
+        self._names_layout = layout is not None
+        self._layout = layout = TokenLayout.CALLERS_KIND if layout is None else layout
         if mesh is None:
             order = order or DEFAULT_SP_ORDER
             mesh = SequenceMesh.shared(sequence_process_group, ulysses_degree, order)
@@ -152,7 +156,6 @@ class USPAttention(torch.nn.Module):
         self.num_kv_heads = num_kv_heads
         self.kernel = kernel
         self.tuning = tuning
-        self._layout = layout
 
     def forward(
         self,
@@ -207,10 +210,10 @@ class USPAttention(torch.nn.Module):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
         layouts = tuple(told_layout(self._layout, x, self.mesh) for x in (q, k))
-        caller = f"{batch_dim_text(dim)}, "
+        named, caller = self._names_layout, f"{batch_dim_text(dim)}, "
         out: torch.Tensor | None = None
         if self._host is None:
-            exchanged = traced_exchange(q, k, v, self.mesh, layouts, caller)
+            exchanged = traced_exchange(q, k, v, self.mesh, layouts, named, caller)
             if exchanged is not None:
                 out = self._local(q, k, v, exchanged, dim == 1, None, given.args, given.kwargs)
         elif not given.args and not given.kwargs:
@@ -224,6 +227,7 @@ class USPAttention(torch.nn.Module):
                 training=self._in_training,
                 kernel=self.kernel,
                 tuning=self.tuning,
+                named=named,
                 caller=f"{caller}{NO_ARGUMENTS}, ",
             )
         return out.transpose(0, 1) if dim and out is not None else out
@@ -289,6 +293,8 @@ class USPAttention(torch.nn.Module):
         tensors = check_tensors(q, k, v)
         texts = [batch_dim_text(batch_dim_idx)]
         layout = self._layout_of(q)
+        if not self._names_layout:
+            check_default_layout(self.mesh, layout)
         host = self._host if documents is None else self._within(documents)
         if rotary is not None:
             if q.shape[1] != k.shape[1]:

@@ -197,6 +197,25 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
     return mesh.layout(layout, x.shape[1] * mesh.sp_degree)
 
 
+def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
+    """Check a layout that nobody named against the batches that a data loader has given.
+
+    Raises:
+        LayoutError: the last batch of this length has its tokens in other places.
+    """
+    batch = mesh.batch_layouts.get(layout.seq_len)
+    if batch is None or batch.places_as(layout):
+        return
+    named = batch.kind in KINDS and not batch.documents
+    raise LayoutError(
+        f"SequenceParallelDataLoader gave these ranks batches of {batch.seq_len} tokens in the "
+        f"layout {batch.kind!r}, and attention was given none, which means {layout.kind!r}: "
+        + (f"give it layout={batch.kind!r}" if named else "call usp_attention with batch.layout")
+        + f", or the loader layout={layout.kind!r}. If these are other tokens, which are "
+        f"{layout.kind}, say so: layout={layout.kind!r}"
+    )
+
+
 def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
     """Check that ``x [b, s, ...]`` is this rank's share of a sequence; describe it.
 

@@ -47,19 +47,19 @@ def ask_of(
     tuning: Tuning,
     scores: Scores,
     kv_layout: Place | None,
+    named: bool = True,
     caller: str = "",
 ) -> Ask | None:
-    """A call in plain values, told while it is traced; None if it cannot be told so, because it has
-    documents, which are another batch's at the next call, or arguments that are refused.
+    """A call in plain values, told while it is traced; None if it has documents, which differ from
+    batch to batch, or arguments that are refused.
 
     Args:
-        layout, kv_layout: also as kind and length.
+        layout, kv_layout: also as kind and length; ``named`` by the caller, or not.
         caller: what the ranks compare besides.
     """
     if type(mesh) is not SequenceMesh:
         return None
-    queries = plain_layout(layout, mesh)
-    keys = queries if kv_layout is None else plain_layout(kv_layout, mesh)
+    queries, keys = (plain_layout(each, mesh) for each in (layout, kv_layout or layout))
     plain = (
         type(mask) is MaskSpec
         and not mask.documents
@@ -96,6 +96,7 @@ def ask_of(
         dropout_seed=scores.dropout_seed,
         learns=grad and (q.requires_grad or k.requires_grad or v.requires_grad),
         sinks_learn=grad and sinks is not None and sinks.requires_grad,
+        named=named,
         caller=caller,
     )
 
@@ -136,6 +137,7 @@ def traced_attention(
     training: bool,
     kernel: str,
     tuning: Tuning,
+    named: bool,
     caller: str,
 ) -> torch.Tensor | None:
     """What a local attention would compute, on the package's kernels; None if no op can.
@@ -158,6 +160,7 @@ def traced_attention(
         tuning=tuning,
         scores=scores,
         kv_layout=layouts[1],
+        named=named,
         caller=caller,
     )
     if ask is None:
@@ -172,6 +175,7 @@ def traced_exchange(
     v: torch.Tensor,
     mesh: SequenceMesh,
     layouts: Sequence[Place],
+    named: bool,
     caller: str,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
     """A function ``(to_heads, *tensors)`` that brings q, k and v to their heads, and the output
@@ -179,6 +183,7 @@ def traced_exchange(
 
     Args:
         layouts: of the queries and of the keys.
+        named: the caller has named them.
         caller: what the ranks compare besides.
     """
     queries, keys = (plain_layout(each, mesh) for each in layouts)
@@ -188,7 +193,8 @@ def traced_exchange(
         return _stay if _fits(q, k, v, queries[1], keys[1]) else None
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     places = *queries, *keys
-    trip = Trip(mesh.name, *places, q.shape[2], k.shape[2], True, True, False, learns, caller)
+    heads = q.shape[2], k.shape[2]
+    trip = Trip(mesh.name, *places, *heads, True, True, False, learns, named, caller)
     return _TracedExchange(trip)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,10 @@ from ds_usp.geometry.ranks import RankGrid
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESHES: Final[Names[SequenceMesh]] = Names()
+# Of a process group: a loader and an attention that share one may each have a mesh of their own.
+_BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,8 @@ class SequenceMesh:
         outer_groups: communicators for what crosses the network in a double ring, by the kind of
             traffic: it is under way for longer than what the ranks of a node exchange meanwhile.
         plans: calls over this mesh that were checked before, by what was asked for.
+        batch_layouts: the layout of the last batch of each length that a data loader has given the
+            ranks; meshes over one process group share it.
         name: what compiled code calls it. Meshes that ever have the same name are alike in their
             degrees, order and rank, so that what was compiled for one is right for the other.
     """
@@ -80,11 +87,12 @@ class SequenceMesh:
     engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}, ops 2"
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 3"
         object.__setattr__(self, "name", MESHES.give(self, text))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,6 +211,7 @@ class SequenceMesh:
             agreement=_agreement(group, ranks, hosts),
             no_copies=why_no_copies(group, hosts),
             node_ring=ring_ranks_of_a_host(hosts, grid),
+            batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         # A rank that waits in a stream for one that will never come is freed with the error.
         mesh.agreement.when_broken = partial(let_go, mesh.engines)
@@ -298,6 +307,7 @@ class SequenceMesh:
             dkv_group=None,
             node_ring=1,
             outer_groups={},
+            plans={},
         )
 
     @property
@@ -307,7 +317,6 @@ class SequenceMesh:
 
     def release(self) -> None:
         """Give back the memory that copy engines keep, until the next call needs some. Collective;
-            plans={},
         waits for all that is under way. What CUDA graphs have captured stays theirs."""
         self.agree("release")
         if self.engines:

@@ -190,6 +190,12 @@ class TokenLayout:
         found = [position for segment in self.segments(rank) for position in segment.positions]
         return found if like is None else like.new_empty(0).long().new_tensor(found)
 
+    def places_as(self, other: TokenLayout) -> bool:
+        """Whether every rank stores the same tokens in the same order as under another layout."""
+        return self.degree == other.degree and all(
+            self.segments(rank) == other.segments(rank) for rank in range(self.degree)
+        )
+
     def ring_segments(self, ring_rank: int) -> tuple[Segment, ...]:
         """The tokens of one ring rank in ascending order, as attention sees them."""
         return _ring_order(self, ring_rank)[0]

@@ -83,7 +83,8 @@ class SequenceParallelDataLoader:
         loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
         mesh: the ranks that share each batch.
         layout: kind of token layout, which attention must be given too (``batch.layout``): the
-            default is the one that :class:`ds_usp.USPAttention` takes by default. ``zigzag``
+            default is the one that :class:`ds_usp.USPAttention` takes by default, which refuses
+            batches in another one. ``zigzag``
             balances the causal work of a ring. ``balanced`` is made anew from the documents of
             each batch.
         device: where shards go; None: where the mesh's ranks exchange tensors.
@@ -227,6 +228,7 @@ class SequenceParallelDataLoader:
 
     def _shard(self, batch: FullBatch, loss_tokens: int) -> ShardedBatch:
         layout = self._layout_of(batch)
+        self.mesh.batch_layouts[batch.seq_len] = layout
         shards = {
             name: layout.shard(x, dim=1, rank=self.mesh.rank).to(self._device)
             for name, x in batch.sharded.items()
