@@ -21,13 +21,15 @@ class Settings(MeshSettings):
     """What ``megatron_patches.apply("deepspeed", ...)`` takes.
 
     Args:
-        layout: the default is how batches are cut for DeepSpeed, so nothing else changes;
-            ``zigzag`` balances causal work, but then the model's batches have to be cut by it.
+        layout: None is how batches are sharded for DeepSpeed (``contiguous``), so nothing else
+            changes, and is checked against the batches of a ``SequenceParallelDataLoader``;
+            ``zigzag`` balances causal work, but then the model's batches have to be sharded by it.
         mask, softmax_scale, dropout_p: what the local attention computes, where a ring cannot
             read it.
         also_in: modules that have imported the class by name already, as ``package.module:Name``.
     """
 
+    layout: str | ds_usp.TokenLayout | None = None  # type: ignore[assignment]
     mask: ds_usp.MaskSpec | None = None
     softmax_scale: float | None = None
     dropout_p: float | None = None

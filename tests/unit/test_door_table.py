@@ -74,10 +74,11 @@ NAMES: dict[str, Doors] = {
 
 # Entry points of which a parameter says a token order by default: its name -> the default.
 ORDERS = {
-    "ds_usp.USPAttention": CALLER,
+    # None is CALLER, compared with what a loader gave; tests/distributed/test_default_layout.py
+    "ds_usp.USPAttention": None,
     "ds_usp.USPConfig": LOADER,
     "ds_usp.training.SequenceParallelDataLoader": CALLER,
-    "apply('deepspeed')": CALLER,
+    "apply('deepspeed')": None,
     # megatron-core's own batch slicing; tests/megatron/test_host_megatron_core.py
     "apply('megatron_core')": "context_parallel",
     # the patches shard the batches; tests/megatron_deepspeed/test_mds_parity.py
