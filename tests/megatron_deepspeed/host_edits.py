@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,10 @@ def edit(name: str, checkout: Path, folder: Path) -> Path:
         node = next(x for x in ast.walk(node) if getattr(x, "name", None) == part)
     node.body[:0] = ast.parse(f"raise RuntimeError('{MARK} {name}')").body
     edited = folder / file.name
-    edited.write_text(ast.unparse(tree), encoding="utf-8")
+    # All ranks write the same file, and read it: none may see half of it.
+    part = edited.with_suffix(f".{os.getpid()}")
+    part.write_text(ast.unparse(tree), encoding="utf-8")
+    os.replace(part, edited)
     if module in sys.modules:
         sys.modules[module].__file__ = str(edited)
         target = functools.reduce(getattr, path.split("."), sys.modules[module])
