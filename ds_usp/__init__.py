@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_usp.attention.functional import usp_attention
     from ds_usp.attention.joint import usp_joint_attention
     from ds_usp.attention.module import USPAttention
-    from ds_usp.attention.scores import Scores
+    from ds_usp.attention.score_mod import Scores
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.ledger import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
@@ -40,7 +40,7 @@ else:
     _LATER = MappingProxyType(
         {
             "CommLedger": "ds_usp.comm.ledger",
-            "Scores": "ds_usp.attention.scores",
+            "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from ds_usp.errors import ConfigError, PatchError
 from megatron_patches.bypass import Bypass
 from megatron_patches.guards import NO_GUARD, Guard
-from megatron_patches.place import ABSENT, Place
+from megatron_patches.patch_target import ABSENT, Place
 
 UNCHECKED_FLAG = "--usp-unchecked-host"
 _MARK = "__ds_usp_patches__"  # on a changed module: the sets that changed it

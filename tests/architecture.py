@@ -19,15 +19,15 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 
 # Which parts of ds_usp a part may import. `__init__` gathers the public names from all of them.
-_BASE = {"errors", "notices", "_version"}
-_FLOOR_1 = _BASE | {"geometry", "dense", "fused"}
+_BASE = {"errors", "warn_once", "_version"}
+_FLOOR_1 = _BASE | {"geometry", "strided_copy", "triton_launch"}
 _FLOOR_2 = _FLOOR_1 | {"planner", "kernels", "comm", "config", "memory"}
 FLOORS = {
     "_version": set(),
     "errors": set(),
-    "notices": set(),
-    "dense": set(),
-    "fused": set(),
+    "warn_once": set(),
+    "strided_copy": set(),
+    "triton_launch": set(),
     "geometry": _BASE | {"geometry"},
     "config": _FLOOR_1,
     "planner": _FLOOR_1 | {"planner"},
@@ -40,7 +40,7 @@ FLOORS = {
     "cli": _FLOOR_2 | {"attention", "cli", ""},  # "": ds_usp itself, as its users import it
     "__main__": _BASE | {"cli", "planner"},
 }
-STDLIB_ONLY = {"_version", "errors", "notices", "geometry", "config"}
+STDLIB_ONLY = {"_version", "errors", "warn_once", "geometry", "config"}
 NO_GROUPS = {"kernels", "memory"}
 OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
 PUBLIC_MODULES = {
@@ -78,7 +78,7 @@ class Source:
 
     @cached_property
     def part(self) -> str:
-        """The part of ds_usp that the file belongs to, "" elsewhere: ds_usp/comm/ring.py -> comm"""
+        """The part of ds_usp that owns the file, "" elsewhere: ds_usp/comm/channel.py -> comm"""
         if self.path.parts[0] != "ds_usp":
             return ""
         return self.path.parts[1].removesuffix(".py")

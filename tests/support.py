@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-import joint_cases
+import joint_attention_cases
 import oracle
 import torch
 import torch.nn.functional as F
@@ -133,7 +133,7 @@ def refused_call(ctx: RankContext, ulysses: int, **changes: Any) -> float:
 
 def joint_tokens(ctx: RankContext, ulysses: int, *, front: bool) -> float:
     """usp_joint_attention against the oracle."""
-    (errors,) = joint_cases.run(ctx, [joint_cases.Joint(front=front)], ulysses)
+    (errors,) = joint_attention_cases.run(ctx, [joint_attention_cases.Joint(front=front)], ulysses)
     return max(errors.values()) / TOLERANCE[torch.float32]
 
 

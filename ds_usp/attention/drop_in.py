@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ds_usp.attention.functional import exchange
 from ds_usp.attention.local_attention import LocalAttention
 from ds_usp.attention.pipeline import USPCall
-from ds_usp.attention.request import HeadTraffic
 from ds_usp.attention.rotary import Rotary
+from ds_usp.attention.validation import HeadTraffic
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import borders_of
-from ds_usp.notices import notice
+from ds_usp.warn_once import notice
 
 
 class Arguments(NamedTuple):

@@ -7,20 +7,20 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ds_usp.attention.compiled import attention
+from ds_usp.attention.call_plan import plan_call
+from ds_usp.attention.custom_ops import attention
 from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
-from ds_usp.attention.plan import plan_call
-from ds_usp.attention.request import agreed, exchange_name, on_host
-from ds_usp.attention.scores import NO_SCORES, Scores
-from ds_usp.attention.traced import ask_of, not_plain, told_layout
+from ds_usp.attention.score_mod import NO_SCORES, Scores
+from ds_usp.attention.tracing import ask_of, not_plain, told_layout
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.attention.validation import agreed, exchange_name, on_host
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
-from ds_usp.memory.keep import kept
+from ds_usp.memory.saved_attention import kept
 
 
 class SeqAllToAll(torch.autograd.Function):

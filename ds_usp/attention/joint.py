@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ds_usp.attention.functional import exchange, usp_attention
-from ds_usp.attention.request import agreed, check_layout, token_layout
-from ds_usp.attention.scores import NO_SCORES, Scores
-from ds_usp.attention.traced import not_plain
+from ds_usp.attention.score_mod import NO_SCORES, Scores
+from ds_usp.attention.tracing import not_plain
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.attention.validation import agreed, check_layout, token_layout
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_usp.attention.scores import NO_SCORES, Scores
+from ds_usp.attention.score_mod import NO_SCORES, Scores
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ds_usp.attention.call_plan import plan_call
 from ds_usp.attention.drop_in import (
     Arguments,
     DropInPlan,
@@ -18,8 +19,8 @@ from ds_usp.attention.drop_in import (
     exchange_step,
     say_not_called,
 )
+from ds_usp.attention.framework_arguments import NO_ARGUMENTS, HostArguments
 from ds_usp.attention.functional import UnifiedAttention
-from ds_usp.attention.host_arguments import NO_ARGUMENTS, HostArguments
 from ds_usp.attention.local_attention import (
     LocalAttention,
     check_given,
@@ -27,8 +28,15 @@ from ds_usp.attention.local_attention import (
     ring_attention,
 )
 from ds_usp.attention.pipeline import USPCall
-from ds_usp.attention.plan import plan_call
-from ds_usp.attention.request import (
+from ds_usp.attention.rotary import Rotary, check_rotary, rotary_of
+from ds_usp.attention.tracing import (
+    not_plain,
+    told_layout,
+    traced_attention,
+    traced_exchange,
+)
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
+from ds_usp.attention.validation import (
     HeadTraffic,
     agreed,
     check_default_layout,
@@ -38,14 +46,6 @@ from ds_usp.attention.request import (
     local_call,
     token_layout,
 )
-from ds_usp.attention.rotary import Rotary, check_rotary, rotary_of
-from ds_usp.attention.traced import (
-    not_plain,
-    told_layout,
-    traced_attention,
-    traced_exchange,
-)
-from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
@@ -53,7 +53,7 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO, check_name
 from ds_usp.kernels.rotary import apply_rotary
-from ds_usp.memory.keep import check_only_inputs_learn, kept
+from ds_usp.memory.saved_attention import check_only_inputs_learn, kept
 
 
 class USPAttention(torch.nn.Module):

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from ds_usp.attention.request import HeadTraffic
 from ds_usp.attention.ring import (
     BlockWalk,
     RingCall,
@@ -29,12 +28,13 @@ from ds_usp.attention.ring import (
     ring_backward,
     ring_forward,
 )
-from ds_usp.attention.scores import PartScores, Scores
+from ds_usp.attention.score_mod import PartScores, Scores
+from ds_usp.attention.validation import HeadTraffic
 from ds_usp.comm.all_to_all import HeadExchange
-from ds_usp.comm.even_exchange import Departure, Trip
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.uniform_all_to_all import Departure, Trip
 from ds_usp.config import without_multicast
-from ds_usp.kernels.scores import PLAIN, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, ScoreSpec
 from ds_usp.kernels.sinks import sink_gradient, with_sinks
 
 

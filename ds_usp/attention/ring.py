@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.attention.scores import PartScores
+from ds_usp.attention.score_mod import PartScores
 from ds_usp.attention.travel import (
     NO_ARRIVALS,
     NO_WAY_HOME,
@@ -33,9 +33,9 @@ from ds_usp.attention.travel import (
     unpacked,
 )
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.geometry.calls import KernelCall
-from ds_usp.geometry.schedule import RingSchedule, RingStep
-from ds_usp.geometry.windows import Window
+from ds_usp.geometry.double_ring import Window
+from ds_usp.geometry.kernel_calls import KernelCall
+from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel, Places
 from ds_usp.kernels.merge import GradientSum, OutputSum
 

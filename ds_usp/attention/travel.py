@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_usp.comm.channel import Channel, RingChannel, Room, cut_features
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.ring import Channel, RingChannel, Room, cut_features
-from ds_usp.dense import dense_copy
-from ds_usp.geometry.schedule import RingStep
-from ds_usp.geometry.visible import Runs
-from ds_usp.geometry.windows import Piece, Window
+from ds_usp.geometry.double_ring import Piece, Window
+from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.geometry.visibility import Runs
 from ds_usp.kernels.merge import GradientSum
+from ds_usp.strided_copy import dense_copy
 
 Travel = RingStep | Window
 

@@ -10,10 +10,7 @@ import torch
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import peer_copies_disabled, streams_share_a_queue
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.parts import (
+from ds_usp.geometry.chunking import (
     Places,
     comes_at_once,
     inner_ring,
@@ -22,7 +19,10 @@ from ds_usp.geometry.parts import (
     places,
     visible_pairs,
 )
-from ds_usp.geometry.windows import checked_inner_ring
+from ds_usp.geometry.double_ring import checked_inner_ring
+from ds_usp.geometry.heads import HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
 
 
 @dataclass(frozen=True)

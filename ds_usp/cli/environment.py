@@ -269,7 +269,7 @@ def _copy_engines() -> dict[str, Any]:
     """What one process can tell; the ranks of a mesh decide together when it is made."""
     import torch
 
-    from ds_usp.comm.symmetric import why_no_peer_copies
+    from ds_usp.comm.symmetric_memory import why_no_peer_copies
 
     count = torch.cuda.device_count()
     why = why_no_peer_copies(max(count, 1))

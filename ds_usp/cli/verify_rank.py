@@ -19,7 +19,7 @@ from ds_usp.cli.verify_case import DOORS, DTYPES, VerifyCase
 from ds_usp.config import Launched
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
-from ds_usp.kernels.scores import ScoreSpec
+from ds_usp.kernels.score_mod import ScoreSpec
 
 _ROW_DIM: Mapping[str, int] = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 # Gradients of a query that sees one key are 0: they are compared with a share of dout then.

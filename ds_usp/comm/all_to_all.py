@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.even_exchange import Departure, EvenExchange, Trip, write
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import Sum
+from ds_usp.comm.uniform_all_to_all import Departure, EvenExchange, Trip, write
 from ds_usp.geometry.layout import Run, TokenLayout
 
 HeadRanges = tuple[tuple[int, int], ...]

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.driver import WordJob, WordJobs, capture_of, copy, copy_rows
+from ds_usp.comm.channel import Arrivals, Parcels, Room
+from ds_usp.comm.cuda_driver import WordJob, WordJobs, capture_of, copy, copy_rows
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.ring import Arrivals, Parcels, Room
 from ds_usp.comm.streams import current_stream
-from ds_usp.comm.symmetric import SharedTensor, symmetric
+from ds_usp.comm.symmetric_memory import SharedTensor, symmetric
 from ds_usp.errors import MeshError
 
 # (rank, its slot, bytes from the slot's start, tensor to fill, bytes from row to row there or 0 if
@@ -310,7 +310,7 @@ class CopyEngine:
 
 
 class CopyChannel:
-    """What :class:`ds_usp.comm.ring.RingChannel` does, by copy engines.
+    """What :class:`ds_usp.comm.channel.RingChannel` does, by copy engines.
 
     Args:
         engine: of the group.
@@ -327,13 +327,13 @@ class CopyChannel:
         self.busy = False
 
     def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
-        """See :meth:`ds_usp.comm.ring.RingChannel.room`."""
+        """See :meth:`ds_usp.comm.channel.RingChannel.room`."""
         packed, self._slot = self._engine.pack(shape, dtype)
         self._turn = self._slot.turn
         return packed
 
     def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
-        """See :meth:`ds_usp.comm.ring.RingChannel.post`."""
+        """See :meth:`ds_usp.comm.channel.RingChannel.post`."""
         if self.busy or self._slot is None:
             why = "before the last one was taken" if self.busy else "without room"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
@@ -355,7 +355,7 @@ class CopyChannel:
             self._ledger.add(self._kind, sum(stop - start for _, start, stop in leaving) * row)
 
     def take(self) -> None:
-        """See :meth:`ds_usp.comm.ring.RingChannel.take`."""
+        """See :meth:`ds_usp.comm.channel.RingChannel.take`."""
         if not self.busy:
             raise MeshError(f"no {self._kind} exchange was posted")
         if self._done is not None:
@@ -363,6 +363,6 @@ class CopyChannel:
         self._done, self._places, self.busy = None, (), False
 
     def close(self) -> None:
-        """See :meth:`ds_usp.comm.ring.RingChannel.close`."""
+        """See :meth:`ds_usp.comm.channel.RingChannel.close`."""
         if self.busy:
             self.take()

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
-from ds_usp.comm.agreement import Agreement, agree
-from ds_usp.comm.board import shared_board
+from ds_usp.comm.channel import Channel, RingChannel
+from ds_usp.comm.consistency import Agreement, agree
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.engines import exchanges_begun, let_go
+from ds_usp.comm.existing_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
 from ds_usp.comm.gather import all_gather_bytes, transport_device
-from ds_usp.comm.given_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
-from ds_usp.comm.groups import even_out_group_counts, subgroup
-from ds_usp.comm.hosts import host_names, ring_ranks_of_a_host, why_no_copies
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.names import Names
-from ds_usp.comm.ring import Channel, RingChannel
+from ds_usp.comm.mesh_registry import Names
+from ds_usp.comm.nodes import host_names, ring_ranks_of_a_host, why_no_copies
+from ds_usp.comm.process_groups import even_out_group_counts, subgroup
+from ds_usp.comm.shm_mailbox import shared_board
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
@@ -366,7 +366,7 @@ class SequenceMesh:
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank of the mesh says the same; collective over it.
 
-        See :func:`ds_usp.comm.agreement.agree`.
+        See :func:`ds_usp.comm.consistency.agree`.
         """
         self.agreement.now(text, error)
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_usp.comm.ring import Shapes, cut_features
-from ds_usp.dense import dense_copy
-from ds_usp.fused import fused
+from ds_usp.comm.channel import Shapes, cut_features
+from ds_usp.strided_copy import dense_copy
+from ds_usp.triton_launch import fused
 
 
 class Sum(Protocol):

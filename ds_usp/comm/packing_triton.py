@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ds_usp.comm.packing import by_rank
-from ds_usp.fused import Launcher
+from ds_usp.triton_launch import Launcher
 
 _MOST = 3  # tensors: q, k and v
 _TILE = 8192  # elements of a program

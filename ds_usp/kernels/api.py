@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from ds_usp.geometry.calls import KernelCall
+from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
-from ds_usp.kernels.scores import PLAIN, ScoreChange, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, ScoreChange, ScoreSpec
 
 # For dq [B, rows, H, D] and dk, dv [B, columns, G, D]; None: in memory of its own.
 Places = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -70,9 +70,9 @@ class KernelCaps:
         varlen: it computes the tiles of many documents in one call; else it takes one by one.
         wide_gradients: it returns gradients in fp32; they then travel so.
         scores: what it does to scores besides scaling and masking them, of
-            ``ds_usp.kernels.scores.FEATURES``; then it has ``with_scores``.
+            ``ds_usp.kernels.score_mod.FEATURES``; then it has ``with_scores``.
         value_dims: values may have another head dim than keys. To the others both come filled up
-            with zeros to the larger one (``ds_usp.kernels.one_dim``).
+            with zeros to the larger one (``ds_usp.kernels.head_dim_padding``).
         deterministic: its gradients are the same bits every time where torch's deterministic
             algorithms are asked for.
         fills_places: it writes the gradients of a single tile where the caller wants them.

@@ -6,7 +6,7 @@ import torch
 
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import KernelCaps, Places, SingleTileKernel, band
-from ds_usp.kernels.scores import FEATURES, ScoreChange
+from ds_usp.kernels.score_mod import FEATURES, ScoreChange
 
 
 class EagerKernel(SingleTileKernel):

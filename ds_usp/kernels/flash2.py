@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from ds_usp.geometry.tiles import TileSupport
 from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.named_call import NamedCall
-from ds_usp.kernels.scores import SOFTCAP, ScoreChange
+from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
+from ds_usp.kernels.signature_adapter import NamedCall
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 _OLDEST, _OLDEST_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward

@@ -7,8 +7,8 @@ from copy import copy
 import torch
 
 from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.named_call import NamedCall
-from ds_usp.kernels.scores import SOFTCAP, ScoreChange
+from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
+from ds_usp.kernels.signature_adapter import NamedCall
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 _SHARED = ("q", "k", "v", "softcap", *Lengths._fields)

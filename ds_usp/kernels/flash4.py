@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ds_usp.kernels.api import KernelCaps, Places, require_capability
-from ds_usp.kernels.scores import SOFTCAP, ScoreChange
+from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
 from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ds_usp.dense import dense_copy
-from ds_usp.fused import fused
+from ds_usp.strided_copy import dense_copy
+from ds_usp.triton_launch import fused
 
 _NO_LSE = torch.empty(0, 0, 0)
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.fused import Launcher
+from ds_usp.triton_launch import Launcher
 
 _ROWS = 32
 _MOST_PARTS = 8

@@ -9,7 +9,7 @@ from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
-from ds_usp.kernels.one_dim import OneDimKernel
+from ds_usp.kernels.head_dim_padding import OneDimKernel
 
 Reason = str | Exception
 

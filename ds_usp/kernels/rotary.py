@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_usp.errors import ConfigError
-from ds_usp.fused import fused
+from ds_usp.triton_launch import fused
 
 _MOST_FUSED = 2  # queries and keys
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_usp.geometry.calls import KernelCall
+from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.tiles import Tile
 from ds_usp.kernels.api import SingleTileKernel
 

@@ -1,10 +1,10 @@
 """Floor 1: what is kept for the backward pass, computed again, or waits on the host."""
 
-from ds_usp.memory.chunks import in_chunks
+from ds_usp.memory.checkpoint_chunks import in_chunks
 from ds_usp.memory.gemm_last import GemmLast, recompute_before
-from ds_usp.memory.keep import keep_attention
 from ds_usp.memory.layers import RECOMPUTE, LayerMemory
 from ds_usp.memory.offload import Offload
+from ds_usp.memory.saved_attention import keep_attention
 
 __all__ = [
     "RECOMPUTE",

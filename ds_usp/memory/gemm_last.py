@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_usp.errors import RecomputeError
-from ds_usp.memory.hooks import hold, saved_tensors, storage_of
 from ds_usp.memory.random_state import RandomState
+from ds_usp.memory.saved_tensor_hooks import hold, saved_tensors, storage_of
 from ds_usp.memory.views import View
 
 Params = ParamSpec("Params")

@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_usp.errors import ConfigError
-from ds_usp.memory.keep import keep_attention
 from ds_usp.memory.offload import Offload
+from ds_usp.memory.saved_attention import keep_attention
 
 # What is computed again in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")

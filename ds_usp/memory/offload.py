@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from ds_usp.errors import ConfigError, RecomputeError
-from ds_usp.memory.copies import Copies, Done, Parcel
-from ds_usp.memory.hooks import saved_tensors, storage_of
+from ds_usp.memory.pinned_transfer import Copies, Done, Parcel
+from ds_usp.memory.saved_tensor_hooks import saved_tensors, storage_of
 from ds_usp.memory.views import View
 
 _MIN_BYTES = 1 << 16  # copies of less are all latency

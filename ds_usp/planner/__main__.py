@@ -15,16 +15,16 @@ from types import MappingProxyType
 from ds_usp.errors import ConfigError, USPError
 from ds_usp.planner import comparison, plan_report, report
 from ds_usp.planner.emit import ENGINE_OF, emit
-from ds_usp.planner.engines import Engine, engine
 from ds_usp.planner.explain import explain
 from ds_usp.planner.flags import BYTES, DEFAULT_CLUSTER, PROG, build_parser
+from ds_usp.planner.frameworks import Engine, engine
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.longest import every_split, furthest, shortest
+from ds_usp.planner.max_length import every_split, furthest, shortest
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.picture import picture
+from ds_usp.planner.parallel_config import Split, Workload, check
+from ds_usp.planner.plot import picture
 from ds_usp.planner.search import AXES, GIB, Found, search
-from ds_usp.planner.split import Split, Workload, check
 from ds_usp.planner.traffic import attention_bytes
 
 _DEGREES = ("tp", "ulysses", "ring", "pp")
@@ -241,7 +241,7 @@ def _table(args: Namespace) -> int:
 
 
 def _profile(args: Namespace) -> int:
-    from ds_usp.profiling.start import run  # the one command that loads torch
+    from ds_usp.profiling.launch import run  # the one command that loads torch
 
     if args.out.suffix != ".json":
         raise ConfigError(f"--out {args.out} must end in .json: that is how --cluster knows a file")

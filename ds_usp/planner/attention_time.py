@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
+from ds_usp.geometry.chunking import comes_at_once, inner_ring, parts_of_heads
 from ds_usp.geometry.heads import bare_share
-from ds_usp.geometry.parts import comes_at_once, inner_ring, parts_of_heads
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.links import (
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.profile_rows import MeasuredAttention, between, host_seconds
+from ds_usp.planner.topology import (
     DIRECT,
     RELAY,
     Group,
@@ -19,9 +22,6 @@ from ds_usp.planner.links import (
     group_of,
     ring_ranks_of_a_node,
 )
-from ds_usp.planner.measured import MeasuredAttention, between, host_seconds
-from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ds_usp.planner.formulas import saved_elements, stage_elements
 from ds_usp.planner.memory import states_bytes
 from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload
 from ds_usp.planner.report import table
-from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import layer_traffic, step_traffic
 
 RANKS = 64

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 _DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # hosts' defaults are 0.1

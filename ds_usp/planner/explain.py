@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from ds_usp.planner.attention_time import double_ring
 from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.links import group_of
 from ds_usp.planner.memory import logits_bytes, memory
+from ds_usp.planner.parallel_config import Split, impossible
 from ds_usp.planner.search import GIB, Found, Plan
-from ds_usp.planner.split import Split, impossible
+from ds_usp.planner.topology import group_of
 
 
 def explain(found: Found) -> list[str]:

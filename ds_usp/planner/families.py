@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.ranks import divisors
-from ds_usp.planner.engines import Engine
+from ds_usp.planner.frameworks import Engine
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.split import Split, Workload, impossible
+from ds_usp.planner.parallel_config import Split, Workload, impossible
 
 _T = TypeVar("_T")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner.arguments import OneDefault, OneLineParser, lengths, tokens
 from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.engines import ENGINES
+from ds_usp.planner.frameworks import ENGINES
 from ds_usp.planner.legend import LEGENDS
+from ds_usp.planner.parallel_config import RECOMPUTE, SCHEDULES
 from ds_usp.planner.search import AXES
-from ds_usp.planner.split import RECOMPUTE, SCHEDULES
 
 BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 DEFAULT_CLUSTER = "h800"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 
 def seen_tokens(seq_len: int, documents: Sequence[int] = ()) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.measured import (
+from ds_usp.planner.profile_rows import (
     MeasuredAttention,
     MeasuredEnds,
     MeasuredExchange,

@@ -8,10 +8,10 @@ from functools import lru_cache
 from ds_usp.planner.attention_time import AttentionTime, attention_s
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.host_time import NOTHING, Job
-from ds_usp.planner.links import COLLECTIVE, exchange_s, group_of
-from ds_usp.planner.measured import host_seconds, layer_rows, nearest_tp, seconds_at
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.launch_overhead import NOTHING, Job
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.profile_rows import host_seconds, layer_rows, nearest_tp, seconds_at
+from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
 from ds_usp.planner.traffic import layer_traffic
 
 _PRODUCTS = 4  # of a layer: queries, keys and values; output; both of the MLP. A launch each

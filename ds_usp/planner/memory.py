@@ -11,7 +11,7 @@ from ds_usp.planner.formulas import (
     layer_elements,
     stage_elements,
 )
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 _BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ds_usp.planner.explain import helps, why_nothing_fits
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
-from ds_usp.planner.measured import (
+from ds_usp.planner.profile_rows import (
     MeasuredAttention,
     MeasuredLayer,
     layer_rows,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_usp.planner.longest import Longest
+from ds_usp.planner.max_length import Longest
 from ds_usp.planner.memory import Memory
 from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload
 from ds_usp.planner.search import GIB
-from ds_usp.planner.split import Split, Workload
 from ds_usp.planner.traffic import (
     AttentionBytes,
     layer_traffic,

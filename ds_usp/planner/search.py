@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.ranks import divisors
-from ds_usp.planner.engines import ENGINES, Engine
 from ds_usp.planner.families import asked_for, families, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
+from ds_usp.planner.frameworks import ENGINES, Engine
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, Shared, memory, shared_bytes, states_bytes, with_offload
-from ds_usp.planner.split import RECOMPUTE, Split, Workload
-from ds_usp.planner.timing import (
+from ds_usp.planner.parallel_config import RECOMPUTE, Split, Workload
+from ds_usp.planner.step_time import (
     MicroBatch,
     StepTime,
     micro_batch_time,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_usp.planner.measured import nearest_tp
+from ds_usp.planner.profile_rows import nearest_tp
 from ds_usp.planner.search import Found, Plan
 
 # Relative differences of MFU. Of formulas alone the order held for runs that were 6 % apart (GPT

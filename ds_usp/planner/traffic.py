@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Measures a machine for the planner: kernels, links, layers. Collective where there are ranks."""
 
-from ds_usp.profiling.clock import Clock
 from ds_usp.profiling.layers import layer_times
 from ds_usp.profiling.profile import profile
+from ds_usp.profiling.step_timer import Clock
 
 __all__ = ["Clock", "layer_times", "profile"]

@@ -9,9 +9,9 @@ import torch
 from ds_usp.attention.functional import usp_attention
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.planner.measured import MeasuredAttention
-from ds_usp.profiling.clock import Clock
-from ds_usp.profiling.sizes import Sizes
+from ds_usp.planner.profile_rows import MeasuredAttention
+from ds_usp.profiling.problem_sizes import Sizes
+from ds_usp.profiling.step_timer import Clock
 
 
 def product_flop_per_s(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:

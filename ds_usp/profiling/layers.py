@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_usp.planner.measured import MeasuredEnds, MeasuredLayer
 from ds_usp.planner.models import ModelShape
-from ds_usp.profiling.clock import Clock
-from ds_usp.profiling.sizes import Sizes
+from ds_usp.planner.profile_rows import MeasuredEnds, MeasuredLayer
+from ds_usp.profiling.problem_sizes import Sizes
+from ds_usp.profiling.step_timer import Clock
 
 
 @dataclass(frozen=True)

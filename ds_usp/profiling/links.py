@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.planner.measured import MeasuredExchange
-from ds_usp.profiling.clock import Clock, Step
-from ds_usp.profiling.sizes import Sizes
+from ds_usp.planner.profile_rows import MeasuredExchange
+from ds_usp.profiling.problem_sizes import Sizes
+from ds_usp.profiling.step_timer import Clock, Step
 
 Group = dist.ProcessGroup
 

@@ -18,8 +18,8 @@ from ds_usp.planner.hardware import VERSION
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.models import ModelShape
 from ds_usp.profiling import compute, layers, links
-from ds_usp.profiling.clock import Clock
-from ds_usp.profiling.sizes import Sizes
+from ds_usp.profiling.problem_sizes import Sizes
+from ds_usp.profiling.step_timer import Clock
 
 _ELEMENTWISE_SHARE = 0.8  # of its memory's bandwidth that the planner gives an elementwise kernel
 

@@ -13,7 +13,6 @@ from ds_usp.training.batch import (
     shard_batch,
 )
 from ds_usp.training.chunked_loss import chunked_token_losses, chunked_weighted_loss
-from ds_usp.training.cluster import this_cluster
 from ds_usp.training.data_loader import SequenceParallelDataLoader, ShardedBatch
 from ds_usp.training.deepspeed import (
     GradientRule,
@@ -27,6 +26,7 @@ from ds_usp.training.deepspeed import (
     owned_parameters,
     prepare_deepspeed,
 )
+from ds_usp.training.detect_cluster import this_cluster
 from ds_usp.training.kernel import attention_kernel
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.offload_ratio import offload_ratio, solved_ratio

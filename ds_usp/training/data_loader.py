@@ -16,8 +16,8 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
-from ds_usp.notices import notice
 from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
+from ds_usp.warn_once import notice
 
 _STATUS = struct.Struct("cq8s480s")
 _NOTHING, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_usp.comm.groups import even_out_group_counts
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import even_out_group_counts
 from ds_usp.errors import ConfigError
 from ds_usp.training.replicas import data_parallel_ranks
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_usp.fused import fused
+from ds_usp.triton_launch import fused
 
 
 class Sums(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.fused import Launcher
+from ds_usp.triton_launch import Launcher
 
 _BLOCK = 4096  # words at a time
 

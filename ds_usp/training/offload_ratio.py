@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from ds_usp.config import streams_share_a_queue
 from ds_usp.errors import ConfigError
-from ds_usp.notices import notice
 from ds_usp.planner.memory import offload_needed
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.warn_once import notice
 
 AUTO = "auto"
 

@@ -11,7 +11,7 @@ import sys
 
 from usp_trainer import environment
 from usp_trainer.arguments import parse
-from usp_trainer.checks import check_start, replica_size
+from usp_trainer.validate_args import check_start, replica_size
 
 from ds_usp import USPError
 

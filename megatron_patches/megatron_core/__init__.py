@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_patches.megatron_core import rows
+from megatron_patches.megatron_core import patch_table
 from megatron_patches.megatron_core.context_parallel import ContextParallel, Settings
 from megatron_patches.patch import PatchSet
 from megatron_patches.settings import read_settings
@@ -20,4 +20,4 @@ def patches(given: Mapping[str, Any]) -> PatchSet:
         ConfigError: a keyword that is no setting.
     """
     host = ContextParallel(read_settings(_HOST, Settings, given))
-    return PatchSet(_HOST, (*rows.usp(host), *rows.without_gpu()))
+    return PatchSet(_HOST, (*patch_table.usp(host), *patch_table.without_gpu()))

@@ -10,10 +10,10 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
-from megatron_patches.megatron_deepspeed import bypassed, rows
+from megatron_patches.megatron_deepspeed import bypassed, patch_table
 from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
 from megatron_patches.megatron_deepspeed.script import HOST
-from megatron_patches.megatron_deepspeed.stand_ins import install_stand_ins
+from megatron_patches.megatron_deepspeed.stubs import install_stand_ins
 from megatron_patches.patch import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
@@ -60,13 +60,13 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
     return PatchSet(
         HOST,
         (
-            *rows.start(read_settings(HOST, Settings, settings)),
-            *rows.fused_kernels(),
-            *rows.rank_groups(),
-            *rows.model(),
-            *rows.layers(),
-            *rows.engine(),
+            *patch_table.start(read_settings(HOST, Settings, settings)),
+            *patch_table.fused_kernels(),
+            *patch_table.rank_groups(),
+            *patch_table.model(),
+            *patch_table.layers(),
+            *patch_table.engine(),
         ),
-        later=rows.script_functions(),
+        later=patch_table.script_functions(),
         bypassed=bypassed.rows(),
     )

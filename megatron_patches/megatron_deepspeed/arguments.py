@@ -15,11 +15,11 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner import AUTO, degree_or_auto
 from ds_usp.training import check_zero_stage
 from megatron_patches.megatron_deepspeed import memory
+from megatron_patches.megatron_deepspeed.auto_args import planned_degree
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.planned import planned_degree
-from megatron_patches.megatron_deepspeed.refusals import refuse, refuse_host_failures
 from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
+from megatron_patches.megatron_deepspeed.unsupported import refuse, refuse_host_failures
 from megatron_patches.settings import MeshSettings
 
 _FLASH = (

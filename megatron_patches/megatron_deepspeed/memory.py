@@ -16,7 +16,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
 from ds_usp.planner import Split, Workload
 from ds_usp.training import offload_ratio, solved_ratio
-from megatron_patches.megatron_deepspeed.planned import model_shape, settings
+from megatron_patches.megatron_deepspeed.auto_args import model_shape, settings
 from megatron_patches.megatron_deepspeed.state import host_state
 
 

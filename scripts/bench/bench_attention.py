@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import truth
-from contenders import PEERS, Shape, all_contenders, all_meshes, parsed, shape_flags
-from session import Session, Table, flags, race_flags, settling
+import reference
+from baselines import PEERS, Shape, all_contenders, all_meshes, parsed, shape_flags
+from bench_harness import Session, Table, flags, race_flags, settling
 
 import ds_usp
 
@@ -84,15 +84,15 @@ def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) ->
 
 def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
     """Whether every split errs about as much as its kernel does on one GPU, and there was one."""
-    kernel_names = [f"kernel_{name}" for name in truth.NAMES]
-    columns = ["shape", "contender", "worst_ratio", *truth.NAMES, *kernel_names]
+    kernel_names = [f"kernel_{name}" for name in reference.NAMES]
+    columns = ["shape", "contender", "worst_ratio", *reference.NAMES, *kernel_names]
     table = Table(session, args.out, columns, "bf16, causal, batch 1; relative errors against fp64")
     meshes = all_meshes()
     short = [replace(shape, seq_len=min(shape.seq_len, LONGEST_CHECKED)) for shape in shapes]
     ratios = []
     for shape in dict.fromkeys(short):
-        inputs = truth.fresh_inputs(session, shape)
-        true = truth.causal_truth(*inputs)
+        inputs = reference.fresh_inputs(session, shape)
+        true = reference.causal_truth(*inputs)
         for kernel in args.kernels:
             alone = tried(session, ds_usp.SequenceMesh.single(), kernel, inputs, true)
             if isinstance(alone, str):
@@ -103,8 +103,8 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
                 ours = tried(session, mesh, kernel, inputs, true)
                 if isinstance(ours, str):
                     session.say(f"{shape}  {name}: fails, {ours}")
-                    ours = [float("nan")] * len(truth.NAMES)
-                ratios.append(truth.worst_ratio(ours, alone))
+                    ours = [float("nan")] * len(reference.NAMES)
+                ratios.append(reference.worst_ratio(ours, alone))
                 table.add([str(shape), name, *(f"{x:.4g}" for x in (ratios[-1], *ours, *alone))])
                 session.say(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
     passed = bool(ratios) and all(ratio <= LARGEST_RATIO for ratio in ratios)
@@ -116,11 +116,11 @@ def tried(
     session: Session,
     mesh: ds_usp.SequenceMesh,
     kernel: str,
-    inputs: truth.Tensors,
-    true: truth.Tensors,
+    inputs: reference.Tensors,
+    true: reference.Tensors,
 ) -> list[float] | str:
     """The errors of one attention, or why it cannot run."""
-    return session.attempt(lambda: truth.errors(session, mesh, kernel, inputs, true))
+    return session.attempt(lambda: reference.errors(session, mesh, kernel, inputs, true))
 
 
 def parse() -> argparse.Namespace:

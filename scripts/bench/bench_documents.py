@@ -21,8 +21,8 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from contenders import PEERS, Attend, Contender, Shape, all_meshes, contender_flags, parsed
-from session import Session, Table, flags, race_flags, settling
+from baselines import PEERS, Attend, Contender, Shape, all_meshes, contender_flags, parsed
+from bench_harness import Session, Table, flags, race_flags, settling
 
 import ds_usp
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from session import Session, Step, Table, flags
+from bench_harness import Session, Step, Table, flags
 
 COLUMNS = ("operation", "mib", "sent_mib", "alone_us", "in_a_row_us", "gb_per_s")
 TYPE = torch.bfloat16

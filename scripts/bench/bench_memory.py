@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from bench_harness import Session, Table, flags
 from overlap import length, recorded
-from session import Session, Table, flags
 from torch import Tensor, nn
 
 import ds_usp

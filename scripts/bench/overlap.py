@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from contenders import PEERS, Shape, all_contenders, parsed, shape_flags
-from session import Session, Step, Table, flags, settle_flag, settling
+from baselines import PEERS, Shape, all_contenders, parsed, shape_flags
+from bench_harness import Session, Step, Table, flags, settle_flag, settling
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[int, int]

@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bench_harness import Session
 from planner_cases import (
     CASES,
     FITTED,
@@ -38,7 +39,6 @@ from planner_cases import (
     Measured,
     write,
 )
-from session import Session
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,16 +46,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 
 from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.checks import check  # noqa: E402
 from usp_trainer.data import TrainingBatch  # noqa: E402
 from usp_trainer.launch import select_device  # noqa: E402
+from usp_trainer.validate_args import check  # noqa: E402
 
 import megatron_patches  # noqa: E402
 from ds_usp.planner import Cluster, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
-from ds_usp.planner.measured import MeasuredEnds, MeasuredLayer, MeasuredStep  # noqa: E402
 from ds_usp.planner.memory import memory  # noqa: E402
-from ds_usp.planner.timing import step_time  # noqa: E402
+from ds_usp.planner.profile_rows import MeasuredEnds, MeasuredLayer, MeasuredStep  # noqa: E402
+from ds_usp.planner.step_time import step_time  # noqa: E402
 from ds_usp.profiling import Clock, layer_times  # noqa: E402
 from ds_usp.training import SequenceBatch, prepare_deepspeed  # noqa: E402
 

@@ -21,7 +21,7 @@ from planner_cases import Case, Measured, read
 
 from ds_usp.planner import Cluster, load_cluster
 from ds_usp.planner.memory import memory
-from ds_usp.planner.timing import step_time
+from ds_usp.planner.step_time import step_time
 
 GIB = 2.0**30
 

@@ -13,9 +13,9 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp.attention import tuning
-from ds_usp.attention.plan import plan_call
+from ds_usp.attention.call_plan import plan_call
+from ds_usp.geometry.chunking import places
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.parts import places
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

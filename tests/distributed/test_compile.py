@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import SEED, Case, errors_of, inputs, layouts, mesh_of, sinks, slopes
 from harness import RankContext, WorkerPool
-from local_attentions import (
+from sample_attentions import (
     TOKENS,
     Local,
     Setting,
@@ -347,7 +347,7 @@ def checkpointed(
     want = gradients(layer)
     once = Counted(attend)
     with (
-        mock.patch("ds_usp.attention.compiled.attend", once),
+        mock.patch("ds_usp.attention.custom_ops.attend", once),
         mock.patch("ds_usp.attention.functional.attend", once),
     ):
         if how == "selective":  # torch's own way, inside of one graph

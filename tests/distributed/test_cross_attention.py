@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec
-from ds_usp.attention.host_arguments import HostArguments
+from ds_usp.attention.framework_arguments import HostArguments
 from ds_usp.attention.local_attention import LocalAttention
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from harness import RankContext, WorkerPool
-from local_attentions import Local
+from sample_attentions import Local
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ALL_ORDERS
 from harness import RankContext, WorkerPool
-from local_attentions import flash_self_attention
+from sample_attentions import flash_self_attention
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention
-from ds_usp.notices import _say
+from ds_usp.warn_once import _say
 
 WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
 CAUSAL: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}

@@ -15,7 +15,7 @@ from test_planner_comm import LEDGER, model, over, told
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
 from ds_usp.attention.functional import plan_call
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 from ds_usp.planner.traffic import attention_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

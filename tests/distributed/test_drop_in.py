@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from harness import RankContext, WorkerPool
-from local_attentions import Local, rotary
+from sample_attentions import Local, rotary
 
 from ds_usp import MaskSpec, TokenLayout, USPAttention
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import ALL_LAYOUTS
 from harness import RankContext, WorkerPool
-from local_attentions import (
+from sample_attentions import (
     HEAD_DIM,
     HEADS,
     TOKENS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
-from local_attentions import TOKENS, Setting, flash_attn, full_tensors, megatron_core
+from sample_attentions import TOKENS, Setting, flash_attn, full_tensors, megatron_core
 
 from ds_usp import MaskSpec
 

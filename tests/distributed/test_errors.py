@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
-from ds_usp.attention.scores import NO_SCORES
+from ds_usp.attention.score_mod import NO_SCORES
 from ds_usp.attention.tuning import AUTO_TUNING
 
 WORLD = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import ALL_LAYOUTS, mesh_of
 from harness import RankContext, WorkerPool
-from joint_cases import FULL, Joint, run
+from joint_attention_cases import FULL, Joint, run
 
 import ds_usp
 from ds_usp import MaskSpec

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
-from local_attentions import Local
+from sample_attentions import Local
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

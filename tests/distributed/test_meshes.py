@@ -15,9 +15,9 @@ from harness import RankContext, WorkerPool
 from oracle import causal, dense_attention, relative_error
 
 import ds_usp
-from ds_usp.comm import board as boards
-from ds_usp.comm.agreement import Agreement
-from ds_usp.comm.board import shared_board
+from ds_usp.comm import shm_mailbox as boards
+from ds_usp.comm.consistency import Agreement
+from ds_usp.comm.shm_mailbox import shared_board
 
 
 def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:

@@ -7,8 +7,8 @@ from harness import RankContext, WorkerPool
 from test_meshes import agreement_of
 
 import ds_usp
-from ds_usp.comm.agreement import Agreement
-from ds_usp.comm.board import shared_board
+from ds_usp.comm.consistency import Agreement
+from ds_usp.comm.shm_mailbox import shared_board
 
 
 def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:

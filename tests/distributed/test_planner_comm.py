@@ -10,7 +10,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 from ds_usp.planner.traffic import AttentionBytes, attention_bytes
 
 B, D, HEADS = 2, 16, 8

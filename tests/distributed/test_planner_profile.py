@@ -18,11 +18,11 @@ from ds_usp.planner import Split, Workload, load_cluster, search
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.links import COLLECTIVE, Group, exchange_s
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.timing import head_time
+from ds_usp.planner.step_time import head_time
+from ds_usp.planner.topology import COLLECTIVE, Group, exchange_s
 from ds_usp.profiling import Clock, profile
-from ds_usp.profiling.clock import Step
+from ds_usp.profiling.step_timer import Step
 
 MODEL = ModelShape("tiny", 2, 64, 128, 4, 2, 100)
 WORDS = replace(MODEL, name="the same layers, more words", vocab=120)

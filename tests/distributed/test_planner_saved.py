@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp.memory import keep_attention, recompute_before
-from ds_usp.memory.hooks import saved_tensors
+from ds_usp.memory.saved_tensor_hooks import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 SHAPE = ModelShape("layer", 1, 256, 704, 8, 4, 100)
 SEQ_LEN, B = 64, 2

@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import Tuning
 from ds_usp.attention import functional, pipeline
-from ds_usp.comm.even_exchange import Trip
+from ds_usp.comm.uniform_all_to_all import Trip
 from ds_usp.kernels.sdpa import SdpaKernel
 
 WORLD = 4

@@ -118,7 +118,7 @@ def test_the_trainer_knows_every_flag(size: str, program: str) -> None:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     from usp_trainer.arguments import build_parser
-    from usp_trainer.checks import check
+    from usp_trainer.validate_args import check
 
     printed = dry_run(size, program, **_gpus(size))
     args, unknown = build_parser().parse_known_args(flags(printed))

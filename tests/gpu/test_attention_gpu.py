@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import cases
-import joint_cases
+import joint_attention_cases
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import ALL_LAYOUTS, RESULTS, TOKEN_DIM, Case
-from joint_cases import Joint
+from joint_attention_cases import Joint
 from oracle import relative_error
 
 import ds_usp
@@ -27,7 +27,7 @@ from ds_usp import Tuning
 from ds_usp.attention import tuning
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.kernels.registry import _load, available_kernels
-from ds_usp.kernels.scores import SOFTCAP
+from ds_usp.kernels.score_mod import SOFTCAP
 
 LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, batch=1)
 CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in _load(row)[:1]}
@@ -175,7 +175,9 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world)
     found = [
-        joint_cases.errors(world, case, ds_usp.SequenceMesh.from_group(None, ulysses), "cuda")
+        joint_attention_cases.errors(
+            world, case, ds_usp.SequenceMesh.from_group(None, ulysses), "cuda"
+        )
         for ulysses in (1, 2)
         if world % ulysses == 0
         for case in (Joint(), Joint(front=False, mask=ds_usp.MaskSpec.causal(), sinks=True))

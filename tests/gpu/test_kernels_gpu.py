@@ -7,7 +7,7 @@ import torch
 from oracle import relative_error
 
 from ds_usp import MaskSpec
-from ds_usp.geometry.calls import KernelCall, calls_of
+from ds_usp.geometry.kernel_calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import KernelRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_usp.fused import Launcher
+from ds_usp.triton_launch import Launcher
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -32,10 +32,10 @@ from planner_cases import (  # noqa: E402
 
 from ds_usp.planner import ModelShape, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
-from ds_usp.planner.measured import MeasuredAttention  # noqa: E402
 from ds_usp.planner.memory import memory, states_bytes  # noqa: E402
-from ds_usp.planner.split import check  # noqa: E402
-from ds_usp.planner.timing import step_time  # noqa: E402
+from ds_usp.planner.parallel_config import check  # noqa: E402
+from ds_usp.planner.profile_rows import MeasuredAttention  # noqa: E402
+from ds_usp.planner.step_time import step_time  # noqa: E402
 
 PROFILE: dict[str, Any] = {"version": 1, "base": "cpu"}
 
@@ -53,7 +53,7 @@ def in_bf16(case: Case, device: str, flags: Any = Case.flags) -> list[str]:
 
 def on_rank(ctx: RankContext, path: str) -> tuple[list[Measured], int]:
     import planner_runs
-    from session import Session
+    from bench_harness import Session
 
     from ds_usp.training import prepare_deepspeed
 
@@ -120,7 +120,7 @@ def wider(_: str) -> ModelShape:
 def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
     """Bytes that a step allocates at most beyond what it finds, over the planner's."""
     import planner_runs
-    from session import Session
+    from bench_harness import Session
     from usp_trainer.engine import Trainer
 
     from ds_usp.training import prepare_deepspeed

@@ -69,8 +69,8 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
     """Loss and gradient norm of two steps of every run, and its arguments."""
     from megatron.core import parallel_state
     from usp_trainer.arguments import parse
+    from usp_trainer.auto_args import decide
     from usp_trainer.loop import Run
-    from usp_trainer.planned import decide
 
     from ds_usp.training import prepare_deepspeed
 

@@ -44,8 +44,8 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
 
 def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
     from usp_trainer.arguments import parse
-    from usp_trainer.checks import check
     from usp_trainer.memory import model_shape
+    from usp_trainer.validate_args import check
 
     args = check(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
     split = Split(
@@ -63,8 +63,8 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     """Bytes of all storages that autograd keeps, once each, parameters aside."""
     from megatron.core import parallel_state
     from usp_trainer.arguments import parse
-    from usp_trainer.checks import check
     from usp_trainer.model import Layer, build_model
+    from usp_trainer.validate_args import check
 
     from megatron_patches.megatron_core.groups import initialize_groups
 

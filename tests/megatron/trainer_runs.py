@@ -70,8 +70,8 @@ def read_sources_once() -> None:
 def start(flags: str, output_dir: Path | str) -> Any:
     """A run on this rank; groups of an earlier one on it are forgotten."""
     from megatron.core import parallel_state
+    from usp_trainer.auto_args import decide
     from usp_trainer.loop import Run
-    from usp_trainer.planned import decide
 
     from ds_usp.training import prepare_deepspeed
 

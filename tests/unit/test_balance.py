@@ -11,7 +11,7 @@ import torch
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
 from ds_usp.geometry.resplit import Tries, resplit
-from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.geometry.ring_schedule import ring_schedule
 
 
 def log_uniform(seed: int, tokens: int, shortest: int, longest: int) -> list[int]:

@@ -29,13 +29,13 @@ sys.path.append(str(BENCH))
 
 import bench_attention  # noqa: E402 - found through the path above
 import bench_documents  # noqa: E402
+import bench_harness  # noqa: E402
 import overlap  # noqa: E402
 import plot  # noqa: E402
 import plot_memory  # noqa: E402
-import session  # noqa: E402
-import truth  # noqa: E402
+import reference  # noqa: E402
 
-HERE = session.Session(torch.device("cpu"), rank=0, world=4)
+HERE = bench_harness.Session(torch.device("cpu"), rank=0, world=4)
 
 
 # ------------------------------------------------------------------ the clock
@@ -47,11 +47,11 @@ def test_a_contender_settles_at_its_own_clock_before_it_is_timed(
 ) -> None:
     ran: list[str] = []
 
-    def seconds(_: session.Session, step: session.Step, repeats: int = 1) -> float:
+    def seconds(_: bench_harness.Session, step: bench_harness.Step, repeats: int = 1) -> float:
         ran.append(f"{repeats} timed")
         return 0.1
 
-    monkeypatch.setattr(session.Session, "seconds", seconds)
+    monkeypatch.setattr(bench_harness.Session, "seconds", seconds)
     steps = {"one": lambda: ran.append("a"), "other": lambda: ran.append("b")}
     assert HERE.medians(steps, 2, 5, settle_s) == {"one": 0.1, "other": 0.1}
     others = [each.replace("a", "b") for each in before]
@@ -60,9 +60,9 @@ def test_a_contender_settles_at_its_own_clock_before_it_is_timed(
 
 def test_only_gpus_need_time_to_settle() -> None:
     for text, expected in (("cuda", 0.3), ("cpu", 0.0), ("cpu --settle 2", 2.0)):
-        parser = session.flags("")
-        session.race_flags(parser)
-        assert session.settling(parser.parse_args(["--device", *text.split()])) == expected
+        parser = bench_harness.flags("")
+        bench_harness.race_flags(parser)
+        assert bench_harness.settling(parser.parse_args(["--device", *text.split()])) == expected
 
 
 # ------------------------------------------------------------------ intervals
@@ -99,7 +99,7 @@ def test_communication_is_exposed_where_nothing_computes_under_it() -> None:
 
 def test_a_table_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "found.csv"
-    table = session.Table(HERE, path, ("shape", "contender"), "a note")
+    table = bench_harness.Table(HERE, path, ("shape", "contender"), "a note")
     table.add(["8K", "ours, flash4"])
     head, rows = plot.read(path)
     assert rows == [{"shape": "8K", "contender": "ours, flash4"}]
@@ -110,15 +110,15 @@ def test_a_table_reads_back(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    other = session.Session(torch.device("cpu"), rank=1, world=4)
-    session.Table(other, tmp_path / "found.csv", ("shape",), "").add(["8K"])
+    other = bench_harness.Session(torch.device("cpu"), rank=1, world=4)
+    bench_harness.Table(other, tmp_path / "found.csv", ("shape",), "").add(["8K"])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_command_names_no_folder_outside_the_repository() -> None:
     argv = ["/home/me/x/bench_links.py", "--sizes", "1", "--out", "/home/me/a.csv", "--x=/home/b"]
     environment = {"NCCL_P2P_DISABLE": "1", "HOME": "/home/me"}
-    assert session.command(argv, 2, environment) == (
+    assert bench_harness.command(argv, 2, environment) == (
         "NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 scripts/bench/bench_links.py "
         "--sizes 1 --out a.csv --x=b"
     )
@@ -129,11 +129,11 @@ def test_a_command_names_no_folder_outside_the_repository() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_truth_is_the_oracles(kv_heads: int) -> None:
-    length = truth.QUERIES + 44
+    length = reference.QUERIES + 44
     torch.manual_seed(0)
     shapes = [(1, length, heads, 8) for heads in (4, kv_heads, kv_heads, 4)]
     q, k, v, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    found = truth.causal_truth(q, k, v, dout)
+    found = reference.causal_truth(q, k, v, dout)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, _ = dense_attention(q, k, v, causal(range(length), range(length)))
     for mine, true in zip(found, (out, *torch.autograd.grad(out, leaves, dout)), strict=True):
@@ -141,8 +141,8 @@ def test_the_truth_is_the_oracles(kv_heads: int) -> None:
 
 
 def test_no_number_is_the_worst_ratio() -> None:
-    assert truth.worst_ratio([1.0, 3.0], [1.0, 2.0]) == 1.5
-    assert math.isnan(truth.worst_ratio([float("nan"), 3.0], [1.0, 2.0]))
+    assert reference.worst_ratio([1.0, 3.0], [1.0, 2.0]) == 1.5
+    assert math.isnan(reference.worst_ratio([float("nan"), 3.0], [1.0, 2.0]))
 
 
 Tried = Callable[..., "list[float] | str"]
@@ -169,8 +169,8 @@ def test_a_check_fails_above_the_limit_and_where_nothing_was_checked(
     mesh = SimpleNamespace(ulysses_degree=2, ring_degree=2)
     monkeypatch.setattr(bench_attention, "all_meshes", lambda: [mesh])
     monkeypatch.setattr(bench_attention, "tried", tried)
-    monkeypatch.setattr(truth, "fresh_inputs", lambda *_: ())
-    monkeypatch.setattr(truth, "causal_truth", lambda *_: ())
+    monkeypatch.setattr(reference, "fresh_inputs", lambda *_: ())
+    monkeypatch.setattr(reference, "causal_truth", lambda *_: ())
     shapes = [bench_attention.Shape(length, 4, 4, 16) for length in (16384, 32768)]
     args = Namespace(out=None, kernels=["sdpa"])
     assert bench_attention.check(HERE, args, shapes) is passes
@@ -239,14 +239,14 @@ def test_labels_do_not_overlap_and_stay_inside() -> None:
 def started(ctx: RankContext, *, script: str, flags: list[str]) -> tuple[int, str]:
     """The exit code and the output of a script's ``main``, on a rank that has its group."""
     sys.path.append(str(BENCH))
-    import session
+    import bench_harness
 
-    here = session.Session(torch.device("cpu"), ctx.rank, ctx.world)
+    here = bench_harness.Session(torch.device("cpu"), ctx.rank, ctx.world)
     argv = [str(BENCH / f"{script}.py"), "--device", "cpu", *flags]
     code: Any = 0
     with (
-        mock.patch.object(session.Session, "start", lambda _: here),
-        mock.patch.object(session.Session, "close"),
+        mock.patch.object(bench_harness.Session, "start", lambda _: here),
+        mock.patch.object(bench_harness.Session, "close"),
         mock.patch.object(sys, "argv", argv),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
@@ -338,7 +338,7 @@ def test_overlap_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 def test_awake_links_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "awake.csv"
     flags = ("--shapes", "64:2:2:16", "--kernels", "eager", "--every", "1", "--rounds", "1")
-    ran(pool, "awake_links", *flags, "--out", str(path))
+    ran(pool, "idle_link_power", *flags, "--out", str(path))
     rows = plot.read(path)[1]
     assert [row["pull_every_ms"] for row in rows] == ["never", "1"]
     assert float(rows[0]["share"]) == 1

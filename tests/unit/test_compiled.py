@@ -13,9 +13,9 @@ import torch
 
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.attention.compiled import Ask
-from ds_usp.attention.compiled_exchange import Trip
-from ds_usp.attention.traced import ask_of
+from ds_usp.attention.custom_ops import Ask
+from ds_usp.attention.exchange_op import Trip
+from ds_usp.attention.tracing import ask_of
 from ds_usp.comm.mesh import MESHES
 
 TOLD_OTHERWISE = {

@@ -10,11 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from copy_run import advance, seconds
-from copy_world import KINDS, Call, FakeChannel, FakeWordJobs, World
+from copy_engine_model import KINDS, Call, FakeChannel, FakeWordJobs, World
+from interleavings import advance, seconds
 
 from ds_usp.comm.copy_engine import CopyEngine, _Words, slots_of
-from ds_usp.comm.driver import WordJob
+from ds_usp.comm.cuda_driver import WordJob
 from ds_usp.errors import MeshError
 
 

@@ -79,7 +79,7 @@ ORDERS = {
     "ds_usp.USPConfig": LOADER,
     "ds_usp.training.SequenceParallelDataLoader": CALLER,
     "apply('deepspeed')": None,
-    # megatron-core's own batch slicing; tests/megatron/test_host_megatron_core.py
+    # megatron-core's own batch slicing; tests/megatron/test_patched_megatron_core.py
     "apply('megatron_core')": "context_parallel",
     # the patches shard the batches; tests/megatron_deepspeed/test_mds_parity.py
     "apply('megatron_deepspeed')": LOADER,

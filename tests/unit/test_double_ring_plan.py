@@ -12,15 +12,15 @@ from typing import Any, get_args
 import pytest
 import torch
 from cases import ALL_ORDERS
-from test_document_plans import LAYOUTS, cover, random_borders, wanted
+from test_document_schedules import LAYOUTS, cover, random_borders, wanted
 from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import BlockWalk, RingCall, RingGradients
-from ds_usp.comm.ring import Arrivals, Room
-from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
+from ds_usp.comm.channel import Arrivals, Room
+from ds_usp.geometry.double_ring import Piece
+from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
-from ds_usp.geometry.windows import Piece
 from ds_usp.kernels.api import KernelCaps
 
 CAUSAL = MaskSpec.causal()

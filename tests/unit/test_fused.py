@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_usp import fused
+from ds_usp import triton_launch
 
 Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
 
@@ -38,13 +38,13 @@ class _Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(fused, "_on", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(fused, "_takes_all_arguments", lambda: True)
+    monkeypatch.setattr(triton_launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton_launch, "_takes_all_arguments", lambda: True)
     return Kernel()
 
 
 def test_the_same_launch_is_looked_at_once(kernel: Kernel) -> None:
-    launch = fused.Launcher(kernel)
+    launch = triton_launch.Launcher(kernel)
     x, y = torch.zeros(64), torch.ones(64)
     launch((7,), (x,), (3, 16), BLOCK=8)
     launch((9, 2), (y,), (3, 16), BLOCK=8)
@@ -66,7 +66,7 @@ def test_the_same_launch_is_looked_at_once(kernel: Kernel) -> None:
     ids=str,
 )
 def test_what_triton_compiles_anew_is_looked_at(kernel: Kernel, other: dict[str, Any]) -> None:
-    launch = fused.Launcher(kernel)
+    launch = triton_launch.Launcher(kernel)
     how: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
     for each in (how, how | other, how, how | other):
         launch((7,), each["tensors"], each["numbers"], **without(each))
@@ -80,15 +80,15 @@ def without(how: dict[str, Any]) -> dict[str, Any]:
 def test_another_triton_is_launched_its_own_way(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_takes_all_arguments", lambda: False)
-    launch = fused.Launcher(kernel)
+    monkeypatch.setattr(triton_launch, "_takes_all_arguments", lambda: False)
+    launch = triton_launch.Launcher(kernel)
     for _ in range(3):
         launch((1,), (torch.zeros(4),), (4,))
     assert [call[0] for call in kernel.calls] == ["looked"] * 3
 
 
 def test_what_is_remembered_does_not_grow_for_ever(kernel: Kernel) -> None:
-    launch = fused.Launcher(kernel)
+    launch = triton_launch.Launcher(kernel)
     for number in range(3000):
         launch((1,), (torch.zeros(4),), (number,))
     assert len(launch._known) <= 1024

@@ -8,7 +8,7 @@ import pytest
 
 import ds_usp
 from ds_usp import ConfigError
-from ds_usp.attention.request import head_split
+from ds_usp.attention.validation import head_split
 from ds_usp.geometry.heads import HeadSplit
 
 SPLITS = [

@@ -20,7 +20,7 @@ from ds_usp import (
     USPAttention,
     usp_attention,
 )
-from ds_usp.memory import keep, keep_attention
+from ds_usp.memory import keep_attention, saved_attention
 
 MESH = SequenceMesh.single()
 S, H, D = 16, 2, 8
@@ -45,13 +45,13 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[weakref.ref[Any]] = []
-        made = keep.Entry.__init__
+        made = saved_attention.Entry.__init__
 
-        def init(entry: keep.Entry, *args: Any) -> None:
+        def init(entry: saved_attention.Entry, *args: Any) -> None:
             self.entries.append(weakref.ref(entry))
             made(entry, *args)
 
-        monkeypatch.setattr(keep.Entry, "__init__", init)
+        monkeypatch.setattr(saved_attention.Entry, "__init__", init)
 
     @property
     def made(self) -> int:
@@ -133,7 +133,7 @@ def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
     run = keep_attention(failing)
     with pytest.raises(KeyError):
         checkpoint(run, some(), use_reentrant=False)
-    assert keep._RUN.get() is None
+    assert saved_attention._RUN.get() is None
     x = some()
     with pytest.raises(KeyError):  # the same one again is a first run again
         run(x)

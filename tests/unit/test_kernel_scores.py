@@ -27,9 +27,9 @@ from ds_usp.kernels import registry
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
-from ds_usp.kernels.one_dim import OneDimKernel
+from ds_usp.kernels.head_dim_padding import OneDimKernel
 from ds_usp.kernels.registry import select_kernel
-from ds_usp.kernels.scores import PLAIN, SOFTCAP, Place, ScoreChange, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, Place, ScoreChange, ScoreSpec
 from ds_usp.kernels.sdpa import SdpaKernel
 from ds_usp.kernels.sinks import sink_gradient, with_sinks
 
@@ -278,7 +278,7 @@ def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
         requests.append(request)
         return select_kernel(request, name)
 
-    monkeypatch.setattr("ds_usp.attention.plan.select_kernel", noted)
+    monkeypatch.setattr("ds_usp.attention.call_plan.select_kernel", noted)
     switches = [(False, False), (True, False), (True, True), (False, False)]
     for on, warn_only in switches:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)

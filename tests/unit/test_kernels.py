@@ -12,8 +12,8 @@ import torch
 from cases import RESULTS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
-from ds_usp.comm.ring import cut_features
-from ds_usp.geometry.calls import KernelCall
+from ds_usp.comm.channel import cut_features
+from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
 from ds_usp.kernels import registry

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ds_usp import ConfigError, MaskSpec, RecomputeError, SequenceMesh, usp_attention
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.memory.copies import Copies, HostBlocks
+from ds_usp.memory.pinned_transfer import Copies, HostBlocks
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.parallel_config import Split, Workload
 
 CPU = torch.device("cpu")
 MESH = SequenceMesh.single()

@@ -10,7 +10,7 @@ import pytest
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_deepspeed.arguments import _choose_flash
-from megatron_patches.megatron_deepspeed.refusals import refuse_host_failures
+from megatron_patches.megatron_deepspeed.unsupported import refuse_host_failures
 
 PLAIN = {
     "checkpoint_activations": False,

@@ -8,15 +8,15 @@ from statistics import fmean
 import pytest
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.attention_time import YUNCHANG, attention_s, double_ring
 from ds_usp.planner.explain import explain
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.links import DIRECT, Group, exchange_s, ring_ranks_of_a_node
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload
 from ds_usp.planner.search import search
-from ds_usp.planner.split import Split, Workload
+from ds_usp.planner.topology import DIRECT, Group, exchange_s, ring_ranks_of_a_node
 from ds_usp.planner.traffic import attention_bytes, layer_traffic
 
 K = 1024

@@ -10,7 +10,7 @@ import pytest
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner import comparison
 from ds_usp.planner.formulas import (
     chunks_in_flight,
@@ -29,8 +29,8 @@ from ds_usp.planner.memory import (
 )
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.split import Split, Workload, check, impossible
-from ds_usp.planner.timing import step_time
+from ds_usp.planner.parallel_config import Split, Workload, check, impossible
+from ds_usp.planner.step_time import step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 
 SMALL = ModelShape("small", 4, 64, 96, 8, 4, 1000)

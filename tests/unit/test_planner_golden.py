@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import pytest
-from planner_facts import (
+from planner_expectations import (
     attention_runs,
     memory_runs,
     own_attention_runs,
@@ -19,11 +19,11 @@ from planner_facts import (
 from ds_usp.planner.attention_time import YUNCHANG, attention_s
 from ds_usp.planner.formulas import mfu, mfu_of_tokens
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.host_time import Job
+from ds_usp.planner.launch_overhead import Job
 from ds_usp.planner.memory import stage_memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.split import Split, Workload, impossible
-from ds_usp.planner.timing import MicroBatch, head_layers, step_mfu, step_time
+from ds_usp.planner.parallel_config import Split, Workload, impossible
+from ds_usp.planner.step_time import MicroBatch, head_layers, step_mfu, step_time
 
 
 def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:

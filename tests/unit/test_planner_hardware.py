@@ -14,9 +14,13 @@ from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import stage_elements
 from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.host_time import NOTHING, Job
+from ds_usp.planner.launch_overhead import NOTHING, Job
 from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.links import (
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.profile_rows import seconds_at
+from ds_usp.planner.step_time import MicroBatch, head_time, step_time
+from ds_usp.planner.topology import (
     COLLECTIVE,
     DIRECT,
     RELAY,
@@ -26,10 +30,6 @@ from ds_usp.planner.links import (
     group_of,
     straddles,
 )
-from ds_usp.planner.measured import seconds_at
-from ds_usp.planner.model_files import load_model
-from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import MicroBatch, head_time, step_time
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

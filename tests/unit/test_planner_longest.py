@@ -11,10 +11,10 @@ import pytest
 
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.longest import STEP, Longest, every_split, longest
+from ds_usp.planner.max_length import STEP, Longest, every_split, longest
 from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.split import RECOMPUTE, Split, Workload
+from ds_usp.planner.parallel_config import RECOMPUTE, Split, Workload
 
 GIB = 2**30
 H200 = load_cluster("h200")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from planner_facts import own_attention_runs, own_training_runs, rows
+from planner_expectations import own_attention_runs, own_training_runs, rows
 
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.split import Split, Workload
-from ds_usp.planner.timing import step_mfu, step_time
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.step_time import step_mfu, step_time
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 

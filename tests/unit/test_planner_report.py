@@ -7,17 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ds_usp.planner.engines import engine
 from ds_usp.planner.explain import explain
+from ds_usp.planner.frameworks import engine
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.measured import MeasuredAttention, MeasuredLayer
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.picture import picture
+from ds_usp.planner.parallel_config import Workload
 from ds_usp.planner.plan_report import found_json, plans_text
+from ds_usp.planner.plot import picture
+from ds_usp.planner.profile_rows import MeasuredAttention, MeasuredLayer
 from ds_usp.planner.search import Found, Plan, search
-from ds_usp.planner.split import Workload
+from ds_usp.planner.step_time import StepTime
 from ds_usp.planner.ties import stated_error
-from ds_usp.planner.timing import StepTime
 
 MODEL = load_model("llama3-8b")
 LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)

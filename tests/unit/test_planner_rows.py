@@ -10,7 +10,7 @@ import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.measured import (
+from ds_usp.planner.profile_rows import (
     MeasuredAttention,
     MeasuredEnds,
     MeasuredExchange,

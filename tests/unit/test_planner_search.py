@@ -10,15 +10,15 @@ from itertools import product
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.engines import ENGINES, engine
 from ds_usp.planner.explain import explain, helps
+from ds_usp.planner.frameworks import ENGINES, engine
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload, impossible
 from ds_usp.planner.search import GIB, Found, search
-from ds_usp.planner.split import Split, Workload, impossible
-from ds_usp.planner.timing import step_mfu, step_time
+from ds_usp.planner.step_time import step_mfu, step_time
 
 
 def find(

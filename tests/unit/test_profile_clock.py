@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_usp.profiling import Clock, clock, layer_times
-from ds_usp.profiling.clock import Step, Times
+from ds_usp.profiling import Clock, layer_times, step_timer
+from ds_usp.profiling.step_timer import Step, Times
 
 CYCLES_PER_S = 1.98e9  # an H200's
 
@@ -62,7 +62,7 @@ class Event:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=made.perf_counter))
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=made.perf_counter))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(made))
     monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)

@@ -12,9 +12,9 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.schedule import Place, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.double_ring import Piece
+from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
-from ds_usp.geometry.windows import Piece
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ds_usp
 from ds_usp import MaskSpec, TokenLayout
-from ds_usp.geometry.schedule import ring_schedule
+from ds_usp.geometry.ring_schedule import ring_schedule
 
 CAUSAL = MaskSpec.causal()
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -16,9 +16,9 @@ sys.path.insert(0, str(TRAINER))
 
 from usp_trainer import memory  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
-from usp_trainer.checks import check, check_start  # noqa: E402
+from usp_trainer.auto_args import choose  # noqa: E402
 from usp_trainer.memory import model_shape  # noqa: E402
-from usp_trainer.planned import choose  # noqa: E402
+from usp_trainer.validate_args import check, check_start  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16

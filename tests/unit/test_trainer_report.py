@@ -17,9 +17,9 @@ from ds_usp import ConfigError
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import quickstart, report, screen, stop, trackers  # noqa: E402
+from usp_trainer import progress, quickstart, screen, stop, trackers  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.checks import check, replica_size  # noqa: E402
+from usp_trainer.validate_args import check, replica_size  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_proof_fails_above_its_limit(
         assert processes == replica_size(args)
         factor = 1.0 + error if processes == 1 and args.optimizer == "sgd" else 1.0
         rows = [json.dumps({"loss": loss * factor}) for loss in (3.0, 2.0)]
-        (Path(args.output_dir) / report.METRICS).write_text("\n".join(rows))
+        (Path(args.output_dir) / progress.METRICS).write_text("\n".join(rows))
         return 0
 
     monkeypatch.setattr(quickstart, "run_forked", run_forked)
@@ -72,15 +72,15 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--output-dir", str(tmp_path), "--train-iters", "3"]
-    first = report.Reporter(check(parse(argv), 1), 0)
+    first = progress.Reporter(check(parse(argv), 1), 0)
     for step in (1, 2, 3):
         first.step(row(step))
-    resumed = report.Reporter(check(parse([*argv, "--load", "somewhere"]), 1), 1)
+    resumed = progress.Reporter(check(parse([*argv, "--load", "somewhere"]), 1), 1)
     resumed.step(row(2) | {"loss": 9.0})
     resumed.finish()
-    rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / progress.METRICS).read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in rows] == [(1, 3.0), (2, 9.0)]
-    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / progress.PLOT).read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert (
         "step 1/3: loss 3.000, lr 0.001, gradient norm 0.5, 10 tokens/s, 0 MiB, 0:00:02 left"
@@ -89,8 +89,8 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
 
 def test_smoothing_is_centred() -> None:
     line = [float(i) for i in range(20)]
-    assert report.smoothed(line) == pytest.approx(line)
-    assert report.smoothed([0.0, 3.0, 0.0], reach=9) == pytest.approx([0.0, 1.0, 0.0])
+    assert progress.smoothed(line) == pytest.approx(line)
+    assert progress.smoothed([0.0, 3.0, 0.0], reach=9) == pytest.approx([0.0, 1.0, 0.0])
 
 
 def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     argv = ["--output-dir", str(tmp_path), "--tensorboard-dir", "tb", "--wandb-project", "p"]
     argv += ["--wandb-exp-name", "e", "--wandb-save-dir", "d", "--quiet"]
-    reporter = report.Reporter(check(parse(argv), 1), 4)
+    reporter = progress.Reporter(check(parse(argv), 1), 4)
     reporter.step(row(5))
     reporter.finish()
     numbers = {name: number for name, number in row(5).items() if name != "step"}

@@ -12,8 +12,8 @@ TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence
 sys.path.insert(0, str(TRAINER))
 
 from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.checks import check  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
+from usp_trainer.validate_args import check  # noqa: E402
 
 
 @pytest.mark.parametrize(

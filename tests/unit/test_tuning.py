@@ -13,8 +13,8 @@ from cases import ALL_LAYOUTS
 
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, Cut
+from ds_usp.geometry.chunking import Places, places, visible_pairs
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.geometry.parts import Places, places, visible_pairs
 
 K = 1024
 CAUSAL = MaskSpec.causal()

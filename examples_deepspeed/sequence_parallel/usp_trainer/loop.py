@@ -16,14 +16,14 @@ import megatron_patches
 from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core.groups import initialize_groups
-from usp_trainer import checkpoint, report
+from usp_trainer import checkpoint, progress
+from usp_trainer.auto_args import decide
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
 from usp_trainer.engine import Trainer, learning_rate
 from usp_trainer.finite import check_weights, not_finite_error
 from usp_trainer.launch import from_rank0
 from usp_trainer.model import build_model, padded_vocab_size
-from usp_trainer.planned import decide
 from usp_trainer.run_folder import RunFolders
 from usp_trainer.stop import StopRule
 
@@ -32,7 +32,7 @@ class Run:
     """Everything a rank holds between steps. Collective: every rank makes one and calls it alike.
 
     Args:
-        args: as :func:`usp_trainer.planned.decide` returns them.
+        args: as :func:`usp_trainer.auto_args.decide` returns them.
 
     Raises:
         USPError: on every rank; whatever is wrong with the flags, the data or the checkpoint.
@@ -92,7 +92,7 @@ class Run:
             "grad_norm": gradient_norm,
             "lr": lr,
             "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
-            "memory_bytes": report.memory_bytes(args.device),
+            "memory_bytes": progress.memory_bytes(args.device),
             "seconds": seconds,
         }
 
@@ -148,12 +148,12 @@ def _train(run: Run, why: Sequence[str], stop_rule: StopRule) -> None:
         reporter.finish()
 
 
-def _reporter(run: Run, why: Sequence[str]) -> report.Reporter:
+def _reporter(run: Run, why: Sequence[str]) -> progress.Reporter:
     args, step = run.args, run.progress.step
     if not args.quiet:
         named = _ranks(run.mesh, run.groups)
-        print(*why, report.start_block(args, named, run.parameters), sep="\n", flush=True)
-    reporter = report.Reporter(args, step)
+        print(*why, progress.start_block(args, named, run.parameters), sep="\n", flush=True)
+    reporter = progress.Reporter(args, step)
     if args.load:
         reporter.say(f"resumed from step {step} of {args.load}")
         if step >= args.train_iters:

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from usp_trainer.checks import replica_size
 from usp_trainer.launch import Main, run_forked
-from usp_trainer.report import METRICS
+from usp_trainer.progress import METRICS
+from usp_trainer.validate_args import replica_size
 
 LIMIT = 1e-5  # relative difference of losses in fp32
 STEPS = 8

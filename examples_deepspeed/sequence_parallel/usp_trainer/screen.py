@@ -11,8 +11,8 @@ from typing import Any
 from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
 from ds_usp.training import this_cluster
-from usp_trainer.checks import replica_size
 from usp_trainer.memory import model_shape
+from usp_trainer.validate_args import replica_size
 
 STEPS_OF_MEAN = 20  # of the time that the remaining steps are taken to need
 

@@ -1,0 +1,209 @@
+"""What one attention call will do, checked and planned; a call like an earlier one is looked up."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from ds_usp.attention.pipeline import USPCall, staging
+from ds_usp.attention.ring import RingCall
+from ds_usp.attention.score_mod import NO_SCORES, Scores, check_scores
+from ds_usp.attention.tuning import AUTO_TUNING, Cut, Tuning, check_tuning
+from ds_usp.attention.validation import (
+    check_keys,
+    check_layout,
+    check_mask,
+    check_tensors,
+    checked_scale,
+    head_split,
+    head_traffic,
+    refuse_dropout,
+    token_layout,
+)
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.kernels.api import AttentionKernel, KernelRequest
+from ds_usp.kernels.merge import fallback
+from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.warn_once import notice
+
+# Lengths may differ from call to call. Documents do so with every batch, and have large plans.
+_MOST_PLANS = 1024
+_MOST_PLANS_OF_DOCUMENTS = 32
+
+
+def plan_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layout: TokenLayout | str,
+    mask: MaskSpec,
+    softmax_scale: float | None,
+    dropout_p: float,
+    kernel: str,
+    with_lse: bool = False,
+    tuning: Tuning = AUTO_TUNING,
+    scores: Scores = NO_SCORES,
+    kv_layout: TokenLayout | str | None = None,
+) -> tuple[str, USPCall]:
+    """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
+    not checked again.
+
+    Returns:
+        A description, which must be the same on every rank, and the plan.
+    """
+    sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
+    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    modes = torch.is_grad_enabled(), _is_deterministic(), capturing
+    kind = scores.kind if isinstance(scores, Scores) else scores
+    key = sizes, modes, type(softmax_scale), type(dropout_p), options, kind
+    try:
+        found: tuple[str, USPCall] | None = mesh.plans.get(key)
+    except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
+        found = None
+    if found is None:
+        found = _new_plan(
+            q,
+            k,
+            v,
+            mesh=mesh,
+            layouts=(layout, kv_layout),
+            mask=mask,
+            softmax_scale=softmax_scale,
+            dropout_p=dropout_p,
+            kernel=kernel,
+            with_lse=with_lse,
+            tuning=tuning,
+            scores=scores,
+        )
+        if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if mask.documents else _MOST_PLANS):
+            mesh.plans.clear()
+        mesh.plans[key] = found
+    text, call = found
+    return (f"{text}, dropout seed {scores.dropout_seed}" if call.spec.dropout_p else text), call
+
+
+def _new_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout | str, TokenLayout | str | None],
+    mask: MaskSpec,
+    softmax_scale: float | None,
+    dropout_p: float,
+    kernel: str,
+    with_lse: bool,
+    tuning: Tuning,
+    scores: Scores,
+) -> tuple[str, USPCall]:
+    """:func:`plan_call` of a call like no earlier one."""
+    check_tuning(tuning)
+    texts = [check_tensors(q, k, v)]
+    layout = token_layout(layouts[0], q, mesh)
+    kv_layout = layout if layouts[1] is None else token_layout(layouts[1], k, mesh)
+    texts.append(check_layout(q, "queries", mesh, layout))
+    check_mask(mask, q, layout)
+    texts.append(check_keys(q, k, mesh, (layout, kv_layout), mask))
+    spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
+    if scores.dropout_seed is None:
+        refuse_dropout(dropout_p, mesh)
+    split = head_split(q.shape[2], k.shape[2], mesh)
+    scale = checked_scale(softmax_scale, q.shape[3])
+    request = KernelRequest(
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        mask.band,
+        documents=bool(mask.documents),
+        value_dim=v.shape[3],
+        scores=spec,
+        deterministic=_is_deterministic(),
+    )
+    chosen = select_kernel(request, kernel)
+    missing = missing_libraries(request) if kernel == AUTO else None
+    _tell(q, mesh, tuning, missing, _imbalance(layout, mask))
+    cut = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
+    # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
+    held = cast(SequenceMesh, weakref.proxy(mesh))
+    parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
+    texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    sinks = scores.sinks
+    learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
+    texts += [str(cut), "with lse" if with_lse else "without lse"]
+    plans = _schedules(mesh, (layout, kv_layout), mask, chosen, cut)
+    rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
+    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings, q, v), spec)
+
+
+def _schedules(
+    mesh: SequenceMesh,
+    layouts: tuple[TokenLayout, TokenLayout],
+    mask: MaskSpec,
+    kernel: AttentionKernel,
+    cut: Cut,
+) -> list[RingSchedule]:
+    """The ring's steps for each part. Backward goes from the last to the first."""
+    plan = partial(
+        ring_schedule,
+        layouts[0],
+        mask,
+        mesh.ring_rank,
+        kernel.caps.tiles,
+        cut.gather,
+        kv_layout=layouts[1],
+        inner=cut.inner,
+    )
+    pairs = [(plan(place=there), plan(place=back)) for there, back in cut.places]
+    return [
+        replace(
+            there,
+            backward_steps=back.backward_steps,
+            most_mixed_anywhere=back.most_mixed_anywhere,
+        )
+        for there, back in pairs
+    ]
+
+
+def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
+    """How the causal work of a ring is unbalanced by its layout; None if it is not."""
+    ring = layout.ring
+    # Not where the axes' order gives each ring rank early and late pieces.
+    in_pieces = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
+    if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not in_pieces:
+        return None
+    return (
+        f"causal attention on a ring of {ring} ranks, whose tokens are {layout.kind}: the last "
+        f"rank computes {2 - 1 / ring:.2f} times the mean, and the others wait for it. For "
+        "balanced work ask for layout='zigzag' by name, and shard tokens, labels and positions by "
+        "it: mesh.layout('zigzag', seq_len).shard(x, dim, mesh.rank)"
+    )
+
+
+def _tell(
+    q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
+) -> None:
+    """Say what would make such calls faster, once."""
+    texts = [fallback(q.device), missing, work]
+    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
+        texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
+    for text in filter(None, texts):
+        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _is_deterministic() -> bool:
+    """Whether torch is asked for the same bits every time, and not only to warn."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    return asked and not torch.is_deterministic_algorithms_warn_only_enabled()

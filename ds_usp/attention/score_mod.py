@@ -1,0 +1,182 @@
+"""What a call does to its scores besides scaling and masking them, and each kernel call's share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_usp.attention.validation import HeadTraffic
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.double_ring import Piece
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.geometry.segments import cut
+from ds_usp.kernels.api import AttentionKernel
+from ds_usp.kernels.score_mod import PLAIN, Place, ScoreChange, ScoreSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What becomes of attention scores, besides the scale and the mask.
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118).
+        alibi_slopes: ``slope * |key - query|``, in global positions, is taken off the capped
+            scores (ALiBi, arXiv 2108.12409; as flash-attn takes it). Not learned here.
+        sinks: logits beside the scores in the softmax, which take weight and give nothing
+            (gpt-oss), finite. They may be learned. Their gradient on each rank is that rank's
+            share: the sum over the ranks of the mesh is the gradient, as it is for any weight
+            that all of them hold.
+        dropout_seed: what attention dropout (``dropout_p``) draws from, 0 to 2**63 - 1. A weight
+            is dropped by the seed and its own sample, head, query and key, so the same ones are
+            under any degrees; give another seed at each call.
+
+    Shapes:
+        alibi_slopes, sinks: ``[h]``, of all query heads on this tensor-parallel rank, the same
+        values on every rank of the mesh.
+
+    Raises:
+        ConfigError: a cap that is not a finite number above 0, a seed that is not such a number,
+            slopes or sinks that are no tensors.
+    """
+
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    dropout_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        cap, seed = self.softcap, self.dropout_seed
+        number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+        if cap is not None and (not number or not 0 < cap < math.inf):
+            raise ConfigError(
+                f"softcap={cap!r} must be a finite number above 0; None leaves the scores as they "
+                "are (a library's 0.0 is None here)"
+            )
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        if seed is not None and (not whole or not 0 <= seed < 2**63):
+            raise ConfigError(f"dropout_seed={seed!r} must be a whole number, 0 to 2**63 - 1")
+
+        for name in ("alibi_slopes", "sinks"):
+            x = getattr(self, name)
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise ConfigError(
+                    f"{name}={x!r} must be a tensor with a number for each query head"
+                )
+
+    @property
+    def values(self) -> Hashable:
+        """All that is no tensor, and which tensors there are."""
+        return self.softcap, self.dropout_seed, self.alibi_slopes is None, self.sinks is None
+
+    @property
+    def kind(self) -> Hashable:
+        """All of it but the values of tensors and of the seed: calls of one kind share a plan."""
+        tensors = (
+            None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in (self.alibi_slopes, self.sinks)
+        )
+        return self.softcap, *tensors, self.dropout_seed is None
+
+
+NO_SCORES = Scores()
+
+
+def check_scores(
+    scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
+) -> ScoreSpec:
+    """Check that they fit queries ``[b, s, h, d]``; what a kernel is asked for.
+
+    Args:
+        one_sequence: the keys are of the queries' sequence.
+
+    Raises:
+        ConfigError, UnsupportedAttentionError: they do not.
+    """
+    if not isinstance(scores, Scores):
+        raise ConfigError(f"scores={scores!r} must be a Scores, as Scores(softcap=50.0)")
+    for name in ("alibi_slopes", "sinks"):
+        x = getattr(scores, name)
+        if x is None:
+            continue
+        if x.shape != q.shape[2:3]:
+            raise ConfigError(
+                f"{name} {list(x.shape)} must have a number for each of the {q.shape[2]} query "
+                f"heads, [{q.shape[2]}]"
+            )
+        if not x.is_floating_point() or x.device != q.device:
+            raise ConfigError(
+                f"{name} of {x.dtype} on {x.device} must be floating and on {q.device}, as q is"
+            )
+    if scores.alibi_slopes is not None and not one_sequence:
+        raise UnsupportedAttentionError(
+            "alibi_slopes weigh distances, and there is none between queries and keys of two "
+            "sequences (kv_layout): leave them out"
+        )
+    if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
+        raise UnsupportedAttentionError(
+            "alibi_slopes requires a gradient, and slopes are not learned here: detach() them"
+        )
+    number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
+    if not number or not 0.0 <= dropout_p < 1.0:
+        raise ConfigError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
+    return ScoreSpec(scores.softcap, scores.alibi_slopes is not None, float(dropout_p))
+
+
+@dataclass(frozen=True, eq=False)
+class PartScores:
+    """The scores of one part of the heads on this rank.
+
+    Args:
+        spec: what the kernel does to them.
+        batch, device: of the tensors of the call.
+    """
+
+    mesh: SequenceMesh
+    part: HeadTraffic
+    spec: ScoreSpec
+    scores: Scores
+    batch: int
+    device: torch.device
+
+    def on(self, kernel: AttentionKernel, step: RingStep) -> AttentionKernel:
+        """The kernel for the queries here and the keys of a step."""
+        if self.spec == PLAIN:
+            return kernel
+        place = self._place(step) if self.spec.by_position else None
+        return kernel.with_scores(ScoreChange(self.spec, place))
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Of a tensor of all query heads ``[h]`` those of this part, a view."""
+        return x[slice(*self._heads)]
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.part.qkv.ranges[0][self.mesh.ulysses_rank]
+
+    def _place(self, step: RingStep) -> Place:
+        layout, kv_layout, _ = self.part.qkv.layouts
+        rank = self.mesh.ring_rank
+        slopes = self.scores.alibi_slopes
+        return Place(
+            torch.arange(self.batch, device=self.device),
+            self._positions(layout, [Piece(rank, 0, layout.ring_length(rank))]),
+            self._positions(kv_layout, step.takes),
+            torch.arange(*self._heads, device=self.device),
+            None if slopes is None else self.of_heads(slopes),
+            self.scores.dropout_seed or 0,
+        )
+
+    def _positions(self, layout: TokenLayout, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Global positions of some tokens, which lie one after the other: ``[tokens]``."""
+        runs = (
+            segment.positions
+            for piece in pieces
+            for segment in cut(layout.ring_segments(piece.rank), piece.start, piece.stop)
+        )
+        parts = [torch.arange(x.start, x.stop, x.step, device=self.device) for x in runs]
+        return torch.cat(parts) if parts else torch.arange(0, device=self.device)

@@ -1,0 +1,108 @@
+"""What a user gives as the sequence-parallel group: a process group, or a mesh of torch's."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ds_usp.comm.process_groups import even_out_group_counts, subgroup
+from ds_usp.errors import ConfigError, MeshError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
+from ds_usp.geometry.ranks import divisors
+
+_AXES = ("ring", "ulysses")
+
+
+def group_of_this_rank(group: object) -> dist.ProcessGroup:
+    """The group itself, or the default one for None.
+
+    Raises:
+        MeshError: torch.distributed does not run, or this rank is not in the group.
+        ConfigError: something else than a process group.
+    """
+    if not dist.is_initialized():
+        raise MeshError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group "
+            "first, or use SequenceMesh.single() for one process"
+        )
+    if isinstance(group, DeviceMesh):
+        raise ConfigError(
+            f"{group} was given as the sequence-parallel group, which is a process group. Make "
+            'the mesh from it, mesh=SequenceMesh.from_device_mesh(device_mesh["sp"], '
+            "ulysses_degree=...), or give one dim's group, device_mesh.get_group(...)"
+        )
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"{group!r} was given as the sequence-parallel group; it must be a process group of "
+            "torch.distributed, or None for the default one"
+        )
+    whole = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    if outside or dist.get_rank(whole) < 0:
+        raise MeshError(
+            f"global rank {dist.get_rank()} is not in the sequence-parallel group it was "
+            "given. Pass each rank the group that holds it."
+        )
+    return whole
+
+
+def grid_refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | None:
+    """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
+    size = len(ranks)
+    if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
+        return ConfigError(
+            f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
+            "with ascending ranks"
+        )
+    if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
+        return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
+    if size % ulysses:
+        fits = ", ".join(map(str, divisors(size)))
+        return ConfigError(
+            f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
+            f"sequence-parallel group. Use one of {fits}."
+        )
+    if order not in ORDERS:
+        return ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
+    return None
+
+
+def group_of_device_mesh(
+    device_mesh: DeviceMesh, ulysses_degree: int | None, order: str | None
+) -> tuple[dist.ProcessGroup, int | None, str]:
+    """The group of all ranks of a mesh of torch's, the Ulysses degree and the order of the axes.
+    Collective over these ranks where there are two dims.
+
+    Raises:
+        ConfigError: dims that are no sequence-parallel ranks, or that contradict the arguments.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ConfigError(f"{device_mesh!r} must be a DeviceMesh of torch.distributed")
+    if device_mesh.ndim == 1:
+        return device_mesh.get_group(), ulysses_degree, order or DEFAULT_SP_ORDER
+    names = device_mesh.mesh_dim_names or ()
+    if device_mesh.ndim != 2 or tuple(sorted(names)) != _AXES:
+        raise ConfigError(
+            f"a DeviceMesh of {device_mesh.ndim} dims {names}: give the dim whose ranks share a "
+            'sequence, device_mesh["sp"], or two dims with the names ulysses and ring'
+        )
+    degree, has = device_mesh[("ulysses")].size(), "-".join(reversed(names))
+    if ulysses_degree not in (None, degree) or order not in (None, has):
+        raise ConfigError(
+            f"ulysses_degree={ulysses_degree}, order={order!r} were given, and the DeviceMesh has "
+            f"ulysses {degree} and the order {has!r}: leave both out"
+        )
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):  # torch sorts the ranks of a group
+        raise ConfigError(
+            f"the DeviceMesh has its global ranks in the order {ranks}; make it with ascending "
+            "ranks"
+        )
+    groups = [device_mesh.get_group(name) for name in names]
+    for group in groups:  # first along one axis, then along the other: then all ranks are even
+        even_out_group_counts(group)
+    whole = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
+    longest = groups[0] if device_mesh.shape[0] > 1 else groups[1]
+    return whole or longest, degree, has

@@ -1,0 +1,109 @@
+"""``--ulysses-degree auto``: one degree chosen for a run whose other degrees are given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.explain import explain
+from ds_usp.planner.frameworks import Engine
+from ds_usp.planner.hardware import Cluster, load_cluster
+from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.search import Found, Plan, search
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen.
+
+    Args:
+        ulysses: the degree; the ring takes the rest.
+        why: lines for the user.
+    """
+
+    ulysses: int
+    why: tuple[str, ...]
+
+
+def degree_or_auto(text: str) -> int | str:
+    """What ``--ulysses-degree`` takes, for argparse."""
+    return AUTO if text == AUTO else int(text)
+
+
+def cluster_name(device: str) -> str | None:
+    """The built-in cluster of a device, as torch calls the GPU; empty: CPUs."""
+    words = re.split(r"[^a-z0-9]+", device.lower()) if device else ["cpu"]
+    return next((name for name in CLUSTERS if name in words), None)
+
+
+def cluster_of(
+    given: str | None, device: str, gpus_per_node: int, memory_bytes: float = 0.0
+) -> Cluster:
+    """The cluster that the user names, else the built-in one of a device's name.
+
+    Args:
+        given: a built-in name, or a profile.
+        device: as torch calls the GPU; empty: CPUs.
+        gpus_per_node: ranks that share this host.
+        memory_bytes: of the GPU at hand; 0: the table's.
+
+    Raises:
+        ConfigError: a cluster that is none, or a device that the table does not have.
+    """
+    if given:
+        return load_cluster(given).with_gpus_per_node(gpus_per_node)
+    name = cluster_name(device)
+    if name is None:
+        raise ConfigError(
+            f"--ulysses-degree auto: no built-in cluster has a {device}; there are "
+            f"{', '.join(CLUSTERS)}. Measure this one, python -m ds_usp.planner profile --out "
+            "cluster.json, and give --usp-cluster cluster.json"
+        )
+    cluster = load_cluster(name).with_gpus_per_node(gpus_per_node)
+    return replace(cluster, memory_bytes=memory_bytes) if memory_bytes else cluster
+
+
+def choose_ulysses(
+    cluster: Cluster, work: Workload, engine: Engine, split: Split, gpus: int
+) -> Choice:
+    """The fastest ulysses x ring for a run.
+
+    Args:
+        split: its degrees but these two, and its settings, which the program has accepted; what
+            the degrees leave of ``gpus`` shares a sequence.
+
+    Raises:
+        ConfigError: no degree is possible, or with none does the run fit.
+    """
+    if gpus == split.tp * split.pp * split.dp:
+        return Choice(1, ("planner: ulysses 1 x ring 1, each rank has whole sequences",))
+    given: Mapping[str, object] = {
+        axis: getattr(split, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
+    }
+    given = {**given, "order": split.order, "zero": split.zero}
+    stages = (split.zero,)
+    engine = replace(engine, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
+    found = search(cluster, work, gpus, engine, fixed=given, base=split)
+    if not found.plans:
+        raise ConfigError(
+            "--ulysses-degree auto: " + "; ".join(explain(found)) + ". A degree that is given is "
+            "taken without asking the planner"
+        )
+    best = found.plans[0]
+    pairs = sorted(_pairs(found), key=lambda plan: plan.time.total)
+    times = ", ".join(f"{p.split.ulysses} x {p.split.ring} {p.time.total:.3g} s" for p in pairs)
+    first = (
+        f"planner: ulysses {best.split.ulysses} x ring {best.split.ring} on {cluster.name} "
+        f"(predicted step of ulysses x ring: {times})"
+    )
+    return Choice(best.split.ulysses, (first, *(f"planner: {line}" for line in explain(found))))
+
+
+def _pairs(found: Found) -> list[Plan]:
+    """The plan of every pair of degrees that fits."""
+    return [plan for (axis, _), plan in found.best_with.items() if axis == "ulysses"]

@@ -1,0 +1,110 @@
+"""What training frameworks can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import ORDERS
+from ds_usp.planner.parallel_config import RECOMPUTE, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a training framework can do.
+
+    Args:
+        zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
+        schedule: of its pipeline, without virtual stages.
+        interleaves: it has virtual stages.
+        offloads: a share of the saved activations can go to host memory.
+        offloads_chunks: what goes at once can be a chunk of layers, not one layer alone.
+        chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
+        tp_sequence: Megatron's sequence parallelism goes with the others.
+        orders: of ulysses and ring that it can have.
+        grad_bytes: in which it sums gradients.
+        whole_reduction: in ZeRO-1 gradients are all-reduced, not reduce-scattered (``Split``).
+    """
+
+    name: str
+    zero: tuple[int, ...]
+    zero_in_pipeline: tuple[int, ...]
+    recompute: tuple[str, ...]
+    schedule: str
+    interleaves: bool
+    offloads: bool
+    offloads_chunks: bool = False
+    chunks_loss: bool = False
+    chunks_loss_in_pipeline: bool = False
+    tp_sequence: bool = True
+    orders: tuple[str, ...] = ORDERS
+    grad_bytes: int = 4
+    whole_reduction: bool = False
+
+    def can_chunk_loss(self, split: Split) -> bool:
+        """Whether a run that holds its logits whole could hold them in chunks instead."""
+        in_pipeline = split.pp == 1 or self.chunks_loss_in_pipeline
+        return self.chunks_loss and in_pipeline and not split.fused_loss
+
+    def refusal(self, split: Split, axis: str, value: object) -> str:
+        """Why these degrees do not go with a value of another axis, as a short heading."""
+        if axis == "micro_batch":
+            return f"micro batch {value} does not divide the sequences of a replica"
+        if axis == "order" and value in self.orders:
+            return f"without both ulysses and ring there is no order {value}"
+        if axis == "zero" and value in self.zero:
+            if split.zero_ranks == 1:
+                return f"ZeRO-{value} has no ranks to share with"
+            return f"ZeRO-{value} does not go with a pipeline"
+        return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
+
+
+ENGINES = (
+    Engine(
+        "any",
+        zero=(0, 1, 2, 3),
+        zero_in_pipeline=(0, 1),
+        recompute=RECOMPUTE,
+        schedule="1f1b",
+        interleaves=True,
+        offloads=True,
+        offloads_chunks=True,
+        chunks_loss=True,
+        chunks_loss_in_pipeline=True,
+    ),
+    Engine(
+        "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
+        zero=(1, 2, 3),
+        zero_in_pipeline=(1,),
+        recompute=("none", "gemm-last", "attention", "full"),
+        schedule="deepspeed",
+        interleaves=False,
+        offloads=True,
+        chunks_loss=True,
+        tp_sequence=False,
+        orders=ORDERS[:1],
+        whole_reduction=True,
+    ),
+    Engine(
+        "megatron-core",
+        zero=(0, 1),
+        zero_in_pipeline=(0, 1),
+        recompute=("none", "attention-only", "full"),
+        schedule="1f1b",
+        interleaves=True,
+        offloads=False,
+        orders=ORDERS[:1],
+    ),
+)
+
+
+def engine(name: str) -> Engine:
+    """A framework by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for known in ENGINES:
+        if known.name == name:
+            return known
+    raise ConfigError(f"no engine {name!r}; there are {', '.join(e.name for e in ENGINES)}")

@@ -1,0 +1,350 @@
+"""One attention, many implementations: each makes a step on this rank's share of the tokens.
+
+A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
+``[1, s_local, h_kv, d]``, bf16, causal. A peer that is not installed says so with ImportError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_harness import Session, Step
+from flash2_shim import torchs_flash_attn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ds_usp
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The whole sequence, before it is cut."""
+
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From ``seq_len:heads:kv_heads:head_dim``."""
+        return cls(*map(int, text.split(":")))
+
+    @property
+    def tflop(self) -> float:
+        """Forward and backward, causal half only: 2 + 5 matrix products."""
+        return 3.5 * 2 * self.seq_len**2 * self.heads * self.head_dim / 1e12
+
+    def random(self, device: torch.device, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Fresh q, k, v and dout of so many tokens."""
+        return tuple(
+            torch.randn(1, tokens, heads, self.head_dim, device=device, dtype=torch.bfloat16)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        )
+
+    def __str__(self) -> str:
+        whole, rest = divmod(self.seq_len, 1024)
+        tokens = str(self.seq_len) if rest else f"{whole}K"
+        return f"{tokens} {self.heads}/{self.kv_heads} d{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, the kernel under it, how to make its step, the mesh if it is one of ours, and what
+    each forward and backward pass has to run in."""
+
+    name: str
+    kernel: str
+    attend: Callable[[Shape], tuple[Attend, Shape, int]]
+    mesh: ds_usp.SequenceMesh | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def label(self) -> str:
+        """What stands in the table."""
+        return f"{self.name}, {self.kernel}"
+
+    def make(self, shape: Shape, device: torch.device, forward_only: bool) -> Step:
+        """A step on fresh random tensors."""
+        attend, share, tokens = self.attend(shape)
+        q, k, v, dout = share.random(device, tokens)
+        for x in (q, k, v):
+            x.requires_grad_(not forward_only)
+
+        def step() -> None:
+            with self.around():
+                out = attend(q, k, v)
+                if not forward_only:
+                    torch.autograd.grad(out, (q, k, v), dout)
+
+        return step
+
+    def prepared(self, session: Session, shape: Shape, forward_only: bool) -> Step | None:
+        """The warmed-up step on every rank, or a line that says why there is none."""
+
+        def make() -> Step:
+            step = self.make(shape, session.device, forward_only)
+            for _ in range(3):
+                step()
+            return step
+
+        if self.mesh is not None:
+            self.mesh.release()
+        made = session.attempt(make)
+        if not isinstance(made, str):
+            return made
+        session.say(f"{shape}  {self.label}: left out, {made}")
+        return None
+
+    def extra_gib(self, session: Session, step: Step) -> float:
+        """Peak memory of a step above what stands before it, and what its mesh keeps for it."""
+        kept = 0 if self.mesh is None else self.mesh.reserved_bytes
+        return (session.extra_bytes(step) + kept) / 2**30
+
+
+def contender_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose kernels are asked for; :func:`parsed` knows the default."""
+    parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
+
+
+def shape_flags(parser: argparse.ArgumentParser, *shapes: str) -> None:
+    """What is computed, by default ``shapes``, and :func:`contender_flags`."""
+    parser.add_argument(
+        "--shapes", nargs="+", default=shapes, help="seq_len:heads:kv_heads:head_dim"
+    )
+    contender_flags(parser)
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with the kernels of the device where none are named."""
+    args = parser.parse_args()
+    args.kernels = args.kernels or KERNELS[args.device]
+    return args
+
+
+def all_contenders(kernels: Sequence[str], peers: Sequence[str]) -> list[Contender]:
+    """The single-GPU kernels, ours at every split, then the peers that were asked for."""
+    meshes = all_meshes()
+    found = [one_gpu(kernel) for kernel in kernels]
+    found += [ours(mesh, kernel) for kernel in kernels for mesh in meshes]
+    for peer in peers:
+        found += PEERS[peer](kernels)
+    return found
+
+
+def ulysses_degrees() -> list[int]:
+    """Every one that the ranks allow, the largest first."""
+    world = dist.get_world_size()
+    return [u for u in range(world, 0, -1) if world % u == 0]
+
+
+def all_meshes() -> list[ds_usp.SequenceMesh]:
+    """Every split of the ranks."""
+    return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
+
+
+def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: str) -> Attend:
+    """usp_attention as a function of q, k and v."""
+    mask = ds_usp.MaskSpec.causal()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
+
+    return attend
+
+
+def ours(mesh: ds_usp.SequenceMesh, kernel: str) -> Contender:
+    """This package over one mesh."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        layout = mesh.layout("zigzag", shape.seq_len)
+        return usp_attend(mesh, layout, kernel), shape, layout.length(mesh.rank)
+
+    return Contender(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
+
+
+def one_gpu(kernel: str) -> Contender:
+    """The kernel alone on the whole sequence and a GPU's share of the heads: the limit."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        world = dist.get_world_size()
+        mesh = ds_usp.SequenceMesh.single()
+        share = Shape(
+            shape.seq_len, shape.heads // world, max(shape.kv_heads // world, 1), shape.head_dim
+        )
+        return (
+            usp_attend(mesh, mesh.layout("contiguous", shape.seq_len), kernel),
+            share,
+            shape.seq_len,
+        )
+
+    return Contender("one GPU", kernel, attend)
+
+
+def _sdpa(kernel: str) -> Attend:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[kernel]):
+            out = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
+    """DeepSpeed's DistributedAttention around the same kernel."""
+    for kernel in kernels:
+
+        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+            import deepspeed.comm
+            from deepspeed.sequence.layer import DistributedAttention
+
+            if not deepspeed.comm.is_initialized():
+                deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
+            single = ds_usp.SequenceMesh.single()
+            layout = single.layout("contiguous", shape.seq_len)
+            local = _sdpa(kernel) if kernel in BACKENDS else usp_attend(single, layout, kernel)
+            attention = DistributedAttention(local, dist.group.WORLD, 2, 1)
+            tokens = shape.seq_len // dist.get_world_size()
+            return lambda q, k, v: attention(q, k, v, 0), shape, tokens
+
+        yield Contender("DeepSpeed ulysses", kernel, attend)
+
+
+@lru_cache(maxsize=1)
+def _whole_world() -> DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+@contextmanager
+def torch_rotation(method: str) -> Iterator[None]:
+    """torch's context parallelism, for a forward and a backward pass. It will not start without a
+    buffer to shard: a short one."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(method)
+    buffer = torch.empty(2 * dist.get_world_size(), device="cuda")
+    with context_parallel(
+        _whole_world(), buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
+    ):
+        yield
+
+
+def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
+    """torch's context parallel, keys and values gathered or rotated by all-to-all."""
+    for kernel in (k for k in kernels if k in BACKENDS):
+        for method in ("allgather", "alltoall"):
+
+            def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+                return _sdpa(kernel), shape, shape.seq_len // dist.get_world_size()
+
+            around = partial(torch_rotation, method)
+            yield Contender(f"torch {method}", kernel, attend, around=around)
+
+
+def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
+    """yunchang's LongContextAttention on FlashAttention-2, zigzag; on torch's where the package
+    flash-attn is not installed."""
+    world = dist.get_world_size()
+    for ulysses in ulysses_degrees():
+
+        def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
+            with torchs_flash_attn():
+                from yunchang import LongContextAttention, set_seq_parallel_pg
+                from yunchang.kernels import AttnType
+
+            set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
+            attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
+            return (
+                lambda q, k, v: attention(q, k, v, causal=True),
+                shape,
+                shape.seq_len // world,
+            )
+
+        yield Contender(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
+
+
+@lru_cache(maxsize=1)
+def load_cudnn() -> None:
+    """The libraries of torch's cuDNN. Of those that torch has not loaded yet TransformerEngine
+    would take the system's, which may be of another version."""
+    try:
+        import nvidia.cudnn
+    except ImportError:  # torch was not installed with the package of it
+        return
+
+    folder = Path(nvidia.cudnn.__path__[0]) / "lib"
+    for name in ("graph", "ops", "cnn", "adv"):  # each needs the ones before it
+        ctypes.CDLL(str(folder / f"libcudnn_{name}.so.9"), mode=ctypes.RTLD_GLOBAL)
+
+
+def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
+    """TransformerEngine's DotProductAttention under context parallelism, on cuDNN."""
+    world = dist.get_world_size()
+    everyone = list(range(world))
+    kinds = ["p2p", "a2a"] + (["a2a+p2p"] if world == 4 else [])
+    for kind in kinds:
+
+        def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, int]:
+            load_cudnn()
+            from transformer_engine.pytorch import DotProductAttention
+
+            attention = DotProductAttention(
+                shape.heads,
+                shape.head_dim,
+                num_gqa_groups=shape.kv_heads,
+                attention_dropout=0.0,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+            )
+            group: object = dist.group.WORLD
+            if kind == "a2a+p2p":
+                pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+                rank = dist.get_rank()
+                group = [pairs[rank // 2], pairs[2 + rank % 2]]
+            attention.set_context_parallel_group(group, everyone, torch.cuda.Stream(), kind)
+
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return attention(q, k, v).unflatten(2, (shape.heads, -1))
+
+            return run, shape, shape.seq_len // world
+
+        yield Contender(f"TransformerEngine {kind}", "cudnn", attend)
+
+
+def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Contender]:
+    """ring-flash-attn's zigzag ring, on the package flash-attn."""
+
+    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
+        from ring_flash_attn import zigzag_ring_flash_attn_func
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
+
+        return run, shape, shape.seq_len // dist.get_world_size()
+
+    yield Contender("ring-flash-attn zigzag", "flash2", attend)
+
+
+PEERS = {
+    "deepspeed": deepspeed_ulysses,
+    "torch": torch_context_parallel,
+    "yunchang": yunchang,
+    "te": transformer_engine,
+    "ring_flash_attn": ring_flash_attn,
+}

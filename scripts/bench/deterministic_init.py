@@ -1,0 +1,44 @@
+"""Megatron-DeepSpeed's training from initial weights that no split changes, for one loss curve.
+
+The host draws other weights under tensor parallelism. Here every matrix is drawn from its name;
+the rest starts as ones and zeros anyway. In place of ``megatron_patches.run``:
+
+    python scripts/bench/deterministic_init.py $MEGATRON_DEEPSPEED_PATH/pretrain_gpt.py <its flags>
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron_deepspeed")]
+
+from host_record import keyed_weight, plain_name  # noqa: E402 - found through the path above
+
+import megatron_patches  # noqa: E402
+from megatron_patches import Patch, PatchSet, run  # noqa: E402
+
+
+def draw_by_name(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's models, with its matrices drawn anew."""
+    from megatron import get_args
+
+    models = original(*args, **kwargs)
+    host = get_args()
+    for name, parameter in models[0].named_parameters():
+        if parameter.ndim > 1:
+            plain = plain_name(name, host.num_layers)
+            with torch.no_grad():
+                parameter.copy_(keyed_weight(plain, parameter, host.init_method_std))
+    return models
+
+
+if __name__ == "__main__":
+    megatron_patches.prepare(run.HOST, Path(next(x for x in sys.argv[1:] if x[0] != "-")))
+    wrap = Patch("megatron.training:get_model", draw_by_name, "wrap")
+    PatchSet("same weights", (wrap,)).apply()
+    run.main(sys.argv[1:])

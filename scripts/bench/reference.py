@@ -1,0 +1,74 @@
+"""How far an attention is from the truth: fp64, beside the single-GPU kernel on the same inputs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from baselines import Shape, usp_attend
+from bench_harness import Session
+
+import ds_usp
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+NAMES = ("out", "dq", "dk", "dv")
+QUERIES = 256  # rows of the score matrix that are there at once: memory grows with the length only
+
+
+def causal_truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
+    """Out, dq, dk and dv in fp64 of a causal attention, chunk by chunk of queries.
+
+    q, dout ``[b, s, h, d]``, k, v ``[b, s, h_kv, d]``. With p the softmax of a row of scores:
+    ds = scale p * (dout v' - dout . out), dq = ds k, dk = ds' q, dv = p' dout.
+    """
+    users, length, scale = q.shape[2] // k.shape[2], q.shape[1], q.shape[3] ** -0.5
+    q, k, v, dout = (x.double().transpose(1, 2) for x in (q, k, v, dout))
+    k, v = (x.repeat_interleave(users, dim=1) for x in (k, v))
+    out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        rows, seen = (..., slice(start, stop), slice(None)), (..., slice(stop), slice(None))
+        scores = scale * q[rows] @ k[seen].mT
+        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
+        p = scores.masked_fill_(future, float("-inf")).softmax(-1)
+        out[rows] = p @ v[seen]
+        delta = (dout[rows] * out[rows]).sum(-1, keepdim=True)
+        ds = scale * p * (dout[rows] @ v[seen].mT - delta)
+        dq[rows] = ds @ k[seen]
+        dk[seen] += ds.mT @ q[rows]
+        dv[seen] += p.mT @ dout[rows]
+    dk, dv = (x.unflatten(1, (-1, users)).sum(2) for x in (dk, dv))
+    out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
+    return out, dq, dk, dv
+
+
+def fresh_inputs(session: Session, shape: Shape) -> Tensors:
+    """Random q, k, v and dout of the whole sequence, bf16: new in each run, one on all ranks."""
+    torch.seed()
+    drawn = shape.random(session.device, shape.seq_len)
+    for x in drawn:
+        dist.broadcast(x, src=0)
+    return drawn
+
+
+def errors(
+    session: Session, mesh: ds_usp.SequenceMesh, kernel: str, inputs: Tensors, truth: Tensors
+) -> list[float]:
+    """Relative error of out, dq, dk and dv over a mesh, each by its norm over all ranks."""
+    layout = mesh.layout("zigzag", inputs[0].shape[1])
+    shares = [layout.shard(x, dim=1, rank=mesh.rank).detach() for x in inputs]
+    q, k, v = (x.requires_grad_() for x in shares[:3])
+    out = usp_attend(mesh, layout, kernel)(q, k, v)
+    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), shares[3]))
+    if {x.dtype for x in found} != {q.dtype}:  # a finer one would hide what rounding costs
+        raise TypeError(f"{[x.dtype for x in found]} came back for {q.dtype}")
+    squares = []
+    for mine, true in zip(found, truth, strict=True):
+        share = layout.shard(true, dim=1, rank=mesh.rank)
+        squares += [(mine.double() - share).square().sum().item(), share.square().sum().item()]
+    sums = session.reduced(squares)
+    return [(off / whole) ** 0.5 for off, whole in zip(sums[::2], sums[1::2], strict=True)]
+
+
+def worst_ratio(ours: list[float], kernels: list[float]) -> float:
+    """The largest error in units of the kernel's own; NaN if any is."""
+    return (torch.tensor(ours) / torch.tensor(kernels)).max().item()

@@ -1,0 +1,269 @@
+"""Exchanges for copy engines, on CPUs: packed as for them, and read by hand at the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, attend, errors_of, mesh_of
+from harness import RankContext, WorkerPool
+
+from ds_usp import MeshError, SequenceMesh, Tuning
+from ds_usp.attention.tuning import Cut
+from ds_usp.comm.channel import Arrivals, Parcels, RingChannel, Room
+from ds_usp.comm.copy_engine import slots_of
+from ds_usp.comm.uniform_all_to_all import Departure
+from ds_usp.geometry.chunking import places
+from ds_usp.kernels import merge
+from ds_usp.strided_copy import dense_copy
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+Sizes = dict[str, int]
+
+
+class Slots:
+    """A copy engine's memory for one kind of traffic, parts that are filled in turns; with NaN
+    when they are given out."""
+
+    def __init__(self, kind: str) -> None:
+        count = slots_of(kind, ring=True)
+        self.memory = [torch.empty(2**20, dtype=torch.uint8) for _ in range(count)]
+        self.turns = [0] * count
+        self.at, self.told = 0, False
+
+    def give(self, size: int) -> torch.Tensor:
+        if self.told:  # else who asked before has said nothing
+            self.at, self.told = (self.at + 1) % len(self.memory), False
+        self.turns[self.at] += 1
+        self.memory[self.at].fill_(255)
+        return self.memory[self.at][:size]
+
+
+class PullingChannel(RingChannel):
+    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
+
+    slots: ClassVar[dict[str, Slots]] = {}
+
+    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+        slots = self.slots.setdefault(self._kind, Slots(self._kind))
+        flat = slots.give(torch.Size(shape).numel() * dtype.itemsize)
+        self.mine = Room(flat.view(dtype).view(*shape))
+        self.at, self.turn = slots.at, slots.turns[slots.at]
+        return self.mine
+
+    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
+        rooms: list[Any] = [None] * dist.get_world_size(self._group)
+        slots = self.slots[self._kind]
+        assert packed is self.mine.whole
+        assert self.turn == slots.turns[self.at], "the room was given to another one"
+        slots.told = True
+        users, sources = ({rank for rank, *_ in each} for each in (leaving, arriving))
+        dist.all_gather_object(rooms, (packed, users, sources, self.at), self._group)
+        mine = dist.get_rank(self._group)
+        for rank, (_, told, pulls, slot) in enumerate(rooms):
+            assert slot == self.at, "ranks pack into different slots"
+            if rank != mine:
+                assert (mine in told) == (rank in sources), "told, and does not pull; or not told"
+                assert (mine in pulls) == (rank in users)
+        for source, place, at, pitch in arriving:
+            room = rooms[source][0]
+            flat = room.flatten()
+            if not pitch:
+                place.copy_(flat[at : at + place.numel()].view(place.shape))
+                continue
+            rows, batch = place.shape[:2]
+            width = place.shape[2:].numel()
+            for row, sample in product(range(rows), range(batch)):
+                start = at + row * pitch + sample * (pitch // batch)
+                place[row, sample] = flat[start : start + width].view(place.shape[2:])
+        self.busy = True
+
+
+def packed(
+    ctx: RankContext, case: Case, ulysses: int, *, brief: bool = False
+) -> tuple[float, Sizes, Sizes]:
+    """The worst error when all rooms have been filled again, the bytes that were reserved and the
+    most that were packed at once."""
+    mesh = mesh_of(ulysses)
+    PullingChannel.slots.clear()
+    mesh.plans.clear()
+    mesh.agreement.forget()
+    reserved: Sizes = {}
+    used: Sizes = {}
+
+    def resolve(self: Tuning, *args: Any) -> Cut:
+        cut = decide(self, *args)._replace(copies=True)
+        return cut._replace(places=places([1], brief=True)) if brief else cut
+
+    def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
+        reserved.update(sizes)
+
+    def channel(self: SequenceMesh, kind: str, copies: bool = False) -> RingChannel:
+        return (PullingChannel if copies else RingChannel)(self._group_of(kind), self.ledger, kind)
+
+    def room(
+        self: PullingChannel, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> Any:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        used[self._kind] = max(used.get(self._kind, 0), size)
+        return make(self, shape, like, dtype)
+
+    decide: Callable[..., Cut] = Tuning.resolve
+    make: Callable[..., Room] = PullingChannel.room
+    with (
+        mock.patch.object(Tuning, "resolve", resolve),
+        mock.patch.object(SequenceMesh, "reserve", reserve),
+        mock.patch.object(SequenceMesh, "channel", channel),
+        mock.patch.object(PullingChannel, "room", room),
+    ):
+        got = attend(mesh, case)
+    for slots in PullingChannel.slots.values():
+        for _ in slots.memory:
+            slots.told = True
+            slots.give(0)
+    errors = errors_of(mesh, case, got)
+    mesh.plans.clear()  # they are for copies
+    return max(errors.values()), reserved, used
+
+
+CASES = [
+    Case(tuning=Tuning(chunks, gather), layout=layout, mask=mask)
+    for chunks, gather in ((1, False), (2, True))
+    for layout, mask in (("zigzag", "causal"), ("contiguous", "window"), ("striped", "full"))
+] + [
+    Case(kernel="eager"),
+    Case(kernel="eager", dtype=torch.float64),
+    Case(kernel="eager", dtype=torch.bfloat16, tuning=Tuning(gather=True)),
+    Case(kernel="eager", layout="striped", tuning=Tuning(1, True)),  # in place, then in parts
+    Case(kernel="eager", mask="window", tuning=Tuning(2, True)),
+    Case(kernel="eager", mask="window", layout="contiguous", tuning=Tuning(2, False)),
+    Case(seq_len=67, tuning=Tuning(2, True)),
+    # Own rows among others', forward; backward too, where that is one call.
+    Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),
+    Case(kernel="eager", tuning=Tuning(4, True), heads=16, kv_heads=16),
+    Case(heads=6, kv_heads=2, seq_len=67),
+    Case(kv_heads=1, kernel="eager", dtype=torch.bfloat16, head_dim=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_what_is_packed_fits_into_what_every_rank_reserved(
+    pool: WorkerPool, ulysses: int, case: Case
+) -> None:
+    if ulysses == 4 and case.heads == 6:
+        case = Case(heads=8, kv_heads=2, seq_len=67)
+    results = pool.run(packed, 4, case=case, ulysses=ulysses)
+    for error, reserved, used in results:
+        assert error < TOLERANCE[case.dtype]
+        assert used or case.seq_len % 8, "nothing was packed"  # uneven exchanges go by messages
+        for kind, size in used.items():
+            assert size <= reserved.get(kind, 0), (kind, used, reserved)
+    # The ranks of a ring make room together: for as much.
+    for first in range(ulysses):
+        for kind in ("ring_kv", "ring_dkv"):
+            assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool: WorkerPool, layout: str) -> None:
+    """Nobody takes keys of the last rank of a causal contiguous ring: nothing is summed there."""
+    case = Case(kernel="eager", tuning=Tuning(1, True), layout=layout)
+    for error, _, _ in pool.run(packed, 4, case=case, ulysses=1, brief=True):
+        assert error < TOLERANCE[case.dtype]
+
+
+def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[int, int]:
+    """Gradients that lie where they leave from when they are to be packed for the ring, and
+    exchanges of heads of which all do."""
+    found = {"ring": 0, "heads": 0}
+
+    def sum_(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        found["ring"] += len(parts) == 1 and place.is_set_to(parts[0])
+        real_sum(place, parts)
+
+    def copy(place: torch.Tensor, x: torch.Tensor) -> None:
+        assert not place.is_set_to(x), "copied to where it was"
+        dense_copy(place, x)
+
+    def holds(self: Departure, sources: Any) -> bool:
+        result = real_holds(self, sources)
+        found["heads"] += result
+        return result
+
+    real_sum, real_holds = merge._sum, Departure.holds
+    with (
+        mock.patch.object(merge, "_sum", sum_),
+        mock.patch.object(merge, "dense_copy", copy),
+        mock.patch.object(Departure, "holds", holds),
+    ):
+        if copies:
+            packed(ctx, case, ulysses)
+        else:
+            attend(mesh_of(ulysses), case)
+    return found["ring"], found["heads"]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(
+    pool: WorkerPool, copies: bool
+) -> None:
+    tuning = Tuning(2, True)
+    # dk and dv of both parts, beside a ring; then of dq too (by messages nobody asks).
+    results = pool.run(
+        in_place, 4, case=Case(kernel="eager", tuning=tuning), ulysses=1, copies=copies
+    )
+    assert max(ring for ring, _ in results) == 4 and not any(heads for _, heads in results)
+    results = pool.run(
+        in_place, 4, case=Case(kernel="eager", tuning=tuning), ulysses=4, copies=copies
+    )
+    assert {heads for _, heads in results} == ({2} if copies else {0})
+    for ulysses in (1, 4):
+        case = Case(kernel="sdpa", tuning=tuning)
+        assert set(pool.run(in_place, 4, case=case, ulysses=ulysses, copies=copies)) == {(0, 0)}
+
+
+def break_off(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, int]:
+    """Each rank's pass by copy engines ends well, or after so many exchanges; what the next call
+    says, on every rank."""
+    mesh = SequenceMesh.from_group(None, 2)
+    let_go = mock.Mock()
+    mesh.agreement.when_broken = let_go
+    mesh.agreement.before_call("a call")
+    mesh.agreement.begin_pass()
+    begun = exchanges[ctx.rank]
+    if begun is None:
+        mesh.agreement.end_pass()
+    else:
+        mesh.engines["ring_kv"] = mock.Mock(exchanges=begun)
+    try:
+        mesh.agreement.before_call("a call")
+    except MeshError as error:
+        return str(error), let_go.call_count
+    return "", 0
+
+
+def test_a_rank_that_broke_a_pass_off_does_not_go_on_with_the_others(pool: WorkerPool) -> None:
+    off = "call (after 1 passes by copy engines that were broken off, the last after"
+    for text, _ in pool.run(break_off, 4, exchanges=[None, 3, None, None]):
+        assert f"a: call on ranks 0, 2-3, {off} 3 exchanges) on rank 1" in text
+    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 2, 3]):
+        assert "a: " not in text and f"{off} 3 exchanges) on ranks 0-1, 3, " in text
+    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 3, 3]):
+        assert not text
+
+
+def no_room(ctx: RankContext) -> None:
+    mesh = mesh_of(2)
+    mesh.channel("ring_kv", copies=True)
+
+
+def test_copies_without_room_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(no_room, 4):
+        assert isinstance(error, MeshError)
+        assert "ring_kv" in str(error)

@@ -1,0 +1,107 @@
+"""Published runs, read from tests/data/planner, as the planner's own values."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import Split, Workload
+
+FOLDER = Path(__file__).resolve().parent / "data" / "planner"
+RESULTS = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "results"
+RECOMPUTE = {"no": "none", "ours": "gemm-last"}
+
+
+def rows(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
+    """The lines of a table, without those that say where it is from."""
+    lines = (folder / name).read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def memory_runs() -> list[tuple[Workload, Split, float]]:
+    """Llama-65B on 256 H800, with the bytes of rank 0 (Megatron-Kwai, figure 7)."""
+    work, found = Workload(load_model("65B"), 8192, 256), []
+    for row in rows("kwai_fig7_memory_llama65b.csv"):
+        columns = {"none": "no_recompute_bytes", "gemm-last": "gemm_last_bytes"}
+        for recompute, column in columns.items():
+            if row[column]:
+                split = Split(
+                    tp=2,
+                    ring=2,
+                    pp=8,
+                    dp=8,
+                    layers_per_virtual_stage=2,
+                    recompute=recompute,
+                    offload_ratio=float(row["alpha"]),
+                )
+                found.append((work, split, float(row[column])))
+    return found
+
+
+def throughput_runs() -> list[tuple[Workload, Split, float]]:
+    """Llama-65B on H800, with the seconds of a step (Megatron-Kwai, figure 9)."""
+    found = []
+    for row in rows("kwai_fig9_throughput_llama65b.csv"):
+        batch, seq_len = int(row["global_batch"]), int(row["seq_len"])
+        tp, cp, pp = (int(row[name]) for name in ("tp", "cp", "pp"))
+        split = Split(
+            tp=tp,
+            ring=cp,
+            pp=pp,
+            dp=int(row["gpus"]) // (tp * cp * pp),
+            layers_per_virtual_stage=int(row["layers_per_virtual_stage"]),
+            recompute=RECOMPUTE[row["recompute"]],
+            offload_ratio=float(row["offload_alpha"]),
+        )
+        work = Workload(load_model(row["model"].lower()), seq_len, batch)
+        found.append((work, split, batch * seq_len / float(row["tokens_per_s"])))
+    return found
+
+
+def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, int], float]]]:
+    """One layer's attention on 8 GPUs, its batch, and iterations per second of each split."""
+    found = []
+    for row in rows("usp_attention_it_per_s.csv"):
+        if row["machine"] != machine:
+            continue
+        heads, kv_heads, dim = (int(row[name]) for name in ("heads", "kv_heads", "head_dim"))
+        shape = ModelShape("attention", 1, heads * dim, 4 * heads * dim, heads, kv_heads, 32000)
+        rates = {(u, 8 // u): float(row[f"u{u}_r{8 // u}"]) for u in (8, 4, 2, 1)}
+        work = Workload(shape, int(row["seq_len_k"]) * 1024)
+        found.append((work, int(row["batch"] or 1), rates))
+    return found
+
+
+def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
+    """This package on 4 H200, with the seconds of attention forward and backward."""
+    found = []
+    for row in rows("attention_peers_4xh200_2026-11-22.csv", RESULTS):
+        name, _, used = row["contender"].rpartition(", ")
+        if not name.startswith("ds_usp") or used != kernel:
+            continue
+        length, heads, dim = row["shape"].split(" ")
+        q_heads, kv_heads = map(int, heads.split("/"))
+        width = q_heads * int(dim[1:])
+        shape = ModelShape("attention", 1, width, 4 * width, q_heads, kv_heads, 32000)
+        ulysses, ring = map(int, name.split(" ")[1].split("x"))
+        work = Workload(shape, int(length[:-1]) * 1024)
+        found.append((work, Split(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
+    return found
+
+
+def own_training_runs() -> list[tuple[Workload, Split, float]]:
+    """GPT 1.3B under Megatron-DeepSpeed on 4 H200, with the seconds of an iteration."""
+    found = []
+    for row in rows("megatron_deepspeed_gpt1.3b_32k_4xh200_2026-11-20.csv", RESULTS):
+        split = Split(
+            tp=int(row["tensor"]),
+            ulysses=int(row["ulysses"]),
+            ring=int(row["ring"]),
+            recompute="full" if row["activation_checkpointing"] == "true" else "none",
+            tp_sequence=False,
+        )
+        seconds = float(row["ms_per_iteration"]) / 1e3
+        found.append((Workload(load_model("gpt-1.3b"), 32768, 2), split, seconds))
+    return found

@@ -1,0 +1,152 @@
+"""Parts of the Megatron-DeepSpeed host that need no checkout."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ds_usp
+import megatron_patches
+from ds_usp.errors import ConfigError
+from ds_usp.training import apply_rotary
+from megatron_patches import run
+from megatron_patches.megatron_deepspeed import apex, stubs
+from megatron_patches.megatron_deepspeed.attention import SpreadAttention
+from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
+from megatron_patches.megatron_deepspeed.dropout import dropout_seeds
+from megatron_patches.megatron_deepspeed.rotary import rotary_table
+from megatron_patches.megatron_deepspeed.state import HostState
+
+TOKENS, BATCH, HEAD_DIM = 24, 2, 16
+
+
+def test_a_table_holds_the_positions_of_its_rank() -> None:
+    layout = ds_usp.TokenLayout("zigzag", TOKENS, 2, 2)
+    for rank in range(4):
+        x = torch.randn(layout.length(rank), BATCH, 3, HEAD_DIM)
+        table = rotary_table(layout, rank, HEAD_DIM, 10000.0, x.device)
+        expected = oracle.rotated(x, layout.positions(rank), HEAD_DIM, 10000.0, token_dim=0)
+        (got,) = apply_rotary([x], *table, token_dim=0)
+        assert oracle.relative_error(got, expected) < 1e-6
+
+
+@pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotary_dim: int) -> None:
+    """The projection's features are all queries, then all keys, then all values."""
+    mesh = ds_usp.SequenceMesh.single()
+    state = HostState(
+        ds_usp.RankGrid({}), mesh, mesh.layout("zigzag", TOKENS), kernel="auto", active=True
+    )
+    layer = SimpleNamespace(
+        num_attention_heads_per_partition=heads,
+        num_key_value_heads_per_partition=kv_heads,
+        hidden_size_per_attention_head=HEAD_DIM,
+    )
+    attention = SpreadAttention(state, layer, rotary_dim=rotary_dim, rotary_base=1e4, flash=None)
+    assert not attention.state_dict()
+    q = torch.randn(TOKENS, BATCH, heads, HEAD_DIM)
+    k, v = torch.randn(2, TOKENS, BATCH, kv_heads, HEAD_DIM)
+    out = attention(torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1))
+    assert out.is_contiguous()
+    if rotary_dim:
+        turned = partial(oracle.rotated, positions=range(TOKENS), dim=rotary_dim, base=1e4)
+        q, k = (turned(x, token_dim=0) for x in (q, k))
+    expected, _ = oracle.dense_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), oracle.causal(range(TOKENS), range(TOKENS))
+    )
+    assert oracle.relative_error(out, expected.transpose(0, 1).flatten(2)) < 1e-6
+
+
+def test_what_apex_does_is_done_by_torch() -> None:
+    made = apex.modules()
+    norm = made["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
+    x = torch.randn(3, 8)
+    assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
+    function = made["apex.normalization.fused_layer_norm"].FusedLayerNormAffineFunction
+    weight, bias = torch.randn(2, 8)
+    given = (x, weight, bias, torch.Size([8]), 1e-5)
+    assert torch.equal(function.apply(*given), F.layer_norm(x, (8,), weight, bias, 1e-5))
+    applier = made["apex.multi_tensor_apply"].multi_tensor_applier
+    tensors, overflow = [torch.randn(5), torch.randn(2, 3)], torch.zeros(1, dtype=torch.int)
+    whole = torch.cat([t.flatten() for t in tensors])
+    norm_of_all, _ = applier(made["amp_C"].multi_tensor_l2norm, overflow, [tensors], False)
+    assert torch.allclose(norm_of_all, whole.norm())
+    targets = [torch.empty_like(t) for t in tensors]
+    applier(made["amp_C"].multi_tensor_scale, overflow, [tensors, targets], 0.5)
+    assert all(torch.equal(a * 0.5, b) for a, b in zip(tensors, targets, strict=True))
+    for name in ("FusedAdam", "FusedSGD"):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(made["apex.optimizers"], name)([weight], lr=0.1, weight_decay=0.0)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.allclose(weight, torch.full((3,), 0.9))
+
+
+def test_a_stand_in_says_what_to_install_when_it_is_used() -> None:
+    row = stubs.StandIn("nemo", "nemo", "fishing: pip install nemo")
+    module = stubs._MissingModule(row)
+    tokenizer = module.AutoTokenizer
+    for use in (lambda: tokenizer("x"), lambda: tokenizer.from_pretrained, lambda: bool(tokenizer)):
+        with pytest.raises(ConfigError, match=r"nemo is not installed, .*AutoTokenizer was used"):
+            use()
+    assert not hasattr(module, "__path__")  # what import asks of every module
+
+
+def test_a_path_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        find_checkout(tmp_path / "nowhere")
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    for refused in (
+        lambda: find_checkout(script),
+        lambda: run.main([str(script), "--flag"]),
+        lambda: megatron_patches.check("megatron_deepspeed", tmp_path),
+    ):
+        with pytest.raises(ConfigError, match="is in no checkout of Megatron-DeepSpeed"):
+            refused()
+    with pytest.raises(ConfigError, match="give the path of a checkout"):
+        megatron_patches.check("megatron_deepspeed")
+    with pytest.raises(ConfigError, match="no script to run"):
+        run.main(["--local_rank=0"])
+
+
+def test_another_megatron_that_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ModuleType("megatron")
+    other.__path__ = ["/elsewhere/megatron"]
+    monkeypatch.setitem(sys.modules, "megatron", other)
+    before = list(sys.path)
+    with pytest.raises(ConfigError, match="megatron is loaded already, from /elsewhere/megatron"):
+        put_first(tmp_path)
+    assert sys.path == before
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
+        megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
+
+
+def test_ranks_with_other_tokens_drop_other_places() -> None:
+    """One seed a pipeline stage, replica and shard; tensor-parallel ranks share the first."""
+    ranks = [
+        {"pp": pp, "dp": dp, "sp": sp, "tp": tp}
+        for pp, dp, sp, tp in itertools.product(range(2), repeat=4)
+    ]
+    seeds = [dropout_seeds(1234, step, **rank) for step in range(2) for rank in ranks]
+    assert len({replicated for replicated, _ in seeds}) == len(seeds) / 2
+    split = {tensor_parallel for _, tensor_parallel in seeds}
+    assert len(split) == len(seeds)
+    assert not split & {replicated for replicated, _ in seeds}
+    for rank in ranks:
+        shared = [dropout_seeds(1234, 0, **{**rank, "tp": tp})[0] for tp in range(4)]
+        assert len(set(shared)) == 1
