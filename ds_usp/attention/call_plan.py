@@ -30,7 +30,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
-from ds_usp.kernels.merge import fallback
+from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
 from ds_usp.warn_once import notice
 
@@ -128,7 +128,7 @@ def _new_plan(
         mask.band,
         documents=bool(mask.documents),
         value_dim=v.shape[3],
-        scores=spec,
+        score_mod=spec,
         deterministic=_is_deterministic(),
     )
     chosen = select_kernel(request, kernel)
@@ -196,7 +196,7 @@ def _tell(
     q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
 ) -> None:
     """Say what would make such calls faster, once."""
-    texts = [fallback(q.device), missing, work]
+    texts = [slow_path_notice(q.device), missing, work]
     if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
         texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
     for text in filter(None, texts):

@@ -25,7 +25,7 @@ from ds_usp.comm.mesh import MESHES, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.memory.saved_attention import keeps, kept_results
+from ds_usp.memory.saved_attention import is_saving, results_or_replay
 
 Sizes = Sequence[Sequence[int]]
 
@@ -170,8 +170,8 @@ def attention(
     shown = 2 if ask.with_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     key = "attention in a graph", ask._replace(learns=False, sinks_learn=False)
-    asked = ask._replace(learns=True) if keeps() else ask
-    found = kept_results(lambda: _attend(asked, q, k, v, sinks, slopes), inputs, key, shown)
+    asked = ask._replace(learns=True) if is_saving() else ask
+    found = results_or_replay(lambda: _attend(asked, q, k, v, sinks, slopes), inputs, key, shown)
     return list(found if ask.has_backward else found[:shown])
 
 

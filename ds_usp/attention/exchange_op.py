@@ -19,7 +19,7 @@ from ds_usp.attention.validation import (
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import MESHES, SequenceMesh
 from ds_usp.errors import USPError
-from ds_usp.memory.saved_attention import refuse_kept
+from ds_usp.memory.saved_attention import refuse_saving
 
 
 class Trip(NamedTuple):
@@ -79,7 +79,7 @@ class Trip(NamedTuple):
 
     def checked(self, tensors: list[torch.Tensor]) -> tuple[str, HeadTraffic]:
         """:meth:`plan`, where it can run now."""
-        refuse_kept("a local attention in a graph")
+        refuse_saving("a local attention in a graph")
         if not self.named:
             degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
             check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))

@@ -20,7 +20,7 @@ from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
-from ds_usp.memory.saved_attention import kept
+from ds_usp.memory.saved_attention import compute_or_replay
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -257,5 +257,7 @@ def _usp_attention(
     # What is no Scores is refused with the rest, on every rank.
     known = scores if isinstance(scores, Scores) else NO_SCORES
     inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
-    outputs = kept(compute, inputs, (mesh, return_lse, *options.values(), known.values))
+    outputs = compute_or_replay(
+        compute, inputs, (mesh, return_lse, *options.values(), known.values)
+    )
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

@@ -51,9 +51,9 @@ from ds_usp.comm.streams import wait_for_stream
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.kernels.registry import AUTO, check_name
+from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.kernels.rotary import apply_rotary
-from ds_usp.memory.saved_attention import check_only_inputs_learn, kept
+from ds_usp.memory.saved_attention import check_only_inputs_require_grad, compute_or_replay
 
 
 class USPAttention(torch.nn.Module):
@@ -136,7 +136,7 @@ class USPAttention(torch.nn.Module):
         def check() -> tuple[str, HostArguments | None]:
             check_dims(scatter_idx, gather_idx)
             check_layout_kind(layout, mesh)
-            check_name(kernel)
+            check_kernel_name(kernel)
             check_tuning(tuning)
             known = known_attention(local_attention)
             check_given(known, mask, softmax_scale, dropout_p)
@@ -242,11 +242,11 @@ class USPAttention(torch.nn.Module):
             return (self._attend(q, k, v, given),)
 
         extra = (*given.args, *given.kwargs.values(), given.batch_dim_idx)
-        check_only_inputs_learn(self.local_attn, extra)
+        check_only_inputs_require_grad(self.local_attn, extra)
         dim = given.batch_dim_idx if isinstance(given.batch_dim_idx, int) else None
         comparable = dim, comparable_documents(given.documents)
         wait_for_stream(self.sp_stream, query, key, value)
-        (out,) = kept(compute, (query, key, value), (self, *comparable))
+        (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
         return out
 
     def _attend(

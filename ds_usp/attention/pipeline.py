@@ -34,8 +34,8 @@ from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.uniform_all_to_all import Departure, Trip
 from ds_usp.config import without_multicast
-from ds_usp.kernels.score_mod import PLAIN, ScoreSpec
-from ds_usp.kernels.sinks import sink_gradient, with_sinks
+from ds_usp.kernels.score_mod import PLAIN, ScoreMod
+from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class USPCall:
     rings: tuple[RingCall, ...]
     with_lse: bool
     staging: Mapping[str, int]
-    spec: ScoreSpec = PLAIN
+    spec: ScoreMod = PLAIN
 
     @property
     def stays(self) -> bool:
@@ -259,7 +259,7 @@ def attend(
         part, tensors = call.scores_of(index, scores, q), come.trip.take()
         result = ring_forward(call.rings[index], tensors[0], come.walk, part, belt.between)
         if scores.sinks is not None:
-            result = with_sinks(*result, part.of_heads(scores.sinks))
+            result = apply_sinks(*result, part.of_heads(scores.sinks))
         mine = Kept._make((*tensors, *result))
         if keep or call.in_place:
             kept.append(mine)
@@ -361,7 +361,7 @@ def staging(
         token = max(part.qkv.widths()[1] for part in parts) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
         tokens = ring.schedule.most_taken_anywhere
-        if ring.kernel.caps.fills_places:  # a rank's own gradients beside those that leave
+        if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
             tokens = max(tokens, *(each.most_mixed_anywhere for each in schedules))
-        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.gradient_dtype(q.dtype).itemsize
+        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
     return sizes

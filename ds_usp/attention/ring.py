@@ -36,8 +36,8 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.double_ring import Window
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
-from ds_usp.kernels.api import AttentionKernel, Places
-from ds_usp.kernels.merge import GradientSum, OutputSum
+from ds_usp.kernels.api import AttentionKernel, GradBuffers
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,10 +70,10 @@ class RingCall:
         """Whether backward is one call of a kernel that writes its gradients where they are wanted,
         in the dtype of the tensors. Beside a ring they wait for others before they can leave."""
         caps, schedule = self.kernel.caps, self.schedule
-        if not caps.fills_places or schedule.ring_degree > 1:
+        if not caps.writes_grads_in_place or schedule.ring_degree > 1:
             return False
         calls = sum(len(step.calls) for step in schedule.backward_steps)
-        return calls == 1 and caps.gradient_dtype(dtype) == dtype
+        return calls == 1 and caps.grad_dtype(dtype) == dtype
 
 
 class BlockWalk:
@@ -149,7 +149,7 @@ def ring_forward(
     Shapes:
         q ``[B, S, H, D]`` -> out ``[B, S, H, E]``, lse ``[B, H, S]``.
     """
-    total = OutputSum(q, walk.value_dim)
+    total = OutputAccumulator(q, walk.value_dim)
     with closing(walk):
         for step, k_block, v_block in walk:
             kernel = scores.on(call.kernel, step)
@@ -191,7 +191,15 @@ def ring_backward(
                 for each in step.calls:
                     places = grads.places(step, each)
                     parts = kernel.backward(
-                        dout, q, k_block, v_block, out, lse, each, scale=call.scale, places=places
+                        dout,
+                        q,
+                        k_block,
+                        v_block,
+                        out,
+                        lse,
+                        each,
+                        scale=call.scale,
+                        grad_buffers=places,
                     )
                     between = done(between)
                     spans = each.q_span, each.k_span, each.k_span
@@ -224,13 +232,16 @@ class RingGradients:
         v: torch.Tensor,
         home: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._home: Places | None = (home[0], home[1], home[2]) if home else None
-        self._sums = GradientSum(q), GradientSum(k), GradientSum(v)
+        self._home: GradBuffers | None = (home[0], home[1], home[2]) if home else None
+        self._sums = GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)
         self._window, self._held = 0, self._sums[1:]
-        dtype, self._fills = call.kernel.caps.gradient_dtype(k.dtype), call.kernel.caps.fills_places
+        dtype, self._fills = (
+            call.kernel.caps.grad_dtype(k.dtype),
+            call.kernel.caps.writes_grads_in_place,
+        )
         schedule, mesh = call.schedule, call.mesh
         self._windows = schedule.windows
-        self._ended: tuple[Window, tuple[GradientSum, GradientSum]] | None = None
+        self._ended: tuple[Window, tuple[GradAccumulator, GradAccumulator]] | None = None
         travelling = [step for step in schedule.backward_steps if not step.own]
         self._near = self._far = NO_WAY_HOME
         if travelling:
@@ -242,20 +253,23 @@ class RingGradients:
 
     def of_step(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
-    ) -> tuple[GradientSum, GradientSum, GradientSum]:
+    ) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
         """Where a step's gradients are summed."""
         self._send_sums()
         if step.window != self._window:
             self._end_window()
             if step.window:  # its first step is of all that this rank holds
-                self._window, self._held = step.window, (GradientSum(k_block), GradientSum(v_block))
+                self._window, self._held = (
+                    step.window,
+                    (GradAccumulator(k_block), GradAccumulator(v_block)),
+                )
             else:
                 self._send_sums()
         if step.own:
             return self._sums[0], *self._held
-        return self._sums[0], GradientSum(k_block), GradientSum(v_block)
+        return self._sums[0], GradAccumulator(k_block), GradAccumulator(v_block)
 
-    def places(self, step: RingStep, each: KernelCall) -> Places | None:
+    def places(self, step: RingStep, each: KernelCall) -> GradBuffers | None:
         """Where a kernel is to write the gradients of a call, if that is where they leave from: of
         a step's first call, if it has all of its columns. Those of others are added there."""
         whole = each is step.calls[0] and each.tile and each.k_span == (0, step.columns)
@@ -263,7 +277,7 @@ class RingGradients:
             return None
         return self._home if step.own else (None, *self._near.places(step))
 
-    def send(self, step: RingStep, gradients: Sequence[GradientSum]) -> None:
+    def send(self, step: RingStep, gradients: Sequence[GradAccumulator]) -> None:
         """Send a step's gradients to those who hold its keys and expect those of what this rank
         holds from their users."""
         self._near.send(step, gradients, self._held)
@@ -281,7 +295,7 @@ class RingGradients:
         dq, dk, dv = (total.result() for total in self.sums())
         return dq, dk, dv
 
-    def sums(self) -> tuple[GradientSum, GradientSum, GradientSum]:
+    def sums(self) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
         """The same, when all of it has come and before it is summed."""
         self._near.settle()
         self._far.settle()

@@ -16,7 +16,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.segments import cut
 from ds_usp.kernels.api import AttentionKernel
-from ds_usp.kernels.score_mod import PLAIN, Place, ScoreChange, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, GlobalPositions, ScoreMod
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ NO_SCORES = Scores()
 
 def check_scores(
     scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
-) -> ScoreSpec:
+) -> ScoreMod:
     """Check that they fit queries ``[b, s, h, d]``; what a kernel is asked for.
 
     Args:
@@ -124,7 +124,7 @@ def check_scores(
     number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
     if not number or not 0.0 <= dropout_p < 1.0:
         raise ConfigError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
-    return ScoreSpec(scores.softcap, scores.alibi_slopes is not None, float(dropout_p))
+    return ScoreMod(scores.softcap, scores.alibi_slopes is not None, float(dropout_p))
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class PartScores:
 
     mesh: SequenceMesh
     part: HeadTraffic
-    spec: ScoreSpec
+    spec: ScoreMod
     scores: Scores
     batch: int
     device: torch.device
@@ -147,8 +147,8 @@ class PartScores:
         """The kernel for the queries here and the keys of a step."""
         if self.spec == PLAIN:
             return kernel
-        place = self._place(step) if self.spec.by_position else None
-        return kernel.with_scores(ScoreChange(self.spec, place))
+        place = self._place(step) if self.spec.needs_positions else None
+        return kernel.with_score_mod(BoundScoreMod(self.spec, place))
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Of a tensor of all query heads ``[h]`` those of this part, a view."""
@@ -158,11 +158,11 @@ class PartScores:
     def _heads(self) -> tuple[int, int]:
         return self.part.qkv.ranges[0][self.mesh.ulysses_rank]
 
-    def _place(self, step: RingStep) -> Place:
+    def _place(self, step: RingStep) -> GlobalPositions:
         layout, kv_layout, _ = self.part.qkv.layouts
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes
-        return Place(
+        return GlobalPositions(
             torch.arange(self.batch, device=self.device),
             self._positions(layout, [Piece(rank, 0, layout.ring_length(rank))]),
             self._positions(kv_layout, step.takes),

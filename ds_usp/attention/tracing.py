@@ -19,13 +19,13 @@ from ds_usp.attention.tuning import Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.memory.compile_guard import outside_of_graphs
+from ds_usp.memory.compile_guard import disable_in_compile
 
 Told = tuple[str, int]
 Place = TokenLayout | Told
 
 
-not_plain = outside_of_graphs(
+not_plain = disable_in_compile(
     "only a plain call of attention can be in a graph. Packed documents, joint tokens, and of "
     "USPAttention rotary_pos_emb, sp_stream and, with a ring, extra arguments cannot, nor what is "
     "refused anyway; see README"

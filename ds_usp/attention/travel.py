@@ -16,7 +16,7 @@ from ds_usp.comm.ledger import CommLedger
 from ds_usp.geometry.double_ring import Piece, Window
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.visibility import Runs
-from ds_usp.kernels.merge import GradientSum
+from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.strided_copy import dense_copy
 
 Travel = RingStep | Window
@@ -93,7 +93,7 @@ class WayHome:
         most = max((each.given for each in travels), default=0)
         self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
         self._coming: list[tuple[Piece, torch.Tensor]] = []
-        self._sums: Sequence[GradientSum] = ()
+        self._sums: Sequence[GradAccumulator] = ()
         self._leaving: Room | None = None  # asked for already
 
     def places(self, travel: Travel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ class WayHome:
         return self._parts_of(self._leaving)
 
     def send(
-        self, travel: Travel, gradients: Sequence[GradientSum], sums: Sequence[GradientSum]
+        self, travel: Travel, gradients: Sequence[GradAccumulator], sums: Sequence[GradAccumulator]
     ) -> None:
         """Send the gradients of what came for a step or a window, and expect those of what left.
 
@@ -119,7 +119,7 @@ class WayHome:
         for total, place, own in zip(gradients, self._parts_of(room), sums, strict=True):
             total.write(place[:, :away])
             if away < travel.columns:  # this rank's own keys come last
-                total.hand_over(away, own)
+                total.transfer_to(away, own)
         token = room.whole.stride(0)  # it is dense
         self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
         self._channel.post(
@@ -141,7 +141,7 @@ class WayHome:
         for piece, part in coming:
             for total, each in zip(sums, unpacked(part, *self._like), strict=True):
                 span = [(piece.start, piece.stop)]
-                total.add(each, span, borrowed=not self.keeps, held=self.keeps)
+                total.add(each, span, sum_now=not self.keeps, defer=self.keeps)
 
     def close(self) -> None:
         """Wait for what is under way."""

@@ -255,12 +255,12 @@ def _kernels() -> dict[str, str]:
     """Every kernel on the device that attention would run on here."""
     import torch
 
-    from ds_usp.kernels.registry import KERNELS, why_not_usable
+    from ds_usp.kernels.registry import KERNELS, unusable_reason
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {"device": device}
     for row in KERNELS:
-        why = _attempt(partial(why_not_usable, row, device))
+        why = _attempt(partial(unusable_reason, row, device))
         found[row.name] = "can run" if why is None else f"cannot run: {why}"
     return found
 

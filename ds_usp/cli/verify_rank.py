@@ -19,7 +19,7 @@ from ds_usp.cli.verify_case import DOORS, DTYPES, VerifyCase
 from ds_usp.config import Launched
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
-from ds_usp.kernels.score_mod import ScoreSpec
+from ds_usp.kernels.score_mod import ScoreMod
 
 _ROW_DIM: Mapping[str, int] = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 # Gradients of a query that sees one key are 0: they are compared with a share of dout then.
@@ -169,7 +169,7 @@ def _kernel_name(case: VerifyCase, device: torch.device) -> str:
         mask=_mask(case).band,
         documents=bool(case.documents),
         value_dim=case.value_dim,
-        scores=ScoreSpec(softcap=case.softcap, alibi=case.alibi),
+        score_mod=ScoreMod(softcap=case.softcap, alibi=case.alibi),
     )
     return select_kernel(request, case.kernel).name
 

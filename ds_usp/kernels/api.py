@@ -16,10 +16,10 @@ import torch
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
-from ds_usp.kernels.score_mod import PLAIN, ScoreChange, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, ScoreMod
 
 # For dq [B, rows, H, D] and dk, dv [B, columns, G, D]; None: in memory of its own.
-Places = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
+GradBuffers = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class KernelRequest:
     mask: MaskSpec
     documents: bool = False
     value_dim: int | None = None
-    scores: ScoreSpec = PLAIN
+    score_mod: ScoreMod = PLAIN
     deterministic: bool = False
 
     @property
@@ -52,7 +52,7 @@ class KernelRequest:
     def __str__(self) -> str:
         keys, values = self.head_dims
         dims = f"head dim {keys}" + (f" (values {values})" if values != keys else "")
-        extra = "" if self.scores == PLAIN else f", {self.scores}"
+        extra = "" if self.score_mod == PLAIN else f", {self.score_mod}"
         extra += ", deterministic" if self.deterministic else ""
         return f"{self.dtype} on {self.device} with {dims} and a {self.mask} mask{extra}"
 
@@ -84,30 +84,30 @@ class KernelCaps:
     head_dim_multiple: int = 1
     tiles: TileSupport = ANY_BAND
     varlen: bool = False
-    wide_gradients: bool = False
-    scores: frozenset[str] = frozenset()
+    fp32_grads: bool = False
+    score_features: frozenset[str] = frozenset()
     value_dims: bool = False
     deterministic: bool = False
-    fills_places: bool = False
+    writes_grads_in_place: bool = False
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of what it returns for tensors of a dtype."""
-        return torch.promote_types(dtype, torch.float32) if self.wide_gradients else dtype
+        return torch.promote_types(dtype, torch.float32) if self.fp32_grads else dtype
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot serve the request; None if it can."""
         if self.devices and request.device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not {request.device}"
         if request.dtype not in self.dtypes:
-            known = ", ".join(sorted(_short(dtype) for dtype in self.dtypes))
-            return f"takes {known}, not {_short(request.dtype)}"
+            supported = ", ".join(sorted(_dtype_name(dtype) for dtype in self.dtypes))
+            return f"takes {supported}, not {_dtype_name(request.dtype)}"
         for dim in request.head_dims if self.value_dims else [max(request.head_dims)]:
             if self.max_head_dim is not None and dim > self.max_head_dim:
                 return f"takes head dims up to {self.max_head_dim}, not {dim}"
             if dim % self.head_dim_multiple:
                 return f"takes head dims that are multiples of {self.head_dim_multiple}, not {dim}"
-        if lacking := request.scores.features - self.scores:
-            return f"has no {' and no '.join(sorted(lacking))}"
+        if missing := request.score_mod.features - self.score_features:
+            return f"has no {' and no '.join(sorted(missing))}"
         if request.deterministic and not self.deterministic:
             return "has no deterministic backward"
         if request.mask.left is not None and not self.tiles.window:
@@ -152,7 +152,7 @@ class AttentionKernel(Protocol):
         call: KernelCall,
         *,
         scale: float,
-        places: Places | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tiles' share of the gradients, from the final ``out`` and ``lse`` of all blocks.
 
@@ -166,7 +166,7 @@ class AttentionKernel(Protocol):
             ``[B, columns, G, D]``.
         """
 
-    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
         """The same kernel for scores that are changed so; asked only for what it declares."""
 
 
@@ -186,10 +186,10 @@ class SingleTileKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
         with _without_autocast(q.device.type):
-            q, k, v = _rows(q, call), _columns(k, call), _columns(v, call)
+            q, k, v = _q_slice(q, call), _k_slice(k, call), _k_slice(v, call)
             if call.tile is not None:
                 return self.tile_forward(q, k, v, call.tile, scale)
-            return self.packed_forward(q, k, v, call, scale)
+            return self.multi_tile_forward(q, k, v, call, scale)
 
     def backward(
         self,
@@ -202,35 +202,35 @@ class SingleTileKernel:
         call: KernelCall,
         *,
         scale: float,
-        places: Places | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`."""
         with _without_autocast(q.device.type):
-            dout, q, out = (_rows(x, call) for x in (dout, q, out))
-            k, v = _columns(k, call), _columns(v, call)
+            dout, q, out = (_q_slice(x, call) for x in (dout, q, out))
+            k, v = _k_slice(k, call), _k_slice(v, call)
             lse = lse[:, :, call.q_start : call.q_stop]
             if call.tile is not None:
-                wanted = {} if places is None else {"places": places}
-                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale, **wanted)
-            return self.packed_backward(dout, q, k, v, out, lse, call, scale)
+                buffers = {} if grad_buffers is None else {"grad_buffers": grad_buffers}
+                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale, **buffers)
+            return self.multi_tile_backward(dout, q, k, v, out, lse, call, scale)
 
-    def packed_forward(
+    def multi_tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of several tiles, one after the other; q, k, v are the rows and columns of the call."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.gradient_dtype(q.dtype))
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
-        for samples, tile in _each_tile(call):
-            rows, columns = _places(call, tile)
-            part, part_lse = self.for_samples(samples).tile_forward(
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.grad_dtype(q.dtype))
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=acc_dtype)
+        for samples, tile in _tiles_with_samples(call):
+            rows, columns = _tile_slices(call, tile)
+            tile_out, tile_lse = self.for_samples(samples).tile_forward(
                 q[samples, rows], k[samples, columns], v[samples, columns], tile, scale
             )
-            out[samples, rows] = part
-            lse[samples, :, rows] = part_lse
+            out[samples, rows] = tile_out
+            lse[samples, :, rows] = tile_lse
         return out, lse
 
-    def packed_backward(
+    def multi_tile_backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -242,11 +242,11 @@ class SingleTileKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of several tiles, one after the other; the tensors are those of the call."""
-        dtype = self.caps.gradient_dtype(q.dtype)
+        dtype = self.caps.grad_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        for samples, tile in _each_tile(call):
-            rows, columns = _places(call, tile)
-            parts = self.for_samples(samples).tile_backward(
+        for samples, tile in _tiles_with_samples(call):
+            rows, columns = _tile_slices(call, tile)
+            tile_grads = self.for_samples(samples).tile_backward(
                 dout[samples, rows],
                 q[samples, rows],
                 k[samples, columns],
@@ -256,12 +256,12 @@ class SingleTileKernel:
                 tile,
                 scale,
             )
-            places = (samples, rows), (samples, columns), (samples, columns)
-            for total, part, place in zip((dq, dk, dv), parts, places, strict=True):
-                total[place] = part  # no other tile of the call has them
+            indices = (samples, rows), (samples, columns), (samples, columns)
+            for grad, tile_grad, index in zip((dq, dk, dv), tile_grads, indices, strict=True):
+                grad[index] = tile_grad  # no other tile of the call has them
         return dq, dk, dv
 
-    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
         """See :meth:`AttentionKernel.with_scores`."""
         raise NotImplementedError
 
@@ -301,16 +301,20 @@ def require_capability(major: int, library: str, *, only: bool = False) -> None:
     Raises:
         UnsuitableDeviceError: no GPU, or one of another generation.
     """
-    have = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if have[0] < major or (only and have[0] > major):
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability[0] < major or (only and capability[0] > major):
         wanted = f"{major}.x" if only else f"{major}.0"
-        found = f"this one has {have[0]}.{have[1]}" if have[0] else "there is none here"
+        actual = (
+            f"this one has {capability[0]}.{capability[1]}"
+            if capability[0]
+            else "there is none here"
+        )
         raise UnsuitableDeviceError(
-            f"{library} needs a GPU of compute capability {wanted}, {found}"
+            f"{library} needs a GPU of compute capability {wanted}, {actual}"
         )
 
 
-def band(tile: Tile, device: torch.device) -> torch.Tensor:
+def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
     """The tile's mask, true where a pair attends: ``[rows, columns]`` bool."""
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
     distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
@@ -324,7 +328,7 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def _each_tile(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
+def _tiles_with_samples(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
     """Every tile of a call with the samples that it is for."""
     for sample, tiles in enumerate(call.tiles):
         samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
@@ -332,21 +336,21 @@ def _each_tile(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
             yield samples, tile
 
 
-def _places(call: KernelCall, tile: Tile) -> tuple[slice, slice]:
+def _tile_slices(call: KernelCall, tile: Tile) -> tuple[slice, slice]:
     """The rows and columns of a tile among those of its call."""
     rows = slice(tile.q_start - call.q_start, tile.q_stop - call.q_start)
     return rows, slice(tile.k_start - call.k_start, tile.k_stop - call.k_start)
 
 
-def _rows(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _tokens(x, call.q_start, call.q_stop)
+def _q_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    return _slice_tokens(x, call.q_start, call.q_stop)
 
 
-def _columns(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _tokens(x, call.k_start, call.k_stop)
+def _k_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    return _slice_tokens(x, call.k_start, call.k_stop)
 
 
-def _tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _slice_tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Some tokens of ``[B, S, H, D]``; the tensor itself if they are all."""
     return _dense_features(x if stop - start == x.shape[1] else x[:, start:stop])
 
@@ -356,5 +360,5 @@ def _dense_features(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -28,13 +28,13 @@ class CudnnKernel(SingleTileKernel):
         require_capability(9, "cuDNN's attention")
         if not torch.backends.cudnn.is_available():
             raise ImportError("this torch has no cuDNN")
-        self._one_pair = EagerKernel()  # which cuDNN refuses
+        self._eager = EagerKernel()  # which cuDNN refuses
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if tile.rows == tile.columns == 1:
-            out, lse = self._one_pair.tile_forward(q, k, v, tile, scale)
+            out, lse = self._eager.tile_forward(q, k, v, tile, scale)
             return out.to(q.dtype), lse
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, tile.is_causal, scale=scale)
@@ -52,12 +52,12 @@ class CudnnKernel(SingleTileKernel):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if tile.rows == tile.columns == 1:
-            grads = self._one_pair.tile_backward(dout, q, k, v, out, lse, tile, scale)
+            grads = self._eager.tile_backward(dout, q, k, v, out, lse, tile, scale)
             dq, dk, dv = (grad.to(q.dtype) for grad in grads)
             return dq, dk, dv
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         # Without dropout the random state is passed through unread.
-        unread = torch.empty((), dtype=torch.int64, device=q.device)
+        unused_rng_state = torch.empty((), dtype=torch.int64, device=q.device)
         grads = _cudnn_backward(
             dout,
             q,
@@ -65,8 +65,8 @@ class CudnnKernel(SingleTileKernel):
             v,
             out,
             lse.unsqueeze(-1).contiguous(),
-            unread,
-            unread,
+            unused_rng_state,
+            unused_rng_state,
             None,
             None,
             None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import KernelCaps, Places, SingleTileKernel, band
-from ds_usp.kernels.score_mod import FEATURES, ScoreChange
+from ds_usp.kernels.api import GradBuffers, KernelCaps, SingleTileKernel, window_mask
+from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 
 
 class EagerKernel(SingleTileKernel):
@@ -22,35 +22,37 @@ class EagerKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset(),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-        wide_gradients=True,
-        scores=FEATURES,
+        fp32_grads=True,
+        score_features=FEATURES,
         value_dims=True,
         deterministic=True,
-        fills_places=True,
+        writes_grads_in_place=True,
     )
 
-    def __init__(self, change: ScoreChange | None = None) -> None:
-        self._change = change or ScoreChange()
+    def __init__(self, score_mod: BoundScoreMod | None = None) -> None:
+        self._score_mod = score_mod or BoundScoreMod()
 
-    def with_scores(self, change: ScoreChange) -> EagerKernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> EagerKernel:
         """See :meth:`AttentionKernel.with_scores`."""
-        return EagerKernel(change)
+        return EagerKernel(score_mod)
 
     def for_samples(self, samples: slice) -> EagerKernel:
         """See :meth:`SingleTileKernel.for_samples`."""
-        return EagerKernel(self._change.for_samples(samples))
+        return EagerKernel(self._score_mod.for_samples(samples))
 
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-        change = self._change.of(tile)
-        scores = change.capped(_scores(_grouped(q.to(dtype), groups), k.to(dtype), scale))
-        scores = _seen(scores, change, tile)
+        score_mod = self._score_mod.for_tile(tile)
+        scores = score_mod.apply_softcap(
+            _qk_scores(_by_kv_group(q.to(dtype), groups), k.to(dtype), scale)
+        )
+        scores = _bias_and_mask(scores, score_mod, tile)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-        if (kept := change.kept(dtype)) is not None:
-            weights.mul_(kept.unflatten(1, (groups, -1)))
+        if (dropout := score_mod.dropout_multiplier(dtype)) is not None:
+            weights.mul_(dropout.unflatten(1, (groups, -1)))
         out = torch.einsum("bgrst,btgd->bsgrd", weights, v.to(dtype))
         return out.flatten(2, 3), lse.flatten(1, 2)
 
@@ -64,51 +66,51 @@ class EagerKernel(SingleTileKernel):
         lse: torch.Tensor,
         tile: Tile,
         scale: float,
-        places: Places | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-        change = self._change.of(tile)
-        q, dout, out = (_grouped(x.to(dtype), groups) for x in (q, dout, out))
+        score_mod = self._score_mod.for_tile(tile)
+        q, dout, out = (_by_kv_group(x.to(dtype), groups) for x in (q, dout, out))
         k, v = k.to(dtype), v.to(dtype)
-        scores = change.capped(_scores(q, k, scale))
-        slope = change.slope(scores)
+        scores = score_mod.apply_softcap(_qk_scores(q, k, scale))
+        softcap_grad = score_mod.softcap_grad(scores)
         lse = lse.unflatten(1, (groups, -1)).unsqueeze(-1)
-        weights = _seen(scores, change, tile).sub_(lse).exp_()
+        weights = _bias_and_mask(scores, score_mod, tile).sub_(lse).exp_()
         # d(softmax): p * (dp - rowsum(dout * out)), FlashAttention-2 paper, section 2.3.1
         delta = torch.einsum("bsgrd,bsgrd->bgrs", dout, out).unsqueeze(-1)
         dweights = torch.einsum("bsgrd,btgd->bgrst", dout, v)
-        used = weights
-        if (kept := change.kept(dtype)) is not None:
-            kept = kept.unflatten(1, (groups, -1))
-            used, dweights = weights * kept, dweights.mul_(kept)
-        dv = torch.einsum("bgrst,bsgrd->btgd", used, dout)
+        dropped_weights = weights
+        if (dropout := score_mod.dropout_multiplier(dtype)) is not None:
+            dropout = dropout.unflatten(1, (groups, -1))
+            dropped_weights, dweights = weights * dropout, dweights.mul_(dropout)
+        dv = torch.einsum("bgrst,bsgrd->btgd", dropped_weights, dout)
         dscores = dweights.sub_(delta).mul_(weights).mul_(scale)
-        if slope is not None:
-            dscores.mul_(slope)
+        if softcap_grad is not None:
+            dscores.mul_(softcap_grad)
         dq = torch.einsum("bgrst,btgd->bsgrd", dscores, k).flatten(2, 3)
         dk = torch.einsum("bgrst,bsgrd->btgd", dscores, q)
-        wanted = (None, None, None) if places is None else places
+        buffers = (None, None, None) if grad_buffers is None else grad_buffers
         dq, dk, dv = (
-            x if place is None else place.copy_(x)
-            for x, place in zip((dq, dk, dv), wanted, strict=True)
+            x if buffer is None else buffer.copy_(x)
+            for x, buffer in zip((dq, dk, dv), buffers, strict=True)
         )
         return dq, dk, dv
 
 
-def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _by_kv_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """``[B, S, H, D]`` -> ``[B, S, G, H / G, D]``."""
     return x.unflatten(2, (groups, -1))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def _qk_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """``[B, G, H / G, S, T]``."""
     return torch.einsum("bsgrd,btgd->bgrst", q, k).mul_(scale)
 
 
-def _seen(scores: torch.Tensor, change: ScoreChange, tile: Tile) -> torch.Tensor:
+def _bias_and_mask(scores: torch.Tensor, score_mod: BoundScoreMod, tile: Tile) -> torch.Tensor:
     """The scores with the bias of their places, -inf where a pair does not attend; in place."""
-    if (bias := change.bias(scores.dtype)) is not None:
+    if (bias := score_mod.alibi_bias(scores.dtype)) is not None:
         scores.add_(bias.unflatten(0, scores.shape[1:3]))
     if not tile.is_full:
-        scores.masked_fill_(~band(tile, scores.device), float("-inf"))
+        scores.masked_fill_(~window_mask(tile, scores.device), float("-inf"))
     return scores

@@ -45,8 +45,8 @@ class EfficientKernel(SingleTileKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = _forward(
             _aligned(q),
-            _for_each_head(k, q.shape[2]),
-            _for_each_head(v, q.shape[2]),
+            _expand_kv_heads(k, q.shape[2]),
+            _expand_kv_heads(v, q.shape[2]),
             None,
             None,
             None,
@@ -73,12 +73,12 @@ class EfficientKernel(SingleTileKernel):
         # As forward pads it: rows that are not there weigh exp(score - inf) = 0.
         padded = F.pad(lse, (0, -tile.rows % _LSE_ROWS), value=float("inf")).contiguous()
         # Without dropout the random state is passed through unread.
-        unread = torch.empty((), dtype=torch.int64, device=q.device)
+        unused_rng_state = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = _backward(
             _aligned(dout.contiguous()),
             _aligned(q),
-            _for_each_head(k, q.shape[2]),
-            _for_each_head(v, q.shape[2]),
+            _expand_kv_heads(k, q.shape[2]),
+            _expand_kv_heads(v, q.shape[2]),
             None,
             _aligned(out.contiguous()),  # its row stride is taken for granted
             None,
@@ -87,8 +87,8 @@ class EfficientKernel(SingleTileKernel):
             tile.columns,
             padded,
             0.0,
-            unread,
-            unread,
+            unused_rng_state,
+            unused_rng_state,
             _mask_type(tile),
             False,
             scale=scale,
@@ -100,7 +100,7 @@ def _mask_type(tile: Tile) -> int:
     return _CAUSAL_BOTTOM_RIGHT if tile.is_causal else _NO_MASK
 
 
-def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _expand_kv_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """``[B, T, G, D]`` -> ``[B, T, H, D]``, a key/value head for each query head."""
     groups = x.shape[2]
     return _aligned(x if groups == heads else x.repeat_interleave(heads // groups, dim=2))

@@ -10,12 +10,12 @@ from packaging.version import Version
 
 from ds_usp.geometry.tiles import TileSupport
 from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
-from ds_usp.kernels.signature_adapter import NamedCall
-from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
+from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
+from ds_usp.kernels.signature_adapter import SignatureAdapter
+from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
 
-_OLDEST, _OLDEST_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
-_SHARED = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
+_MIN_VERSION, _MIN_VERSION_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
+_COMMON_ARGS = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
 
 _torch_forward = torch.ops.aten._flash_attention_forward
 _torch_backward = torch.ops.aten._flash_attention_backward
@@ -35,36 +35,36 @@ class Flash2Kernel(VarlenKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         tiles=TileSupport(tall=False),
-        scores=frozenset({SOFTCAP}),
+        score_features=frozenset({SOFTCAP}),
         deterministic=True,
         varlen=True,
     )
 
     def __init__(self) -> None:
         require_capability(8, "FlashAttention-2")
-        self._library: _Package | _Torch
+        self._library: _FlashAttnPackage | _TorchFlash
         try:
-            self._library = _Package()
+            self._library = _FlashAttnPackage()
         except (ImportError, AttributeError):
-            self._library = _Torch()
+            self._library = _TorchFlash()
         if not self._library.has_softcap:
-            self.caps = replace(self.caps, scores=frozenset())
+            self.caps = replace(self.caps, score_features=frozenset())
 
-    def with_scores(self, change: ScoreChange) -> Flash2Kernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash2Kernel:
         """See :meth:`AttentionKernel.with_scores`."""
-        changed = copy(self)
-        changed._library = copy(self._library)
-        changed._library.softcap = change.spec.softcap or 0.0
-        return changed
+        kernel = copy(self)
+        kernel._library = copy(self._library)
+        kernel._library.softcap = score_mod.mod.softcap or 0.0
+        return kernel
 
     def tile_forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._library.forward(q, k, v, tile, scale, lengths)
 
@@ -76,14 +76,14 @@ class Flash2Kernel(VarlenKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._library.backward(dout, q, k, v, out, lse.contiguous(), tile, scale, lengths)
 
 
-class _Package:
+class _FlashAttnPackage:
     """The ``flash-attn`` package.
 
     Raises:
@@ -95,28 +95,28 @@ class _Package:
         import flash_attn
         from flash_attn import flash_attn_interface as library
 
-        if Version(flash_attn.__version__) < _OLDEST:
-            raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_OLDEST}")
+        if Version(flash_attn.__version__) < _MIN_VERSION:
+            raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_MIN_VERSION}")
         self.softcap = 0.0  # none
-        self.has_softcap = Version(flash_attn.__version__) >= _OLDEST_SOFTCAP
-        forward = (*_SHARED, "return_softmax")
+        self.has_softcap = Version(flash_attn.__version__) >= _MIN_VERSION_SOFTCAP
+        forward = (*_COMMON_ARGS, "return_softmax")
         backward = (
-            *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
+            *_COMMON_ARGS, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
         )  # fmt: skip
-        several = Lengths._fields
-        self._fwd = NamedCall(library._flash_attn_forward, *forward)
-        self._bwd = NamedCall(library._flash_attn_backward, *backward)
-        self._varlen_fwd = NamedCall(library._flash_attn_varlen_forward, *forward, *several)
-        self._varlen_bwd = NamedCall(library._flash_attn_varlen_backward, *backward, *several)
+        varlen = SeqLengths._fields
+        self._fwd = SignatureAdapter(library._flash_attn_forward, *forward)
+        self._bwd = SignatureAdapter(library._flash_attn_backward, *backward)
+        self._varlen_fwd = SignatureAdapter(library._flash_attn_varlen_forward, *forward, *varlen)
+        self._varlen_bwd = SignatureAdapter(library._flash_attn_varlen_backward, *backward, *varlen)
 
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`VarlenKernel.tile_forward`."""
         results = (self._fwd if lengths is None else self._varlen_fwd)(
@@ -129,7 +129,7 @@ class _Package:
             softcap=self.softcap,
             alibi_slopes=None,
             return_softmax=False,
-            **named(lengths),
+            **lengths_as_kwargs(lengths),
         )
         # 2.6 returns its padded inputs too, between the output and these last three.
         lse, _, _ = results[-3:]
@@ -143,9 +143,9 @@ class _Package:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`VarlenKernel.tile_backward`."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -165,12 +165,12 @@ class _Package:
             softcap=self.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
-            **named(lengths),
+            **lengths_as_kwargs(lengths),
         )
         return dq, dk, dv
 
 
-class _Torch:
+class _TorchFlash:
     """FlashAttention-2 as it is built into torch for CUDA.
 
     Raises:
@@ -187,9 +187,9 @@ class _Torch:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`VarlenKernel.tile_forward`."""
         left, right = tile.window
@@ -197,7 +197,7 @@ class _Torch:
             q,
             k,
             v,
-            *(lengths or _whole(q, k)),
+            *(lengths or _equal_lengths(q, k)),
             0.0,
             tile.is_causal,
             False,
@@ -215,14 +215,14 @@ class _Torch:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`VarlenKernel.tile_backward`."""
         left, right = tile.window
         # Without dropout the random state is passed through unread.
-        unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+        unused_rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         return _torch_backward(
             dout,
             q,
@@ -230,17 +230,17 @@ class _Torch:
             v,
             out,
             lse,
-            *(lengths or _whole(q, k)),
+            *(lengths or _equal_lengths(q, k)),
             0.0,
             tile.is_causal,
-            unread,
-            unread,
+            unused_rng_state,
+            unused_rng_state,
             scale=scale,
             window_size_left=left,
             window_size_right=right,
         )
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
+def _equal_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
     """In place of :class:`Lengths`, where every sample has the same: ``[B, S, H, D]``."""
     return None, None, q.shape[1], k.shape[1]

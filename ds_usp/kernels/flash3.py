@@ -7,11 +7,11 @@ from copy import copy
 import torch
 
 from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
-from ds_usp.kernels.signature_adapter import NamedCall
-from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
+from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
+from ds_usp.kernels.signature_adapter import SignatureAdapter
+from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
 
-_SHARED = ("q", "k", "v", "softcap", *Lengths._fields)
+_COMMON_ARGS = ("q", "k", "v", "softcap", *SeqLengths._fields)
 
 
 class Flash3Kernel(VarlenKernel):
@@ -23,7 +23,7 @@ class Flash3Kernel(VarlenKernel):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=256,
         head_dim_multiple=8,
-        scores=frozenset({SOFTCAP}),
+        score_features=frozenset({SOFTCAP}),
         deterministic=True,
         varlen=True,
     )
@@ -34,26 +34,26 @@ class Flash3Kernel(VarlenKernel):
 
         self._softcap = 0.0  # none
         # Versions without num_splits return the log-sum-exp in another place.
-        self._fwd = NamedCall(library._flash_attn_forward, *_SHARED, "num_splits")
-        self._bwd = NamedCall(
+        self._fwd = SignatureAdapter(library._flash_attn_forward, *_COMMON_ARGS, "num_splits")
+        self._bwd = SignatureAdapter(
             library._flash_attn_backward,
-            *_SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
+            *_COMMON_ARGS, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
         )  # fmt: skip
 
-    def with_scores(self, change: ScoreChange) -> Flash3Kernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash3Kernel:
         """See :meth:`AttentionKernel.with_scores`."""
-        changed = copy(self)
-        changed._softcap = change.spec.softcap or 0.0
-        return changed
+        kernel = copy(self)
+        kernel._softcap = score_mod.mod.softcap or 0.0
+        return kernel
 
     def tile_forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._fwd(
             tile,
@@ -63,7 +63,7 @@ class Flash3Kernel(VarlenKernel):
             v=v,
             softcap=self._softcap,
             num_splits=1,
-            **named(lengths),
+            **lengths_as_kwargs(lengths),
         )
         return out, lse
 
@@ -75,9 +75,9 @@ class Flash3Kernel(VarlenKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._bwd(
@@ -94,6 +94,6 @@ class Flash3Kernel(VarlenKernel):
             dv=dv,
             softcap=self._softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **named(lengths),
+            **lengths_as_kwargs(lengths),
         )
         return dq, dk, dv

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from ds_usp.kernels.api import KernelCaps, Places, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, ScoreChange
-from ds_usp.kernels.varlen import Band, Lengths, VarlenKernel, named
+from ds_usp.kernels.api import GradBuffers, KernelCaps, require_capability
+from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
+from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
 
 
 class Flash4Kernel(VarlenKernel):
@@ -23,9 +23,9 @@ class Flash4Kernel(VarlenKernel):
         # Others go through, with wrong gradients (4.0.0b36 on H200, head dims 40, 72, 80, 104).
         head_dim_multiple=32,
         varlen=True,
-        scores=frozenset({SOFTCAP}),
+        score_features=frozenset({SOFTCAP}),
         deterministic=True,
-        fills_places=True,
+        writes_grads_in_place=True,
     )
 
     def __init__(self) -> None:
@@ -36,24 +36,24 @@ class Flash4Kernel(VarlenKernel):
         self._softcap = 0.0  # none
         # Before this helper came, Hopper's backward left a soft cap out and had no fixed order of
         # sums; on consumer Blackwell (12.x) it has neither.
-        recent = hasattr(interface.utils, "create_softcap_scoremod_bwd")
-        if not recent or torch.cuda.get_device_capability()[0] >= 12:
-            self.caps = replace(self.caps, scores=frozenset(), deterministic=False)
+        has_softcap_backward = hasattr(interface.utils, "create_softcap_scoremod_bwd")
+        if not has_softcap_backward or torch.cuda.get_device_capability()[0] >= 12:
+            self.caps = replace(self.caps, score_features=frozenset(), deterministic=False)
 
-    def with_scores(self, change: ScoreChange) -> Flash4Kernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash4Kernel:
         """See :meth:`AttentionKernel.with_scores`."""
-        changed = copy(self)
-        changed._softcap = change.spec.softcap or 0.0
-        return changed
+        kernel = copy(self)
+        kernel._softcap = score_mod.mod.softcap or 0.0
+        return kernel
 
     def tile_forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
+        lengths: SeqLengths | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = tile.window
         out, lse, *_ = self._fwd(
@@ -66,7 +66,7 @@ class Flash4Kernel(VarlenKernel):
             window_size_right=None if tile.is_causal else right,
             softcap=self._softcap or None,
             return_lse=True,
-            **named(lengths),
+            **lengths_as_kwargs(lengths),
         )
         return out, lse
 
@@ -78,14 +78,18 @@ class Flash4Kernel(VarlenKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tile: Band,
+        tile: TileOrCall,
         scale: float,
-        lengths: Lengths | None = None,
-        places: Places | None = None,
+        lengths: SeqLengths | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, right = tile.window
-        wanted = {} if places is None else dict(zip(("dq", "dk", "dv"), places, strict=True))
-        exactly = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+        buffers = (
+            {} if grad_buffers is None else dict(zip(("dq", "dk", "dv"), grad_buffers, strict=True))
+        )
+        deterministic = (
+            {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+        )
         dq, dk, dv = self._bwd(
             q,
             k,
@@ -98,8 +102,8 @@ class Flash4Kernel(VarlenKernel):
             window_size_left=None if tile.is_causal else left,
             window_size_right=None if tile.is_causal else right,
             softcap=self._softcap,
-            **named(lengths),
-            **wanted,
-            **exactly,
+            **lengths_as_kwargs(lengths),
+            **buffers,
+            **deterministic,
         )
         return dq, dk, dv

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from ds_usp.geometry.kernel_calls import KernelCall
-from ds_usp.kernels.api import AttentionKernel, Places
-from ds_usp.kernels.score_mod import ScoreChange
+from ds_usp.kernels.api import AttentionKernel, GradBuffers
+from ds_usp.kernels.score_mod import BoundScoreMod
 
 
-class OneDimKernel:
+class PaddedHeadDimKernel:
     """A kernel whose tensors are filled up with zeros to the larger head dim, and cut back.
 
     Exact: zeros add nothing to a product ``q . k``, and the columns of the output that they make
@@ -22,11 +22,11 @@ class OneDimKernel:
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
-        self.name, self.caps = kernel.name, replace(kernel.caps, fills_places=False)
+        self.name, self.caps = kernel.name, replace(kernel.caps, writes_grads_in_place=False)
 
-    def with_scores(self, change: ScoreChange) -> AttentionKernel:
+    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
         """See :meth:`AttentionKernel.with_scores`."""
-        return OneDimKernel(self._kernel.with_scores(change))
+        return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod))
 
     def forward(
         self,
@@ -38,8 +38,8 @@ class OneDimKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.forward`."""
-        wide_q, wide_k, wide_v = _one_dim(q, k, v)
-        out, lse = self._kernel.forward(wide_q, wide_k, wide_v, call, scale=scale)
+        padded_q, padded_k, padded_v = _pad_to_one_head_dim(q, k, v)
+        out, lse = self._kernel.forward(padded_q, padded_k, padded_v, call, scale=scale)
         return out[..., : v.shape[3]], lse
 
     def backward(
@@ -53,18 +53,20 @@ class OneDimKernel:
         call: KernelCall,
         *,
         scale: float,
-        places: Places | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :meth:`AttentionKernel.backward`; there are no places, which it does not fill."""
-        wide_dout, wide_q, wide_k, wide_v, wide_out = _one_dim(dout, q, k, v, out)
+        padded_dout, padded_q, padded_k, padded_v, padded_out = _pad_to_one_head_dim(
+            dout, q, k, v, out
+        )
         dq, dk, dv = self._kernel.backward(
-            wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call, scale=scale
+            padded_dout, padded_q, padded_k, padded_v, padded_out, lse, call, scale=scale
         )
         keys, values = k.shape[3], v.shape[3]
         return dq[..., :keys], dk[..., :keys], dv[..., :values]
 
 
-def _one_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _pad_to_one_head_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Zeros after the features of those that have fewer."""
-    most = max(x.shape[3] for x in tensors)
-    return [x if x.shape[3] == most else F.pad(x, (0, most - x.shape[3])) for x in tensors]
+    max_dim = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == max_dim else F.pad(x, (0, max_dim - x.shape[3])) for x in tensors]

@@ -19,7 +19,7 @@ from ds_usp.triton_launch import fused
 _NO_LSE = torch.empty(0, 0, 0)
 
 
-class _Part(NamedTuple):
+class _Partial(NamedTuple):
     """Rows ``start : stop`` of a shard: values ``[B, rows, H, D]`` and, of an output, the
     log-sum-exp ``[B, H, rows]``."""
 
@@ -28,15 +28,15 @@ class _Part(NamedTuple):
     value: torch.Tensor
     lse: torch.Tensor = _NO_LSE
 
-    def cut(self, start: int, stop: int) -> _Part:
+    def slice_rows(self, start: int, stop: int) -> _Partial:
         """The rows ``start : stop`` of them, counted in the shard."""
         if (start, stop) == (self.start, self.stop):
             return self
         rows = slice(start - self.start, stop - self.start)
-        return _Part(start, stop, self.value[:, rows], self.lse[:, :, rows])
+        return _Partial(start, stop, self.value[:, rows], self.lse[:, :, rows])
 
 
-class OutputSum:
+class OutputAccumulator:
     """The running attention output of a query shard over the key blocks seen so far.
 
     Rows that no block has touched hold out 0 and lse -inf. A single part that covers the shard
@@ -50,19 +50,19 @@ class OutputSum:
     def __init__(self, q: torch.Tensor, dim: int | None = None) -> None:
         self._q = q
         self._shape = (*q.shape[:3], dim or q.shape[3])
-        self._parts: list[_Part] = []
-        self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._partials: list[_Partial] = []
+        self._accumulators: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, part: torch.Tensor, part_lse: torch.Tensor, span: tuple[int, int]) -> None:
+    def add(self, partial: torch.Tensor, partial_lse: torch.Tensor, span: tuple[int, int]) -> None:
         """Take a call's rows, and over: they may be written. Those that see none of its keys have
         lse ``-inf`` and add nothing.
 
         Shapes:
             part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, the rows of the span.
         """
-        self._parts.append(_Part(*span, part, part_lse))
-        if self._sums is not None or _deepest(self._parts) > _most_kept(part):
-            self._fold()
+        self._partials.append(_Partial(*span, partial, partial_lse))
+        if self._accumulators is not None or _max_overlap(self._partials) > _max_deferred(partial):
+            self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; to be asked for once.
@@ -70,50 +70,56 @@ class OutputSum:
         Where the first part covers the shard, the others are merged into it: rows that it alone
         has are not touched. Unless it lies in more memory than it fills, which would be kept.
         """
-        if self._sums is not None:
-            out, lse = self._sums
+        if self._accumulators is not None:
+            out, lse = self._accumulators
             return out.to(self._q.dtype), lse
-        first = self._parts[0] if self._parts else None
+        first = self._partials[0] if self._partials else None
         if first is not None and first.value.shape[1] == self._q.shape[1]:
-            if len(self._parts) == 1:
+            if len(self._partials) == 1:
                 return first.value.to(self._q.dtype), first.lse
-            if first.value.dtype == self._q.dtype and _fills(first.value) and _fills(first.lse):
-                self._settle(first.value, first.lse)
+            if (
+                first.value.dtype == self._q.dtype
+                and _owns_dense_storage(first.value)
+                and _owns_dense_storage(first.lse)
+            ):
+                self._write_result(first.value, first.lse)
                 return first.value, first.lse
         out, lse = self._q.new_empty(self._shape), self._new_lse()
-        self._settle(out, lse)
+        self._write_result(out, lse)
         return out, lse
 
     def _new_lse(self) -> torch.Tensor:
         batch, tokens, heads, _ = self._q.shape
-        wide = torch.promote_types(self._q.dtype, torch.float32)
-        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        acc_dtype = torch.promote_types(self._q.dtype, torch.float32)
+        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=acc_dtype)
 
-    def _settle(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write the sum of the parts; ``out`` may be the first one's values."""
-        for start, stop, parts in _covered(self._parts, self._q.shape[1]):
-            place, place_lse = out[:, start:stop], lse[:, :, start:stop]
-            if not parts:
-                place.zero_()
-            elif len(parts) > 1:
-                _merge(place, place_lse, [(part.value, part.lse) for part in parts])
-            elif out is not self._parts[0].value:
-                dense_copy(place, parts[0].value)
-                place_lse.copy_(parts[0].lse)
+        for start, stop, partials in _coverage_runs(self._partials, self._q.shape[1]):
+            run_out, run_lse = out[:, start:stop], lse[:, :, start:stop]
+            if not partials:
+                run_out.zero_()
+            elif len(partials) > 1:
+                _merge_into(
+                    run_out, run_lse, [(partial.value, partial.lse) for partial in partials]
+                )
+            elif out is not self._partials[0].value:
+                dense_copy(run_out, partials[0].value)
+                run_lse.copy_(partials[0].lse)
 
-    def _fold(self) -> None:
+    def _flush(self) -> None:
         """Sum the parts into the accumulators."""
-        if self._sums is None:
-            wide = torch.promote_types(self._q.dtype, torch.float32)
-            self._sums = self._q.new_zeros(self._shape, dtype=wide), self._new_lse()
-        out, lse = self._sums
-        for start, stop, value, part_lse in self._parts:
+        if self._accumulators is None:
+            acc_dtype = torch.promote_types(self._q.dtype, torch.float32)
+            self._accumulators = self._q.new_zeros(self._shape, dtype=acc_dtype), self._new_lse()
+        out, lse = self._accumulators
+        for start, stop, value, partial_lse in self._partials:
             rows = out[:, start:stop], lse[:, :, start:stop]
-            _merge(*rows, [rows, (value, part_lse)])
-        self._parts = []
+            _merge_into(*rows, [rows, (value, partial_lse)])
+        self._partials = []
 
 
-class GradientSum:
+class GradAccumulator:
     """The running gradient of a shard over the calls that touch it, in fp32 (fp64 for fp64).
 
     A single part that covers the shard is taken over as it is, so one kernel call costs no sum;
@@ -125,16 +131,16 @@ class GradientSum:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
-        self._parts: list[_Part] = []
-        self._total: torch.Tensor | None = None
+        self._partials: list[_Partial] = []
+        self._accumulator: torch.Tensor | None = None
 
     def add(
         self,
-        part: torch.Tensor,
+        partial: torch.Tensor,
         spans: Sequence[tuple[int, int]],
         *,
-        borrowed: bool = False,
-        held: bool = False,
+        sum_now: bool = False,
+        defer: bool = False,
     ) -> None:
         """Add the parts of these token spans, which stand in ``part`` one after the other.
 
@@ -144,79 +150,85 @@ class GradientSum:
         """
         start = 0
         for begin, end in spans:
-            self._parts.append(_Part(begin, end, part[:, start : start + end - begin]))
+            self._partials.append(_Partial(begin, end, partial[:, start : start + end - begin]))
             start += end - begin
-        full = self._total is not None or _deepest(self._parts) > _most_kept(part)
-        if borrowed or (not held and full):
-            self._fold()
+        over_limit = self._accumulator is not None or _max_overlap(self._partials) > _max_deferred(
+            partial
+        )
+        if sum_now or (not defer and over_limit):
+            self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum in a dtype, the shard's if none is given; zeros where nothing was added."""
         dtype = dtype or self._like.dtype
-        if self._total is None and len(self._parts) == 1:
-            (only,) = self._parts
-            if only.value.shape == self._like.shape and _alone(only.value):
+        if self._accumulator is None and len(self._partials) == 1:
+            (only,) = self._partials
+            if only.value.shape == self._like.shape and _owns_storage(only.value):
                 return only.value.to(dtype)
-        if self._total is not None and not self._parts:
-            return self._total.to(dtype)
+        if self._accumulator is not None and not self._partials:
+            return self._accumulator.to(dtype)
         total = _dense_like(self._like, dtype)
         self.write(total)
         return total
 
     def whole(self) -> torch.Tensor | None:
         """The sum in the shard's dtype, where it is a tensor already."""
-        if self._total is None and len(self._parts) == 1:
-            only = self._parts[0].value
+        if self._accumulator is None and len(self._partials) == 1:
+            only = self._partials[0].value
             if only.shape == self._like.shape and only.dtype == self._like.dtype:
                 return only
         return None
 
-    def write(self, place: torch.Tensor, first: int = 0) -> None:
+    def write(self, out: torch.Tensor, first: int = 0) -> None:
         """Write the sum of the tokens from ``first`` on into a tensor that has room for some."""
-        last = first + place.shape[1]
-        parts = self._all()
-        if any(part.start < first or last < part.stop for part in parts):
-            parts = [
-                part.cut(max(part.start, first), min(part.stop, last))
-                for part in parts
-                if part.start < last and first < part.stop
+        last = first + out.shape[1]
+        partials = self._all()
+        if any(partial.start < first or last < partial.stop for partial in partials):
+            partials = [
+                partial.slice_rows(max(partial.start, first), min(partial.stop, last))
+                for partial in partials
+                if partial.start < last and first < partial.stop
             ]
-        for start, stop, inside in _covered(parts, last, first):
+        for start, stop, covering in _coverage_runs(partials, last, first):
             if start == first and stop == last:
-                _sum(place, [part.value for part in inside])
+                _sum_into(out, [partial.value for partial in covering])
                 return
-            _sum(place[:, start - first : stop - first], [part.value for part in inside])
+            _sum_into(out[:, start - first : stop - first], [partial.value for partial in covering])
 
-    def hand_over(self, start: int, other: GradientSum) -> None:
+    def transfer_to(self, start: int, target: GradAccumulator) -> None:
         """Add what there is from token ``start`` on to another sum, as its first tokens."""
-        for part in self._all():
-            if part.stop > start:
-                rest = part.cut(max(part.start, start), part.stop)
-                other.add(rest.value, [(rest.start - start, rest.stop - start)], held=True)
+        for partial in self._all():
+            if partial.stop > start:
+                rest = partial.slice_rows(max(partial.start, start), partial.stop)
+                target.add(rest.value, [(rest.start - start, rest.stop - start)], defer=True)
 
-    def _all(self) -> list[_Part]:
-        whole = [] if self._total is None else [_Part(0, self._like.shape[1], self._total)]
-        return [*whole, *self._parts]
+    def _all(self) -> list[_Partial]:
+        whole = (
+            []
+            if self._accumulator is None
+            else [_Partial(0, self._like.shape[1], self._accumulator)]
+        )
+        return [*whole, *self._partials]
 
-    def _fold(self) -> None:
+    def _flush(self) -> None:
         """Sum the parts into the accumulator."""
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        if self._total is None:
-            total = _dense_like(self._like, wide)
+        acc_dtype = torch.promote_types(self._like.dtype, torch.float32)
+        if self._accumulator is None:
+            total = _dense_like(self._like, acc_dtype)
             self.write(total)
-            self._total = total
+            self._accumulator = total
         else:
-            for start, stop, value, _ in self._parts:
-                self._total[:, start:stop] += value
-        self._parts = []
+            for start, stop, value, _ in self._partials:
+                self._accumulator[:, start:stop] += value
+        self._partials = []
 
 
-def _fills(x: torch.Tensor) -> bool:
+def _owns_dense_storage(x: torch.Tensor) -> bool:
     """Dense, and all that its memory holds."""
-    return x.is_contiguous() and _alone(x)
+    return x.is_contiguous() and _owns_storage(x)
 
 
-def _alone(x: torch.Tensor) -> bool:
+def _owns_storage(x: torch.Tensor) -> bool:
     """All that its memory holds."""
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
@@ -232,64 +244,66 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
     return _fused()
 
 
-def _covered(
-    parts: Sequence[_Part], last: int, first: int = 0
-) -> Iterator[tuple[int, int, list[_Part]]]:
+def _coverage_runs(
+    partials: Sequence[_Partial], last: int, first: int = 0
+) -> Iterator[tuple[int, int, list[_Partial]]]:
     """Runs of rows between which the set of parts that cover them changes, with the parts."""
-    if all(part.start == first and part.stop == last for part in parts):
-        yield first, last, list(parts)
+    if all(partial.start == first and partial.stop == last for partial in partials):
+        yield first, last, list(partials)
         return
-    edges = sorted({first, last, *(edge for part in parts for edge in part[:2])})
+    edges = sorted({first, last, *(edge for partial in partials for edge in partial[:2])})
     for start, stop in pairwise(edges):
-        inside = [part for part in parts if part.start <= start and stop <= part.stop]
-        yield start, stop, [part.cut(start, stop) for part in inside]
+        covering = [
+            partial for partial in partials if partial.start <= start and stop <= partial.stop
+        ]
+        yield start, stop, [partial.slice_rows(start, stop) for partial in covering]
 
 
-def _most_kept(part: torch.Tensor) -> int:
+def _max_deferred(partial: torch.Tensor) -> int:
     """Parts of a row that are kept: in about the memory of the accumulator and another part."""
-    return 4 if part.element_size() == 2 else 2
+    return 4 if partial.element_size() == 2 else 2
 
 
-def _deepest(parts: Sequence[_Part]) -> int:
+def _max_overlap(partials: Sequence[_Partial]) -> int:
     """Most parts that cover one row."""
-    return max((sum(a.start <= b.start < a.stop for a in parts) for b in parts), default=0)
+    return max((sum(a.start <= b.start < a.stop for a in partials) for b in partials), default=0)
 
 
-def _sum(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once; the first
     may be where it goes."""
-    if not parts:
-        place.zero_()
-    elif len(parts) == 1:
-        if not place.is_set_to(parts[0]):  # else a kernel has written it there
-            dense_copy(place, parts[0])
-    elif (triton := _fused_for(place, *parts)) is not None:
-        triton.sum_fused(place, parts)
+    if not partials:
+        out.zero_()
+    elif len(partials) == 1:
+        if not out.is_set_to(partials[0]):  # else a kernel has written it there
+            dense_copy(out, partials[0])
+    elif (triton := _fused_for(out, *partials)) is not None:
+        triton.sum_fused(out, partials)
     else:
-        wide = torch.promote_types(place.dtype, torch.float32)
-        total = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total += part
-        if total is not place:
-            place.copy_(total)
+        acc_dtype = torch.promote_types(out.dtype, torch.float32)
+        total = out if out.dtype == acc_dtype else torch.empty_like(out, dtype=acc_dtype)
+        total.copy_(partials[0])
+        for partial in partials[1:]:
+            total += partial
+        if total is not out:
+            out.copy_(total)
 
 
-def _merge(
-    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+def _merge_into(
+    out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     """Write the attention over several sets of keys from that over each; the first may be where the
     result goes."""
-    triton = _fused_for(out, lse, *(x for part in parts for x in part))
-    if len(parts) == 2:
-        (merge_rows if triton is None else triton.merge_fused)(out, lse, *parts[0], *parts[1])
+    triton = _fused_for(out, lse, *(x for partial in partials for x in partial))
+    if len(partials) == 2:
+        (merge_rows if triton is None else triton.merge_fused)(out, lse, *partials[0], *partials[1])
     elif triton is not None:
-        triton.merge_few_fused(out, lse, parts)
+        triton.merge_up_to_4_fused(out, lse, partials)
     else:
         total = torch.empty_like(out, dtype=lse.dtype)
-        merge_rows(total, lse, *parts[0], *parts[1])
-        for part in parts[2:]:
-            merge_rows(total, lse, total, lse, *part)
+        merge_rows(total, lse, *partials[0], *partials[1])
+        for partial in partials[2:]:
+            merge_rows(total, lse, total, lse, *partial)
         out.copy_(total)
 
 
@@ -311,14 +325,16 @@ def merge_rows(
     Shapes:
         out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
     """
-    wide = lse.dtype
-    apart = (new_lse - old_lse).masked_fill_(new_lse == float("-inf"), float("-inf"))  # not NaN
-    weight = torch.sigmoid(apart).transpose(1, 2).unsqueeze(-1)
-    out.copy_(torch.lerp(old.to(wide), new.to(wide), weight))
+    acc_dtype = lse.dtype
+    lse_difference = (new_lse - old_lse).masked_fill_(
+        new_lse == float("-inf"), float("-inf")
+    )  # not NaN
+    weight = torch.sigmoid(lse_difference).transpose(1, 2).unsqueeze(-1)
+    out.copy_(torch.lerp(old.to(acc_dtype), new.to(acc_dtype), weight))
     lse.copy_(torch.logaddexp(old_lse, new_lse))
 
 
-def fallback(device: torch.device) -> str | None:
+def slow_path_notice(device: torch.device) -> str | None:
     """What to tell the user if sums take more passes here than they could; None if not."""
     if device.type != "cuda" or _fused() is not None:
         return None

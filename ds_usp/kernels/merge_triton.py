@@ -11,7 +11,7 @@ import triton.language as tl
 from ds_usp.triton_launch import Launcher
 
 _ROWS = 32
-_MOST_PARTS = 8
+_MAX_PARTIALS = 8
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _merge(  # type: ignore[no-untyped-def]
     out_batch, out_row, out_head, lse_batch, lse_head,
     old_batch, old_row, old_head, old_lse_batch, old_lse_head,
     new_batch, new_row, new_head, new_lse_batch, new_lse_head,
-    ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -29,10 +29,10 @@ def _merge(  # type: ignore[no-untyped-def]
     inside = row < rows
     a = tl.load(
         old_lse + batch * old_lse_batch + head * old_lse_head + row, mask=inside, other=0.0
-    ).to(WIDE)
+    ).to(ACC)
     b = tl.load(
         new_lse + batch * new_lse_batch + head * new_lse_head + row, mask=inside, other=0.0
-    ).to(WIDE)
+    ).to(ACC)
     # The result may be written over what was read, which every warp has its own copy of: no warp
     # may write before all have read.
     tl.debug_barrier()
@@ -40,15 +40,15 @@ def _merge(  # type: ignore[no-untyped-def]
     high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing on either side
     total = high + tl.log(tl.exp(a - high) + tl.exp(b - high))
     base = tl.where(total == float("-inf"), 0.0, total)
-    keep, take = tl.exp(a - base), tl.exp(b - base)
+    old_weight, new_weight = tl.exp(a - base), tl.exp(b - base)
     tl.store(lse + batch * lse_batch + head * lse_head + row, total, mask=inside)
     column = tl.arange(0, DIM)
     both = inside[:, None] & (column < dim)[None, :]
     row = row.to(tl.int64)[:, None]
     old_at = old + batch * old_batch + head * old_head + row * old_row + column[None, :]
     new_at = new + batch * new_batch + head * new_head + row * new_row + column[None, :]
-    value = tl.load(old_at, mask=both, other=0.0).to(WIDE) * keep[:, None]
-    value += tl.load(new_at, mask=both, other=0.0).to(WIDE) * take[:, None]
+    value = tl.load(old_at, mask=both, other=0.0).to(ACC) * old_weight[:, None]
+    value += tl.load(new_at, mask=both, other=0.0).to(ACC) * new_weight[:, None]
     out_at = out + batch * out_batch + head * out_head + row * out_row + column[None, :]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=both)
 
@@ -69,7 +69,7 @@ def merge_fused(
     Features and, of the log-sum-exps, rows are dense.
     """
     batch, rows, heads, dim = out.shape
-    wide = tl.float64 if lse.dtype == torch.float64 else tl.float32
+    acc_dtype = tl.float64 if lse.dtype == torch.float64 else tl.float32
     _LAUNCH_MERGE(
         (triton.cdiv(rows, _ROWS), heads, batch),
         (out, lse, old, old_lse, new, new_lse),
@@ -81,7 +81,7 @@ def merge_fused(
         ),
         ROWS=_ROWS,
         DIM=triton.next_power_of_2(dim),
-        WIDE=wide,
+        ACC=acc_dtype,
     )  # fmt: skip
 
 
@@ -92,17 +92,17 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     out_batch, out_row, out_head, lse_batch, lse_head,
     pb0, pr0, ph0, lb0, lh0, pb1, pr1, ph1, lb1, lh1,
     pb2, pr2, ph2, lb2, lh2, pb3, pr3, ph3, lb3, lh3,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    a = tl.load(l0 + batch * lb0 + head * lh0 + row, mask=inside, other=0.0).to(WIDE)
-    b = tl.load(l1 + batch * lb1 + head * lh1 + row, mask=inside, other=0.0).to(WIDE)
-    c = tl.load(l2 + batch * lb2 + head * lh2 + row, mask=inside, other=0.0).to(WIDE)
+    a = tl.load(l0 + batch * lb0 + head * lh0 + row, mask=inside, other=0.0).to(ACC)
+    b = tl.load(l1 + batch * lb1 + head * lh1 + row, mask=inside, other=0.0).to(ACC)
+    c = tl.load(l2 + batch * lb2 + head * lh2 + row, mask=inside, other=0.0).to(ACC)
     high = tl.maximum(tl.maximum(a, b), c)
     if COUNT > 3:
-        d = tl.load(l3 + batch * lb3 + head * lh3 + row, mask=inside, other=0.0).to(WIDE)
+        d = tl.load(l3 + batch * lb3 + head * lh3 + row, mask=inside, other=0.0).to(ACC)
         high = tl.maximum(high, d)
     tl.debug_barrier()  # as above: the result may be written over the first part
     high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing at all
@@ -116,14 +116,14 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     both = inside[:, None] & (column < dim)
     row = row.to(tl.int64)[:, None]
     value = tl.load(p0 + batch * pb0 + head * ph0 + row * pr0 + column, mask=both, other=0.0)
-    result = value.to(WIDE) * tl.exp(a - base)[:, None]
+    result = value.to(ACC) * tl.exp(a - base)[:, None]
     value = tl.load(p1 + batch * pb1 + head * ph1 + row * pr1 + column, mask=both, other=0.0)
-    result += value.to(WIDE) * tl.exp(b - base)[:, None]
+    result += value.to(ACC) * tl.exp(b - base)[:, None]
     value = tl.load(p2 + batch * pb2 + head * ph2 + row * pr2 + column, mask=both, other=0.0)
-    result += value.to(WIDE) * tl.exp(c - base)[:, None]
+    result += value.to(ACC) * tl.exp(c - base)[:, None]
     if COUNT > 3:
         value = tl.load(p3 + batch * pb3 + head * ph3 + row * pr3 + column, mask=both, other=0.0)
-        result += value.to(WIDE) * tl.exp(d - base)[:, None]
+        result += value.to(ACC) * tl.exp(d - base)[:, None]
     out_at = out + batch * out_batch + head * out_head + row * out_row + column
     tl.store(out_at, result.to(out.dtype.element_ty), mask=both)
 
@@ -131,22 +131,22 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
 _LAUNCH_MERGE_OF_FOUR = Launcher(_merge_of_four)
 
 
-def merge_few_fused(
-    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+def merge_up_to_4_fused(
+    out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     """:func:`merge_fused` of three or four parts, each its values and its log-sum-exp, of which
     only the first may be where the result goes."""
     batch, rows, heads, dim = out.shape
-    filled = [*parts, *[parts[0]] * (4 - len(parts))]
-    strides = [stride for x, sums in filled for stride in (*x.stride()[:3], *sums.stride()[:2])]
+    operands = [*partials, *[partials[0]] * (4 - len(partials))]
+    strides = [stride for x, sums in operands for stride in (*x.stride()[:3], *sums.stride()[:2])]
     _LAUNCH_MERGE_OF_FOUR(
         (triton.cdiv(rows, _ROWS), heads, batch),
-        (out, lse, *(x for part in filled for x in part)),
+        (out, lse, *(x for partial in operands for x in partial)),
         (rows, dim, *out.stride()[:3], *lse.stride()[:2], *strides),
-        COUNT=len(parts),
+        COUNT=len(partials),
         ROWS=_ROWS,
         DIM=triton.next_power_of_2(dim),
-        WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
+        ACC=tl.float64 if lse.dtype == torch.float64 else tl.float32,
     )
 
 
@@ -155,15 +155,15 @@ def _sum_of_few(  # type: ignore[no-untyped-def]
     out, p0, p1,
     rows, dim,
     out_batch, out_row, out_head, b0, r0, h0, b1, r1, h1,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, DIM)[None, :]
     inside = (row < rows) & (column < dim)
-    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(WIDE)
+    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(ACC)
     if COUNT > 1:
-        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(WIDE)
+        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(ACC)
     out_at = out + batch * out_batch + head * out_head + row * out_row + column
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -174,27 +174,27 @@ def _sum(  # type: ignore[no-untyped-def]
     rows, dim,
     out_batch, out_row, out_head,
     b0, r0, h0, b1, r1, h1, b2, r2, h2, b3, r3, h3, b4, r4, h4, b5, r5, h5, b6, r6, h6, b7, r7, h7,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, DIM)[None, :]
     inside = (row < rows) & (column < dim)
-    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(WIDE)
+    total = tl.load(p0 + batch * b0 + head * h0 + row * r0 + column, mask=inside).to(ACC)
     if COUNT > 1:
-        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(WIDE)
+        total += tl.load(p1 + batch * b1 + head * h1 + row * r1 + column, mask=inside).to(ACC)
     if COUNT > 2:
-        total += tl.load(p2 + batch * b2 + head * h2 + row * r2 + column, mask=inside).to(WIDE)
+        total += tl.load(p2 + batch * b2 + head * h2 + row * r2 + column, mask=inside).to(ACC)
     if COUNT > 3:
-        total += tl.load(p3 + batch * b3 + head * h3 + row * r3 + column, mask=inside).to(WIDE)
+        total += tl.load(p3 + batch * b3 + head * h3 + row * r3 + column, mask=inside).to(ACC)
     if COUNT > 4:
-        total += tl.load(p4 + batch * b4 + head * h4 + row * r4 + column, mask=inside).to(WIDE)
+        total += tl.load(p4 + batch * b4 + head * h4 + row * r4 + column, mask=inside).to(ACC)
     if COUNT > 5:
-        total += tl.load(p5 + batch * b5 + head * h5 + row * r5 + column, mask=inside).to(WIDE)
+        total += tl.load(p5 + batch * b5 + head * h5 + row * r5 + column, mask=inside).to(ACC)
     if COUNT > 6:
-        total += tl.load(p6 + batch * b6 + head * h6 + row * r6 + column, mask=inside).to(WIDE)
+        total += tl.load(p6 + batch * b6 + head * h6 + row * r6 + column, mask=inside).to(ACC)
     if COUNT > 7:
-        total += tl.load(p7 + batch * b7 + head * h7 + row * r7 + column, mask=inside).to(WIDE)
+        total += tl.load(p7 + batch * b7 + head * h7 + row * r7 + column, mask=inside).to(ACC)
     out_at = out + batch * out_batch + head * out_head + row * out_row + column
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -202,28 +202,28 @@ def _sum(  # type: ignore[no-untyped-def]
 _LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = Launcher(_sum_of_few), Launcher(_sum)
 
 
-def sum_fused(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     """Write the sum of tensors ``[B, rows, H, D]`` with dense features, in fp32 or fp64.
 
     One read of each part, one write of the result; of more than eight, eight at a time.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
-    while len(parts) > _MOST_PARTS:
-        total = torch.empty_like(out, dtype=wide)
-        sum_fused(total, parts[:_MOST_PARTS])
-        parts = [total, *parts[_MOST_PARTS:]]
+    acc_dtype = torch.promote_types(out.dtype, torch.float32)
+    while len(partials) > _MAX_PARTIALS:
+        total = torch.empty_like(out, dtype=acc_dtype)
+        sum_fused(total, partials[:_MAX_PARTIALS])
+        partials = [total, *partials[_MAX_PARTIALS:]]
     batch, rows, heads, dim = out.shape
     grid = (triton.cdiv(rows, _ROWS), heads, batch)
     # Every argument costs host time, and sums of more than two are rare.
-    launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(parts) <= 2 else (_LAUNCH_SUM, _MOST_PARTS)
-    filled = [*parts, *[parts[0]] * (slots - len(parts))]
-    strides = [stride for x in (out, *filled) for stride in x.stride()[:3]]
+    launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
+    operands = [*partials, *[partials[0]] * (slots - len(partials))]
+    strides = [stride for x in (out, *operands) for stride in x.stride()[:3]]
     launch(
         grid,
-        (out, *filled),
+        (out, *operands),
         (rows, dim, *strides),
-        COUNT=len(parts),
+        COUNT=len(partials),
         ROWS=_ROWS,
         DIM=triton.next_power_of_2(dim),
-        WIDE=tl.float64 if wide == torch.float64 else tl.float32,
+        ACC=tl.float64 if acc_dtype == torch.float64 else tl.float32,
     )

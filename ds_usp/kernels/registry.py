@@ -9,29 +9,29 @@ from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
-from ds_usp.kernels.head_dim_padding import OneDimKernel
+from ds_usp.kernels.head_dim_padding import PaddedHeadDimKernel
 
 Reason = str | Exception
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelEntry:
     """One kernel: its public name and where its class is. Imported only when it is considered."""
 
     name: str
     module: str
-    attribute: str
+    class_name: str
 
 
 # Best first: "auto" takes the first that can serve the request.
 KERNELS = (
-    KernelRow("flash4", "ds_usp.kernels.flash4", "Flash4Kernel"),
-    KernelRow("flash3", "ds_usp.kernels.flash3", "Flash3Kernel"),
-    KernelRow("cudnn", "ds_usp.kernels.cudnn", "CudnnKernel"),
-    KernelRow("flash2", "ds_usp.kernels.flash2", "Flash2Kernel"),
-    KernelRow("efficient", "ds_usp.kernels.efficient", "EfficientKernel"),
-    KernelRow("sdpa", "ds_usp.kernels.sdpa", "SdpaKernel"),
-    KernelRow("eager", "ds_usp.kernels.eager", "EagerKernel"),
+    KernelEntry("flash4", "ds_usp.kernels.flash4", "Flash4Kernel"),
+    KernelEntry("flash3", "ds_usp.kernels.flash3", "Flash3Kernel"),
+    KernelEntry("cudnn", "ds_usp.kernels.cudnn", "CudnnKernel"),
+    KernelEntry("flash2", "ds_usp.kernels.flash2", "Flash2Kernel"),
+    KernelEntry("efficient", "ds_usp.kernels.efficient", "EfficientKernel"),
+    KernelEntry("sdpa", "ds_usp.kernels.sdpa", "SdpaKernel"),
+    KernelEntry("eager", "ds_usp.kernels.eager", "EagerKernel"),
 )
 AUTO = "auto"
 
@@ -45,26 +45,26 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
     """
-    check_name(name)
-    reasons, others = [], []
-    for row in KERNELS:
-        if name in (AUTO, row.name):
-            kernel, reason = _serving(row, request)
+    check_kernel_name(name)
+    reasons, without_varlen = [], []
+    for entry in KERNELS:
+        if name in (AUTO, entry.name):
+            kernel, reason = _load_if_suitable(entry, request)
             if kernel is None:
-                reasons.append(f"  {row.name}: {reason}")
+                reasons.append(f"  {entry.name}: {reason}")
             elif request.documents and not kernel.caps.varlen:
-                others.append(kernel)
+                without_varlen.append(kernel)
             else:
-                return _fitted(kernel, request)
-    if others:
-        return _fitted(others[0], request)
+                return _with_padding_if_needed(kernel, request)
+    if without_varlen:
+        return _with_padding_if_needed(without_varlen[0], request)
     raise UnsupportedAttentionError(f"no attention kernel serves {request}:\n" + "\n".join(reasons))
 
 
-def _fitted(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
+def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
     """The kernel for the head dims of the request."""
     keys, values = request.head_dims
-    return kernel if keys == values or kernel.caps.value_dims else OneDimKernel(kernel)
+    return kernel if keys == values or kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
 
 
 @lru_cache(maxsize=1024)
@@ -77,8 +77,8 @@ def missing_libraries(request: KernelRequest) -> str | None:
         UnsupportedAttentionError: no kernel can serve the request.
     """
     chosen = select_kernel(request)
-    better = KERNELS[: [row.name for row in KERNELS].index(chosen.name)]
-    reasons = [(row.name, _serving(row, request)[1]) for row in better]
+    better = KERNELS[: [entry.name for entry in KERNELS].index(chosen.name)]
+    reasons = [(entry.name, _load_if_suitable(entry, request)[1]) for entry in better]
     missing = [
         f"{name} ({str(reason).splitlines()[0]})"
         for name, reason in reasons
@@ -91,27 +91,27 @@ def missing_libraries(request: KernelRequest) -> str | None:
     )
 
 
-def check_name(name: str) -> None:
+def check_kernel_name(name: str) -> None:
     """Check the name of a kernel before it is needed.
 
     Raises:
         UnsupportedAttentionError: no row of the table has it.
     """
-    known = [AUTO, *(row.name for row in KERNELS)]
+    known = [AUTO, *(entry.name for entry in KERNELS)]
     if name not in known:
         raise UnsupportedAttentionError(
             f"unknown attention kernel {name!r}; there are {', '.join(known)}"
         )
 
 
-def available_kernels(device: str) -> list[KernelRow]:
+def available_kernels(device: str) -> list[KernelEntry]:
     """The rows whose library can be used here on that kind of device."""
-    return [row for row in KERNELS if why_not_usable(row, device) is None]
+    return [entry for entry in KERNELS if unusable_reason(entry, device) is None]
 
 
-def why_not_usable(row: KernelRow, device: str) -> str | None:
+def unusable_reason(entry: KernelEntry, device: str) -> str | None:
     """Why a row's kernel cannot run here on that kind of device; None if it can."""
-    kernel, reason = _load(row)
+    kernel, reason = _load(entry)
     if kernel is None:
         return str(reason)
     if kernel.caps.devices and device not in kernel.caps.devices:
@@ -119,36 +119,36 @@ def why_not_usable(row: KernelRow, device: str) -> str | None:
     return None
 
 
-def _serving(
-    row: KernelRow, request: KernelRequest
+def _load_if_suitable(
+    entry: KernelEntry, request: KernelRequest
 ) -> tuple[AttentionKernel | None, Reason | None]:
     """The kernel if it can serve the request, or why not: an exception if it cannot be used here.
 
     Its class is asked first, whose answer holds on every machine.
     """
-    kernel_class, reason = _import(row)
+    kernel_class, reason = _import(entry)
     if kernel_class is None or (refusal := kernel_class.caps.refusal(request)) is not None:
         return None, reason or refusal
-    kernel, reason = _load(row)
+    kernel, reason = _load(entry)
     if kernel is None or (refusal := kernel.caps.refusal(request)) is not None:
         return None, reason or refusal
     return kernel, None
 
 
 @lru_cache(maxsize=64)
-def _import(row: KernelRow) -> tuple[type[AttentionKernel] | None, Exception | None]:
+def _import(entry: KernelEntry) -> tuple[type[AttentionKernel] | None, Exception | None]:
     """The kernel's class, or why its file cannot be imported."""
     try:
-        found = getattr(import_module(row.module), row.attribute)
-        return cast(type[AttentionKernel], found), None
+        kernel_class = getattr(import_module(entry.module), entry.class_name)
+        return cast(type[AttentionKernel], kernel_class), None
     except (ImportError, AttributeError) as error:
         return None, ImportError(f"cannot be imported: {error}")
 
 
 @lru_cache(maxsize=64)
-def _load(row: KernelRow) -> tuple[AttentionKernel | None, Exception | None]:
+def _load(entry: KernelEntry) -> tuple[AttentionKernel | None, Exception | None]:
     """The kernel, or why its library cannot be used on this machine."""
-    kernel_class, reason = _import(row)
+    kernel_class, reason = _import(entry)
     if kernel_class is None:
         return None, reason
     try:

@@ -11,7 +11,7 @@ import torch
 from ds_usp.errors import ConfigError
 from ds_usp.triton_launch import fused
 
-_MOST_FUSED = 2  # queries and keys
+_MAX_FUSED = 2  # queries and keys
 
 
 def apply_rotary(
@@ -34,7 +34,7 @@ def apply_rotary(
     _check(tensors, cos, sin, token_dim)
     triton = fused("ds_usp.kernels.rotary_triton") if _can_fuse(tensors, cos, sin) else None
     if triton is None:
-        return tuple(_rotated(x, cos, sin, token_dim) for x in tensors)
+        return tuple(_rotate_reference(x, cos, sin, token_dim) for x in tensors)
     out: tuple[torch.Tensor, ...] = Rotation.apply(triton, cos, sin, token_dim, False, *tensors)
     return out
 
@@ -60,24 +60,26 @@ def _check(
 
 
 def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MOST_FUSED:
+    if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MAX_FUSED:
         return False
     first, last = tensors[0], tensors[-1]
-    alike = first.shape[:2] == last.shape[:2] and first.shape[3] == last.shape[3]
-    one_kind = alike and first.dtype == last.dtype and first.dtype != torch.float64
+    same_shape = first.shape[:2] == last.shape[:2] and first.shape[3] == last.shape[3]
+    same_dtype = same_shape and first.dtype == last.dtype and first.dtype != torch.float64
     one_device = first.device == last.device == cos.device == sin.device
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return first.is_cuda and one_kind and one_device and not learned
+    table_needs_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return first.is_cuda and same_dtype and one_device and not table_needs_grad
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    shape = [len(cos) if each == dim else 1 for each in range(x.ndim - 1)]
-    cos, sin = (table.to(wide).view(*shape, -1) for table in (cos, sin))
-    turned, passed = x[..., : cos.shape[-1]].to(wide), x[..., cos.shape[-1] :]
-    front, back = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-back, front), dim=-1) * sin
-    return torch.cat((turned.to(x.dtype), passed), dim=-1)
+def _rotate_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
+) -> torch.Tensor:
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    shape = [len(cos) if dim_index == dim else 1 for dim_index in range(x.ndim - 1)]
+    cos, sin = (table.to(acc_dtype).view(*shape, -1) for table in (cos, sin))
+    rotated, passed = x[..., : cos.shape[-1]].to(acc_dtype), x[..., cos.shape[-1] :]
+    front, back = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-back, front), dim=-1) * sin
+    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 
 class Rotation(torch.autograd.Function):
@@ -94,15 +96,15 @@ class Rotation(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.how = triton, token_dim, transposed
-        turned: tuple[torch.Tensor, ...] = triton.rotate_fused(
+        ctx.args = triton, token_dim, transposed
+        rotated: tuple[torch.Tensor, ...] = triton.rotate_fused(
             tensors, cos, sin, token_dim, transposed
         )
-        return turned
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        triton, token_dim, transposed = ctx.how
+        triton, token_dim, transposed = ctx.args
         cos, sin = ctx.saved_tensors
-        back = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
-        return None, None, None, None, None, *back
+        grads_in = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
+        return None, None, None, None, None, *grads_in

@@ -28,10 +28,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     token, sample, head = row // (batch * heads), row // heads % batch, row % heads
     if second:
         source = x1 + (token * token1 + sample * sample1 + head * head1)[:, None]
-        place = y1 + (token * out_token1 + sample * out_sample1 + head * dim)[:, None]
+        out = y1 + (token * out_token1 + sample * out_sample1 + head * dim)[:, None]
     else:
         source = x0 + (token * token0 + sample * sample0 + head * head0)[:, None]
-        place = y0 + (token * out_token0 + sample * out_sample0 + head * dim)[:, None]
+        out = y0 + (token * out_token0 + sample * out_sample0 + head * dim)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = inside & (column < half)
     front = tl.load(source + column, mask=mask).to(tl.float32)
@@ -46,12 +46,12 @@ def _rotate(  # type: ignore[no-untyped-def]
         first, last = front * front_cos + back * back_sin, back * back_cos - front * front_sin
     else:
         first, last = front * front_cos - back * front_sin, back * back_cos + front * back_sin
-    tl.store(place + column, first.to(y0.dtype.element_ty), mask=mask)
-    tl.store(place + half + column, last.to(y0.dtype.element_ty), mask=mask)
+    tl.store(out + column, first.to(y0.dtype.element_ty), mask=mask)
+    tl.store(out + half + column, last.to(y0.dtype.element_ty), mask=mask)
     if REST > 0:
         column = 2 * half + tl.arange(0, REST)[None, :]
         mask = inside & (column < dim)
-        tl.store(place + column, tl.load(source + column, mask=mask), mask=mask)
+        tl.store(out + column, tl.load(source + column, mask=mask), mask=mask)
 
 
 _LAUNCH = Launcher(_rotate)
@@ -66,18 +66,18 @@ def rotate_fused(
 ) -> tuple[torch.Tensor, ...]:
     """:func:`ds_usp.kernels.rotary.apply_rotary` of one or two tensors of one dtype;
     transposed: what gradients go through."""
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
-    out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
-    (x0, y0), (x1, y1) = (pairs := list(zip(given, out, strict=True)))[0], pairs[-1]
+    out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in dense)
+    (x0, y0), (x1, y1) = (pairs := list(zip(dense, out, strict=True)))[0], pairs[-1]
     tokens, batch, dim = x0.shape[token_dim], x0.shape[1 - token_dim], x0.shape[3]
     half = cos.shape[1] // 2
-    wide = triton.next_power_of_2(half)
+    half_padded = triton.next_power_of_2(half)
     rest = dim - 2 * half
-    rows = max(1, _TILE // wide)
+    rows = max(1, _TILE // half_padded)
     strides = [x.stride(d) for x in (x0, x1) for d in (token_dim, 1 - token_dim, 2)]
     strides += [y.stride(d) for y in (y0, y1) for d in (token_dim, 1 - token_dim)]
-    grid = triton.cdiv(tokens * batch * max(x.shape[2] for x in given), rows), len(given)
+    grid = triton.cdiv(tokens * batch * max(x.shape[2] for x in dense), rows), len(dense)
     _LAUNCH(
         grid,
         (x0, x1, y0, y1, cos, sin),
@@ -94,7 +94,7 @@ def rotate_fused(
         ),
         TRANSPOSED=transposed,
         ROWS=rows,
-        HALF=wide,
+        HALF=half_padded,
         REST=triton.next_power_of_2(rest) if rest else 0,
     )
     return out

@@ -26,7 +26,7 @@ _BITS = 31
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
+class ScoreMod:
     """What is asked of a kernel, in numbers.
 
     Args:
@@ -49,24 +49,24 @@ class ScoreSpec:
         return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
-    def by_position(self) -> bool:
+    def needs_positions(self) -> bool:
         """A score depends on which query, key and head it is of."""
         return self.alibi or self.dropout_p > 0
 
     def __str__(self) -> str:
-        said = {
+        texts = {
             SOFTCAP: f"softcap {self.softcap}",
             ALIBI: "ALiBi",
             DROPOUT: f"dropout {self.dropout_p}",
         }
-        return ", ".join(said[name] for name in sorted(self.features)) or "plain scores"
+        return ", ".join(texts[name] for name in sorted(self.features)) or "plain scores"
 
 
-PLAIN = ScoreSpec()
+PLAIN = ScoreMod()
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GlobalPositions:
     """Where the samples, heads, rows and columns of a kernel call are in the whole.
 
     Args:
@@ -84,68 +84,76 @@ class Place:
     slopes: torch.Tensor | None
     seed: int
 
-    def of(self, tile: Tile) -> Place:
+    def for_tile(self, tile: Tile) -> GlobalPositions:
         """The place of a tile's rows and columns."""
         rows = self.rows[tile.q_start : tile.q_stop]
         return replace(self, rows=rows, columns=self.columns[tile.k_start : tile.k_stop])
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreChange:
+class BoundScoreMod:
     """A :class:`ScoreSpec` with all that a kernel call needs for it.
 
     Args:
         place: there wherever a score depends on its position.
     """
 
-    spec: ScoreSpec = PLAIN
-    place: Place | None = None
+    mod: ScoreMod = PLAIN
+    positions: GlobalPositions | None = None
 
-    def of(self, tile: Tile) -> ScoreChange:
+    def for_tile(self, tile: Tile) -> BoundScoreMod:
         """That of a tile's rows and columns."""
-        return self if self.place is None else replace(self, place=self.place.of(tile))
+        return (
+            self
+            if self.positions is None
+            else replace(self, positions=self.positions.for_tile(tile))
+        )
 
-    def for_samples(self, samples: slice) -> ScoreChange:
+    def for_samples(self, samples: slice) -> BoundScoreMod:
         """That of some samples of the batch."""
-        if self.place is None:
+        if self.positions is None:
             return self
-        return replace(self, place=replace(self.place, samples=self.place.samples[samples]))
+        return replace(
+            self, positions=replace(self.positions, samples=self.positions.samples[samples])
+        )
 
-    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+    def apply_softcap(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores under the soft cap, in place."""
-        cap = self.spec.softcap
+        cap = self.mod.softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
-    def slope(self, capped: torch.Tensor) -> torch.Tensor | None:
+    def softcap_grad(self, capped: torch.Tensor) -> torch.Tensor | None:
         """The soft cap's derivative where it has given these scores; None without one."""
-        cap = self.spec.softcap
+        cap = self.mod.softcap
         return None if cap is None else 1.0 - (capped / cap).square_()
 
-    def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def alibi_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """ALiBi, ``-slope * |key - query|``: ``[H, S, T]``; None without it."""
-        place = self.place
-        if place is None or place.slopes is None:
+        positions = self.positions
+        if positions is None or positions.slopes is None:
             return None
-        distance = (place.columns[None, :] - place.rows[:, None]).abs_().to(dtype)
-        return -place.slopes.to(dtype)[:, None, None] * distance
+        distance = (positions.columns[None, :] - positions.rows[:, None]).abs_().to(dtype)
+        return -positions.slopes.to(dtype)[:, None, None] * distance
 
-    def kept(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def dropout_multiplier(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What dropout multiplies the softmax's weights with, ``[B, H, S, T]``; None without it.
 
         Each weight has bits of its own, a hash of the seed and of its sample, head, query and key
         (a counter-based generator), so the result does not depend on who computes it, nor when.
         """
-        share, place = self.spec.dropout_p, self.place
-        if not share or place is None:
+        dropout_p, positions = self.mod.dropout_p, self.positions
+        if not dropout_p or positions is None:
             return None
-        bits = _mixed(torch.tensor(place.seed, dtype=torch.int64, device=place.rows.device))
-        for numbers in (place.samples, place.heads, place.rows, place.columns):
-            bits = _mixed(bits[..., None] + _STEP * (numbers + 1))
-        keeps = _high_bits(bits) >= round(share * (1 << _BITS))
-        return keeps.to(dtype).div_(1.0 - share)
+        bits = _hash_mix(
+            torch.tensor(positions.seed, dtype=torch.int64, device=positions.rows.device)
+        )
+        for indices in (positions.samples, positions.heads, positions.rows, positions.columns):
+            bits = _hash_mix(bits[..., None] + _STEP * (indices + 1))
+        is_kept = _high_bits(bits) >= round(dropout_p * (1 << _BITS))
+        return is_kept.to(dtype).div_(1.0 - dropout_p)
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _hash_mix(x: torch.Tensor) -> torch.Tensor:
     """MurmurHash3's finalizer of int64."""
     for factor in _MIX:
         x = x.bitwise_xor(_high_bits(x)).mul_(factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.geometry.tiles import Tile, TileSupport
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, band
+from ds_usp.kernels.api import KernelCaps, SingleTileKernel, window_mask
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -55,4 +55,4 @@ def _bias(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
     if tile.is_full or tile.is_causal:
         return None
     bias = torch.zeros(tile.rows, tile.columns, dtype=q.dtype, device=q.device)
-    return bias.masked_fill_(~band(tile, q.device), float("-inf"))
+    return bias.masked_fill_(~window_mask(tile, q.device), float("-inf"))

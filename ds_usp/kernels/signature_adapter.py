@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ds_usp.kernels.varlen import Band
+from ds_usp.kernels.varlen import TileOrCall
 
-_OF_A_TILE = ("softmax_scale", "causal", "window_size_left", "window_size_right")
+_TILE_ARGS = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 
 
-class NamedCall:
+class SignatureAdapter:
     """One face for the versions of a function whose parameters moved over the years.
 
     It is called with a tile or a call of several, which becomes its causal flag and its window
@@ -26,37 +26,37 @@ class NamedCall:
         ImportError: the function lacks some of them.
     """
 
-    def __init__(self, function: Callable[..., Any], *needs: str) -> None:
+    def __init__(self, function: Callable[..., Any], *required: str) -> None:
         # An operator has the signature (*args, **kwargs) and keeps the function that it was.
-        plain = getattr(function, "_init_fn", function)
-        parameters = inspect.signature(plain).parameters
+        source = getattr(function, "_init_fn", function)
+        parameters = inspect.signature(source).parameters
         self._function = function
         self._is_causal = "is_causal" in parameters
         self._window_pair = "window_size" in parameters
-        names = {name: name for name in (*_OF_A_TILE, *needs)}
+        names = {name: name for name in (*_TILE_ARGS, *required)}
         if self._is_causal:
             names["causal"] = "is_causal"
         if self._window_pair:
             names["window_size_left"] = names["window_size_right"] = "window_size"
-        missing = [need for need, name in names.items() if name not in parameters]
+        missing = [arg for arg, name in names.items() if name not in parameters]
         if missing:
             raise ImportError(
-                f"{plain.__module__}.{plain.__qualname__} of this version has no parameter "
+                f"{source.__module__}.{source.__qualname__} of this version has no parameter "
                 f"{', '.join(missing)}"
             )
-        self._unused = {
+        self._none_defaults = {
             name: None
             for name, parameter in parameters.items()
             if parameter.default is parameter.empty
         }
 
-    def __call__(self, tile: Band, scale: float, **given: Any) -> Any:
+    def __call__(self, tile: TileOrCall, scale: float, **kwargs: Any) -> Any:
         """What the function returns."""
         left, right = (-1 if bound is None else bound for bound in tile.window)
-        given["softmax_scale"] = scale
-        given["is_causal" if self._is_causal else "causal"] = tile.is_causal
+        kwargs["softmax_scale"] = scale
+        kwargs["is_causal" if self._is_causal else "causal"] = tile.is_causal
         if self._window_pair:
-            given["window_size"] = (left, right)
+            kwargs["window_size"] = (left, right)
         else:
-            given.update(window_size_left=left, window_size_right=right)
-        return self._function(**{**self._unused, **given})
+            kwargs.update(window_size_left=left, window_size_right=right)
+        return self._function(**{**self._none_defaults, **kwargs})

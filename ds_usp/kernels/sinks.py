@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-_AT_ONCE = 1 << 24  # elements that are widened to fp32 at a time
+_BLOCK_ELEMENTS = 1 << 24  # elements that are widened to fp32 at a time
 
 
-def with_sinks(
+def apply_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention over all keys and the sinks, from that over the keys; ``out`` is written over.
@@ -40,11 +40,11 @@ def sink_gradient(
     Shapes:
         dout, out ``[B, S, H, D]``, lse ``[B, H, S]``, both of keys and sinks together.
     """
-    wide = lse.dtype
-    total = torch.zeros_like(sinks, dtype=wide)
-    rows = max(1, _AT_ONCE // out[:, :1].numel())
+    acc_dtype = lse.dtype
+    total = torch.zeros_like(sinks, dtype=acc_dtype)
+    rows = max(1, _BLOCK_ELEMENTS // out[:, :1].numel())
     for start in range(0, out.shape[1], rows):
-        part = slice(start, start + rows)
-        dots = (dout[:, part].to(wide) * out[:, part].to(wide)).sum(-1).transpose(1, 2)
-        total -= (torch.exp(sinks.to(wide)[:, None] - lse[:, :, part]) * dots).sum((0, 2))
+        block = slice(start, start + rows)
+        dots = (dout[:, block].to(acc_dtype) * out[:, block].to(acc_dtype)).sum(-1).transpose(1, 2)
+        total -= (torch.exp(sinks.to(acc_dtype)[:, None] - lse[:, :, block]) * dots).sum((0, 2))
     return total

@@ -11,7 +11,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def outside_of_graphs(reason: str) -> Callable[[Function], Function]:
+def disable_in_compile(reason: str) -> Callable[[Function], Function]:
     """Let no compiler trace a function: it breaks the graph, or with ``fullgraph`` is refused.
 
     Args:
@@ -19,9 +19,11 @@ def outside_of_graphs(reason: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        known = inspect.signature(torch.compiler.disable).parameters  # torch 2.6 has no reasons
-        options = {"reason": f"ds_usp: {reason}"} if "reason" in known else {}
-        outside: Function = torch.compiler.disable(function, **options)
-        return outside
+        parameters = inspect.signature(
+            torch.compiler.disable
+        ).parameters  # torch 2.6 has no reasons
+        options = {"reason": f"ds_usp: {reason}"} if "reason" in parameters else {}
+        disabled: Function = torch.compiler.disable(function, **options)
+        return disabled
 
     return decorate

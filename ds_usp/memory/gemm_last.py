@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_usp.errors import RecomputeError
 from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import hold, saved_tensors, storage_of
-from ds_usp.memory.views import View
+from ds_usp.memory.saved_tensor_hooks import save_tensor, saved_tensors, storage_id
+from ds_usp.memory.views import StorageView
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -58,9 +58,9 @@ class GemmLast:
     link for each pair; :meth:`between` for two modules."""
 
     def __init__(self) -> None:
-        self._again = False
+        self._recomputing = False
         # Weakly, but so that no other storage gets its address.
-        self._made: tuple[StorageWeakRef, _Recipe] | None = None
+        self._produced: tuple[StorageWeakRef, _Recompute] | None = None
 
     @classmethod
     def between(cls, producer: torch.nn.Module, consumer: torch.nn.Module) -> None:
@@ -77,21 +77,21 @@ class GemmLast:
                 ``forward`` of, whose hooks bring its weights (ZeRO-3).
         """
 
-        def once_more(*inputs: torch.Tensor) -> torch.Tensor:
-            self._again = True
+        def run_again(*inputs: torch.Tensor) -> torch.Tensor:
+            self._recomputing = True
             try:
                 return (again or producer)(*inputs)
             finally:
-                self._again = False
+                self._recomputing = False
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            if self._again or not torch.is_grad_enabled():
+            if self._recomputing or not torch.is_grad_enabled():
                 return producer(*inputs)
-            self._made = None
-            recipe = _Recipe(producer, once_more, inputs)
-            made = recipe.first_run(inputs)
-            self._made = StorageWeakRef(made.untyped_storage()), recipe
-            return made
+            self._produced = None
+            recompute = _Recompute(producer, run_again, inputs)
+            output = recompute.first_run(inputs)
+            self._produced = StorageWeakRef(output.untyped_storage()), recompute
+            return output
 
         return run
 
@@ -99,17 +99,17 @@ class GemmLast:
         """The consumer, which does not keep what was produced; other tensors it keeps as ever."""
 
         def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-            made, self._made = self._made, None
-            handed = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if made is None or all(storage_of(x) != made[0].cdata for x in handed):
+            produced, self._produced = self._produced, None
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if produced is None or all(storage_id(x) != produced[0].cdata for x in tensors):
                 return consumer(*args, **kwargs)
-            with made[1].consumed(made[0].cdata):
+            with produced[1].consumed(produced[0].cdata):
                 return consumer(*args, **kwargs)
 
         return run
 
 
-class _Recipe:
+class _Recompute:
     """How to make a producer's output, and what it saves, once more.
 
     The graph refers to this, and this to no graph: it goes when the last tensor it makes has been
@@ -117,84 +117,84 @@ class _Recipe:
     """
 
     def __init__(self, producer: Producer, again: Producer, inputs: Sequence[torch.Tensor]) -> None:
-        self._producer, self._once_more = producer, again
-        self._learn = [x.requires_grad for x in inputs]
-        self._inputs = [hold(x) for x in inputs]
+        self._producer, self._run_again = producer, again
+        self._requires_grad = [x.requires_grad for x in inputs]
+        self._inputs = [save_tensor(x) for x in inputs]
         self._autocast = _autocast(inputs[0].device.type)
-        self._given: set[int] = set()
-        self._places: list[View] = []
-        self._made: list[torch.Tensor] = []
+        self._input_storages: set[int] = set()
+        self._views: list[StorageView] = []
+        self._recomputed: list[torch.Tensor] = []
         self._output: torch.Tensor | None = None
 
     def first_run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output; of what is saved the inputs alone stay."""
-        before = RandomState.now(inputs[0].device)
-        self._given = {storage_of(x) for x in inputs}
-        with saved_tensors(self._number, self._saved):
-            made = self._producer(*inputs)
-        if not before.is_now():
+        before = RandomState.capture(inputs[0].device)
+        self._input_storages = {storage_id(x) for x in inputs}
+        with saved_tensors(self._pack_index, self._unpack_saved):
+            output = self._producer(*inputs)
+        if not before.is_unchanged():
             raise RecomputeError(
                 f"{_name(self._producer)} draws random numbers, so it cannot be computed again: "
                 "set its dropout to 0, or leave it out of GEMM-last recomputation"
             )
-        if storage_of(made) in self._given:
+        if storage_id(output) in self._input_storages:
             raise RecomputeError(
                 f"{_name(self._producer)} returns its input: there is nothing to compute again"
             )
-        self._given = set()
-        self._place = View.of(made)
-        return made
+        self._input_storages = set()
+        self._output_view = StorageView.from_tensor(output)
+        return output
 
     def consumed(self, storage: int) -> AbstractContextManager[None]:
         """A context in which whoever saves the output saves this recipe."""
 
-        def pack(tensor: torch.Tensor) -> View | None:
-            return View.of(tensor) if storage_of(tensor) == storage else None
+        def pack(tensor: torch.Tensor) -> StorageView | None:
+            return StorageView.from_tensor(tensor) if storage_id(tensor) == storage else None
 
-        return saved_tensors(pack, self._out)
+        return saved_tensors(pack, self._unpack_output)
 
-    def _number(self, tensor: torch.Tensor) -> int | None:
+    def _pack_index(self, tensor: torch.Tensor) -> int | None:
         """First run: the number of a saved tensor that is not (part of) an input."""
-        if storage_of(tensor) in self._given:
+        if storage_id(tensor) in self._input_storages:
             return None
-        self._places.append(View.of(tensor))
-        return len(self._places) - 1
+        self._views.append(StorageView.from_tensor(tensor))
+        return len(self._views) - 1
 
-    def _saved(self, number: int) -> torch.Tensor:
+    def _unpack_saved(self, number: int) -> torch.Tensor:
         """Backward: a tensor that the producer saves."""
-        self._again()
-        return self._made[number]
+        self._recompute_output()
+        return self._recomputed[number]
 
-    def _out(self, view: View) -> torch.Tensor:
+    def _unpack_output(self, view: StorageView) -> torch.Tensor:
         """Backward: the producer's output."""
-        return view.on(self._again())
+        return view.apply_to(self._recompute_output())
 
-    def _again(self) -> torch.Tensor:
+    def _recompute_output(self) -> torch.Tensor:
         """What the producer gives; it runs when it is asked first."""
         if self._output is None:
             inputs = [
-                x().detach().requires_grad_(learns)
-                for x, learns in zip(self._inputs, self._learn, strict=True)
+                x().detach().requires_grad_(requires_grad)
+                for x, requires_grad in zip(self._inputs, self._requires_grad, strict=True)
             ]
-            given = {storage_of(x) for x in inputs}
+            input_storages = {storage_id(x) for x in inputs}
 
             def collect(tensor: torch.Tensor) -> None:
-                if storage_of(tensor) not in given:
-                    self._made.append(tensor.detach())
+                if storage_id(tensor) not in input_storages:
+                    self._recomputed.append(tensor.detach())
 
-            with torch.enable_grad(), self._autocast(), saved_tensors(collect, _never):
-                self._output = self._once_more(*inputs).detach()
-            now = [View.of(x) for x in (*self._made, self._output)]
-            if now != [*self._places, self._place]:
+            with torch.enable_grad(), self._autocast(), saved_tensors(collect, _unreachable_unpack):
+                self._output = self._run_again(*inputs).detach()
+            views = [StorageView.from_tensor(x) for x in (*self._recomputed, self._output)]
+            if views != [*self._views, self._output_view]:
                 raise RecomputeError(
                     f"{_name(self._producer)} does something else when it runs again: it saves "
-                    f"and gives {now}, and did {[*self._places, self._place]}. It must do the "
-                    "same both times"
+                    f"and gives {views}, and did {[*self._views, self._output_view]}. It must do "
+                    "the same both times"
                 )
         return self._output
 
 
-def _never(_: None) -> torch.Tensor:
+def _unreachable_unpack(_: None) -> torch.Tensor:
     raise RecomputeError("a graph that only collects was walked backward")
 
 

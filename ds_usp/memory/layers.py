@@ -20,7 +20,7 @@ RECOMPUTE = ("none", "gemm-last", "attention", "full")
 Checkpoint = Callable[[Callable[..., Any], torch.Tensor], Any]
 
 
-def reentrant(run: Callable[..., Any], hidden: torch.Tensor) -> Any:
+def reentrant_checkpoint(run: Callable[..., Any], hidden: torch.Tensor) -> Any:
     """torch's checkpoint that suits ZeRO-3, whose parameters have other shapes when they wait."""
     return checkpoint(run, hidden, use_reentrant=True)
 
@@ -43,7 +43,7 @@ class LayerMemory:
 
     recompute: str = "none"
     offload: Offload | None = None
-    checkpoint: Checkpoint = reentrant
+    checkpoint: Checkpoint = reentrant_checkpoint
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -61,5 +61,5 @@ class LayerMemory:
         with self.offload.layer(number) if self.offload else nullcontext():
             if self.recompute in ("none", "gemm-last") or not torch.is_grad_enabled():
                 return layer(hidden)
-            keeps = keep_attention(layer) if self.recompute == "attention" else layer
-            return self.checkpoint(keeps, hidden)
+            saving_layer = keep_attention(layer) if self.recompute == "attention" else layer
+            return self.checkpoint(saving_layer, hidden)

@@ -10,7 +10,7 @@ import torch
 _BLOCK_BYTES = 1 << 26  # a power of two: torch rounds pinned memory up to one
 
 
-class HostBlocks:
+class PinnedBlockPool:
     """Host memory in blocks of one size, used again: to pin memory takes longer than to fill it.
 
     Args:
@@ -21,37 +21,39 @@ class HostBlocks:
         self.block_bytes = block_bytes
         self._pinned = pinned
         self._free: list[torch.Tensor] = []
-        self.made = 0
+        self.num_blocks = 0
 
-    def take(self, size: int) -> Parcel:
+    def allocate(self, size: int) -> PinnedAllocation:
         """Room for so many bytes; free again when nobody refers to it any more."""
         count = -(-size // self.block_bytes)
         blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
-        parcel = Parcel(tuple(blocks), self.block_bytes)
-        weakref.finalize(parcel, self._free.extend, blocks)
-        return parcel
+        allocation = PinnedAllocation(tuple(blocks), self.block_bytes)
+        weakref.finalize(allocation, self._free.extend, blocks)
+        return allocation
 
     def _new(self) -> torch.Tensor:
-        self.made += 1
+        self.num_blocks += 1
         return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
 
-class Parcel:
+class PinnedAllocation:
     """Blocks that are addressed as one run of bytes."""
 
     def __init__(self, blocks: tuple[torch.Tensor, ...], block_bytes: int) -> None:
         self._blocks, self._size = blocks, block_bytes
 
-    def pieces(self, start: int, stop: int) -> list[torch.Tensor]:
+    def slices(self, start: int, stop: int) -> list[torch.Tensor]:
         """The bytes from start to stop, a piece a block."""
-        found = []
+        slices = []
         for index in range(start // self._size, -(-stop // self._size)):
             first = index * self._size
-            found.append(self._blocks[index][max(start - first, 0) : min(stop - first, self._size)])
-        return found
+            slices.append(
+                self._blocks[index][max(start - first, 0) : min(stop - first, self._size)]
+            )
+        return slices
 
 
-class Copies:
+class HostDeviceCopier:
     """Copies in both directions, each on a stream of its own; on a CPU at once.
 
     Memory is handed over by events alone: copies start after all that the current stream was given
@@ -64,31 +66,31 @@ class Copies:
 
     def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
         on_gpu = device.type == "cuda"
-        self.blocks = HostBlocks(on_gpu, block_bytes)
+        self.blocks = PinnedBlockPool(on_gpu, block_bytes)
         self.device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
 
-    def to_host(self, data: Sequence[torch.Tensor]) -> tuple[Parcel, Done]:
+    def to_host(self, data: Sequence[torch.Tensor]) -> tuple[PinnedAllocation, CopyEvent]:
         """Copy runs of bytes (uint8, 1-D), one behind the other."""
-        parcel = self.blocks.take(sum(len(each) for each in data))
+        allocation = self.blocks.allocate(sum(len(x) for x in data))
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        at = 0
-        for each in data:
-            pieces = parcel.pieces(at, at + len(each))
-            pairs += zip(pieces, each.split([len(piece) for piece in pieces]), strict=True)
-            at += len(each)
-        return parcel, self._run(0, pairs)
+        offset = 0
+        for x in data:
+            slices = allocation.slices(offset, offset + len(x))
+            pairs += zip(slices, x.split([len(block_slice) for block_slice in slices]), strict=True)
+            offset += len(x)
+        return allocation, self._run(0, pairs)
 
-    def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
+    def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
         """Copy into each first tensor the second one."""
         return self._run(1, pairs)
 
-    def wait(self, done: Done) -> None:
+    def wait(self, done: CopyEvent) -> None:
         """Let the current stream wait for copies."""
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
+    def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
         if not self._streams:
             for into, data in pairs:
                 into.copy_(data)
@@ -101,4 +103,4 @@ class Copies:
             return stream.record_event()
 
 
-Done = torch.cuda.Event | None
+CopyEvent = torch.cuda.Event | None

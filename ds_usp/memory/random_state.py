@@ -15,18 +15,18 @@ class RandomState(NamedTuple):
     gpu: torch.Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device) -> RandomState:
+    def capture(cls, device: torch.device) -> RandomState:
         """The states of this moment; the host knows both, nothing waits for the GPU."""
         gpu = None
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             gpu = torch.cuda.get_rng_state(device)
         return cls(device, torch.get_rng_state(), gpu)
 
-    def is_now(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing was drawn since."""
-        now = RandomState.now(self.device)
-        same = self.gpu is None or now.gpu is None or torch.equal(self.gpu, now.gpu)
-        return same and torch.equal(self.cpu, now.cpu)
+        current = RandomState.capture(self.device)
+        same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
+        return same and torch.equal(self.cpu, current.cpu)
 
     def restore(self) -> None:
         """Draw from here on as if it were that moment."""

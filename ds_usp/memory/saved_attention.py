@@ -21,16 +21,16 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
-from ds_usp.memory.compile_guard import outside_of_graphs
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import hold, saved_tensors, storage_of
-from ds_usp.memory.views import View
+from ds_usp.memory.saved_tensor_hooks import save_tensor, saved_tensors, storage_id
+from ds_usp.memory.views import StorageView
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[..., Outputs]
-Kept = TypeVar("Kept", bound="_Call")
+CallT = TypeVar("CallT", bound="_Call")
 
 
 def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -52,30 +52,32 @@ def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
     Source: selective recomputation (Korthikanti et al., 2205.05198) turned around: attention is
     what is not computed again.
     """
-    return _Region(run) if torch.is_grad_enabled() else run
+    return _CheckpointedFunction(run) if torch.is_grad_enabled() else run
 
 
-def kept(compute: Compute, inputs: Sequence[torch.Tensor], key: object = None) -> Outputs:
+def compute_or_replay(
+    compute: Compute, inputs: Sequence[torch.Tensor], key: object = None
+) -> Outputs:
     """``compute(*inputs)``, once for both runs of a checkpoint under :func:`keep_attention`.
 
     Args:
         compute: differentiable in its inputs alone.
         key: what must be the same in both runs, besides shapes and dtypes.
     """
-    run = _RUN.get()
+    run = _CURRENT_RUN.get()
     if run is None:
         return compute(*inputs)
-    said = key, _kinds(inputs)
-    entry = run.entry(lambda: Entry(compute, inputs, said), said)
+    signature = key, _signature(inputs)
+    entry = run.entry(lambda: SavedCall(compute, inputs, signature), signature)
     outputs: Outputs = Replay.apply(entry, *inputs)
     return outputs
 
 
-def kept_results(
+def results_or_replay(
     compute: Callable[[], Sequence[torch.Tensor]],
     inputs: Sequence[torch.Tensor],
     key: object,
-    shown: int,
+    num_visible: int,
 ) -> Sequence[torch.Tensor]:
     """The results of an op, which has a backward op of its own: computed once for both runs of a
     checkpoint under :func:`keep_attention`.
@@ -85,42 +87,42 @@ def kept_results(
         shown: as many of the first results are seen by the code around the op, which a compiler
             may let write over them; it gets copies. The others are for backward.
     """
-    run = _RUN.get()
+    run = _CURRENT_RUN.get()
     if run is None:
         return compute()
     # Not their places in memory, which a compiler may choose anew in the second run.
-    said = key, *((x.dtype, x.device, x.shape) for x in inputs)
-    return run.entry(lambda: Results(compute(), said), said).shown(shown)
+    signature = key, *((x.dtype, x.device, x.shape) for x in inputs)
+    return run.entry(lambda: SavedResults(compute(), signature), signature).num_visible(num_visible)
 
 
-def keeps() -> bool:
+def is_saving() -> bool:
     """Whether a call now is one of a run under :func:`keep_attention`."""
-    return _RUN.get() is not None
+    return _CURRENT_RUN.get() is not None
 
 
-def refuse_kept(what: str) -> None:
+def refuse_saving(feature: str) -> None:
     """Refuse what cannot be kept.
 
     Raises:
         UnsupportedAttentionError: it runs under :func:`keep_attention`.
     """
-    if keeps():
+    if is_saving():
         raise UnsupportedAttentionError(
-            f"{what} cannot be kept by keep_attention, which would run it twice. Checkpoint it "
+            f"{feature} cannot be kept by keep_attention, which would run it twice. Checkpoint it "
             "without keep_attention, or leave torch.compile out"
         )
 
 
-def check_only_inputs_learn(attention: object, given: Sequence[object]) -> None:
+def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
     """Refuse to keep an attention that has weights, or is given what has a gradient.
 
     Raises:
         UnsupportedAttentionError: its gradient would get lost, under :func:`keep_attention`.
     """
-    if _RUN.get() is None:
+    if _CURRENT_RUN.get() is None:
         return
     weights = attention.parameters() if isinstance(attention, torch.nn.Module) else ()
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*weights, *given)):
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*weights, *args)):
         raise UnsupportedAttentionError(
             f"{type(attention).__name__} learns, or is given what does, besides q, k and v; under "
             "keep_attention that gradient would be lost. Checkpoint it without keep_attention"
@@ -131,10 +133,10 @@ class Replay(torch.autograd.Function):
     """Hands out what an entry kept, and walks its graph in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, *inputs: torch.Tensor) -> Outputs:
+    def forward(ctx: Any, entry: SavedCall, *inputs: torch.Tensor) -> Outputs:
         """The outputs of the entry. Saves the inputs that its graph borrows: recomputed ones."""
         ctx.entry = entry
-        ctx.save_for_backward(*(inputs[i] for i in entry.borrows))
+        ctx.save_for_backward(*(inputs[i] for i in entry.reused_inputs))
         outputs = entry.outputs()
         ctx.mark_non_differentiable(
             *(x for x, edge in zip(outputs, entry.edges, strict=True) if edge is None)
@@ -160,32 +162,32 @@ class _Call:
         said: what must be the same in both runs.
     """
 
-    def __init__(self, said: object) -> None:
-        self._said = said
+    def __init__(self, signature: object) -> None:
+        self._signature = signature
 
-    def check(self, now: object) -> None:
+    def check(self, signature_now: object) -> None:
         """Raise unless this is the call that was kept."""
-        if self._said != now:
+        if self._signature != signature_now:
             raise RecomputeError(
-                f"the recomputation attends otherwise than the forward pass: {now} now, "
-                f"{self._said} then. A checkpointed function must do the same both times"
+                f"the recomputation attends otherwise than the forward pass: {signature_now} now, "
+                f"{self._signature} then. A checkpointed function must do the same both times"
             )
 
 
-class Results(_Call):
+class SavedResults(_Call):
     """The results of one call of an op; they go when the checkpoint does."""
 
-    def __init__(self, results: Sequence[torch.Tensor], said: object) -> None:
-        super().__init__(said)
-        self._held = [hold(x) for x in results]
+    def __init__(self, results: Sequence[torch.Tensor], signature: object) -> None:
+        super().__init__(signature)
+        self._saved = [save_tensor(x) for x in results]
 
-    def shown(self, count: int) -> list[torch.Tensor]:
+    def num_visible(self, count: int) -> list[torch.Tensor]:
         """All of them, so many of the first ones as copies."""
-        found = [x() for x in self._held]
-        return [x.clone() for x in found[:count]] + found[count:]
+        results = [x() for x in self._saved]
+        return [x.clone() for x in results[:count]] + results[count:]
 
 
-class Entry(_Call):
+class SavedCall(_Call):
     """One result: its outputs, the graph behind them, and the random state that it left.
 
     Args:
@@ -193,37 +195,37 @@ class Entry(_Call):
         said: what must be the same in both runs.
     """
 
-    def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], said: object) -> None:
-        super().__init__(said)
-        self._borrowed = _Borrowed(inputs)
-        asked = torch.is_grad_enabled()  # without: a reentrant checkpoint, which asks later
+    def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], signature: object) -> None:
+        super().__init__(signature)
+        self._reused = _ReusedInputs(inputs)
+        grad_enabled = torch.is_grad_enabled()  # without: a reentrant checkpoint, which asks later
         device = inputs[0].device
-        before = RandomState.now(device)
-        with torch.enable_grad(), saved_tensors(self._borrowed.pack, self._borrowed.unpack):
-            self._sources = [_source(x, x.requires_grad or not asked) for x in inputs]
-            outputs = compute(*map(_enter, self._sources, inputs))
-        self._random = None if before.is_now() else RandomState.now(device)
-        self._borrowed.give_back()
-        self._outputs = [hold(x.detach()) for x in outputs]
+        before = RandomState.capture(device)
+        with torch.enable_grad(), saved_tensors(self._reused.pack, self._reused.unpack):
+            self._leaves = [_make_leaf(x, x.requires_grad or not grad_enabled) for x in inputs]
+            outputs = compute(*map(_attach, self._leaves, inputs))
+        self._random = None if before.is_unchanged() else RandomState.capture(device)
+        self._reused.release()
+        self._outputs = [save_tensor(x.detach()) for x in outputs]
         self.edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        self._walked = False
+        self._backward_done = False
 
     @property
-    def borrows(self) -> tuple[int, ...]:
+    def reused_inputs(self) -> tuple[int, ...]:
         """Numbers of the inputs that backward needs."""
-        return tuple(self._borrowed.wanted)
+        return tuple(self._reused.wanted)
 
     def outputs(self) -> Outputs:
         """The outputs, without gradients; sets the random state that is right after them."""
-        if self._walked:
-            raise RecomputeError(_TWICE)
+        if self._backward_done:
+            raise RecomputeError(_BACKWARD_TWICE_ERROR)
         if self._random is not None:
             self._random.restore()
         return tuple(x().detach() for x in self._outputs)
 
     def backward(
         self,
-        lent: Sequence[torch.Tensor],
+        reused_inputs: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
@@ -233,27 +235,27 @@ class Entry(_Call):
             lent: the inputs that are borrowed.
             grads: of the outputs.
         """
-        if self._walked:
-            raise RecomputeError(_TWICE)
-        self._walked = True
+        if self._backward_done:
+            raise RecomputeError(_BACKWARD_TWICE_ERROR)
+        self._backward_done = True
         pairs = zip(self.edges, grads, strict=True)
-        given = [(edge, grad) for edge, grad in pairs if edge and grad is not None]
-        if not given:  # attention over ranks runs backward on all of them, or they wait
+        edge_grads = [(edge, grad) for edge, grad in pairs if edge and grad is not None]
+        if not edge_grads:  # attention over ranks runs backward on all of them, or they wait
             first = next(i for i, edge in enumerate(self.edges) if edge)
             edge = self.edges[first]
-            given = [(edge, torch.zeros_like(self._outputs[first]()))] if edge else []
-        self._borrowed.lend(lent)
-        sources = [source for source, need in zip(self._sources, needed, strict=True) if need]
+            edge_grads = [(edge, torch.zeros_like(self._outputs[first]()))] if edge else []
+        self._reused.bind(reused_inputs)
+        leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         try:
-            edges, douts = zip(*given, strict=True)
-            found = iter(torch.autograd.grad(edges, sources, douts, allow_unused=True))
+            edges, douts = zip(*edge_grads, strict=True)
+            input_grads = iter(torch.autograd.grad(edges, leaves, douts, allow_unused=True))
         finally:
-            self._borrowed.give_back()
+            self._reused.release()
             self.edges, self._outputs = [], []
-        return [next(found) if need else None for need in needed]
+        return [next(input_grads) if need else None for need in needed]
 
 
-class _Borrowed:
+class _ReusedInputs:
     """Tensors that a graph needs and does not keep, because they will be there again: its inputs.
 
     The graph refers to this, not to its entry, which refers to the graph: no cycle.
@@ -261,33 +263,33 @@ class _Borrowed:
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.wanted: list[int] = []
-        self._lent: Sequence[torch.Tensor] = inputs
+        self._inputs: Sequence[torch.Tensor] = inputs
 
-    def pack(self, tensor: torch.Tensor) -> tuple[int, View] | None:
+    def pack(self, tensor: torch.Tensor) -> tuple[int, StorageView] | None:
         """The place of a tensor in an input."""
-        storage = storage_of(tensor)
-        for index, x in enumerate(self._lent):
-            if storage_of(x) == storage and x.dtype == tensor.dtype:
+        storage = storage_id(tensor)
+        for index, x in enumerate(self._inputs):
+            if storage_id(x) == storage and x.dtype == tensor.dtype:
                 if index not in self.wanted:
                     self.wanted.append(index)
-                return self.wanted.index(index), View.of(tensor)
+                return self.wanted.index(index), StorageView.from_tensor(tensor)
         return None
 
-    def unpack(self, place: tuple[int, View]) -> torch.Tensor:
+    def unpack(self, packed: tuple[int, StorageView]) -> torch.Tensor:
         """The tensor, from what is lent."""
-        index, view = place
-        return view.on(self._lent[index])
+        index, view = packed
+        return view.apply_to(self._inputs[index])
 
-    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """The inputs that are wanted, in that order."""
-        self._lent = tensors
+        self._inputs = tensors
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let go of all of them."""
-        self._lent = ()
+        self._inputs = ()
 
 
-class _Run:
+class _CheckpointRun:
     """One of the two runs of a checkpointed function.
 
     Args:
@@ -295,30 +297,30 @@ class _Run:
         around: the run in which this one takes place.
     """
 
-    def __init__(self, entries: Sequence[_Call] | None, around: _Run | None) -> None:
-        self.first, self._around = entries is None, around
+    def __init__(self, entries: Sequence[_Call] | None, outer: _CheckpointRun | None) -> None:
+        self.first, self._outer = entries is None, outer
         self.entries: list[_Call] = list(entries or ())
         self._next = 0
 
-    def entry(self, make: Callable[[], Kept], said: object) -> Kept:
+    def entry(self, make: Callable[[], CallT], signature: object) -> CallT:
         """What the next call of attention gives."""
         if self.first:  # which may be part of another one's second run
-            around = self._around
-            made = around.entry(make, said) if around else make()
-            self.entries.append(made)
-            return made
+            outer = self._outer
+            call = outer.entry(make, signature) if outer else make()
+            self.entries.append(call)
+            return call
         if self._next == len(self.entries):
             raise RecomputeError(
                 f"the recomputation attends more often than the forward pass, which attended "
                 f"{len(self.entries)} times. A checkpointed function must do the same both times"
             )
-        found = self.entries[self._next]
+        saved = self.entries[self._next]
         self._next += 1
-        found.check(said)
-        return cast(Kept, found)  # calls of another kind have another key
+        saved.check(signature)
+        return cast(CallT, saved)  # calls of another kind have another key
 
 
-class _Region:
+class _CheckpointedFunction:
     """A function that a checkpoint runs twice. The checkpoint holds it, and it holds what is kept:
     both go with the graph."""
 
@@ -326,36 +328,36 @@ class _Region:
         self._run = run
         self._entries: list[_Call] | None = None
 
-    @outside_of_graphs(
+    @disable_in_compile(
         "keep_attention runs its function itself. In a graph torch's selective checkpoint keeps "
         "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = _Run(self._entries, _RUN.get())
-        token = _RUN.set(run)
+        run = _CheckpointRun(self._entries, _CURRENT_RUN.get())
+        token = _CURRENT_RUN.set(run)
         try:
             result = self._run(*args, **kwargs)
         finally:
-            _RUN.reset(token)
+            _CURRENT_RUN.reset(token)
         if run.first:
             self._entries = run.entries
         return result
 
 
 # Dynamic scope, as the grad mode is: which run a call of attention is part of.
-_RUN: Final[ContextVar[_Run | None]] = ContextVar("run", default=None)
-_TWICE = (
+_CURRENT_RUN: Final[ContextVar[_CheckpointRun | None]] = ContextVar("run", default=None)
+_BACKWARD_TWICE_ERROR = (
     "kept attention was walked backward already, and its memory is free: run backward once, "
     "without retain_graph=True, or leave keep_attention out"
 )
 
 
-class Enter(torch.autograd.Function):
+class AttachLeaf(torch.autograd.Function):
     """A tensor at the start of a graph that does not keep it: the engine keeps every leaf, so the
     leaf is one number, expanded."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
         return x.detach()
 
@@ -365,20 +367,20 @@ class Enter(torch.autograd.Function):
         return grad, None
 
 
-def _source(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    source = x.new_empty(()).expand(x.shape)
-    return source.requires_grad_(requires_grad and x.is_floating_point())
+def _make_leaf(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    leaf = x.new_empty(()).expand(x.shape)
+    return leaf.requires_grad_(requires_grad and x.is_floating_point())
 
 
-def _enter(source: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    entered: torch.Tensor = Enter.apply(source, x.detach())  # no edge to what made x
-    return entered
+def _attach(leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    attached: torch.Tensor = AttachLeaf.apply(leaf, x.detach())  # no edge to what made x
+    return attached
 
 
-def _kinds(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
     """What a tensor must have in common with the one it stands for, its place in memory too."""
-    storages = [storage_of(x) for x in inputs]
+    storages = [storage_id(x) for x in inputs]
     return tuple(
-        (x.dtype, x.device, View.of(x), storages.index(storage))
+        (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))
         for x, storage in zip(inputs, storages, strict=True)
     )

@@ -22,23 +22,23 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _HookPair:
     pack: Pack
     unpack: Unpack
-    around: _Pair | None
+    outer: _HookPair | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Packed:
     unpack: Unpack
-    taken: Any
+    packed: Any
 
     def __call__(self) -> torch.Tensor:
-        return self.unpack(self.taken)
+        return self.unpack(self.packed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plain:
+class _Unpacked:
     tensor: torch.Tensor
     version: int | None = None
 
@@ -53,7 +53,7 @@ class _Plain:
 
 
 # Dynamic scope, as torch's own stack of hooks is: each thread has its own.
-_INNERMOST: Final[ContextVar[_Pair | None]] = ContextVar("innermost", default=None)
+_INNERMOST: Final[ContextVar[_HookPair | None]] = ContextVar("innermost", default=None)
 
 
 @contextmanager
@@ -65,38 +65,38 @@ def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
             Never sees parameters: they live as long as the model.
         unpack: the tensor for what ``pack`` gave.
     """
-    pair = _Pair(pack, unpack, _INNERMOST.get())
+    pair = _HookPair(pack, unpack, _INNERMOST.get())
     token = _INNERMOST.set(pair)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(partial(_hold, pair), _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_save, pair), _unpack):
             yield
     finally:
         _INNERMOST.reset(token)
 
 
-def hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Keep a tensor as if autograd saved it here; the result gives it back.
 
     For what is kept by hand for backward, so that it can be offloaded too.
     """
-    return _hold(_INNERMOST.get(), tensor)
+    return _save(_INNERMOST.get(), tensor)
 
 
-def _hold(pair: _Pair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     if is_parameter(tensor):
         # Itself, as it will be then: ZeRO-3 takes a parameter's memory away and gives it another.
-        return _Plain(tensor)
+        return _Unpacked(tensor)
     while pair is not None:
-        taken = pair.pack(tensor)
-        if taken is not None:
-            return _Taken(pair.unpack, taken)
-        pair = pair.around
+        packed = pair.pack(tensor)
+        if packed is not None:
+            return _Packed(pair.unpack, packed)
+        pair = pair.outer
     # Detached: a hook that returned what it was given would tie a node to its own output.
-    return _Plain(tensor.detach(), tensor._version)
+    return _Unpacked(tensor.detach(), tensor._version)
 
 
-def _unpack(held: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return held()
+def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return saved()
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -104,6 +104,6 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """What tells storages apart, as long as they live."""
     return tensor.untyped_storage()._cdata

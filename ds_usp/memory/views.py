@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class View(NamedTuple):
+class StorageView(NamedTuple):
     """Where a tensor lies in the storage that it shares with another."""
 
     size: tuple[int, ...]
@@ -15,10 +15,10 @@ class View(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
+    def from_tensor(cls, tensor: torch.Tensor) -> StorageView:
         """The place of a tensor."""
         return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same place in the storage of another tensor, without a gradient."""
         return tensor.detach().as_strided(self.size, self.stride, self.offset)

@@ -215,7 +215,7 @@ def _comm(args: Namespace) -> int:
     batch = dp * args.micro_batch if dp > 0 and args.micro_batch > 0 else 1
     work = Workload(load_model(args.model), args.seq_len, batch)
     check(work, split)
-    gradients = BYTES[args.gradient_dtype or args.dtype]
+    gradients = BYTES[args.grad_dtype or args.dtype]
     ranks = [
         attention_bytes(
             work,

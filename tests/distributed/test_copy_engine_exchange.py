@@ -196,9 +196,9 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
         found["heads"] += result
         return result
 
-    real_sum, real_holds = merge._sum, Departure.holds
+    real_sum, real_holds = merge._sum_into, Departure.holds
     with (
-        mock.patch.object(merge, "_sum", sum_),
+        mock.patch.object(merge, "_sum_into", sum_),
         mock.patch.object(merge, "dense_copy", copy),
         mock.patch.object(Departure, "holds", holds),
     ):

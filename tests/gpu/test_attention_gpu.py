@@ -33,7 +33,7 @@ LOW = Case(dtype=torch.bfloat16, seq_len=512, heads=8, kv_heads=8, head_dim=64, 
 CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in _load(row)[:1]}
 KERNELS = list(CAPS)
 WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
-CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.scores]
+CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.score_features]
 WIDE = [name for name, caps in CAPS.items() if (caps.max_head_dim or 192) >= 192]
 LIMITED = ("out", "dq", "dk", "dv")
 # Long enough that the host runs ahead of the GPU: what waits for nothing shows.

@@ -12,7 +12,7 @@ from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
-from ds_usp.kernels.merge import GradientSum, OutputSum
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.registry import _load, available_kernels
 
 SCALE = 0.2
@@ -48,11 +48,11 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
     tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
     calls = calls_of([tiles], rows, columns) if mask.documents else map(KernelCall.of, tiles)
     calls = tuple(calls)
-    total = OutputSum(q)
+    total = OutputAccumulator(q)
     for call in calls:
         total.add(*kernel.forward(q, k, v, call, scale=SCALE), call.q_span)
     out, lse = total.result()
-    sums = tuple(GradientSum(each) for each in (q, k, v))
+    sums = tuple(GradAccumulator(each) for each in (q, k, v))
     for call in calls:
         parts = kernel.backward(dout, q, k, v, out, lse, call, scale=SCALE)
         for each, part, span in zip(sums, parts, (call.q_span, *[call.k_span] * 2), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import relative_error
 
-from ds_usp.kernels.merge import _merge, _sum
+from ds_usp.kernels.merge import _merge_into, _sum_into
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -40,7 +40,7 @@ def test_a_merge_is_the_softmax_over_all_sets_of_keys(
     sums = torch.stack([each for _, each in parts]).double()
     values = torch.stack([x for x, _ in parts]).double()
     out, lse = parts[0] if in_place else (strided(dtype), torch.empty_like(parts[0][1]))
-    _merge(out, lse, parts)
+    _merge_into(out, lse, parts)
     want_lse = sums.logsumexp(0)
     weights = (sums - want_lse).exp().nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
     want = (weights * values).sum(0)
@@ -56,7 +56,7 @@ def test_a_merge_is_the_softmax_over_all_sets_of_keys(
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 9])
 def test_a_sum_is_rounded_once(count: int, dtype: torch.dtype) -> None:
     parts, place = [strided(dtype) for _ in range(count)], strided(dtype)
-    _sum(place, parts)
+    _sum_into(place, parts)
     want = torch.stack(parts).double().sum(0)
     limit = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-13}[dtype]
     assert relative_error(place, want) < limit

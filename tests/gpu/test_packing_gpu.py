@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_usp.comm.packing import Outgoing, hand_out
-from ds_usp.kernels.merge import GradientSum
+from ds_usp.kernels.merge import GradAccumulator
 
 fused = pytest.importorskip("ds_usp.comm.packing_triton", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -60,7 +60,7 @@ def test_each_rank_gets_its_heads(
 def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
     ranks, mine, shape = 4, 1, (2, 128)
     like = torch.empty(1, ranks * TOKENS, *shape, device="cuda", dtype=torch.bfloat16)
-    total, parts = GradientSum(like), []
+    total, parts = GradAccumulator(like), []
     for _ in range(calls):
         parts.append(torch.randn_like(like))
         total.add(parts[-1], [(0, like.shape[1])])

@@ -44,7 +44,7 @@ def test_every_part_is_looked_at() -> None:
 
 def test_ds_usp_has_exactly_these_autograd_functions() -> None:
     attention = {"SeqAllToAll", "UnifiedAttention"}
-    memory = {"Enter", "Replay"}
+    memory = {"AttachLeaf", "Replay"}
     loss = {"TokenLosses", "WeightedLoss"}
     rotary = {"Rotation"}
     assert set(autograd_functions(project())) == attention | memory | loss | rotary

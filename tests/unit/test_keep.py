@@ -45,13 +45,13 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[weakref.ref[Any]] = []
-        made = saved_attention.Entry.__init__
+        made = saved_attention.SavedCall.__init__
 
-        def init(entry: saved_attention.Entry, *args: Any) -> None:
+        def init(entry: saved_attention.SavedCall, *args: Any) -> None:
             self.entries.append(weakref.ref(entry))
             made(entry, *args)
 
-        monkeypatch.setattr(saved_attention.Entry, "__init__", init)
+        monkeypatch.setattr(saved_attention.SavedCall, "__init__", init)
 
     @property
     def made(self) -> int:
@@ -133,7 +133,7 @@ def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
     run = keep_attention(failing)
     with pytest.raises(KeyError):
         checkpoint(run, some(), use_reentrant=False)
-    assert saved_attention._RUN.get() is None
+    assert saved_attention._CURRENT_RUN.get() is None
     x = some()
     with pytest.raises(KeyError):  # the same one again is a first run again
         run(x)

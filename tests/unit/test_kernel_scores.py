@@ -27,26 +27,26 @@ from ds_usp.kernels import registry
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
-from ds_usp.kernels.head_dim_padding import OneDimKernel
+from ds_usp.kernels.head_dim_padding import PaddedHeadDimKernel
 from ds_usp.kernels.registry import select_kernel
-from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, Place, ScoreChange, ScoreSpec
+from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, BoundScoreMod, GlobalPositions, ScoreMod
 from ds_usp.kernels.sdpa import SdpaKernel
-from ds_usp.kernels.sinks import sink_gradient, with_sinks
+from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
-CAP = ScoreChange(ScoreSpec(softcap=0.7))  # bends scores of about 1
+CAP = BoundScoreMod(ScoreMod(softcap=0.7))  # bends scores of about 1
 CAUSAL, WINDOW = MaskSpec.causal(), MaskSpec.window(3)
 
 
-def place(slopes: torch.Tensor | None = None, heads: int = 6, seed: int = 7) -> Place:
+def place(slopes: torch.Tensor | None = None, heads: int = 6, seed: int = 7) -> GlobalPositions:
     rows, columns = torch.arange(TOKENS), torch.arange(0, 3 * TOKENS, 3)
-    return Place(torch.arange(2), rows, columns, torch.arange(heads), slopes, seed)
+    return GlobalPositions(torch.arange(2), rows, columns, torch.arange(heads), slopes, seed)
 
 
 @every_library
 @pytest.mark.parametrize("name", ["causal", "full", "both sides", "causal rectangle"])
 def test_a_capped_tile_is_the_oracles(machine: Machine, make: Any, name: str) -> None:  # noqa: F811
     kernel, block = make(machine), BLOCKS[name]
-    if SOFTCAP not in kernel.caps.scores:
+    if SOFTCAP not in kernel.caps.score_features:
         assert make in (efficient, flash2_in_torch)
         return
     rows, columns = (
@@ -55,7 +55,7 @@ def test_a_capped_tile_is_the_oracles(machine: Machine, make: Any, name: str) ->
     )
     x = tensors((6, 2), 16, torch.float32, TOKENS)
     if serves(kernel, block):
-        got = run_tile(kernel.with_scores(CAP), x, block.tile, 0.3)
+        got = run_tile(kernel.with_score_mod(CAP), x, block.tile, 0.3)
         check(got, truth(x, block.allowed, 0.3, rows, columns, softcap=0.7), 2e-6)
         plain = run_tile(kernel, x, block.tile, 0.3)  # which the changed one has left as it was
         check(plain, truth(x, block.allowed, 0.3, rows, columns), 2e-6)
@@ -69,10 +69,10 @@ def test_documents_are_capped_and_have_values_of_their_own_head_dim(
     name: str,
 ) -> None:
     kernel = make(machine)
-    narrow = kernel if kernel.caps.value_dims else OneDimKernel(kernel)
+    narrow = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
     check_packed(narrow, PACKED[name], torch.float32, 2e-6, value_dim=24)
-    if SOFTCAP in kernel.caps.scores:
-        capped = kernel.with_scores(CAP)
+    if SOFTCAP in kernel.caps.score_features:
+        capped = kernel.with_score_mod(CAP)
         check_packed(capped, PACKED[name], torch.float32, 2e-6, softcap=0.7)
 
 
@@ -80,8 +80,8 @@ def test_documents_are_capped_and_have_values_of_their_own_head_dim(
 def test_every_change_at_once_is_the_oracles(dtype: torch.dtype) -> None:
     slopes = torch.linspace(0.05, 0.5, 6)
     at = place(slopes)
-    spec = ScoreSpec(softcap=0.7, alibi=True, dropout_p=0.4)
-    kernel = EagerKernel().with_scores(ScoreChange(spec, at))
+    spec = ScoreMod(softcap=0.7, alibi=True, dropout_p=0.4)
+    kernel = EagerKernel().with_score_mod(BoundScoreMod(spec, at))
     weights = oracle.dropout(7, (2, 6, 3 * TOKENS, 3 * TOKENS), 0.4)[..., :TOKENS, ::3]
     bias = oracle.alibi(slopes, range(3 * TOKENS))[:, :TOKENS, ::3]
     for block in (BLOCKS["causal"], BLOCKS["both sides"], BLOCKS["full"]):
@@ -104,12 +104,13 @@ def test_every_change_at_once_is_the_oracles(dtype: torch.dtype) -> None:
 def test_dropout_drops_its_share_evenly_and_by_seed() -> None:
     tokens = torch.arange(256)
     made = [
-        ScoreChange(
-            ScoreSpec(dropout_p=0.25), Place(tokens[:2], tokens, tokens, tokens[:2], None, seed)
+        BoundScoreMod(
+            ScoreMod(dropout_p=0.25),
+            GlobalPositions(tokens[:2], tokens, tokens, tokens[:2], None, seed),
         )
         for seed in (0, 1)
     ]
-    first, second = (change.kept(torch.float64) for change in made)
+    first, second = (change.dropout_multiplier(torch.float64) for change in made)
     assert first is not None and second is not None
     assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
     same = (first > 0) == (second > 0)  # one seed tells nothing of another
@@ -141,7 +142,7 @@ def test_values_have_a_head_dim_of_their_own(
 ) -> None:
     kernel = make(machine)
     assert kernel.caps.value_dims == (make is efficient)
-    served = kernel if kernel.caps.value_dims else OneDimKernel(kernel)
+    served = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
     x = wide_and_narrow(dims, torch.float32)
     for block in (BLOCKS["causal"], BLOCKS["full"]):
         rows, columns = (
@@ -159,7 +160,9 @@ def test_values_have_a_head_dim_of_their_own(
 
 
 @pytest.mark.parametrize("dims", [*DIMS, (3, 5)], ids=str)
-@pytest.mark.parametrize("kernel", [EagerKernel(), OneDimKernel(SdpaKernel())], ids=["own", "one"])
+@pytest.mark.parametrize(
+    "kernel", [EagerKernel(), PaddedHeadDimKernel(SdpaKernel())], ids=["own", "one"]
+)
 def test_cpu_kernels_take_any_two_head_dims(kernel: Any, dims: tuple[int, int]) -> None:
     x = wide_and_narrow(dims, torch.float64)
     block = BLOCKS["left window"]
@@ -174,7 +177,7 @@ def test_sinks_are_a_key_without_value() -> None:
     sinks = torch.linspace(-40.0, 40.0, 6, dtype=torch.float64, requires_grad=True)
     allowed = oracle.causal(range(TOKENS), range(TOKENS))
     out, lse = oracle.dense_attention(q, k, v, allowed, 0.3)
-    got, total = with_sinks(out.detach().clone(), lse.detach(), sinks.detach())
+    got, total = apply_sinks(out.detach().clone(), lse.detach(), sinks.detach())
     want, want_lse = oracle.dense_attention(q, k, v, allowed, 0.3, sinks=sinks)
     assert oracle.relative_error(got, want) < 1e-14
     assert oracle.relative_error(total, want_lse) < 1e-14
@@ -183,7 +186,9 @@ def test_sinks_are_a_key_without_value() -> None:
 
 
 def test_rows_that_see_no_key_give_all_to_the_sink() -> None:
-    out, lse = with_sinks(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf), torch.ones(1))
+    out, lse = apply_sinks(
+        torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf), torch.ones(1)
+    )
     assert not out.any() and bool((lse == 1.0).all())
 
 
@@ -191,25 +196,25 @@ def test_rows_that_see_no_key_give_all_to_the_sink() -> None:
 
 
 FEATURES = {
-    "softcap": ScoreSpec(2.0),
-    "ALiBi": ScoreSpec(alibi=True),
-    "dropout": ScoreSpec(None, False, 0.5),
+    "softcap": ScoreMod(2.0),
+    "ALiBi": ScoreMod(alibi=True),
+    "dropout": ScoreMod(None, False, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_only_kernels_that_declare_a_change_are_taken(name: str) -> None:
-    request = KernelRequest("cpu", torch.float32, 16, WINDOW, scores=FEATURES[name])
+    request = KernelRequest("cpu", torch.float32, 16, WINDOW, score_mod=FEATURES[name])
     assert select_kernel(request).name == "eager"
-    assert select_kernel(replace(request, scores=PLAIN)).name == "sdpa"
+    assert select_kernel(replace(request, score_mod=PLAIN)).name == "sdpa"
     with pytest.raises(UnsupportedAttentionError, match=f"sdpa: has no {name}"):
         select_kernel(request, "sdpa")
 
 
 def test_all_that_is_lacking_is_named() -> None:
-    spec = ScoreSpec(2.0, True, 0.5)
+    spec = ScoreMod(2.0, True, 0.5)
     request = KernelRequest(
-        "cpu", torch.float32, 16, WINDOW, value_dim=8, scores=spec, deterministic=True
+        "cpu", torch.float32, 16, WINDOW, value_dim=8, score_mod=spec, deterministic=True
     )
     with pytest.raises(UnsupportedAttentionError) as caught:
         select_kernel(request, "sdpa")
@@ -222,16 +227,21 @@ def test_flash2_caps_where_its_library_does_backward_too(machine: Machine) -> No
     for version, capped in (("2.6.1", False), ("2.6.2", True), ("2.8.3.post1", True)):
         varlen = fake_flash.varlen_forward_26, fake_flash.varlen_backward_26
         machine.flash_attn(version, fake_flash.forward_26, fake_flash.backward_26, *varlen)
-        assert Flash2Kernel().caps.scores == (frozenset({SOFTCAP}) if capped else frozenset())
+        assert Flash2Kernel().caps.score_features == (
+            frozenset({SOFTCAP}) if capped else frozenset()
+        )
 
 
 def test_flash4_declares_what_its_version_has_on_this_gpu(machine: Machine) -> None:  # noqa: F811
     kernel = flash4(machine)
-    assert (kernel.caps.scores, kernel.caps.deterministic) == ({SOFTCAP}, True)
+    assert (kernel.caps.score_features, kernel.caps.deterministic) == ({SOFTCAP}, True)
     old = flash4(machine, create_softcap_scoremod=None)
-    assert (old.caps.scores, old.caps.deterministic) == (frozenset(), False)
+    assert (old.caps.score_features, old.caps.deterministic) == (frozenset(), False)
     machine.gpu(12)
-    assert (flash4(machine).caps.scores, flash4(machine).caps.deterministic) == (frozenset(), False)
+    assert (flash4(machine).caps.score_features, flash4(machine).caps.deterministic) == (
+        frozenset(),
+        False,
+    )
 
 
 @every_library
@@ -250,7 +260,7 @@ def test_backward_is_told_to_be_deterministic(machine: Machine, make: Any) -> No
 def test_head_dims_are_counted_as_the_kernel_gets_them(machine: Machine) -> None:  # noqa: F811
     request = replace(asked(torch.bfloat16, CAUSAL, 192), value_dim=132)
     served = select_kernel(request, "flash2")  # as 192 and 192
-    assert isinstance(served, OneDimKernel) and served.name == "flash2"
+    assert isinstance(served, PaddedHeadDimKernel) and served.name == "flash2"
     with pytest.raises(UnsupportedAttentionError, match="multiples of 8, not 132"):
         select_kernel(request, "efficient")
     with pytest.raises(UnsupportedAttentionError, match="up to 256, not 264"):

@@ -18,8 +18,8 @@ from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
 from ds_usp.kernels import registry
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
-from ds_usp.kernels.merge import GradientSum, OutputSum
-from ds_usp.kernels.registry import AUTO, KERNELS, KernelRow, select_kernel
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
+from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, select_kernel
 
 # Relative errors. bf16 rounds its inputs to 8 bits of mantissa and its results once more.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -131,7 +131,7 @@ def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> T
     lse[:, :, tile.q_start : tile.q_stop] = part_lse
     given = dout, q, k, v, out, lse, KernelCall.of(tile)
     grads = kernel.backward(*given, scale=scale)
-    if kernel.caps.fills_places:
+    if kernel.caps.writes_grads_in_place:
         check_places(kernel, given, scale, grads)
     return dict(zip(RESULTS, (part, part_lse, *grads), strict=True))
 
@@ -147,7 +147,7 @@ def check_places(
     dq, dk, dv = (part[:, : x.shape[1]] for part, x in zip(parts, want, strict=True))
     for places in ((None, dk, dv), (dq, dk, dv)):
         room.fill_(float("nan"))
-        got = kernel.backward(*given, scale=scale, places=places)
+        got = kernel.backward(*given, scale=scale, grad_buffers=places)
         for x, place, same in zip(got, places, want, strict=True):
             assert torch.equal(x, same)
             assert place is None or torch.equal(place, same)
@@ -250,7 +250,7 @@ def blockwise(
         )
         for start, stop in blocks
     }
-    total = OutputSum(q)
+    total = OutputAccumulator(q)
     for (start, stop), tiles in plans.items():
         for tile in tiles:
             part = kernel.forward(
@@ -258,7 +258,7 @@ def blockwise(
             )
             total.add(*part, (tile.q_start, tile.q_stop))
     out, lse = total.result()
-    sums = tuple(GradientSum(each) for each in (q, k, v))
+    sums = tuple(GradAccumulator(each) for each in (q, k, v))
     for (start, stop), tiles in plans.items():
         keys, values = k[:, start:stop], v[:, start:stop]
         for tile in tiles:
@@ -333,7 +333,7 @@ def test_auto_takes_the_best_that_serves(asked: KernelRequest, name: str, chosen
 
 
 def test_no_kernel_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow("missing", "ds_usp.kernels.missing", "MissingKernel")
+    row = KernelEntry("missing", "ds_usp.kernels.missing", "MissingKernel")
     monkeypatch.setattr(registry, "KERNELS", (*KERNELS, row))
     with pytest.raises(UnsupportedAttentionError) as caught:
         select_kernel(KernelRequest("cpu", torch.int8, 24, CAUSAL))

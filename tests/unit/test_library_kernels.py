@@ -36,7 +36,7 @@ from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.flash4 import Flash4Kernel
-from ds_usp.kernels.signature_adapter import NamedCall
+from ds_usp.kernels.signature_adapter import SignatureAdapter
 
 # The libraries here compute fp32 too, so a wrong argument does not hide behind a rounding.
 TOLERANCE = 2e-6
@@ -258,14 +258,14 @@ def test_flash2_is_torchs_where_the_package_is_not_one_that_is_known(
     forward, backward = functions
     machine.flash_attn(version, forward, backward)
     kernel = Flash2Kernel()
-    machine.patch.setattr(NamedCall, "__call__", refuse)
+    machine.patch.setattr(SignatureAdapter, "__call__", refuse)
     run_tile(kernel, tensors((2, 2), 16, torch.float32, TOKENS), BLOCKS["causal"].tile, 0.3)
 
 
 def test_flash_attn_4_alone_is_not_flash_attn_2(machine: Machine) -> None:
     machine.install("flash_attn", fake_flash.module("flash_attn", __path__=[]))
     machine.patch.delitem(sys.modules, "flash_attn.flash_attn_interface")
-    assert type(Flash2Kernel()._library).__name__ == "_Torch"
+    assert type(Flash2Kernel()._library).__name__ == "_TorchFlash"
     machine.torch_flash(False)
     with pytest.raises(ImportError, match="neither flash-attn is here nor"):
         Flash2Kernel()

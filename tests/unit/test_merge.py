@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 
-from ds_usp.kernels.merge import GradientSum, OutputSum
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 # Relative errors of sums that are rounded once.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -59,7 +59,7 @@ def test_an_output_is_the_softmax_over_what_covers_each_row(calls: int, dtype: t
     wide = torch.promote_types(dtype, torch.float32)
     for seed in range(40):
         draw = random.Random(seed)
-        total = OutputSum(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+        total = OutputAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
         values, sums = [], []
         for _ in range(calls):
             # Whole shards, halves as of a zigzag, and rows here and there.
@@ -98,7 +98,7 @@ def test_a_gradient_is_the_sum_of_what_covers_each_row(
     given = torch.promote_types(dtype, torch.float32) if wide_parts else dtype
     for seed in range(40):
         draw = random.Random(seed)
-        total = GradientSum(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+        total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
         want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
         for _ in range(calls):
             spans = draw.choice([[(0, TOKENS)], [(0, TOKENS // 2)], random_spans(draw)])
@@ -116,7 +116,7 @@ def test_a_gradient_is_the_sum_of_what_covers_each_row(
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
 def test_two_gradients_in_bf16_are_the_exact_sum_rounded(given: torch.dtype) -> None:
     first, second = (torch.randn(1, 4096, 1, 1).to(given) for _ in "ab")
-    total = GradientSum(first.bfloat16())
+    total = GradAccumulator(first.bfloat16())
     total.add(first, [(0, 4096)])
     total.add(second, [(0, 4096)])
     assert torch.equal(total.result(), (first.double() + second.double()).bfloat16())
@@ -127,7 +127,7 @@ def test_two_gradients_in_bf16_are_the_exact_sum_rounded(given: torch.dtype) -> 
 def test_one_call_may_cover_a_token_many_times(dtype: torch.dtype, before: int) -> None:
     # Tiles have rows of their own, but may see the same keys: four spans over the same tokens.
     spans = [(0, 12), (4, 16), (5, 9), (5, TOKENS)]
-    total = GradientSum(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+    total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
     want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
     for _ in range(before):
         part = torch.randn(B, TOKENS, HEADS, DIM).to(dtype)
@@ -148,13 +148,13 @@ def test_one_call_may_cover_a_token_many_times(dtype: torch.dtype, before: int) 
 def test_memory_that_comes_again_may_be_written_over(
     dtype: torch.dtype, borrowed: set[int], parts: int
 ) -> None:
-    total = GradientSum(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+    total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
     want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
     for index in range(parts):
         start, stop = (0, TOKENS) if index % 2 == 0 else (3, 17)
         part = torch.randn(B, stop - start, HEADS, DIM).to(dtype)
         want[:, start:stop] += part.double()
-        total.add(part, [(start, stop)], borrowed=index in borrowed)
+        total.add(part, [(start, stop)], sum_now=index in borrowed)
         if index in borrowed:
             part.fill_(float("nan"))
     assert rounded_once(total.result(), want, dtype)
@@ -164,14 +164,14 @@ def test_memory_that_comes_again_may_be_written_over(
 def test_parts_that_wait_are_summed_with_those_that_do_not(dtype: torch.dtype) -> None:
     for seed in range(100):
         draw = random.Random(seed)
-        total = GradientSum(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+        total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
         want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
         for _ in range(draw.randint(1, 6)):
             spans = random_spans(draw)
             part = torch.randn(B, rows_of(spans), HEADS, DIM).to(dtype)
             want += spread(part, spans, 1, 0.0)
             borrowed = draw.random() < 0.3
-            total.add(part, spans, borrowed=borrowed, held=not borrowed and draw.random() < 0.5)
+            total.add(part, spans, sum_now=borrowed, defer=not borrowed and draw.random() < 0.5)
             if borrowed:
                 part.fill_(float("nan"))
         assert rounded_once(total.result(), want, dtype), seed
@@ -183,7 +183,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
     part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
-    total, grads = OutputSum(part), GradientSum(part)
+    total, grads = OutputAccumulator(part), GradAccumulator(part)
     total.add(part, lse, (0, TOKENS))
     grads.add(part, [(0, TOKENS)])
     assert all(map(shares_memory, (*total.result(), grads.result()), (part, lse, part)))
@@ -192,7 +192,7 @@ def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
 def test_what_the_first_call_alone_covers_is_not_copied() -> None:
     part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
     alone, rest = part[:, :3].clone(), slice(3, TOKENS)
-    total = OutputSum(part)
+    total = OutputAccumulator(part)
     total.add(part, lse, (0, TOKENS))
     total.add(torch.randn_like(part[:, rest]), torch.randn_like(lse[:, :, rest]), (3, TOKENS))
     out, sums = total.result()
@@ -202,7 +202,7 @@ def test_what_the_first_call_alone_covers_is_not_copied() -> None:
 
 def test_a_padded_first_call_is_not_what_is_kept() -> None:
     padded, lse = torch.randn(B, TOKENS, HEADS, 2 * DIM), torch.randn(B, HEADS, TOKENS)
-    total = OutputSum(padded[..., :DIM], DIM)
+    total = OutputAccumulator(padded[..., :DIM], DIM)
     for _ in range(2):
         total.add(padded[..., :DIM], lse.clone(), (0, TOKENS))
     out, _ = total.result()
@@ -236,7 +236,7 @@ def test_merge_weighs_blocks_by_their_sums_however_far_apart(
     wide = torch.promote_types(dtype, torch.float32)
     parts = torch.randn(3, 1, TOKENS, 2, 4).to(dtype)
     lses = torch.tensor(sums, dtype=wide).view(3, 1, 1, 1).expand(3, 1, 2, TOKENS).clone()
-    total = OutputSum(parts[0])
+    total = OutputAccumulator(parts[0])
     for index in order:
         total.add(parts[index].clone(), lses[index].clone(), (0, TOKENS))
     out, lse = total.result()
@@ -249,18 +249,18 @@ def test_merge_weighs_blocks_by_their_sums_however_far_apart(
 
 def test_rows_that_no_block_touches_are_empty() -> None:
     q = torch.randn(1, 4, 2, 3)
-    out, lse = OutputSum(q).result()
+    out, lse = OutputAccumulator(q).result()
     assert not out.any() and bool((lse == float("-inf")).all())
-    total = OutputSum(q)
+    total = OutputAccumulator(q)
     total.add(torch.ones(1, 2, 2, 3), torch.zeros(1, 2, 2), (2, 4))
     out, lse = total.result()
     assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0, 1.0]))
     assert lse[0, 0].tolist() == [float("-inf")] * 2 + [0.0] * 2
-    assert torch.equal(GradientSum(q).result(), torch.zeros_like(q))
+    assert torch.equal(GradAccumulator(q).result(), torch.zeros_like(q))
 
 
 def test_gradients_are_summed_wide_and_rounded_once() -> None:
-    total = GradientSum(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
+    total = GradAccumulator(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
     total.add(torch.ones(1, 4, 1, 1, dtype=torch.bfloat16), [(0, 4)])
     for _ in range(4):  # each of them alone vanishes beside 1 in bf16
         total.add(torch.full((1, 3, 1, 1), 2.0**-9, dtype=torch.bfloat16), [(0, 1), (2, 4)])
@@ -271,11 +271,11 @@ def test_gradients_are_summed_wide_and_rounded_once() -> None:
 def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
     # The fused sums read features as neighbours.
     strided = torch.randn(1, 8, 4, 6).transpose(2, 3)
-    out, gradient = OutputSum(strided), GradientSum(strided)
+    out, gradient = OutputAccumulator(strided), GradAccumulator(strided)
     for start, stop in ((0, 8), (2, 6), (2, 6)):
         part = torch.randn(1, stop - start, 6, 4)
         out.add(part, torch.randn(1, 6, stop - start), (start, stop))
         gradient.add(part, [(start, stop)])
     assert out.result()[0].stride(-1) == 1
     assert gradient.result().stride(-1) == 1
-    assert OutputSum(strided).result()[0].stride(-1) == 1
+    assert OutputAccumulator(strided).result()[0].stride(-1) == 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_usp import ConfigError, MaskSpec, RecomputeError, SequenceMesh, usp_attention
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.memory.pinned_transfer import Copies, HostBlocks
+from ds_usp.memory.pinned_transfer import HostDeviceCopier, PinnedBlockPool
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
@@ -28,7 +28,7 @@ BLOCK = 4096  # smaller than most tensors here, so that they lie in several
 
 
 def offload(ratio: float, min_bytes: int = 0) -> Offload:
-    return Offload(ratio, CPU, min_bytes=min_bytes, copies=Copies(CPU, BLOCK))
+    return Offload(ratio, CPU, min_bytes=min_bytes, copier=HostDeviceCopier(CPU, BLOCK))
 
 
 class Layer(nn.Module):
@@ -150,18 +150,23 @@ class Seen:
 
         self.items: list[weakref.ref[Any]] = []
         self.most = 0
-        made = module._Item.__init__
+        made = module._OffloadedStorage.__init__
 
         def init(item: Any, *args: Any) -> None:
             made(item, *args)
             self.items.append(weakref.ref(item))
 
-        monkeypatch.setattr(module._Item, "__init__", init)
+        monkeypatch.setattr(module._OffloadedStorage, "__init__", init)
 
     @property
     def now(self) -> int:
         alive = [item for ref in self.items if (item := ref()) is not None]
-        parts = [x for item in alive for x in (item.data, item._rest, item._into) if x is not None]
+        parts = [
+            x
+            for item in alive
+            for x in (item.data, item._device_remainder, item._prefetch_buffer)
+            if x is not None
+        ]
         return sum(x.numel() for x in parts)
 
     def look(self, *_: Any) -> None:
@@ -213,10 +218,10 @@ def test_a_graph_that_is_dropped_frees_everything(seen: Seen) -> None:
     gc.disable()
     try:
         loss = model(model.inputs(1)[0])
-        assert seen.now > 0 and len(moving.copies.blocks._free) < moving.copies.blocks.made
+        assert seen.now > 0 and len(moving.copier.blocks._free) < moving.copier.blocks.num_blocks
         del loss
         assert seen.now == 0
-        assert len(moving.copies.blocks._free) == moving.copies.blocks.made
+        assert len(moving.copier.blocks._free) == moving.copier.blocks.num_blocks
     finally:
         gc.enable()
 
@@ -225,18 +230,18 @@ def test_host_memory_is_used_again() -> None:
     moving = offload(1.0)
     model = Model(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
-    made = moving.copies.blocks.made
+    made = moving.copier.blocks.num_blocks
     in_turn(model, model.inputs(4))
-    assert 0 < made == moving.copies.blocks.made
+    assert 0 < made == moving.copier.blocks.num_blocks
 
 
 def test_a_parcel_in_several_blocks() -> None:
-    blocks = HostBlocks(pinned=False, block_bytes=8)
-    parcel = blocks.take(20)
-    assert blocks.made == 3
-    assert [len(piece) for piece in parcel.pieces(0, 20)] == [8, 8, 4]
-    assert [len(piece) for piece in parcel.pieces(5, 17)] == [3, 8, 1]
-    assert [len(piece) for piece in parcel.pieces(9, 11)] == [2]
+    blocks = PinnedBlockPool(pinned=False, block_bytes=8)
+    allocation = blocks.allocate(20)
+    assert blocks.num_blocks == 3
+    assert [len(piece) for piece in allocation.slices(0, 20)] == [8, 8, 4]
+    assert [len(piece) for piece in allocation.slices(5, 17)] == [3, 8, 1]
+    assert [len(piece) for piece in allocation.slices(9, 11)] == [2]
 
 
 def test_two_views_of_one_memory_travel_once() -> None:

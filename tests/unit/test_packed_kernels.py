@@ -15,7 +15,7 @@ from ds_usp.geometry.kernel_calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import AttentionKernel
-from ds_usp.kernels.merge import GradientSum, OutputSum
+from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,10 @@ def check_packed(
         x[name] = x[name][..., :value_dim].contiguous()
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
     calls = packed_calls(kernel, case)
-    total, sums = OutputSum(q, value_dim), tuple(GradientSum(each) for each in (q, k, v))
+    total, sums = (
+        OutputAccumulator(q, value_dim),
+        tuple(GradAccumulator(each) for each in (q, k, v)),
+    )
     for call in calls:
         part = kernel.forward(q, k, v, call, scale=0.3)
         assert part[0].shape[1] == part[1].shape[2] == call.q_stop - call.q_start
