@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, format and types; every check runs, the exit code is that of the first that failed.
+# Style, format, types and import layers; every check runs, the exit code is that of the first that failed.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -18,4 +18,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
+printf '== lint-imports\n'
+lint-imports --no-logo 2>/dev/null || { lint-imports; ((status)) || status=1; }
 exit "$status"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [unit|dist|megatron|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|gpu|all] [pytest arguments]
+#   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
-#   all       everything, in one pytest run (the default)
+#   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
 
@@ -10,14 +11,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  unit | dist | megatron | gpu | all)
+  fast | unit | dist | megatron | gpu | all)
     group="$1"
     shift
     ;;
-  */* | *.py*) group=given ;; # paths stand for themselves
+  */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -26,10 +27,18 @@ esac
 . "$root/scripts/env.sh"
 cd "$root"
 
-gpu=0
+cores="$(python -c 'import os
+print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')"
+# parallel WORKERS: the flags that run files of tests beside each other, none on one core.
+parallel() {
+  ((cores > 1)) && python -c 'import xdist' 2>/dev/null &&
+    printf '%s\n' -n "$((cores < $1 ? cores : $1))" --dist "$2" --no-loadscope-reorder
+}
+
+has_gpu=0
 if [[ "$group" == gpu || "$group" == all ]]; then
   if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    gpu=1
+    has_gpu=1
   else
     printf '%s\n' '************************************************************' \
       '** NO NVIDIA GPU HERE: the tests in tests/gpu do NOT run.   **' \
@@ -37,25 +46,34 @@ if [[ "$group" == gpu || "$group" == all ]]; then
     [[ "$group" == gpu ]] && exit 0
   fi
 fi
-if [[ "$group" != given && "$gpu" == 0 ]]; then # tests/gpu would share the GPU
-  cores="$(python -c 'import os
-from importlib.metadata import version
-if tuple(map(int, version("pytest-xdist").split(".")[:2])) >= (3, 8):
-    print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))' \
-    2>/dev/null || true)"
-  # A file's tests have up to eight ranks at a time, each of 40 MB.
-  ((${cores:-1} > 1)) && set -- -n "$((cores < 6 ? cores : 6))" --dist loadfile \
-    --no-loadscope-reorder "$@"
-fi
-case "$group" in
-  unit) set -- tests/unit tests/examples "$@" ;;
-  dist) set -- tests/distributed "$@" ;;
-  megatron) set -- tests/megatron "$@" ;;
-  gpu) set -- tests/gpu "$@" ;;
-  all) set -- tests "$@" ;;
-esac
 if [[ "$group" == all && -z "${MEGATRON_DEEPSPEED_PATH:-}" ]]; then
   printf '%s\n' '** MEGATRON_DEEPSPEED_PATH IS NOT SET: tests/megatron_deepspeed do NOT run. **' >&2
 fi
 
-exec python -m pytest "$@"
+case "$group" in
+  fast) paths=(tests/unit tests/distributed tests/examples -m fast) ;;
+  unit) paths=(tests/unit tests/examples) ;;
+  dist) paths=(tests/distributed) ;;
+  megatron) paths=(tests/megatron) ;;
+  all) paths=(tests) ;;
+  *) paths=() ;;
+esac
+status=0
+run() {
+  local code=0
+  python -m pytest "$@" || code=$?
+  ((code == 5 && has_gpu)) && code=0 # the arguments chose tests of another run
+  ((status)) || status=$code
+}
+if [[ "$group" != gpu ]]; then
+  # A file's tests have up to eight ranks at a time, each of 40 MB.
+  mapfile -t flags < <([[ "$group" == paths ]] || parallel 6 loadfile)
+  ((has_gpu)) && paths+=(--ignore tests/gpu)
+  run "${flags[@]}" "${paths[@]}" "$@"
+fi
+if ((has_gpu)); then # see tests/gpu/conftest.py
+  mapfile -t flags < <(parallel 16 load)
+  run "${flags[@]}" tests/gpu -m "not several_gpus" "$@"
+  run tests/gpu -m several_gpus "$@"
+fi
+exit "$status"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ for _folder in (str(TESTS), str(TESTS.parent)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
+import fast_tier  # noqa: E402
 from harness import WorkerPool  # noqa: E402
 
 _POOL = pytest.StashKey[WorkerPool]()
@@ -31,6 +32,33 @@ _POOL = pytest.StashKey[WorkerPool]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the support table of the README be written anew by the run that proves it."""
     parser.addoption("--write-support-table", action="store_true", help="rewrite README's table")
+    parser.addoption("--write-durations", action="store_true", help="rewrite tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what the cases take, if that is asked for."""
+    if config.getoption("--write-durations"):
+        config.pluginmanager.register(fast_tier.Durations())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a case of the fast tier that is not fast."""
+    report = yield
+    if (
+        item.config.getoption("-m") == fast_tier.MARK
+        and report.passed
+        and report.duration > fast_tier.CASE_S
+    ):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {report.duration:.1f} s in the fast tier, at most "
+            f"{fast_tier.CASE_S:g} are allowed: make it faster, or record what all tests take "
+            "(scripts/test.sh --write-durations)"
+        )
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(MARK_OF_FOLDER[folder])
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+    fast_tier.mark_fast(items)
 
 
 @pytest.fixture(autouse=True)

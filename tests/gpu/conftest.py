@@ -1,8 +1,18 @@
-"""What all tests on GPUs share."""
+"""What all tests on GPUs share.
+
+FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run first,
+in many processes, which share the GPUs and the files of compiled kernels; then the tests of several
+GPUs, one after the other, find these (``scripts/test.sh gpu``).
+"""
 
 from __future__ import annotations
 
 import os
 
-# FlashAttention-4 compiles a kernel for every kind of call, in every process: half of the time.
+import torch
+
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _worker and torch.cuda.device_count() > 1:  # counts by NVML: CUDA itself has not started
+    torch.cuda.set_device(int(_worker.removeprefix("gw")) % torch.cuda.device_count())

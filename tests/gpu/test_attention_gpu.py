@@ -141,9 +141,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()] or [1]
+WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
 @pytest.mark.parametrize("world", WORLDS)
 def test_equals_the_oracle_as_well_as_the_dense_kernel(
@@ -186,6 +187,7 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("world", WORLDS)
 def test_joint_tokens_equal_the_oracle(world: int, tmp_path: Path) -> None:
     mp.spawn(joint_main, (world, free_port(), str(tmp_path)), nprocs=world)

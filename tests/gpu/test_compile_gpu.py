@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 
 import ds_usp
 
-WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()] or [1]
+pytestmark = pytest.mark.several_gpus
+WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()] or [1]
 STEPS = 4  # as many as torch's CUDA graphs need to warm up, to record and to replay twice
 
 

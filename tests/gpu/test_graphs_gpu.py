@@ -101,6 +101,7 @@ def check_graphs_of_forward_and_backward(calls: Calls) -> None:
             calls.check(calls.backward(outs[layers.index(layer)]))
 
 
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("copies", [False, True])
 def test_calls_can_be_captured_in_cuda_graphs(copies: bool) -> None:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+pytestmark = pytest.mark.several_gpus
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,0 +1,66 @@
+"""Which cases ``scripts/test.sh fast`` runs, from measured durations.
+
+Every test function outside of the framework and GPU folders is in the fast tier, with as many of
+its cases as fit ``FUNCTION_S`` seconds, spread evenly over them; a function whose single case is
+slower than ``CASE_S`` is not. ``durations.json`` holds the seconds of each function's cases, from a
+run of all tests with ``--write-durations``; a function without an entry is fast, until a case of it
+takes longer than ``CASE_S``: then it fails, in the fast tier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+CASE_S = 5.0
+FUNCTION_S = 1.5
+FOLDERS = ("unit", "distributed", "examples")
+DURATIONS = Path(__file__).with_name("durations.json")
+MARK = "fast"
+
+
+def function_of(nodeid: str) -> str:
+    """The test function of a case, ``unit/test_x.py::test_y``, from ``tests/`` and without its id."""
+    return nodeid.removeprefix("tests/").partition("[")[0]
+
+
+def spread(count: int, chosen: int) -> set[int]:
+    """Positions of ``chosen`` of ``count`` cases, the first among them, evenly spread."""
+    chosen = min(chosen, count)
+    return {index * count // chosen for index in range(chosen)}
+
+
+def mark_fast(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of the fast tier."""
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    functions = defaultdict(list)
+    for item in items:
+        if item.nodeid.removeprefix("tests/").split("/")[0] in FOLDERS:
+            functions[function_of(item.nodeid)].append(item)
+    for name, cases in functions.items():
+        case_s = seconds.get(name, 0.0) / len(cases)
+        if case_s <= CASE_S / 2:  # a loaded machine takes twice as long
+            chosen = max(1, int(FUNCTION_S / case_s)) if case_s else len(cases)
+            for index in spread(len(cases), chosen):
+                cases[index].add_marker(MARK)
+
+
+class Durations:
+    """Adds up what the cases of each function take; the process that reports writes the file."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.skipped:
+            self.seconds[function_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        rows = {name: round(s, 1) for name, s in sorted(self.seconds.items()) if s >= 0.5}
+        lines = ",\n".join(f"  {json.dumps(name)}: {seconds}" for name, seconds in rows.items())
+        if not hasattr(session.config, "workerinput"):
+            DURATIONS.write_text("{\n" + lines + "\n}\n")
