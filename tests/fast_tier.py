@@ -24,7 +24,7 @@ MARK = "fast"
 
 
 def function_of(nodeid: str) -> str:
-    """The test function of a case, ``unit/test_x.py::test_y``, from ``tests/`` and without its id."""
+    """The test function of a case: its node id without ``tests/`` and parameters."""
     return nodeid.removeprefix("tests/").partition("[")[0]
 
 

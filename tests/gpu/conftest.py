@@ -1,8 +1,8 @@
 """What all tests on GPUs share.
 
-FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run first,
-in many processes, which share the GPUs and the files of compiled kernels; then the tests of several
-GPUs, one after the other, find these (``scripts/test.sh gpu``).
+FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run
+first, in many processes that share the GPUs and the files of compiled kernels; the tests of several
+GPUs run after them, one after the other, and find these files (``scripts/test.sh gpu``).
 """
 
 from __future__ import annotations
