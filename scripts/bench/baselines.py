@@ -1,7 +1,7 @@
-"""One attention, many implementations: each makes a step on this rank's share of the tokens.
+"""Attention implementations to compare: each builds a step on this rank's shard of the tokens.
 
 A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
-``[1, s_local, h_kv, d]``, bf16, causal. A peer that is not installed says so with ImportError.
+``[1, s_local, h_kv, d]``, bf16, causal. A library that is not installed raises ImportError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_harness import Session, Step
-from flash2_shim import torchs_flash_attn
+from flash2_shim import torch_flash_attn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,7 +31,7 @@ KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
 
 @dataclass(frozen=True)
 class Shape:
-    """The whole sequence, before it is cut."""
+    """Shape of the full sequence, before sharding."""
 
     seq_len: int
     heads: int
@@ -45,26 +45,31 @@ class Shape:
 
     @property
     def tflop(self) -> float:
-        """Forward and backward, causal half only: 2 + 5 matrix products."""
+        """TFLOP of forward and backward, causal half only: 2 + 5 matrix products."""
         return 3.5 * 2 * self.seq_len**2 * self.heads * self.head_dim / 1e12
 
     def random(self, device: torch.device, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Fresh q, k, v and dout of so many tokens."""
+        """Random bf16 q, k, v and dout of ``tokens`` tokens."""
         return tuple(
             torch.randn(1, tokens, heads, self.head_dim, device=device, dtype=torch.bfloat16)
             for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
         )
 
     def __str__(self) -> str:
-        whole, rest = divmod(self.seq_len, 1024)
-        tokens = str(self.seq_len) if rest else f"{whole}K"
+        kilo, rest = divmod(self.seq_len, 1024)
+        tokens = str(self.seq_len) if rest else f"{kilo}K"
         return f"{tokens} {self.heads}/{self.kv_heads} d{self.head_dim}"
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A name, the kernel under it, how to make its step, the mesh if it is one of ours, and what
-    each forward and backward pass has to run in."""
+class Baseline:
+    """One implementation on one kernel.
+
+    Attributes:
+        attend: from the shape to the attention function, the local shape and the local tokens.
+        mesh: the mesh, for ds_usp only.
+        around: context manager in which each forward and backward pass runs.
+    """
 
     name: str
     kernel: str
@@ -74,7 +79,7 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """What stands in the table."""
+        """Value of the column ``contender``."""
         return f"{self.name}, {self.kernel}"
 
     def make(self, shape: Shape, device: torch.device, forward_only: bool) -> Step:
@@ -93,7 +98,7 @@ class Contender:
         return step
 
     def prepared(self, session: Session, shape: Shape, forward_only: bool) -> Step | None:
-        """The warmed-up step on every rank, or a line that says why there is none."""
+        """The warmed-up step; None, with a printed reason, if a rank cannot build it."""
 
         def make() -> Step:
             step = self.make(shape, session.device, forward_only)
@@ -103,56 +108,56 @@ class Contender:
 
         if self.mesh is not None:
             self.mesh.release()
-        made = session.attempt(make)
-        if not isinstance(made, str):
-            return made
-        session.say(f"{shape}  {self.label}: left out, {made}")
+        step_or_reason = session.try_all_ranks(make)
+        if not isinstance(step_or_reason, str):
+            return step_or_reason
+        session.print0(f"{shape}  {self.label}: left out, {step_or_reason}")
         return None
 
     def extra_gib(self, session: Session, step: Step) -> float:
-        """Peak memory of a step above what stands before it, and what its mesh keeps for it."""
-        kept = 0 if self.mesh is None else self.mesh.reserved_bytes
-        return (session.extra_bytes(step) + kept) / 2**30
+        """GiB: peak of a step above its inputs, plus the staging buffers that its mesh reserves."""
+        reserved = 0 if self.mesh is None else self.mesh.reserved_bytes
+        return (session.extra_bytes(step) + reserved) / 2**30
 
 
-def contender_flags(parser: argparse.ArgumentParser) -> None:
-    """Whose kernels are asked for; :func:`parsed` knows the default."""
+def baseline_flags(parser: argparse.ArgumentParser) -> None:
+    """The flag ``--kernels``; :func:`parse_baseline_args` sets its default."""
     parser.add_argument("--kernels", nargs="+", help=f"default: {KERNELS}")
 
 
 def shape_flags(parser: argparse.ArgumentParser, *shapes: str) -> None:
-    """What is computed, by default ``shapes``, and :func:`contender_flags`."""
+    """The flag ``--shapes``, by default ``shapes``, and :func:`baseline_flags`."""
     parser.add_argument(
         "--shapes", nargs="+", default=shapes, help="seq_len:heads:kv_heads:head_dim"
     )
-    contender_flags(parser)
+    baseline_flags(parser)
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments, with the kernels of the device where none are named."""
+def parse_baseline_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments; ``--kernels`` defaults to those of the device."""
     args = parser.parse_args()
     args.kernels = args.kernels or KERNELS[args.device]
     return args
 
 
-def all_contenders(kernels: Sequence[str], peers: Sequence[str]) -> list[Contender]:
-    """The single-GPU kernels, ours at every split, then the peers that were asked for."""
+def all_baselines(kernels: Sequence[str], peers: Sequence[str]) -> list[Baseline]:
+    """Single-GPU kernels, ds_usp on every mesh, then the requested libraries."""
     meshes = all_meshes()
-    found = [one_gpu(kernel) for kernel in kernels]
-    found += [ours(mesh, kernel) for kernel in kernels for mesh in meshes]
+    baselines = [single_gpu_baseline(kernel) for kernel in kernels]
+    baselines += [ds_usp_baseline(mesh, kernel) for kernel in kernels for mesh in meshes]
     for peer in peers:
-        found += PEERS[peer](kernels)
-    return found
+        baselines += PEERS[peer](kernels)
+    return baselines
 
 
 def ulysses_degrees() -> list[int]:
-    """Every one that the ranks allow, the largest first."""
+    """Divisors of the world size, largest first."""
     world = dist.get_world_size()
     return [u for u in range(world, 0, -1) if world % u == 0]
 
 
 def all_meshes() -> list[ds_usp.SequenceMesh]:
-    """Every split of the ranks."""
+    """One mesh for each Ulysses degree."""
     return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
 
 
@@ -166,18 +171,18 @@ def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: st
     return attend
 
 
-def ours(mesh: ds_usp.SequenceMesh, kernel: str) -> Contender:
-    """This package over one mesh."""
+def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
+    """ds_usp over one mesh."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
         layout = mesh.layout("zigzag", shape.seq_len)
         return usp_attend(mesh, layout, kernel), shape, layout.length(mesh.rank)
 
-    return Contender(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
+    return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
 
-def one_gpu(kernel: str) -> Contender:
-    """The kernel alone on the whole sequence and a GPU's share of the heads: the limit."""
+def single_gpu_baseline(kernel: str) -> Baseline:
+    """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
         world = dist.get_world_size()
@@ -191,7 +196,7 @@ def one_gpu(kernel: str) -> Contender:
             shape.seq_len,
         )
 
-    return Contender("one GPU", kernel, attend)
+    return Baseline("one GPU", kernel, attend)
 
 
 def _sdpa(kernel: str) -> Attend:
@@ -205,7 +210,7 @@ def _sdpa(kernel: str) -> Attend:
     return attend
 
 
-def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
+def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
     """DeepSpeed's DistributedAttention around the same kernel."""
     for kernel in kernels:
 
@@ -222,30 +227,30 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Contender]:
             tokens = shape.seq_len // dist.get_world_size()
             return lambda q, k, v: attention(q, k, v, 0), shape, tokens
 
-        yield Contender("DeepSpeed ulysses", kernel, attend)
+        yield Baseline("DeepSpeed ulysses", kernel, attend)
 
 
 @lru_cache(maxsize=1)
-def _whole_world() -> DeviceMesh:
+def _world_group() -> DeviceMesh:
     return init_device_mesh("cuda", (dist.get_world_size(),))
 
 
 @contextmanager
 def torch_rotation(method: str) -> Iterator[None]:
-    """torch's context parallelism, for a forward and a backward pass. It will not start without a
-    buffer to shard: a short one."""
+    """torch's context parallelism around one forward and backward pass. It requires a buffer to
+    shard, so it gets a short one."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(method)
     buffer = torch.empty(2 * dist.get_world_size(), device="cuda")
     with context_parallel(
-        _whole_world(), buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
+        _world_group(), buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
     ):
         yield
 
 
-def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
+def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
     """torch's context parallel, keys and values gathered or rotated by all-to-all."""
     for kernel in (k for k in kernels if k in BACKENDS):
         for method in ("allgather", "alltoall"):
@@ -254,17 +259,17 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Contender]:
                 return _sdpa(kernel), shape, shape.seq_len // dist.get_world_size()
 
             around = partial(torch_rotation, method)
-            yield Contender(f"torch {method}", kernel, attend, around=around)
+            yield Baseline(f"torch {method}", kernel, attend, around=around)
 
 
-def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
+def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
     """yunchang's LongContextAttention on FlashAttention-2, zigzag; on torch's where the package
     flash-attn is not installed."""
     world = dist.get_world_size()
     for ulysses in ulysses_degrees():
 
         def attend(shape: Shape, ulysses: int = ulysses) -> tuple[Attend, Shape, int]:
-            with torchs_flash_attn():
+            with torch_flash_attn():
                 from yunchang import LongContextAttention, set_seq_parallel_pg
                 from yunchang.kernels import AttnType
 
@@ -276,13 +281,13 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Contender]:
                 shape.seq_len // world,
             )
 
-        yield Contender(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
+        yield Baseline(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
 
 
 @lru_cache(maxsize=1)
 def load_cudnn() -> None:
-    """The libraries of torch's cuDNN. Of those that torch has not loaded yet TransformerEngine
-    would take the system's, which may be of another version."""
+    """Load the cuDNN libraries of torch's package: TransformerEngine would otherwise load the
+    system's, which may be of another version."""
     try:
         import nvidia.cudnn
     except ImportError:  # torch was not installed with the package of it
@@ -293,7 +298,7 @@ def load_cudnn() -> None:
         ctypes.CDLL(str(folder / f"libcudnn_{name}.so.9"), mode=ctypes.RTLD_GLOBAL)
 
 
-def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
+def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
     """TransformerEngine's DotProductAttention under context parallelism, on cuDNN."""
     world = dist.get_world_size()
     everyone = list(range(world))
@@ -324,10 +329,10 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Contender]:
 
             return run, shape, shape.seq_len // world
 
-        yield Contender(f"TransformerEngine {kind}", "cudnn", attend)
+        yield Baseline(f"TransformerEngine {kind}", "cudnn", attend)
 
 
-def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Contender]:
+def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Baseline]:
     """ring-flash-attn's zigzag ring, on the package flash-attn."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
@@ -338,7 +343,7 @@ def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Contender]:
 
         return run, shape, shape.seq_len // dist.get_world_size()
 
-    yield Contender("ring-flash-attn zigzag", "flash2", attend)
+    yield Baseline("ring-flash-attn zigzag", "flash2", attend)
 
 
 PEERS = {

@@ -1,20 +1,19 @@
-"""Attention on several GPUs: every ulysses x ring split, beside the single-GPU kernel and peers.
+"""Attention on several GPUs: every ulysses x ring mesh, the single-GPU kernel and other libraries.
 
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --out results.csv
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --errors --out errors.csv
 
-Contenders of one shape run interleaved, round after round, so that a drifting clock meets all of
-them; a number is the median over rounds of the slowest rank. In a round each first runs for
---settle seconds, so that the GPU has the clock of this one and not of the one before, then a few
-steps in a row, as the layers of a model do, and their mean counts. FLOPs count the causal half,
-forward + backward 3.5 x the forward.
+The baselines of one shape run interleaved, round after round, so that a drifting clock affects
+all of them; a number is the median over rounds of the slowest rank. In each round a baseline first
+runs for --settle seconds to warm up the clock, then --in-a-row steps, whose mean is recorded. FLOPs
+count the causal half; forward + backward is 3.5 x the forward.
 
-With --graphs every step is captured in a CUDA graph and its launch is timed: where passes are
-short, it is the host that is measured without.
+With --graphs every step is captured in a CUDA graph and the replay is timed: short passes are
+launch-bound without a graph.
 
-With --errors nothing is timed: the error of every split against fp64, in units of the error that
-the same kernel makes on one GPU. Above 1.5, or where it is no number, the script fails. Tiny, on
-CPUs: --device cpu --shapes 512:4:4:16.
+With --errors nothing is timed: the script reports the error of every mesh against fp64 as a
+multiple of the error of the same kernel on one GPU, and fails above 1.5 or for NaN. Smallest run,
+on CPUs: --device cpu --shapes 512:4:4:16.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from dataclasses import replace
 from functools import partial
 
 import reference
-from baselines import PEERS, Shape, all_contenders, all_meshes, parsed, shape_flags
-from bench_harness import Session, Table, flags, race_flags, settling
+from baselines import PEERS, Shape, all_baselines, all_meshes, parse_baseline_args, shape_flags
+from bench_harness import Session, Table, common_flags, comparison_flags, warm_up_seconds
 
 import ds_usp
 
@@ -42,48 +41,52 @@ def main() -> None:
     args = parse()
     session = Session.start(args.device)
     shapes = [Shape.parse(text) for text in args.shapes]
-    passed = check(session, args, shapes) if args.errors else race(session, args, shapes)
+    passed = check(session, args, shapes) if args.errors else compare(session, args, shapes)
     session.close()
     sys.exit(not passed)
 
 
-def race(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
-    """Time all contenders on each shape."""
+def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
+    """Time all baselines on each shape."""
     note = "bf16, causal, batch 1" + (
         ", in CUDA graphs; extra_gib of the calls that they hold" if args.graphs else ""
     )
     table = Table(session, args.out, COLUMNS, note)
-    contenders = all_contenders(args.kernels, args.peers)
+    baselines = all_baselines(args.kernels, args.peers)
     for shape in shapes:
-        begin = time.monotonic()
+        start = time.monotonic()
         steps, extra = {}, {}
-        for contender in contenders:
-            step = contender.prepared(session, shape, args.forward)
+        for baseline in baselines:
+            step = baseline.prepared(session, shape, args.forward)
             if step is None:
                 continue
-            extra[contender.label] = contender.extra_gib(session, step)
-            made = session.attempt(partial(session.captured, step)) if args.graphs else step
-            if isinstance(made, str):
-                session.say(f"{shape}  {contender.label}: left out, no CUDA graph of it: {made}")
+            extra[baseline.label] = baseline.extra_gib(session, step)
+            step_or_reason = (
+                session.try_all_ranks(partial(session.capture_graph, step)) if args.graphs else step
+            )
+            if isinstance(step_or_reason, str):
+                session.print0(
+                    f"{shape}  {baseline.label}: left out, no CUDA graph of it: {step_or_reason}"
+                )
             else:
-                steps[contender.label] = made
-        medians = session.medians(steps, args.rounds, args.in_a_row, settling(args))
+                steps[baseline.label] = step_or_reason
+        medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
         tflop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
         for name, seconds in medians.items():
             rate = tflop / session.world / seconds
             share = medians.get(f"one GPU, {name.split(', ')[1]}", float("nan")) / seconds
             figures = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.3f}", f"{extra[name]:.2f}")
             table.add([str(shape), name, *figures])
-            session.say(
+            session.print0(
                 f"{shape}  {name:30} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
                 f"{share:7.1%} of the kernel {extra[name]:6.2f} GiB"
             )
-        session.say(f"{shape}  took {time.monotonic() - begin:.0f} s")
+        session.print0(f"{shape}  took {time.monotonic() - start:.0f} s")
     return True
 
 
 def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
-    """Whether every split errs about as much as its kernel does on one GPU, and there was one."""
+    """True if at least one mesh was checked and each errs at most 1.5 x its single-GPU kernel."""
     kernel_names = [f"kernel_{name}" for name in reference.NAMES]
     columns = ["shape", "contender", "worst_ratio", *reference.NAMES, *kernel_names]
     table = Table(session, args.out, columns, "bf16, causal, batch 1; relative errors against fp64")
@@ -92,47 +95,55 @@ def check(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -
     ratios = []
     for shape in dict.fromkeys(short):
         inputs = reference.fresh_inputs(session, shape)
-        true = reference.causal_truth(*inputs)
+        expected = reference.causal_reference(*inputs)
         for kernel in args.kernels:
-            alone = tried(session, ds_usp.SequenceMesh.single(), kernel, inputs, true)
-            if isinstance(alone, str):
-                session.say(f"{shape}  one GPU, {kernel}: left out, {alone}")
+            kernel_errors = errors_or_reason(
+                session, ds_usp.SequenceMesh.single(), kernel, inputs, expected
+            )
+            if isinstance(kernel_errors, str):
+                session.print0(f"{shape}  one GPU, {kernel}: left out, {kernel_errors}")
                 continue
             for mesh in meshes:
                 name = f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}, {kernel}"
-                ours = tried(session, mesh, kernel, inputs, true)
-                if isinstance(ours, str):
-                    session.say(f"{shape}  {name}: fails, {ours}")
-                    ours = [float("nan")] * len(reference.NAMES)
-                ratios.append(reference.worst_ratio(ours, alone))
-                table.add([str(shape), name, *(f"{x:.4g}" for x in (ratios[-1], *ours, *alone))])
-                session.say(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
+                mesh_errors = errors_or_reason(session, mesh, kernel, inputs, expected)
+                if isinstance(mesh_errors, str):
+                    session.print0(f"{shape}  {name}: fails, {mesh_errors}")
+                    mesh_errors = [float("nan")] * len(reference.NAMES)
+                ratios.append(reference.worst_ratio(mesh_errors, kernel_errors))
+                table.add(
+                    [
+                        str(shape),
+                        name,
+                        *(f"{x:.4g}" for x in (ratios[-1], *mesh_errors, *kernel_errors)),
+                    ]
+                )
+                session.print0(f"{shape}  {name:30} {ratios[-1]:.3f} x the kernel's error")
     passed = bool(ratios) and all(ratio <= LARGEST_RATIO for ratio in ratios)
-    session.say(f"{len(ratios)} checked: {'passed' if passed else 'FAILED'}")
+    session.print0(f"{len(ratios)} checked: {'passed' if passed else 'FAILED'}")
     return passed
 
 
-def tried(
+def errors_or_reason(
     session: Session,
     mesh: ds_usp.SequenceMesh,
     kernel: str,
     inputs: reference.Tensors,
-    true: reference.Tensors,
+    expected: reference.Tensors,
 ) -> list[float] | str:
-    """The errors of one attention, or why it cannot run."""
-    return session.attempt(lambda: reference.errors(session, mesh, kernel, inputs, true))
+    """Errors of one attention call over a mesh, or the reason why it cannot run."""
+    return session.try_all_ranks(lambda: reference.errors(session, mesh, kernel, inputs, expected))
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = flags(__doc__)
+    parser = common_flags(__doc__)
     shape_flags(parser, "32768:32:32:128", "131072:32:32:128")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")
-    race_flags(parser)
+    comparison_flags(parser)
     parser.add_argument("--forward", action="store_true", help="forward only")
     parser.add_argument("--graphs", action="store_true", help="launch CUDA graphs of the steps")
     parser.add_argument("--errors", action="store_true", help="check instead of measure")
-    args = parsed(parser)
+    args = parse_baseline_args(parser)
     if args.graphs and (args.errors or args.device == "cpu"):
         parser.error("--graphs times CUDA graphs: not with --errors or --device cpu")
     if args.peers is None:

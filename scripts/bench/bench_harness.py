@@ -1,4 +1,4 @@
-"""What every benchmark shares: the process group, the clock, and the table that is left behind."""
+"""Benchmark harness: the process group, CUDA-event timers and the CSV table of a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], object]
-Made = TypeVar("Made")
+ResultT = TypeVar("Made")
 
-# A program that dies while it uses NVLink multicast can leave the GPUs of a whole host unusable.
+# A program that dies while it uses NVLink multicast can leave all GPUs of its node unusable.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -57,77 +57,77 @@ class Session:
         return self.device.type == "cuda"
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
-    def say(self, line: str) -> None:
+    def print0(self, line: str) -> None:
         """Print on rank 0."""
         if self.rank == 0:
             print(line, flush=True)
 
     def synchronize(self) -> None:
-        """Wait for this rank's device."""
+        """Synchronize this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def reduced(
+    def all_reduced(
         self, values: Sequence[float], op: dist.ReduceOp = dist.ReduceOp.SUM
     ) -> list[float]:
-        """The values of all ranks in one, in fp64."""
+        """All-reduce of a few numbers in fp64."""
         tensor = torch.tensor(values, device=self.device, dtype=torch.float64)
         dist.all_reduce(tensor, op=op)
         return tensor.tolist()
 
-    def attempt(self, make: Callable[[], Made]) -> Made | str:
-        """What ``make`` returns, or the reason why it fails on some rank; the same on all ranks."""
+    def try_all_ranks(self, make: Callable[[], ResultT]) -> ResultT | str:
+        """Run ``make`` on all ranks; its result, or if any rank fails the first error message."""
         reason = ""
         try:
-            made = make()
+            result = make()
             self.synchronize()
-        except Exception as error:  # a peer may raise anything
-            first = next(iter(str(error).splitlines()), "")
-            reason = f"{type(error).__name__}: {first[:160]}"
+        except Exception as error:  # other libraries may raise anything
+            first_line = next(iter(str(error).splitlines()), "")
+            reason = f"{type(error).__name__}: {first_line[:160]}"
         reasons: list[str] = [""] * self.world
         dist.all_gather_object(reasons, reason)
-        return next(filter(None, reasons)) if any(reasons) else made
+        return next(filter(None, reasons)) if any(reasons) else result
 
     def seconds(self, step: Step, repeats: int = 1) -> float:
-        """Of one step, ``repeats`` of them in a row, on the slowest rank."""
+        """Seconds per step over ``repeats`` consecutive steps, maximum over ranks."""
         dist.barrier()
         self.synchronize()
-        spent = (_gpu_seconds if self.on_gpu else _host_seconds)(step, repeats)
-        return self.reduced([spent / repeats], dist.ReduceOp.MAX)[0]
+        spent = (_gpu_seconds if self.on_gpu else _cpu_seconds)(step, repeats)
+        return self.all_reduced([spent / repeats], dist.ReduceOp.MAX)[0]
 
-    def settle(self, step: Step, seconds: float) -> None:
-        """Let a step run for so long. A GPU at the limit of its power has, for a while, the clock
-        that fits what ran before."""
+    def warm_up_clock(self, step: Step, seconds: float) -> None:
+        """Run a step for ``seconds``: a GPU at its power limit keeps for a while the clock that
+        the previous kernel left."""
         for _ in range(math.ceil(seconds / self.seconds(step)) if seconds else 0):
             step()
 
-    def captured(self, step: Step) -> Step:
-        """The launch of a CUDA graph of a step that has run before."""
+    def capture_graph(self, step: Step) -> Step:
+        """Capture a step that has run eagerly before in a CUDA graph; returns its replay."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
         return partial(_launch, graph, step)
 
     def medians(
-        self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, settle_s: float = 0.0
+        self, steps: Mapping[str, Step], rounds: int, repeats: int = 1, warm_up_s: float = 0.0
     ) -> dict[str, float]:
-        """Median seconds of each step; they run interleaved, so a drifting clock meets all.
+        """Median seconds of each step; steps run interleaved, so a drifting clock affects all.
 
         Args:
-            settle_s: so long each runs, every time, before it is measured.
+            warm_up_s: seconds for which each step runs before each measurement.
         """
-        found: dict[str, list[float]] = {name: [] for name in steps}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, step in steps.items():
-                self.settle(step, settle_s)
-                found[name].append(self.seconds(step, repeats))
-        return {name: statistics.median(each) for name, each in found.items()}
+                self.warm_up_clock(step, warm_up_s)
+                seconds[name].append(self.seconds(step, repeats))
+        return {name: statistics.median(values) for name, values in seconds.items()}
 
     def extra_bytes(self, step: Step) -> float:
-        """Peak allocation of a step above what stands before it, on the worst rank."""
+        """Peak bytes that a step allocates above the allocation before it, maximum over ranks."""
         if not self.on_gpu:
             return float("nan")
         torch.cuda.synchronize()
@@ -136,13 +136,13 @@ class Session:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        return self.reduced([torch.cuda.max_memory_allocated() - before], dist.ReduceOp.MAX)[0]
+        return self.all_reduced([torch.cuda.max_memory_allocated() - before], dist.ReduceOp.MAX)[0]
 
 
 class Table:
-    """A CSV file of rank 0, with what is needed to read it at its head.
+    """CSV file written by rank 0; its header has command, date, hardware and versions.
 
-    A row is on the disk as soon as it is measured: what a run has found outlives its end.
+    Each row is written as soon as it is measured, so a run that is cut off keeps its rows.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Table:
         self.add(columns)
 
     def add(self, row: Sequence[str]) -> None:
-        """One line more."""
+        """Append one row."""
         if self._path:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerow(row)
 
 
 def header(session: Session, note: str) -> list[str]:
-    """The command, then the date, the hardware and the versions."""
+    """Header lines: the command; the date, hardware and versions."""
     versions = [f"torch {torch.__version__}"]
     name = "CPU"
     if session.on_gpu:
@@ -177,35 +177,37 @@ def header(session: Session, note: str) -> list[str]:
 
 
 def command(argv: Sequence[str], world: int, environment: Mapping[str, str]) -> str:
-    """The command line that was given, with no folder outside the repository in it."""
+    """Command line of this run; absolute folders are removed from its arguments."""
     settings = [f"{name}={environment[name]}" for name in RECORDED if name in environment]
-    flags = [_file_name(flag) for flag in argv[1:]]
+    arguments = [_strip_folder(word) for word in argv[1:]]
     script = f"scripts/bench/{Path(argv[0]).name}"
-    return " ".join([*settings, f"torchrun --nproc-per-node {world}", script, *flags])
+    return " ".join([*settings, f"torchrun --nproc-per-node {world}", script, *arguments])
 
 
-def settling(args: argparse.Namespace) -> float:
-    """Seconds for which a step runs before it is measured; none on CPUs, unless asked for."""
-    found: float | None = args.settle
-    return (0.3 if args.device == "cuda" else 0.0) if found is None else found
+def warm_up_seconds(args: argparse.Namespace) -> float:
+    """Warm-up seconds before each measurement: ``--settle``; default 0.3 on GPUs, 0 on CPUs."""
+    requested: float | None = args.settle
+    return (0.3 if args.device == "cuda" else 0.0) if requested is None else requested
 
 
-def race_flags(parser: argparse.ArgumentParser) -> None:
-    """How contenders of a race are timed."""
+def comparison_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of timed comparisons: rounds, steps of a round, warm-up."""
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
-    settle_flag(parser)
+    warm_up_flag(parser)
 
 
-def settle_flag(parser: argparse.ArgumentParser) -> None:
-    """What :func:`settling` reads."""
+def warm_up_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that :func:`warm_up_seconds` reads."""
     parser.add_argument(
-        "--settle", type=float, help="seconds that each runs before it is measured: 0.3 on GPUs"
+        "--settle",
+        type=float,
+        help="warm-up seconds before each measurement (default: 0.3 on GPUs, 0 on CPUs)",
     )
 
 
-def flags(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags that all benchmarks have."""
+def common_flags(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -214,13 +216,13 @@ def flags(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _file_name(flag: str) -> str:
+def _strip_folder(flag: str) -> str:
     name, equals, value = flag.rpartition("=")
     return name + equals + Path(value).name if "/" in value else flag
 
 
 def _launch(graph: torch.cuda.CUDAGraph, step: Step) -> None:
-    """Launch the graph of a step, whose tensors it reads."""
+    """Replay a graph; ``step`` keeps the captured tensors alive."""
     graph.replay()
 
 
@@ -234,7 +236,7 @@ def _gpu_seconds(step: Step, repeats: int) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _host_seconds(step: Step, repeats: int) -> float:
+def _cpu_seconds(step: Step, repeats: int) -> float:
     begin = time.perf_counter()
     for _ in range(repeats):
         step()

@@ -1,12 +1,12 @@
-"""What the links between GPUs carry: collectives, ring steps and copies, by message size.
+"""Bandwidth and latency of collectives, P2P and copies between GPUs, by message size.
 
     torchrun --nproc-per-node 4 scripts/bench/bench_links.py --out links.csv
 
-*alone* is the time of one operation that nothing precedes, its launch included: the latency. *in a
-row* is the time of one among many, and the rate is the bytes that leave a rank in that time. Both
-are the median over rounds of the slowest rank. A message is what one rank has to say: the whole of
-what it scatters or sends, its share of what is gathered or reduced. Tiny, on CPUs: --device cpu
---sizes 0.0625.
+*alone* is the time of one operation on an idle device, launch included (the latency). *in a row* is
+the time per operation of several consecutive ones; the rate is the bytes that leave a rank in that
+time. Both are the median over rounds of the slowest rank. A message is a rank's full send buffer of
+an all-to-all or send, and its local shard of an all-gather or reduce-scatter. Smallest run, on
+CPUs: --device cpu --sizes 0.0625.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from bench_harness import Session, Step, Table, flags
+from bench_harness import Session, Step, Table, common_flags
 
 COLUMNS = ("operation", "mib", "sent_mib", "alone_us", "in_a_row_us", "gb_per_s")
-TYPE = torch.bfloat16
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One way to move bytes: ``make(session, count)`` is a step on messages of ``count`` elements.
+    """One kind of transfer: ``make(session, count)`` is a step on messages of ``count`` elements.
 
     ``messages(world)`` is how many of them leave a rank.
     """
@@ -36,30 +36,30 @@ class Operation:
 
 
 def empty(session: Session, count: int) -> torch.Tensor:
-    """A message on the device; zeros, for a reduction must not meet what memory held before."""
-    return torch.zeros(count, dtype=TYPE, device=session.device)
+    """A message buffer on the device; zeros, because a reduction reads it."""
+    return torch.zeros(count, dtype=DTYPE, device=session.device)
 
 
 def all_to_all(session: Session, count: int) -> Step:
-    """Each rank's message is scattered to all."""
+    """All-to-all."""
     source, target = empty(session, count), empty(session, count)
     return lambda: dist.all_to_all_single(target, source)
 
 
 def all_gather(session: Session, count: int) -> Step:
-    """Each rank's message goes to all."""
+    """All-gather."""
     source, target = empty(session, count), empty(session, session.world * count)
     return lambda: dist.all_gather_into_tensor(target, source)
 
 
 def reduce_scatter(session: Session, count: int) -> Step:
-    """Each rank receives a message that is a sum over all."""
+    """Reduce-scatter (sum)."""
     source, target = empty(session, session.world * count), empty(session, count)
     return lambda: dist.reduce_scatter_tensor(target, source)
 
 
 def ring(session: Session, count: int) -> Step:
-    """Each rank sends to the next and receives from the one before, as RingChannel does."""
+    """Send to the next rank, receive from the previous one, in one P2P batch."""
     source, target = empty(session, count), empty(session, count)
     after, before = ((session.rank + step) % session.world for step in (1, -1))
 
@@ -74,47 +74,47 @@ def ring(session: Session, count: int) -> Step:
 
 
 def device_copy(session: Session, count: int) -> Step:
-    """Within the memory of a device."""
+    """Device-to-device copy on one GPU."""
     source, target = empty(session, count), empty(session, count)
     return lambda: target.copy_(source)
 
 
 def pinned(count: int) -> torch.Tensor:
-    """A message in the host's memory, where the device can fetch it."""
-    return torch.zeros(count, dtype=TYPE, pin_memory=True)
+    """A message buffer in pinned host memory."""
+    return torch.zeros(count, dtype=DTYPE, pin_memory=True)
 
 
 def host_to_device(session: Session, count: int) -> Step:
-    """On all ranks at once."""
+    """Host-to-device copy, on all ranks concurrently."""
     source, target = pinned(count), empty(session, count)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def device_to_host(session: Session, count: int) -> Step:
-    """On all ranks at once."""
+    """Device-to-host copy, on all ranks concurrently."""
     source, target = empty(session, count), pinned(count)
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def of_next_rank(session: Session, count: int) -> tuple[torch.Tensor, object]:
-    """A message in the next rank's symmetric memory, and what has to be kept, as it owns none."""
+def peer_buffer(session: Session, count: int) -> tuple[torch.Tensor, object]:
+    """View of the next rank's symmetric memory, and the objects that must outlive it."""
     import torch.distributed._symmetric_memory as symm
 
     if not session.on_gpu:
         raise RuntimeError("symmetric memory is between GPUs")
-    mine = symm.empty(count, dtype=TYPE, device=session.device)
-    handle = symm.rendezvous(mine, dist.group.WORLD)
+    local = symm.empty(count, dtype=DTYPE, device=session.device)
+    handle = symm.rendezvous(local, dist.group.WORLD)
     after = (session.rank + 1) % session.world
-    return handle.get_buffer(after, (count,), TYPE), (mine, handle)
+    return handle.get_buffer(after, (count,), DTYPE), (local, handle)
 
 
-def push(session: Session, count: int) -> Step:
-    """Into the next rank's symmetric memory: contiguous, so the copy engine does it, no kernel."""
-    theirs, kept = of_next_rank(session, count)
+def peer_push(session: Session, count: int) -> Step:
+    """Write to the next rank's symmetric memory; contiguous, so by a copy engine."""
+    peer, kept = peer_buffer(session, count)
     source = empty(session, count)
 
     def step(_kept: object = kept) -> None:
-        theirs.copy_(source)
+        peer.copy_(source)
 
     return step
 
@@ -127,15 +127,15 @@ OPERATIONS = (
     Operation("device copy", device_copy, lambda world: 1),
     Operation("host to device", host_to_device, lambda world: 1),
     Operation("device to host", device_to_host, lambda world: 1),
-    Operation("copy to next rank", push, lambda world: 1),
+    Operation("copy to next rank", peer_push, lambda world: 1),
 )
 
 
-def measured(
+def measure_row(
     session: Session, operation: Operation, mib: float, args: argparse.Namespace
 ) -> list[str] | str:
-    """A row of the table, or why there is none."""
-    element = TYPE.itemsize * session.world  # a message that all ranks can share evenly
+    """A row of the table, or the reason why there is none."""
+    element = DTYPE.itemsize * session.world  # divisible by the number of ranks
     count = max(1, round(mib * 2**20) // element) * session.world
 
     def make() -> Step:
@@ -144,12 +144,12 @@ def measured(
             step()
         return step
 
-    step = session.attempt(make)
+    step = session.try_all_ranks(make)
     if isinstance(step, str):
         return step
     alone = session.medians({"": step}, args.rounds)[""]
     in_a_row = session.medians({"": step}, args.rounds, args.repeats)[""]
-    sent = count * TYPE.itemsize * operation.messages(session.world)
+    sent = count * DTYPE.itemsize * operation.messages(session.world)
     figures = (mib, sent / 2**20, alone * 1e6, in_a_row * 1e6, sent / in_a_row / 1e9)
     return [operation.name, *(f"{x:.5g}" for x in figures)]
 
@@ -161,21 +161,21 @@ def main() -> None:
     if session.world < 2:
         raise SystemExit("a link has two ends: run at least two ranks")
     table = Table(session, args.out, COLUMNS, "bf16, MiB = 2^20 bytes, GB = 10^9 bytes")
-    session.say("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*COLUMNS))
+    session.print0("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*COLUMNS))
     for operation in OPERATIONS:
         for mib in args.sizes:
-            row = measured(session, operation, mib, args)
+            row = measure_row(session, operation, mib, args)
             if isinstance(row, str):
-                session.say(f"{operation.name:20} left out, {row}")
+                session.print0(f"{operation.name:20} left out, {row}")
                 break
             table.add(row)
-            session.say("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*row))
+            session.print0("{:20} {:>8} {:>9} {:>10} {:>12} {:>9}".format(*row))
     session.close()
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = flags(__doc__)
+    parser = common_flags(__doc__)
     parser.add_argument(
         "--sizes", nargs="+", type=float, default=[1, 4, 16, 64, 256], help="MiB of a message"
     )

@@ -1,13 +1,14 @@
-"""What each memory policy costs and saves: a stack of LLaMA layers, forward + backward.
+"""Time and peak memory of each activation-memory policy on LLaMA layers, forward + backward.
 
     torchrun --nproc-per-node 4 scripts/bench/bench_memory.py --out memory.csv --moments moments.csv
     torchrun --nproc-per-node 4 scripts/bench/bench_memory.py --shapes 16384:8:4096:32:11008
     python scripts/bench/plot_memory.py moments.csv --out memory.svg
 
-Layers are torch's own modules around ds_usp's attention, without optimizer; ``full`` is what stock
-programs do. The peak is above weights and gradients, on the worst rank. Copies are *hidden* while
-something computes. ``--moments`` writes what is held where at each border of two layers of a step.
-Tiny, on CPUs, where memory is not counted: --device cpu --shapes 64:3:32:4:64.
+Layers are torch modules around ds_usp's attention, without optimizer; ``full`` is activation
+checkpointing of whole layers. The peak is above weights and gradients, maximum over ranks. Copies
+are *hidden* while a kernel runs. ``--moments`` writes the device and host bytes at each layer
+boundary of a step. Smallest run, on CPUs, where memory is not counted: --device cpu --shapes
+64:3:32:4:64.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bench_harness import Session, Table, flags
-from overlap import length, recorded
+from bench_harness import Session, Table, common_flags
+from overlap import record_events, total_length
 from torch import Tensor, nn
 
 import ds_usp
@@ -53,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Policy:
-    """``recompute`` of ds_usp.memory, and the share that waits on the host."""
+    """``recompute`` of ds_usp.memory and the offloaded fraction."""
 
     recompute: str
     ratio: float = 0.0
@@ -81,8 +82,8 @@ class Layer(nn.Module):
             "fc1": (h, 2 * shape.ffn),
             "fc2": (shape.ffn, h),
         }
-        for name, (wide, narrow) in widths.items():
-            setattr(self, name, nn.Linear(wide, narrow, bias=False))
+        for name, (d_in, d_out) in widths.items():
+            setattr(self, name, nn.Linear(d_in, d_out, bias=False))
         self.gemm_last = gemm_last
         if gemm_last:
             GemmLast.between(self.norm1, self.qkv)
@@ -108,7 +109,7 @@ def gated(y: Tensor) -> Tensor:
 
 @dataclass
 class Stack:
-    """The layers under one policy, and one step over them."""
+    """Layers under one policy; runs one step."""
 
     session: Session
     shape: Shape
@@ -130,25 +131,25 @@ class Stack:
         self.x = torch.randn(1, tokens, self.shape.hidden, device=device, dtype=dtype)
         self.x.requires_grad_()
 
-    def step(self, watched: bool = False) -> None:
-        """Forward and backward; gradients stay, so that they are not in the peak.
+    def step(self, record_memory: bool = False) -> None:
+        """Forward and backward; gradients are kept allocated, so the peak does not count them.
 
         Args:
-            watched: note what is held at each border between layers, in both directions.
+            watched: record the allocated bytes at each layer boundary, forward and backward.
         """
         self.moments.clear()
         x = self.x
         for number, layer in enumerate(self.layers):
-            if watched:
-                self._note()
+            if record_memory:
+                self._record_memory()
             x = self.memory.run(number, layer, x)
-            if watched:
-                x.register_hook(self._note)
+            if record_memory:
+                x.register_hook(self._record_memory)
         x.backward(torch.ones_like(x))
-        if watched:
-            self._note()
+        if record_memory:
+            self._record_memory()
 
-    def _note(self, *_: object) -> None:
+    def _record_memory(self, *_: object) -> None:
         device = torch.cuda.memory_allocated() if self.session.on_gpu else 0
         self.moments.append((device, self.offload.bytes_away))
 
@@ -161,10 +162,12 @@ def measure(session: Session, stack: Stack, args: argparse.Namespace) -> list[st
     stack.step()
     sent = stack.offload.counts.offloaded - sent
     seconds = session.medians({"": stack.step}, args.rounds, args.in_a_row)[""]
-    events = recorded(session, stack.step, 2)
+    events = record_events(session, stack.step, 2)
     copies = [(a, b) for name, a, b in events if COPY.search(name)]
     work = [(a, b) for name, a, b in events if not COPY.search(name)]
-    hidden = 1 - (length([*copies, *work]) - length(work)) / max(length(copies), 1)
+    hidden = 1 - (total_length([*copies, *work]) - total_length(work)) / max(
+        total_length(copies), 1
+    )
     rate = stack.shape.seq_len / session.world / seconds
     share = f"{hidden:.3f}" if copies else ""
     return [f"{seconds * 1e3:.2f}", f"{rate:.0f}", f"{peak:.3f}", f"{sent / GIB:.3f}", share]
@@ -174,7 +177,7 @@ def moments(session: Session, stack: Stack) -> list[tuple[float, float]]:
     """GiB on the device, above weights and gradients, and on the host, over one step."""
     session.synchronize()
     base = torch.cuda.memory_allocated() if session.on_gpu else 0
-    stack.step(watched=True)
+    stack.step(record_memory=True)
     return [((device - base) / GIB, host / GIB) for device, host in stack.moments]
 
 
@@ -195,23 +198,23 @@ def main() -> None:
 
 
 def run(session: Session, stack: Stack, args: argparse.Namespace, tables: Sequence[Table]) -> None:
-    """One policy on one shape; one that does not fit is left out."""
+    """One policy on one shape; skipped, with a printed reason, if it does not fit."""
     names = [str(stack.shape), str(stack.policy)]
-    row = session.attempt(lambda: measure(session, stack, args))
+    row = session.try_all_ranks(lambda: measure(session, stack, args))
     if isinstance(row, str):
-        session.say(f"{names[0]}  {names[1]:24} left out, {row}")
+        session.print0(f"{names[0]}  {names[1]:24} left out, {row}")
         return
     tables[0].add([*names, *row])
     values = zip(COLUMNS[2:], row, strict=True)
-    told = "  ".join(f"{name} {value}" for name, value in values if value)
-    session.say(f"{names[0]}  {names[1]:24} {told}")
-    for at, (device, host) in enumerate(moments(session, stack)):
-        tables[1].add([*names, str(at), f"{device:.4f}", f"{host:.4f}"])
+    text = "  ".join(f"{name} {value}" for name, value in values if value)
+    session.print0(f"{names[0]}  {names[1]:24} {text}")
+    for index, (device, host) in enumerate(moments(session, stack)):
+        tables[1].add([*names, str(index), f"{device:.4f}", f"{host:.4f}"])
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = flags(__doc__)
+    parser = common_flags(__doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",

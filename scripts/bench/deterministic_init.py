@@ -1,7 +1,7 @@
-"""Megatron-DeepSpeed's training from initial weights that no split changes, for one loss curve.
+"""Megatron-DeepSpeed training from initial weights that do not depend on the parallel degrees.
 
-The host draws other weights under tensor parallelism. Here every matrix is drawn from its name;
-the rest starts as ones and zeros anyway. In place of ``megatron_patches.run``:
+Megatron-DeepSpeed draws other weights under tensor parallelism. Here every matrix is seeded by its
+name; other parameters start as ones and zeros. Used instead of ``megatron_patches.run``:
 
     python scripts/bench/deterministic_init.py $MEGATRON_DEEPSPEED_PATH/pretrain_gpt.py <its flags>
 """
@@ -23,22 +23,22 @@ import megatron_patches  # noqa: E402
 from megatron_patches import Patch, PatchSet, run  # noqa: E402
 
 
-def draw_by_name(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's models, with its matrices drawn anew."""
+def init_by_name(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build the framework's models, then redraw every matrix from a seed made of its name."""
     from megatron import get_args
 
     models = original(*args, **kwargs)
-    host = get_args()
+    framework_args = get_args()
     for name, parameter in models[0].named_parameters():
         if parameter.ndim > 1:
-            plain = plain_name(name, host.num_layers)
+            plain = plain_name(name, framework_args.num_layers)
             with torch.no_grad():
-                parameter.copy_(keyed_weight(plain, parameter, host.init_method_std))
+                parameter.copy_(keyed_weight(plain, parameter, framework_args.init_method_std))
     return models
 
 
 if __name__ == "__main__":
     megatron_patches.prepare(run.HOST, Path(next(x for x in sys.argv[1:] if x[0] != "-")))
-    wrap = Patch("megatron.training:get_model", draw_by_name, "wrap")
+    wrap = Patch("megatron.training:get_model", init_by_name, "wrap")
     PatchSet("same weights", (wrap,)).apply()
     run.main(sys.argv[1:])

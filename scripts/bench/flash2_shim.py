@@ -1,6 +1,6 @@
-"""torch's FlashAttention-2 by the names of the package flash-attn, for peers that import these.
+"""Shim: torch's FlashAttention-2 under the names of the package flash-attn.
 
-The same kernels; only the package's Python is missing where it is not installed.
+For libraries that import flash-attn where it is not installed; the kernels are the same.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 
 @contextmanager
-def torchs_flash_attn() -> Iterator[None]:
-    """In here ``import flash_attn`` finds the package or, where it is missing, this. What was
-    imported keeps what it has found; others do not see it."""
+def torch_flash_attn() -> Iterator[None]:
+    """Context in which ``import flash_attn`` resolves to the package or, if it is not installed,
+    to this shim. Modules imported in it keep their reference; ``sys.modules`` is restored."""
     name, inner = "flash_attn", "flash_attn.flash_attn_interface"
     spec = find_spec(name)
     if spec is not None and spec.origin is not None:  # not just a folder that flash-attn-4 makes
         yield
         return
-    before = {each: sys.modules.get(each) for each in (name, inner)}
+    before = {module_name: sys.modules.get(module_name) for module_name in (name, inner)}
     package, interface = ModuleType(name), ModuleType(inner)
     package.__version__ = "2.8.0"  # type: ignore[attr-defined]
     package.__path__ = []
@@ -36,14 +36,14 @@ def torchs_flash_attn() -> Iterator[None]:
     try:
         yield
     finally:
-        for each, module in before.items():
-            del sys.modules[each]
+        for module_name, module in before.items():
+            del sys.modules[module_name]
             if module is not None:
-                sys.modules[each] = module
+                sys.modules[module_name] = module
 
 
 def _absent(name: str) -> None:
-    """What peers import and do not call here."""
+    """Names that libraries import and that no benchmark calls."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -57,7 +57,7 @@ def forward(
     causal: bool,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    """``_flash_attn_forward`` without windows and dropout: out, log-sum-exp, and what is unread."""
+    """``_flash_attn_forward`` without windows and dropout: out, lse, and two unused values."""
     lengths = None, None, q.shape[1], k.shape[1]
     out, lse, *_rest = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, dropout_p, causal, False, scale=softmax_scale
@@ -80,11 +80,11 @@ def backward(
     causal: bool,
     *_: Any,
 ) -> None:
-    """``_flash_attn_backward``: writes the gradients into the given tensors."""
+    """``_flash_attn_backward``: writes the gradients into ``dq``, ``dk`` and ``dv``."""
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)
     lengths = None, None, q.shape[1], k.shape[1]
-    found = torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse, *lengths, dropout_p, causal, unread, unread, scale=softmax_scale
     )
-    for place, x in zip((dq, dk, dv), found, strict=True):
-        place.copy_(x)
+    for out_buffer, x in zip((dq, dk, dv), grads, strict=True):
+        out_buffer.copy_(x)

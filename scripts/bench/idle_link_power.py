@@ -1,11 +1,11 @@
-"""What it costs a kernel that the links between GPUs are awake.
+"""Kernel slowdown caused by active NVLinks.
 
     torchrun --nproc-per-node 2 scripts/bench/idle_link_power.py --out awake_links.csv
 
-Beside the single-GPU kernel each rank pulls a few bytes from the next one, every so many
-milliseconds, by its copy engine: too little to be in the way. Links that are awake take power all
-the same, which a GPU at its limit takes from its clock. So much slower is the same kernel beside
-any exchange. On CPUs (--device cpu) nothing is pulled: it shows that the script runs.
+While the single-GPU kernel runs, each rank reads 4 KiB from the next rank every N milliseconds with
+a copy engine: too little to compete for bandwidth. Active links draw power, and a power-limited GPU
+lowers its clock. The measured slowdown is therefore the minimum for any method that communicates.
+On CPUs (--device cpu) nothing is read: it shows that the script runs.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from contextlib import closing
 from functools import partial
 
 import torch
-from baselines import Shape, one_gpu, parsed, shape_flags
-from bench_harness import Session, Step, Table, flags, race_flags, settling
-from bench_links import TYPE, empty, of_next_rank
+from baselines import Shape, parse_baseline_args, shape_flags, single_gpu_baseline
+from bench_harness import Session, Step, Table, common_flags, comparison_flags, warm_up_seconds
+from bench_links import DTYPE, empty, peer_buffer
 
 _BYTES = 4096
 
 
-class Pulls:
-    """A thread that lets a few bytes come from the next rank.
+class BackgroundPulls:
+    """Thread that reads a few bytes from the next rank in a fixed interval.
 
     Attributes:
-        every_ms: so often; 0: never.
+        every_ms: the interval in milliseconds; 0: no reads.
     """
 
     def __init__(self, session: Session) -> None:
         self.every_ms = 0.0
         self._session, self._ended, self._changed = session, False, threading.Event()
-        count = _BYTES // TYPE.itemsize
-        self._own = self._theirs = empty(session, count)
+        count = _BYTES // DTYPE.itemsize
+        self._recv = self._peer = empty(session, count)
         if session.on_gpu:
-            self._theirs, self._kept = of_next_rank(session, count)
+            self._peer, self._kept = peer_buffer(session, count)
         session.synchronize()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def set(self, every_ms: float) -> None:
-        """So often from now on."""
+        """Change the interval."""
         if every_ms != self.every_ms:
             self.every_ms = every_ms
             self._changed.set()
 
     def close(self) -> None:
-        """No more of them."""
+        """Stop and join the thread."""
         self._ended = True
         self._changed.set()
         self._thread.join()
@@ -61,19 +61,19 @@ class Pulls:
             torch.cuda.set_stream(torch.cuda.Stream())
         while not self._ended:
             if self.every_ms:
-                self._own.copy_(self._theirs, non_blocking=True)
+                self._recv.copy_(self._peer, non_blocking=True)
             self._changed.wait(self.every_ms / 1e3 or None)
             self._changed.clear()
 
 
-def beside(pulls: Pulls, step: Step, every_ms: float) -> None:
-    """A step, with pulls so often from now on."""
+def running_beside(pulls: BackgroundPulls, step: Step, every_ms: float) -> None:
+    """Run a step while ``pulls`` reads every ``every_ms``."""
     pulls.set(every_ms)
     step()
 
 
 def main() -> None:
-    """Time each kernel alone and beside pulls; rank 0 prints and writes."""
+    """Time each kernel with and without background reads; rank 0 prints and writes."""
     args = parse()
     session = Session.start(args.device)
     if session.world < 2:
@@ -81,12 +81,14 @@ def main() -> None:
     columns = ("shape", "kernel", "pull_every_ms", "ms", "tflop_per_s_per_gpu", "share")
     note = f"bf16, causal, batch 1, forward + backward; {_BYTES} bytes a pull; the slowest rank"
     table = Table(session, args.out, columns, note)
-    with closing(Pulls(session)) as pulls:
+    with closing(BackgroundPulls(session)) as pulls:
         for shape in map(Shape.parse, args.shapes):
             for kernel in args.kernels:
-                step = one_gpu(kernel).prepared(session, shape, False)
+                step = single_gpu_baseline(kernel).prepared(session, shape, False)
                 if step is not None:
-                    measure(session, args, table, (shape, kernel), partial(beside, pulls, step))
+                    measure(
+                        session, args, table, (shape, kernel), partial(running_beside, pulls, step)
+                    )
     session.close()
 
 
@@ -94,30 +96,30 @@ def measure(
     session: Session,
     args: argparse.Namespace,
     table: Table,
-    what: tuple[Shape, str],
+    case: tuple[Shape, str],
     step: Callable[[float], None],
 ) -> None:
-    """The rows of a shape and a kernel, whose step is told how often something is pulled."""
-    shape, kernel = what
-    steps = {f"{each:g}": partial(step, each) for each in (0, *args.every)}
-    found = session.medians(steps, args.rounds, args.in_a_row, settling(args))
-    for every, seconds in found.items():
-        rate, share = shape.tflop / seconds / session.world, found["0"] / seconds
-        often = "never" if every == "0" else every
-        row = [str(shape), kernel, often, f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.4f}"]
+    """Rows of one shape and kernel; ``step`` takes the interval of the background reads in ms."""
+    shape, kernel = case
+    steps = {f"{every_ms:g}": partial(step, every_ms) for every_ms in (0, *args.every)}
+    medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
+    for every, seconds in medians.items():
+        rate, share = shape.tflop / seconds / session.world, medians["0"] / seconds
+        interval = "never" if every == "0" else every
+        row = [str(shape), kernel, interval, f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.4f}"]
         table.add(row)
-        session.say(f"{shape}  {kernel:8} {often:>6} {seconds * 1e3:9.3f} ms {share:7.1%}")
+        session.print0(f"{shape}  {kernel:8} {interval:>6} {seconds * 1e3:9.3f} ms {share:7.1%}")
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = flags(__doc__)
+    parser = common_flags(__doc__)
     shape_flags(parser, "32768:32:32:128")
     parser.add_argument(
         "--every", nargs="+", type=float, default=[1, 20, 60, 200], help="milliseconds"
     )
-    race_flags(parser)
-    return parsed(parser)
+    comparison_flags(parser)
+    return parse_baseline_args(parser)
 
 
 if __name__ == "__main__":

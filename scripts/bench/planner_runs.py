@@ -134,9 +134,9 @@ class Host:
             begin = clock.elapsed_s
             trainer.train([batch], 1e-5)
             clock.synchronize()
-            seconds.append(session.reduced([clock.elapsed_s - begin], dist.ReduceOp.MAX)[0])
+            seconds.append(session.all_reduced([clock.elapsed_s - begin], dist.ReduceOp.MAX)[0])
         most = torch.cuda.max_memory_allocated() - left if session.on_gpu else 0
-        most = int(session.reduced([most], dist.ReduceOp.MAX)[0])
+        most = int(session.all_reduced([most], dist.ReduceOp.MAX)[0])
         _let_go(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
@@ -255,11 +255,11 @@ def measure_host(
             one = replace(case, layers=1)
             layers += list(host.layers(one, TINY_TOKENS if tiny else LAYER_TOKENS, clock))
             ends += list(host.ends(one, TINY_TOKENS if tiny else ENDS_TOKENS, clock))
-            session.say(f"[{clock.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
+            session.print0(f"[{clock.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
             _cleared(session)
         for case in cases:
             runs.append(host.run(case, 3))
-            session.say(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")
+            session.print0(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")
         host.mesh.release()
     add_rows(profile, "layers", layers, source)
     add_rows(profile, "ends", ends, source)
@@ -332,11 +332,11 @@ def main() -> None:
     for mesh, cases in by_mesh(held_out):
         host = Host(session, mesh)
         for case in cases:
-            if session.reduced([clock.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
-                session.say(f"left out, after {args.seconds:g} s: {case}")
+            if session.all_reduced([clock.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
+                session.print0(f"left out, after {args.seconds:g} s: {case}")
                 continue
             runs.append(host.run(case, args.steps))
-            session.say(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])}")
+            session.print0(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])}")
             if session.rank == 0:
                 write(args.out, comment, runs)
         host.mesh.release()

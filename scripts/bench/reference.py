@@ -1,4 +1,4 @@
-"""How far an attention is from the truth: fp64, beside the single-GPU kernel on the same inputs."""
+"""fp64 reference of causal attention, and the errors of a mesh against it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import ds_usp
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 NAMES = ("out", "dq", "dk", "dv")
-QUERIES = 256  # rows of the score matrix that are there at once: memory grows with the length only
+QUERIES = 256  # rows of the score matrix per block: memory is linear in the length
 
 
-def causal_truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
-    """Out, dq, dk and dv in fp64 of a causal attention, chunk by chunk of queries.
+def causal_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> Tensors:
+    """Out, dq, dk and dv of causal attention in fp64, in blocks of queries.
 
     q, dout ``[b, s, h, d]``, k, v ``[b, s, h_kv, d]``. With p the softmax of a row of scores:
     ds = scale p * (dout v' - dout . out), dq = ds k, dk = ds' q, dv = p' dout.
@@ -42,7 +44,7 @@ def causal_truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.
 
 
 def fresh_inputs(session: Session, shape: Shape) -> Tensors:
-    """Random q, k, v and dout of the whole sequence, bf16: new in each run, one on all ranks."""
+    """Random bf16 q, k, v and dout of the full sequence, unseeded, equal on all ranks."""
     torch.seed()
     drawn = shape.random(session.device, shape.seq_len)
     for x in drawn:
@@ -51,24 +53,24 @@ def fresh_inputs(session: Session, shape: Shape) -> Tensors:
 
 
 def errors(
-    session: Session, mesh: ds_usp.SequenceMesh, kernel: str, inputs: Tensors, truth: Tensors
+    session: Session, mesh: ds_usp.SequenceMesh, kernel: str, inputs: Tensors, reference: Tensors
 ) -> list[float]:
-    """Relative error of out, dq, dk and dv over a mesh, each by its norm over all ranks."""
+    """Relative errors (L2 norm over all ranks) of out, dq, dk and dv of a call over a mesh."""
     layout = mesh.layout("zigzag", inputs[0].shape[1])
-    shares = [layout.shard(x, dim=1, rank=mesh.rank).detach() for x in inputs]
-    q, k, v = (x.requires_grad_() for x in shares[:3])
+    shards = [layout.shard(x, dim=1, rank=mesh.rank).detach() for x in inputs]
+    q, k, v = (x.requires_grad_() for x in shards[:3])
     out = usp_attend(mesh, layout, kernel)(q, k, v)
-    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), shares[3]))
-    if {x.dtype for x in found} != {q.dtype}:  # a finer one would hide what rounding costs
-        raise TypeError(f"{[x.dtype for x in found]} came back for {q.dtype}")
+    results = (out.detach(), *torch.autograd.grad(out, (q, k, v), shards[3]))
+    if {x.dtype for x in results} != {q.dtype}:  # a wider dtype would hide rounding errors
+        raise TypeError(f"{[x.dtype for x in results]} returned for {q.dtype} inputs")
     squares = []
-    for mine, true in zip(found, truth, strict=True):
-        share = layout.shard(true, dim=1, rank=mesh.rank)
-        squares += [(mine.double() - share).square().sum().item(), share.square().sum().item()]
-    sums = session.reduced(squares)
-    return [(off / whole) ** 0.5 for off, whole in zip(sums[::2], sums[1::2], strict=True)]
+    for result, expected in zip(results, reference, strict=True):
+        shard = layout.shard(expected, dim=1, rank=mesh.rank)
+        squares += [(result.double() - shard).square().sum().item(), shard.square().sum().item()]
+    sums = session.all_reduced(squares)
+    return [(error / norm) ** 0.5 for error, norm in zip(sums[::2], sums[1::2], strict=True)]
 
 
-def worst_ratio(ours: list[float], kernels: list[float]) -> float:
-    """The largest error in units of the kernel's own; NaN if any is."""
-    return (torch.tensor(ours) / torch.tensor(kernels)).max().item()
+def worst_ratio(mesh_errors: list[float], kernel_errors: list[float]) -> float:
+    """Largest ratio of an error to the single-GPU kernel's; NaN if any is NaN."""
+    return (torch.tensor(mesh_errors) / torch.tensor(kernel_errors)).max().item()

@@ -1,7 +1,7 @@
-"""What the kernel, recomputation and ours each bring to a step of Megatron-DeepSpeed, one by one.
+"""Step time of Megatron-DeepSpeed by factor: attention kernel, recomputation, megatron_patches.
 
-Trains GPT 1.3B on the GPUs of this machine once for each row of :data:`ROWS`: the framework as it
-is on three attention kernels, with and without activation checkpointing, then the same framework
+Trains GPT 1.3B on the GPUs of this machine once for each row of :data:`ROWS`: the unpatched
+framework on three attention kernels, with and without activation checkpointing, then the framework
 under ``megatron_patches``. Needs ``MEGATRON_DEEPSPEED_PATH`` and the prefix of encoded data:
 
     python scripts/bench/step_factors.py --data-path PREFIX --gpus 2 --seq-len 16384 --out F.csv
@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCRIPT = "examples_deepspeed/sequence_parallel/ds_pretrain_gpt_1.3B_usp_32k.sh"
-OURS_ALONE = ("--ulysses-degree", "--usp-layout", "--usp-kernel")
+USP_FLAGS = ("--ulysses-degree", "--usp-layout", "--usp-kernel")
 ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 WARMUP_STEPS = 2
@@ -48,7 +48,7 @@ class Row:
     loss_chunks: int = 1
 
     def command(self, args: argparse.Namespace) -> list[str]:
-        """The launcher's command line, from the example script's own dry run."""
+        """Launcher command line, from the dry run of the example script."""
         settings = {
             "DRY_RUN": 1,
             "TOKENIZER_TYPE": "NullTokenizer",
@@ -87,10 +87,10 @@ class Row:
         save = words.index("--save")
         del words[save : save + 2]
         if self.program == "stock":
-            for flag in OURS_ALONE:
+            for flag in USP_FLAGS:
                 index = words.index(flag)
                 del words[index : index + 2]
-            words[words.index("megatron_patches.run")] = "stock_host"
+            words[words.index("megatron_patches.run")] = "stock_megatron"
             words += ["--use-flash-attn-v2", "--no-masked-softmax-fusion"]
         elif self.loss_chunks > 1:
             words += ["--usp-loss-chunks", str(self.loss_chunks)]
@@ -109,7 +109,7 @@ ROWS = (
 
 
 def measure(row: Row, args: argparse.Namespace) -> list[object]:
-    """Median step time in ms, tokens/s per GPU and the losses; what failed prints its output."""
+    """Median step time in ms, tokens/s per GPU and losses; a failed run prints its output."""
     paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

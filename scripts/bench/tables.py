@@ -62,7 +62,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def attention_table(results: str, kernel: str, methods: Sequence[str] = ALL_METHODS) -> str:
-    """Time, share of the kernel's speed and memory of every method on one kernel, 32K and 128K."""
+    """Time, percent of the kernel's speed and memory of each method on one kernel, 32K and 128K."""
     runs: Mapping[tuple[str, str], dict[str, str]] = {
         (row["shape"].split()[0], row["contender"]): row for row in read(results)
     }
@@ -85,7 +85,7 @@ def _measured(row: Mapping[str, str] | None) -> list[str]:
 
 
 def factor_table(results: str) -> str:
-    """The steps of one model, from the stock framework to ours, each beside the first."""
+    """Step times from the unpatched framework to megatron_patches; speed relative to the first."""
     runs = read(results)
     first = float(runs[0]["ms_per_iteration"])
     rows = []
@@ -116,7 +116,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def rewritten(text: str) -> str:
-    """A document with every table written anew."""
+    """The document with every table regenerated."""
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 

@@ -1,12 +1,12 @@
-"""The unpatched Megatron-DeepSpeed on an attention kernel of choice: the baseline of a comparison.
+"""Unpatched Megatron-DeepSpeed on a chosen attention kernel: the baseline of ``step_factors.py``.
 
 The framework calls ``flash_attn_varlen_func`` of the package flash-attn. This runs its script
-without any patch of ours, and serves that one function by a kernel of :mod:`ds_usp.kernels`, so
-that both programs are timed on the same kernel. Only packages that the framework imports and this
-machine lacks are replaced. In place of ``megatron_patches.run``:
+without any patch and implements that one function with a kernel of :mod:`ds_usp.kernels`, so that
+both programs are timed on the same kernel. Packages that the framework imports and that are not
+installed are replaced by stubs. Used instead of ``megatron_patches.run``:
 
-    USP_STOCK_KERNEL=cudnn deepspeed --module stock_host $MEGATRON_DEEPSPEED_PATH/pretrain_gpt.py \
-        --use-flash-attn-v2 <the framework's flags, none of ours>
+    USP_STOCK_KERNEL=cudnn deepspeed --module stock_megatron \
+        $MEGATRON_DEEPSPEED_PATH/pretrain_gpt.py --use-flash-attn-v2 <the framework's flags>
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def flash_attn_varlen_func(
 
 
 def main() -> None:
-    """Run the script, the first argument that is no flag, with all other arguments."""
+    """Run the script (the first argument that is no flag) with all other arguments."""
     arguments = sys.argv[1:]
-    script = next(each for each in arguments if not each.startswith("-"))
+    script = next(word for word in arguments if not word.startswith("-"))
     arguments.remove(script)
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""Smoke runs: each benchmark script runs on two gloo ranks and writes the rows it should."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from harness import RankContext, WorkerPool
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "scripts" / "bench"
+SHAPE = ("--shapes", "64:2:2:16", "--kernels", "eager")
+
+pytestmark = pytest.mark.slow
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def run_main(ctx: RankContext, *, script: str, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and output of a script's ``main`` on a rank that has its process group."""
+    sys.path.append(str(BENCH))
+    import bench_harness
+
+    session = bench_harness.Session(torch.device("cpu"), ctx.rank, ctx.world)
+    argv = [str(BENCH / f"{script}.py"), "--device", "cpu", *arguments]
+    code: Any = 0
+    with (
+        mock.patch.object(bench_harness.Session, "start", lambda _: session),
+        mock.patch.object(bench_harness.Session, "close"),
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        try:
+            importlib.import_module(script).main()
+        except SystemExit as end:
+            code = end.code
+    return int(code or 0), out.getvalue()
+
+
+def run(pool: WorkerPool, script: str, *arguments: str, code: int = 0) -> str:
+    """Output of rank 0 of a script on two ranks."""
+    results = pool.run(run_main, 2, script=script, arguments=list(arguments))
+    assert [exit_code for exit_code, _ in results] == [code] * 2, results[0][1]
+    return results[0][1]
+
+
+def test_links_under_torchrun(tmp_path: Path) -> None:
+    """The only run whose ranks come from torchrun: Session.start is not replaced."""
+    path = tmp_path / "links.csv"
+    sizes = ("--sizes", "0.01", "0.02", "--rounds", "2", "--repeats", "2", "--out", str(path))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    done = subprocess.run(
+        [*launcher, str(BENCH / "bench_links.py"), "--device", "cpu", *sizes],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read(path)
+    sent = {(row["operation"], row["mib"]): float(row["sent_mib"]) for row in rows}
+    assert sent["all-to-all", "0.02"] == pytest.approx(0.01, rel=0.01)
+    assert sent["ring send/receive", "0.01"] == pytest.approx(0.01, rel=0.01)
+    assert all(float(row["gb_per_s"]) > 0 for row in rows)
+    assert done.stdout.count("left out") == 3  # what needs a GPU
+
+
+def test_attention_and_its_errors(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    run(pool, "bench_attention", *SHAPE, "--rounds", "1", "--out", str(path))
+    meshes = ["one GPU, eager", "ds_usp 2x1, eager", "ds_usp 1x2, eager"]
+    assert [row["contender"] for row in read(path)] == meshes
+    run(pool, "bench_attention", *SHAPE, "--errors", "--out", str(path))
+    assert [row["contender"] for row in read(path)] == meshes[1:]
+    nothing = ("--shapes", "64:2:2:16", "--kernels", "flash4", "--errors")
+    assert "0 checked: FAILED" in run(pool, "bench_attention", *nothing, code=1)
+
+
+def test_documents_and_windows(pool: WorkerPool, tmp_path: Path) -> None:
+    sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
+    path = tmp_path / "documents.csv"
+    run(pool, "bench_documents", *sizes, "--rounds", "1", "--out", str(path))
+    rows = read(path)
+    for workload, layout in (("documents", "balanced"), ("window 8", "contiguous")):
+        assert [row["contender"] for row in rows if row["workload"] == workload] == [
+            "one GPU, eager",
+            "ds_usp 2x1 zigzag, eager",
+            f"ds_usp 1x2 {layout}, eager",
+            "ds_usp 1x2 zigzag, eager",
+        ]
+    assert len(rows) == 12
+
+
+def test_overlap(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "overlap.csv"
+    run(pool, "overlap", "--shapes", "64:2:2:16", "--steps", "1", "--out", str(path))
+    assert len(read(path)) == 3
+
+
+def test_idle_link_power(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "links.csv"
+    run(pool, "idle_link_power", *SHAPE, "--every", "1", "--rounds", "1", "--out", str(path))
+    rows = read(path)
+    assert [row["pull_every_ms"] for row in rows] == ["never", "1"]
+    assert float(rows[0]["share"]) == 1
+
+
+def test_memory_and_its_plot(pool: WorkerPool, tmp_path: Path) -> None:
+    path, moments, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.svg"))
+    policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
+    run(
+        pool, "bench_memory", "--shapes", "1024:3:64:4:128", "--rounds", "1", "--in-a-row", "1",
+        "--policies", *policies, "--out", str(path), "--moments", str(moments),
+    )  # fmt: skip
+    rows = read(path)
+    assert [row["policy"] for row in rows][-1] == "attention + offload 1"
+    assert [float(row["host_gib"]) > 0 for row in rows] == [False] * 4 + [True] * 2
+    assert len(read(moments)) == len(policies) * 7  # each border of 3 layers, both ways, and end
+    command = [sys.executable, BENCH / "plot_memory.py", moments, "--out", picture]
+    subprocess.run(command, check=True, timeout=180)
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
