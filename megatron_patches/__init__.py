@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "apply",
     "check",
     "fingerprint",
+    "frameworks",
     "hosts",
     "patch_set",
     "prepare",
@@ -34,24 +36,30 @@ __all__ = [
 ]
 
 
-def hosts() -> tuple[str, ...]:
+def frameworks() -> tuple[str, ...]:
     """The names that :func:`apply` and :func:`table` take."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
 
 
-def patch_set(host: str, **settings: Any) -> PatchSet:
+def hosts() -> tuple[str, ...]:
+    """The old name of :func:`frameworks`."""
+    warnings.warn("hosts() is called frameworks()", DeprecationWarning, stacklevel=2)
+    return frameworks()
+
+
+def patch_set(framework: str, **settings: Any) -> PatchSet:
     """What would be changed in a host, without a change.
 
     Raises:
         ConfigError: an unknown host, or settings that it cannot serve.
     """
-    if host not in hosts():
-        raise ConfigError(f"unknown host {host!r}; there are {', '.join(hosts())}")
-    patches: PatchSet = importlib.import_module(f"{__name__}.{host}").patches(settings)
+    if framework not in frameworks():
+        raise ConfigError(f"unknown framework {framework!r}; there are {', '.join(frameworks())}")
+    patches: PatchSet = importlib.import_module(f"{__name__}.{framework}").patches(settings)
     return patches
 
 
-def apply(host: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
+def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
     """Patch a host that is importable in this process.
 
     Args:
@@ -65,7 +73,7 @@ def apply(host: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
         ConfigError: an unknown host or setting.
         PatchError: a host that does not match, or is patched already.
     """
-    patches = patch_set(host, **settings)
+    patches = patch_set(framework, **settings)
     patches.apply(unchecked=unchecked)
     return patches
 
@@ -76,7 +84,7 @@ def restore() -> None:
         patches.restore()
 
 
-def check(host: str, checkout: Path | None = None) -> str:
+def check(framework: str, checkout: Path | None = None) -> str:
     """Whether the host of this process, or a checkout of it, is the one the patches know.
 
     Returns:
@@ -86,34 +94,36 @@ def check(host: str, checkout: Path | None = None) -> str:
         ConfigError: an unknown host, or a path that is no checkout of it.
         PatchError: with every mismatch.
     """
-    patches = patch_set(host)
-    prepare(host, checkout)
-    script = getattr(importlib.import_module(f"{__name__}.{host}"), "SCRIPT", "__main__")
-    changed = (*patches.patches, *(patch.moved("__main__", script) for patch in patches.later))
-    bypassed = [each.moved("__main__", script) for each in patches.bypassed_by("")]
-    patches.verify((*changed, *bypassed))
+    patches = patch_set(framework)
+    prepare(framework, checkout)
+    script = getattr(importlib.import_module(f"{__name__}.{framework}"), "SCRIPT", "__main__")
+    patched = (*patches.patches, *(patch.retarget("__main__", script) for patch in patches.later))
+    bypassed = [bypass.retarget("__main__", script) for bypass in patches.bypassed_by("")]
+    patches.verify((*patched, *bypassed))
     flagged = (bypass for bypass in patches.bypassed if bypass.flag)
     notes = (
-        f"\n  refused with {each.flag}: {line}" for each in flagged for line in each.mismatches()
+        f"\n  refused with {bypass.flag}: {line}"
+        for bypass in flagged
+        for line in bypass.mismatches()
     )
-    where = f" at {checkout}" if checkout else ""
-    beside = f", {len(bypassed)} functions that they bypass" if bypassed else ""
-    return f"{host}{where} matches: {len(changed)} patches{beside}{''.join(notes)}"
+    location = f" at {checkout}" if checkout else ""
+    bypass_count = f", {len(bypassed)} functions that they bypass" if bypassed else ""
+    return f"{framework}{location} matches: {len(patched)} patches{bypass_count}{''.join(notes)}"
 
 
-def prepare(host: str, checkout: Path | None) -> None:
+def prepare(framework: str, checkout: Path | None) -> None:
     """Make a host importable that is a checkout.
 
     Raises:
         ConfigError: a path that is no checkout of it, or a host that takes none.
     """
-    module = importlib.import_module(f"{__name__}.{host}")
+    module = importlib.import_module(f"{__name__}.{framework}")
     if hasattr(module, "prepare"):
         module.prepare(checkout)
     elif checkout is not None:
-        raise ConfigError(f"{host} is used as it is installed; give no path, got {checkout}")
+        raise ConfigError(f"{framework} is used as it is installed; give no path, got {checkout}")
 
 
-def table(host: str) -> str:
+def table(framework: str) -> str:
     """What :func:`apply` changes in a host, why, and against which source: Markdown."""
-    return markdown(patch_set(host))
+    return markdown(patch_set(framework))

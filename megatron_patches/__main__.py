@@ -1,4 +1,4 @@
-"""``python -m megatron_patches --host NAME --table | --check [PATH]``."""
+"""``python -m megatron_patches --framework NAME --table | --check [PATH]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ds_usp.errors import ConfigError, USPError
 def main(argv: list[str] | None = None) -> int:
     """Print the table of a host, or whether a checkout matches it; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_patches", description=__doc__)
-    parser.add_argument("--host", default="megatron_deepspeed", choices=megatron_patches.hosts())
+    parser.add_argument(
+        "--framework", "--host", default="megatron_deepspeed", choices=megatron_patches.frameworks()
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--table", action="store_true", help="what is changed, why, against what")
     action.add_argument(
@@ -29,26 +31,30 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.table:
-            print(megatron_patches.table(args.host))
+            print(megatron_patches.table(args.framework))
         else:
-            print(megatron_patches.check(args.host, _checkout(args.host, args.check)))
+            print(megatron_patches.check(args.framework, _checkout(args.framework, args.check)))
     except USPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _checkout(host: str, path: str) -> Path | None:
+def _checkout(framework: str, path: str) -> Path | None:
     """The checkout to compare: the path, or what the host's variable says.
 
     Raises:
         ConfigError: a variable that names no folder.
     """
-    variable = getattr(importlib.import_module(f"megatron_patches.{host}"), "CHECKOUT_VARIABLE", "")
-    named = os.environ.get(variable, "")
-    if not path and named and not Path(named).is_dir():
-        raise ConfigError(f"{variable}={named} is no folder; set it to a checkout, or give a path")
-    return Path(path or named) if path or named else None
+    variable = getattr(
+        importlib.import_module(f"megatron_patches.{framework}"), "CHECKOUT_VARIABLE", ""
+    )
+    from_environment = os.environ.get(variable, "")
+    if not path and from_environment and not Path(from_environment).is_dir():
+        raise ConfigError(
+            f"{variable}={from_environment} is no folder; set it to a checkout, or give a path"
+        )
+    return Path(path or from_environment) if path or from_environment else None
 
 
 if __name__ == "__main__":

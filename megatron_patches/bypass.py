@@ -21,7 +21,7 @@ class Bypass:
     """
 
     target: str
-    by: str
+    reason: str
     guard: Guard
     flag: str = ""
 
@@ -30,9 +30,9 @@ class Bypass:
     def mismatches(self) -> Iterator[str]:
         """What differs from the known function, one sentence each."""
         for line in self.guard.mismatches(self.target):
-            yield f"{self.target}: {line}. An edit has no effect: {self.by}"
+            yield f"{self.target}: {line}. An edit has no effect: {self.reason}"
 
-    def moved(self, module: str, to: str) -> Bypass:
+    def retarget(self, module: str, to: str) -> Bypass:
         """The same for a module that is loaded under another name."""
         name, _, path = self.target.partition(":")
         return replace(self, target=f"{to}:{path}") if name == module else self

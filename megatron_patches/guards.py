@@ -54,26 +54,26 @@ class Guard:
 
     def _version_mismatch(self) -> Iterator[str]:
         try:
-            found = importlib.metadata.version(self.distribution)
+            installed = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             yield f"needs {self.distribution} {self.versions}, which is not installed"
             return
-        if not SpecifierSet(self.versions, prereleases=True).contains(found):
-            yield f"needs {self.distribution} {self.versions}, found {found}"
+        if not SpecifierSet(self.versions, prereleases=True).contains(installed):
+            yield f"needs {self.distribution} {self.versions}, found {installed}"
 
     def _source_mismatch(self, original: Any) -> Iterator[str]:
         try:
-            found = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
+            digest = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
         except (OSError, TypeError) as error:
             yield f"its source cannot be read ({error}), so it cannot be compared"
             return
-        if found not in self.fingerprints:
+        if digest not in self.fingerprints:
             known = " or ".join(self.fingerprints)
-            yield f"its source is another: expected fingerprint {known}, found {found}"
+            yield f"its source is another: expected fingerprint {known}, found {digest}"
 
     def __str__(self) -> str:
         version = f"{self.distribution} {self.versions}".strip()
-        return ", ".join(part for part in (version, *self.fingerprints) if part)
+        return ", ".join(text for text in (version, *self.fingerprints) if text)
 
 
 NO_GUARD: Final = Guard()
@@ -87,10 +87,10 @@ def fingerprint(obj: Any) -> str:
     Raises:
         OSError, TypeError: there is no source to read.
     """
-    return _digest(ast.parse(textwrap.dedent(inspect.getsource(_function(obj)))))
+    return _digest(ast.parse(textwrap.dedent(inspect.getsource(_underlying_function(obj)))))
 
 
-def fingerprint_at(place: str) -> str:
+def fingerprint_at(target: str) -> str:
     """The :func:`fingerprint` of what a module's file defines under a name.
 
     Args:
@@ -99,10 +99,10 @@ def fingerprint_at(place: str) -> str:
     Raises:
         OSError, TypeError: there is no source to read, or no such name in it.
     """
-    name, _, path = place.partition(":")
+    name, _, path = target.partition(":")
     node: Any = ast.parse(inspect.getsource(importlib.import_module(name)))
-    for part in path.split("."):
-        node = next((x for x in node.body if getattr(x, "name", None) == part), None)
+    for attribute in path.split("."):
+        node = next((x for x in node.body if getattr(x, "name", None) == attribute), None)
         if node is None:
             raise OSError(f"{name} defines no {path}")
     return _digest(ast.Module([node], []))
@@ -112,7 +112,7 @@ def _digest(tree: ast.Module) -> str:
     return hashlib.sha256(_canonical(tree).encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 
-def _function(obj: Any) -> Any:
+def _underlying_function(obj: Any) -> Any:
     if isinstance(obj, (staticmethod, classmethod)):
         return obj.__func__
     return obj.fget if isinstance(obj, property) else obj
@@ -128,7 +128,7 @@ def _canonical(node: Any) -> str:
         ]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):
-        return f"[{','.join(_canonical(each) for each in node if not _is_docstring(each))}]"
+        return f"[{','.join(_canonical(child) for child in node if not _is_docstring(child))}]"
     return repr(node)
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 from ds_usp.errors import ConfigError, PatchError
 from megatron_patches.bypass import Bypass
 from megatron_patches.guards import NO_GUARD, Guard
-from megatron_patches.patch_target import ABSENT, Place
+from megatron_patches.patch_target import ABSENT, PatchTarget
 
 UNCHECKED_FLAG = "--usp-unchecked-host"
-_MARK = "__ds_usp_patches__"  # on a changed module: the sets that changed it
+_SETS_ATTRIBUTE = "__ds_usp_patches__"  # on a changed module: the sets that changed it
 _SCRIPT = "__main__"
 
 
@@ -49,10 +49,12 @@ class Patch:
     upstream: str = ""
 
     def __post_init__(self) -> None:
-        for place in (self.target, *self.also_in):
-            module, _, path = place.partition(":")
+        for target in (self.target, *self.also_in):
+            module, _, path = target.partition(":")
             if not module or not path:
-                raise ConfigError(f"{place!r} is no place to patch; write package.module:Name.attr")
+                raise ConfigError(
+                    f"{target!r} is no place to patch; write package.module:Name.attr"
+                )
         if self.kind not in ("replace", "wrap", "add"):
             raise ConfigError(f"{self.target}: kind {self.kind!r} is not replace, wrap or add")
 
@@ -64,8 +66,8 @@ class Patch:
     def mismatches(self) -> Iterator[str]:
         """Everything that keeps this patch from fitting the host, one line each."""
         try:
-            original = Place.find(self.target).read()
-            others = [(place, Place.find(place).read()) for place in self.also_in]
+            original = PatchTarget.find(self.target).read()
+            aliases = [(target, PatchTarget.find(target).read()) for target in self.also_in]
         except (ImportError, AttributeError) as error:
             yield f"{self.target}: {type(error).__name__}: {error}"
             return
@@ -78,23 +80,23 @@ class Patch:
             return
         if self.kind == "wrap" and isinstance(original, type):
             yield f"{self.target}: is a class; wrap one of its methods or replace it"
-        for place, other in others:
-            if _plain(other) is not _plain(original):
-                yield f"{place}: is not the same object as {self.target}"
-        yield from (f"{self.target}: {each}" for each in self.guard.mismatches(original))
+        for target, alias in aliases:
+            if _unwrap_descriptor(alias) is not _unwrap_descriptor(original):
+                yield f"{target}: is not the same object as {self.target}"
+        yield from (f"{self.target}: {mismatch}" for mismatch in self.guard.mismatches(original))
 
-    def moved(self, module: str, to: str) -> Patch:
+    def retarget(self, module: str, to: str) -> Patch:
         """The same patch for a module that is loaded under another name."""
         name, _, path = self.target.partition(":")
         return replace(self, target=f"{to}:{path}") if name == module else self
 
-    def made(self, original: Any) -> Any:
+    def build(self, original: Any) -> Any:
         """What is put in place of ``original``."""
         if self.kind != "wrap":
             return self.replacement
         if isinstance(original, (staticmethod, classmethod)):
-            return type(original)(_wrapped(original.__func__, self.replacement))
-        return _wrapped(original, self.replacement)
+            return type(original)(_wrap(original.__func__, self.replacement))
+        return _wrap(original, self.replacement)
 
 
 Guarded: TypeAlias = Patch | Bypass  # what a host has to hold as it is known
@@ -117,14 +119,14 @@ class PatchSet:
 
     def __init__(
         self,
-        host: str,
+        framework: str,
         patches: Iterable[Patch],
         later: Iterable[Patch] = (),
         bypassed: Iterable[Bypass] = (),
     ) -> None:
-        self.host = host
+        self.framework = framework
         self.patches, self.later, self.bypassed = tuple(patches), tuple(later), tuple(bypassed)
-        self._undo: list[tuple[Place, Any]] = []
+        self._undo: list[tuple[PatchTarget, Any]] = []
         self._unchecked = False
 
     def verify(self, targets: Iterable[Guarded] | None = None) -> None:
@@ -136,16 +138,16 @@ class PatchSet:
         Raises:
             PatchError: with all mismatches.
         """
-        ours: tuple[Guarded, ...] = (*self.patches, *self._bypassed(script=False))
-        compared = ours if targets is None else targets
-        found = [line for each in compared if each.applies for line in each.mismatches()]
-        if found:
+        default: tuple[Guarded, ...] = (*self.patches, *self._bypassed(script=False))
+        compared = default if targets is None else targets
+        mismatches = [line for item in compared if item.applies for line in item.mismatches()]
+        if mismatches:
             raise PatchError(
-                f"{self.host} is not the code that these patches were written for:\n"
-                + "".join(f"  {line}\n" for line in found)
+                f"{self.framework} is not the code that these patches were written for:\n"
+                + "".join(f"  {line}\n" for line in mismatches)
                 + "Undo the edits of these functions, or install the versions in `python -m "
-                f"megatron_patches --host {self.host} --table`, or proceed at your own risk with "
-                f"{UNCHECKED_FLAG} (unchecked=True)."
+                f"megatron_patches --framework {self.framework} --table`, or proceed at your own "
+                f"risk with {UNCHECKED_FLAG} (unchecked=True)."
             )
 
     def apply(self, *, unchecked: bool = False) -> None:
@@ -167,7 +169,7 @@ class PatchSet:
         Raises:
             PatchError: a script that does not match.
         """
-        done = {place.module.__name__ for place, _ in self._undo}
+        done = {target.module.__name__ for target, _ in self._undo}
         patches = (p for p in self.later if p.target.partition(":")[0] not in done)
         self._apply(patches, script=True)
 
@@ -184,53 +186,59 @@ class PatchSet:
         """What a flag of the host bypasses; "": what is bypassed without one."""
         return tuple(bypass for bypass in self.bypassed if bypass.flag == flag)
 
-    def _apply(self, given: Iterable[Patch], *, script: bool) -> None:
-        patches = tuple(patch for patch in given if patch.applies)
+    def _apply(self, candidates: Iterable[Patch], *, script: bool) -> None:
+        patches = tuple(patch for patch in candidates if patch.applies)
         if not self._unchecked:
             self.verify((*patches, *self._bypassed(script=script)))
-        kept = len(self._undo)
+        undo_length = len(self._undo)
         try:
             for patch in patches:
-                self._apply_one(patch)
+                self._apply_patch(patch)
         except Exception as error:
-            self._restore(kept)
-            raise PatchError(f"{self.host}: {error}. Nothing was changed") from error
+            self._restore(undo_length)
+            raise PatchError(f"{self.framework}: {error}. Nothing was changed") from error
 
     def restore(self) -> None:
         """Put back what was there, last change first."""
         self._restore(0)
 
-    def _restore(self, keep: int) -> None:
-        modules = {place.module for place, _ in self._undo}
-        while len(self._undo) > keep:
-            place, before = self._undo.pop()
-            place.write(before)
-        for module in modules - {place.module for place, _ in self._undo}:
-            _mark(module, tuple(each for each in _sets_on(module) if each is not self))
+    def _restore(self, undo_length: int) -> None:
+        modules = {target.module for target, _ in self._undo}
+        while len(self._undo) > undo_length:
+            target, original = self._undo.pop()
+            target.write(original)
+        for module in modules - {target.module for target, _ in self._undo}:
+            _record_sets(
+                module,
+                tuple(patches for patches in _sets_that_changed(module) if patches is not self),
+            )
 
     def stale(self) -> tuple[str, ...]:
         """Names in loaded modules that still hold what was replaced. A module that was replaced is
         another one in that place alone: all the others hold it rightly."""
         replaced = (x for _, x in self._undo if x is not ABSENT and not isinstance(x, ModuleType))
-        old = set(map(id, map(_plain, replaced)))
+        old = set(map(id, map(_unwrap_descriptor, replaced)))
         return tuple(
             f"{module.__name__}:{name}"
-            for module in _loaded()
+            for module in _loaded_modules()
             for name, value in list(vars(module).items())
-            if id(_plain(value)) in old
+            if id(_unwrap_descriptor(value)) in old
         )
 
-    def _apply_one(self, patch: Patch) -> None:
-        place = Place.find(patch.target)
-        original = place.read()
+    def _apply_patch(self, patch: Patch) -> None:
+        target = PatchTarget.find(patch.target)
+        original = target.read()
         if original is ABSENT and patch.kind != "add":
             raise AttributeError(f"{patch.target} does not exist")
-        made = patch.made(original)
-        for each in (place, *map(Place.find, patch.also_in)):
-            before = each.own()
-            each.write(made)
-            self._undo.append((each, before))
-            _mark(each.module, (*(x for x in _sets_on(each.module) if x is not self), self))
+        value = patch.build(original)
+        for alias in (target, *map(PatchTarget.find, patch.also_in)):
+            owned_value = alias.owned()
+            alias.write(value)
+            self._undo.append((alias, owned_value))
+            _record_sets(
+                alias.module,
+                (*(x for x in _sets_that_changed(alias.module) if x is not self), self),
+            )
 
     def _bypassed(self, *, script: bool) -> Iterator[Bypass]:
         for bypass in self.bypassed_by(""):
@@ -238,45 +246,45 @@ class PatchSet:
                 yield bypass
 
     def _refuse_second(self) -> None:
-        mine = {patch.target for patch in self.patches}
+        targets = {patch.target for patch in self.patches}
         for other in applied_sets():
-            both = sorted(mine & {patch.target for patch in other.patches})
-            if other is self or both:
+            shared = sorted(targets & {patch.target for patch in other.patches})
+            if other is self or shared:
                 raise PatchError(
-                    f"{self.host} is patched already (by host {other.host}"
-                    + (f", {both[0]} and {len(both) - 1} more" if both else "")
+                    f"{self.framework} is patched already (by {other.framework}"
+                    + (f", {shared[0]} and {len(shared) - 1} more" if shared else "")
                     + "). Call megatron_patches.restore() before you apply again."
                 )
 
 
 def applied_sets() -> tuple[PatchSet, ...]:
     """Every set that is in effect in this process, each once."""
-    found = (each for module in _loaded() for each in _sets_on(module))
-    return tuple(dict.fromkeys(found))
+    sets = (patches for module in _loaded_modules() for patches in _sets_that_changed(module))
+    return tuple(dict.fromkeys(sets))
 
 
-def _sets_on(module: ModuleType) -> tuple[PatchSet, ...]:
-    marked: tuple[PatchSet, ...] = vars(module).get(_MARK, ())
+def _sets_that_changed(module: ModuleType) -> tuple[PatchSet, ...]:
+    marked: tuple[PatchSet, ...] = vars(module).get(_SETS_ATTRIBUTE, ())
     return marked
 
 
-def _mark(module: ModuleType, sets: tuple[PatchSet, ...]) -> None:
+def _record_sets(module: ModuleType, sets: tuple[PatchSet, ...]) -> None:
     if sets:
-        setattr(module, _MARK, sets)
-    elif hasattr(module, _MARK):
-        delattr(module, _MARK)
+        setattr(module, _SETS_ATTRIBUTE, sets)
+    elif hasattr(module, _SETS_ATTRIBUTE):
+        delattr(module, _SETS_ATTRIBUTE)
 
 
-def _loaded() -> list[ModuleType]:
+def _loaded_modules() -> list[ModuleType]:
     return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_descriptor(value: Any) -> Any:
     # By type(): isinstance() asks objects of other libraries for their class, and some warn.
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
 
 
-def _wrapped(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

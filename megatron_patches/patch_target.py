@@ -12,7 +12,7 @@ ABSENT: Final = object()
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PatchTarget:
     """An attribute of a module or of a class in it."""
 
     module: ModuleType
@@ -20,17 +20,17 @@ class Place:
     name: str
 
     @classmethod
-    def find(cls, place: str) -> Place:
+    def find(cls, target: str) -> PatchTarget:
         """Import the module and walk to the attribute's owner."""
-        module_name, _, path = place.partition(":")
+        module_name, _, path = target.partition(":")
         module = importlib.import_module(module_name)
         *outer, name = path.split(".")
         return cls(module, functools.reduce(getattr, outer, module), name)
 
     def read(self) -> Any:
         """What is there, descriptors of classes as they are; a mark for nothing."""
-        own = vars(self.owner).get(self.name, ABSENT)
-        return getattr(self.owner, self.name, ABSENT) if own is ABSENT else own
+        owned = vars(self.owner).get(self.name, ABSENT)
+        return getattr(self.owner, self.name, ABSENT) if owned is ABSENT else owned
 
     def read_existing(self) -> Any:
         """What is there.
@@ -38,12 +38,12 @@ class Place:
         Raises:
             AttributeError: nothing.
         """
-        found = self.read()
-        if found is ABSENT:
+        value = self.read()
+        if value is ABSENT:
             raise AttributeError("does not exist")
-        return found
+        return value
 
-    def own(self) -> Any:
+    def owned(self) -> Any:
         """What the owner holds itself, not by inheritance."""
         return vars(self.owner).get(self.name, ABSENT)
 

@@ -14,7 +14,7 @@ import megatron_patches
 from ds_usp.errors import ConfigError, PatchError, USPError
 from megatron_patches.patch import UNCHECKED_FLAG
 
-HOST = "megatron_deepspeed"
+FRAMEWORK = "megatron_deepspeed"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,13 +26,13 @@ def main(argv: list[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     unchecked = UNCHECKED_FLAG in arguments
-    arguments = [each for each in arguments if each != UNCHECKED_FLAG]
-    script = next((each for each in arguments if not each.startswith("-")), None)
+    arguments = [argument for argument in arguments if argument != UNCHECKED_FLAG]
+    script = next((argument for argument in arguments if not argument.startswith("-")), None)
     if script is None:
         raise ConfigError(f"no script to run. {__doc__}")
     arguments.remove(script)
-    megatron_patches.prepare(HOST, Path(script))
-    stale = megatron_patches.apply(HOST, unchecked=unchecked).stale()
+    megatron_patches.prepare(FRAMEWORK, Path(script))
+    stale = megatron_patches.apply(FRAMEWORK, unchecked=unchecked).stale()
     if stale:
         raise PatchError(
             f"{', '.join(stale)} still hold what was replaced: a module imported it by name "

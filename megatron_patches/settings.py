@@ -34,23 +34,25 @@ class MeshSettings:
 
     def __post_init__(self) -> None:
         degree = self.ulysses_degree
-        whole = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
-        if degree is not None and not whole:
+        is_positive = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
+        if degree is not None and not is_positive:
             raise ConfigError(f"ulysses_degree={degree!r} must be a whole number of 1 or more")
         if isinstance(self.layout, str):
             ds_usp.TokenLayout(self.layout, seq_len=2)  # knows the names
 
 
-def read_settings(host: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:
+def read_settings(
+    framework: str, settings_class: type[Settings], keywords: Mapping[str, Any]
+) -> Settings:
     """The settings of a host from keywords.
 
     Raises:
         ConfigError: a keyword that is no setting of this host.
     """
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(set(given) - set(known))
+    known = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
+    unknown = sorted(set(keywords) - set(known))
     if unknown:
         raise ConfigError(
-            f"unknown setting {unknown[0]!r} of host {host}; there are {', '.join(known)}"
+            f"unknown setting {unknown[0]!r} of {framework}; there are {', '.join(known)}"
         )
-    return kind(**given)
+    return settings_class(**keywords)

@@ -17,11 +17,11 @@ def markdown(patches: PatchSet) -> str:
 
 
 def _bypass_row(bypass: Bypass) -> tuple[str, ...]:
-    why = f"{bypass.flag}: {bypass.by}" if bypass.flag else bypass.by
-    return f"`{bypass.target}`", "bypass", why, str(bypass.guard), "-"
+    reason = f"{bypass.flag}: {bypass.reason}" if bypass.flag else bypass.reason
+    return f"`{bypass.target}`", "bypass", reason, str(bypass.guard), "-"
 
 
 def _row(patch: Patch) -> tuple[str, ...]:
-    places = ", ".join(f"`{place}`" for place in (patch.target, *patch.also_in))
-    against = ", ".join(filter(None, (str(patch.guard), patch.needs and f"with {patch.needs}")))
-    return places, patch.kind, patch.reason, against or "-", patch.upstream or "-"
+    targets = ", ".join(f"`{target}`" for target in (patch.target, *patch.also_in))
+    guard = ", ".join(filter(None, (str(patch.guard), patch.needs and f"with {patch.needs}")))
+    return targets, patch.kind, patch.reason, guard or "-", patch.upstream or "-"

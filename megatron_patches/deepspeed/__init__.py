@@ -12,7 +12,7 @@ from megatron_patches.guards import Guard
 from megatron_patches.patch import Patch, PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
-_HOST = "deepspeed"
+_FRAMEWORK = "deepspeed"
 _DISTRIBUTION = Guard("deepspeed", ">=0.19,<0.20", "89c49d14b7a36fb6")
 
 
@@ -36,15 +36,15 @@ class Settings(MeshSettings):
     also_in: tuple[str, ...] = ()
 
 
-def patches(given: Mapping[str, Any]) -> PatchSet:
+def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """DeepSpeed's class replaced by ours, bound to the settings.
 
     Raises:
         ConfigError: a keyword that is no setting.
     """
-    settings = read_settings(_HOST, Settings, given)
+    settings = read_settings(_FRAMEWORK, Settings, keywords)
     return PatchSet(
-        _HOST,
+        _FRAMEWORK,
         (
             Patch(
                 "deepspeed.sequence.layer:DistributedAttention",

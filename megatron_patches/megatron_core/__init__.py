@@ -10,14 +10,14 @@ from megatron_patches.megatron_core.context_parallel import ContextParallel, Set
 from megatron_patches.patch import PatchSet
 from megatron_patches.settings import read_settings
 
-_HOST = "megatron_core"
+_FRAMEWORK = "megatron_core"
 
 
-def patches(given: Mapping[str, Any]) -> PatchSet:
+def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """megatron-core with our attention wherever ``context_parallel_size`` is above 1.
 
     Raises:
         ConfigError: a keyword that is no setting.
     """
-    host = ContextParallel(read_settings(_HOST, Settings, given))
-    return PatchSet(_HOST, (*patch_table.usp(host), *patch_table.without_gpu()))
+    context_parallel = ContextParallel(read_settings(_FRAMEWORK, Settings, keywords))
+    return PatchSet(_FRAMEWORK, (*patch_table.usp(context_parallel), *patch_table.without_gpu()))

@@ -52,10 +52,10 @@ class ContextParallel:
         Raises:
             ConfigError: degrees that do not multiply to the context-parallel size.
         """
-        given = inspect.signature(original).bind(*args, **kwargs)
-        given.apply_defaults()
-        size = given.arguments["context_parallel_size"]
-        self._check_degrees(size, given.arguments["hierarchical_context_parallel_sizes"])
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        size = bound.arguments["context_parallel_size"]
+        self._check_degrees(size, bound.arguments["hierarchical_context_parallel_sizes"])
         original(*args, **kwargs)
         if size > 1:
             self.sequence_mesh()
@@ -86,14 +86,16 @@ class ContextParallel:
             ConfigError: a layer that asks for another kind of context parallelism.
             MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
         """
-        given = inspect.signature(original).bind(core, *args, **kwargs).arguments
-        alone = given["config"].context_parallel_size == 1 and not self._settings.everywhere
-        if alone or not _is_ours(given):
+        arguments = inspect.signature(original).bind(core, *args, **kwargs).arguments
+        keep_original = (
+            arguments["config"].context_parallel_size == 1 and not self._settings.everywhere
+        )
+        if keep_original or not _uses_usp(arguments):
             original(core, *args, **kwargs)
             return
         from megatron_patches.megatron_core.core_attention import USPCoreAttention
 
-        keywords = dict(list(given.items())[1:])  # without self
+        keywords = dict(list(arguments.items())[1:])  # without self
         core.__class__ = USPCoreAttention
         USPCoreAttention.__init__(
             core,
@@ -126,10 +128,10 @@ class ContextParallel:
         if size == 1 and not levels:  # nothing is spread, and each layer keeps its attention
             return
         if size % degree:
-            fits = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
+            divisors = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
             raise ConfigError(
                 f"ulysses_degree={degree} does not divide context_parallel_size={size}. Use one "
-                f"of {fits}"
+                f"of {divisors}"
             )
         if levels and list(levels) != [degree, size // degree]:
             raise ConfigError(
@@ -139,19 +141,19 @@ class ContextParallel:
             )
 
 
-def _is_ours(given: dict[str, Any]) -> bool:
+def _uses_usp(arguments: dict[str, Any]) -> bool:
     """Whether a layer's context parallelism is ours.
 
     Raises:
         ConfigError: it is another kind, and nothing says that this is meant.
     """
-    kind, config = given.get("cp_comm_type"), given["config"]
+    kind, config = arguments.get("cp_comm_type"), arguments["config"]
     if kind in (None, USP):
         return True
     if USP in (config.cp_comm_type or ()):
         return False
     raise ConfigError(
-        f"layer {given['layer_number']} asks for cp_comm_type={kind!r}, and megatron_patches was "
-        f"applied to put USP in its place. Leave cp_comm_type out or set it to {USP!r}; to mix "
+        f"layer {arguments['layer_number']} asks for cp_comm_type={kind!r}, and megatron_patches "
+        f"was applied to replace it by USP. Leave cp_comm_type out or set it to {USP!r}; to mix "
         f"both, give a list with one entry a layer, {USP!r} for some"
     )

@@ -56,7 +56,7 @@ class USPCoreAttention(torch.nn.Module):
                 f"{mesh.ring_degree}); they must be the same group"
             )
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _refuse_what_is_not_exact(config, dropout, layer_number)
+        _refuse_inexact_options(config, dropout, layer_number)
         self.mesh, self.layout, self.kernel = mesh, layout, kernel
         self.softmax_scale = softmax_scale
         self.attn_mask_type = attn_mask_type
@@ -170,17 +170,17 @@ def _mask(
         )
     left, right = None, right_of[attn_mask_type]
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        left, ahead = (None if bound < 0 else bound for bound in config.window_size)
-        if right == 0 and ahead:
+        left, lookahead = (None if bound < 0 else bound for bound in config.window_size)
+        if right == 0 and lookahead:
             raise UnsupportedAttentionError(
-                f"layer {layer_number}: window_size={config.window_size} looks {ahead} tokens "
+                f"layer {layer_number}: window_size={config.window_size} looks {lookahead} tokens "
                 f"beyond a causal mask. Use window_size=({config.window_size[0]}, 0)"
             )
-        right = ahead if right is None else right
+        right = lookahead if right is None else right
     return ds_usp.MaskSpec.window(left, right)
 
 
-def _refuse_what_is_not_exact(
+def _refuse_inexact_options(
     config: TransformerConfig, attention_dropout: float, layer_number: int
 ) -> None:
     refused = {
@@ -193,6 +193,6 @@ def _refuse_what_is_not_exact(
             "flash kernels do not return the largest logit; switch both off",
         ),
     }
-    for what, (asked, fix) in refused.items():
-        if asked:
-            raise UnsupportedAttentionError(f"layer {layer_number}: {what}: {fix}")
+    for option, (is_set, fix) in refused.items():
+        if is_set:
+            raise UnsupportedAttentionError(f"layer {layer_number}: {option}: {fix}")

@@ -26,7 +26,7 @@ def check_dense_mask(
         MeshError: on the others.
     """
     error = None
-    if not _says(mask, rule, layout, mesh.rank):
+    if not _equals_rule(mask, rule, layout, mesh.rank):
         error = UnsupportedAttentionError(
             f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
             f"of this rank in {layout}. USP attention computes one rule over global positions for "
@@ -35,7 +35,7 @@ def check_dense_mask(
     mesh.agree("a dense mask that says what the rule says", error)
 
 
-def _says(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
+def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
     rows = layout.positions(rank)
     if rule.documents:  # which they say already
         return False

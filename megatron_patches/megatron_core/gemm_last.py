@@ -46,8 +46,8 @@ def _refuse(layer: TransformerLayer) -> None:
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
         "cuda_graph_impl": config.cuda_graph_impl != "none",
     }
-    for name, found in refused.items():
-        if found:
+    for name, is_set in refused.items():
+        if is_set:
             raise ConfigError(
                 f"GEMM-last recomputation and {name} of megatron-core do not go together: use a "
                 "dense MLP and set none of recompute_granularity, bias_activation_fusion, "
@@ -55,25 +55,25 @@ def _refuse(layer: TransformerLayer) -> None:
             )
 
 
-def _mlp(mlp: Any, hidden: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
+def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor | None]:
     """``MLP.forward`` of a dense layer."""
-    given_too = [name for name, value in others.items() if value is not None]
-    if given_too:
-        raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {given_too}")
-    given, bias = mlp.linear_fc1(hidden)
+    names = [name for name, value in unsupported.items() if value is not None]
+    if names:
+        raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")
+    projected, bias = mlp.linear_fc1(hidden)
     result: tuple[Tensor, Tensor | None] = recompute_before(
-        partial(_activate, mlp.config, bias), mlp.linear_fc2, given
+        partial(_activate, mlp.config, bias), mlp.linear_fc2, projected
     )
     return result
 
 
-def _activate(config: Any, bias: Tensor | None, given: Tensor) -> Tensor:
+def _activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
     """The activation function as ``MLP.forward`` applies it, without fusion."""
-    given = given if bias is None else given + bias
+    projected = projected if bias is None else projected + bias
     if not config.gated_linear_unit:
-        activated: Tensor = config.activation_func(given)
+        activated: Tensor = config.activation_func(projected)
         return activated
-    gate, value = torch.chunk(given, 2, dim=-1)
+    gate, value = torch.chunk(projected, 2, dim=-1)
     if (limit := config.activation_func_clamp_value) is not None:
         gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
     product: Tensor = config.activation_func(gate) * (value + config.glu_linear_offset)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 
-class ByLayerNumber(list):
+class ListByLayerNumber(list):
     """A list whose entries are taken by layer number, from 1."""
 
     def __getitem__(self, number: SupportsIndex | slice) -> Any:
@@ -20,6 +20,6 @@ def index_from_one(
 ) -> None:
     """Build a ``TransformerLayer`` that finds its own entry in the list."""
     kinds = config.cp_comm_type
-    if isinstance(kinds, list) and not isinstance(kinds, ByLayerNumber):
-        config.cp_comm_type = ByLayerNumber(kinds)
+    if isinstance(kinds, list) and not isinstance(kinds, ListByLayerNumber):
+        config.cp_comm_type = ListByLayerNumber(kinds)
     original(layer, config, *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 
-_READ, _LAYOUT = "_usp_mask", "context_parallel"
+_CACHED_MASK, _LAYOUT = "_usp_mask", "context_parallel"
 
 
 def packed_mask(params: Any, rule: ds_usp.MaskSpec) -> ds_usp.MaskSpec:
@@ -31,11 +31,16 @@ def packed_mask(params: Any, rule: ds_usp.MaskSpec) -> ds_usp.MaskSpec:
         )
     borders = params.cu_seqlens_q
     version = None if borders is None or borders.is_inference() else borders._version
-    read, of, at = getattr(params, _READ, (None, None, None))
-    if read is None or of is not borders or at != version or read.band != rule.band:
-        read = ds_usp.MaskSpec(rule.left, rule.right, _borders(params))
-        setattr(params, _READ, (read, borders, version))
-    mask: ds_usp.MaskSpec = read
+    cached, cached_borders, cached_version = getattr(params, _CACHED_MASK, (None, None, None))
+    if (
+        cached is None
+        or cached_borders is not borders
+        or cached_version != version
+        or cached.band != rule.band
+    ):
+        cached = ds_usp.MaskSpec(rule.left, rule.right, _borders(params))
+        setattr(params, _CACHED_MASK, (cached, borders, version))
+    mask: ds_usp.MaskSpec = cached
     return mask
 
 
@@ -64,14 +69,14 @@ def packed_layout(
 
 
 def _borders(params: Any) -> Any:
-    borders, of_keys = (
-        None if each is None else each.tolist()
-        for each in (params.cu_seqlens_q, params.cu_seqlens_kv)
+    borders, kv_borders = (
+        None if tensor is None else tensor.tolist()
+        for tensor in (params.cu_seqlens_q, params.cu_seqlens_kv)
     )
-    if borders is None or of_keys not in (None, borders):
+    if borders is None or kv_borders not in (None, borders):
         raise UnsupportedAttentionError(
-            f"cu_seqlens_q {borders} and cu_seqlens_kv {of_keys} of packed_seq_params must be the "
-            "same documents; leave cu_seqlens_kv out"
+            f"cu_seqlens_q {borders} and cu_seqlens_kv {kv_borders} of packed_seq_params must be "
+            "the same documents; leave cu_seqlens_kv out"
         )
     if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
         raise UnsupportedAttentionError(

@@ -13,12 +13,12 @@ _TE = "megatron.core.extensions.transformer_engine"
 _ROPE = "megatron.core.models.common.embeddings"
 
 
-def usp(host: ContextParallel) -> tuple[Patch, ...]:
+def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
     """Groups and attention, on every machine."""
     return (
         Patch(
             f"{_GROUPS}:initialize_model_parallel",
-            host.initialize_model_parallel,
+            context_parallel.initialize_model_parallel,
             "wrap",
             guard=_mcore("d8517166c3e33430"),
             reason="checks the degrees before any group exists, and lays ulysses x ring over each "
@@ -26,32 +26,32 @@ def usp(host: ContextParallel) -> tuple[Patch, ...]:
         ),
         Patch(
             f"{_GROUPS}:get_sequence_mesh",
-            host.sequence_mesh,
+            context_parallel.sequence_mesh,
             "add",
             reason="the mesh of this rank's context-parallel group",
         ),
         Patch(
             f"{_GROUPS}:get_ulysses_parallel_group",
-            host.ulysses_group,
+            context_parallel.ulysses_group,
             "add",
             reason="beside the stock getters",
         ),
         Patch(
             f"{_GROUPS}:get_ring_parallel_group",
-            host.ring_group,
+            context_parallel.ring_group,
             "add",
             reason="beside the stock getters",
         ),
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-            host.build_attention,
+            context_parallel.build_attention,
             "wrap",
             guard=_mcore("95e0f8adf123b731"),
             reason="refuses context parallelism; ours is built in its place",
         ),
         Patch(
             f"{_TE}:TEDotProductAttention.__init__",
-            host.build_attention,
+            context_parallel.build_attention,
             "wrap",
             guard=_mcore("03c3164aec808be6"),
             needs="transformer_engine",

@@ -11,9 +11,9 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
 from megatron_patches.megatron_deepspeed import bypassed, patch_table
-from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
-from megatron_patches.megatron_deepspeed.script import HOST
-from megatron_patches.megatron_deepspeed.stubs import install_stand_ins
+from megatron_patches.megatron_deepspeed.checkout import find_checkout, prepend_to_path
+from megatron_patches.megatron_deepspeed.script import FRAMEWORK
+from megatron_patches.megatron_deepspeed.stubs import install_stubs
 from megatron_patches.patch import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
@@ -43,9 +43,9 @@ def prepare(checkout: Path | None) -> None:
             "give the path of a checkout of Megatron-DeepSpeed, or set "
             f"{CHECKOUT_VARIABLE}: git clone https://github.com/deepspeedai/Megatron-DeepSpeed"
         )
-    put_first(find_checkout(checkout))
+    prepend_to_path(find_checkout(checkout))
     prepare_deepspeed()
-    install_stand_ins()
+    install_stubs()
 
 
 def patches(settings: Mapping[str, Any]) -> PatchSet:
@@ -58,9 +58,9 @@ def patches(settings: Mapping[str, Any]) -> PatchSet:
         ConfigError: another setting.
     """
     return PatchSet(
-        HOST,
+        FRAMEWORK,
         (
-            *patch_table.start(read_settings(HOST, Settings, settings)),
+            *patch_table.start(read_settings(FRAMEWORK, Settings, settings)),
             *patch_table.fused_kernels(),
             *patch_table.rank_groups(),
             *patch_table.model(),

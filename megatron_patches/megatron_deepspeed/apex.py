@@ -56,8 +56,8 @@ def multi_tensor_l2norm(
     overflow: Tensor, tensors: Sequence[Sequence[Tensor]], per_parameter: bool
 ) -> tuple[Tensor, Tensor]:
     """``amp_C.multi_tensor_l2norm``: the norm of all tensors, and of each."""
-    each = torch.stack(torch._foreach_norm([x.float() for x in tensors[0]]))
-    return each.norm(), each
+    norms = torch.stack(torch._foreach_norm([x.float() for x in tensors[0]]))
+    return norms.norm(), norms
 
 
 def multi_tensor_scale(overflow: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float) -> None:
@@ -82,9 +82,9 @@ def modules() -> dict[str, ModuleType]:
         },
         "fused_layer_norm_cuda": {},
     }
-    made = {}
+    stubs = {}
     for name, names in contents.items():
-        made[name] = ModuleType(name, "Stand-in of ds_usp.")
-        made[name].__spec__ = ModuleSpec(name, None)  # others look for it with find_spec
-        vars(made[name]).update(names)
-    return made
+        stubs[name] = ModuleType(name, "Stand-in of ds_usp.")
+        stubs[name].__spec__ = ModuleSpec(name, None)  # others look for it with find_spec
+        vars(stubs[name]).update(names)
+    return stubs

@@ -15,11 +15,11 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner import AUTO, degree_or_auto
 from ds_usp.training import check_zero_stage
 from megatron_patches.megatron_deepspeed import memory
-from megatron_patches.megatron_deepspeed.auto_args import planned_degree
+from megatron_patches.megatron_deepspeed.auto_args import auto_degree
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
-from megatron_patches.megatron_deepspeed.unsupported import refuse, refuse_host_failures
+from megatron_patches.megatron_deepspeed.unsupported import refuse, refuse_framework_failures
 from megatron_patches.settings import MeshSettings
 
 _FLASH = (
@@ -92,7 +92,7 @@ def validate_args(
         verify_flag("--usp-loss-chunks")
     stage = _zero_stage(args)
     if args.ulysses_degree == AUTO:
-        args.ulysses_degree = planned_degree(args, stage)
+        args.ulysses_degree = auto_degree(args, stage)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
         _check_heads(args, config)
@@ -106,7 +106,7 @@ def validate_args(
 
 def _refuse_before(args: Any) -> None:
     """What the host's own checks would overwrite or trip over."""
-    refuse_host_failures(args)
+    refuse_framework_failures(args)
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
@@ -131,11 +131,13 @@ def _check_heads(args: Any, config: ds_usp.USPConfig) -> None:
         )
     local, sp = heads // tp, config.sp_degree
     if config.ulysses > local:
-        fits = [f"{u} (ring {sp // u})" for u in range(min(local, sp), 0, -1) if sp % u == 0]
+        valid_degrees = [
+            f"{u} (ring {sp // u})" for u in range(min(local, sp), 0, -1) if sp % u == 0
+        ]
         raise ConfigError(
             f"--ulysses-degree {config.ulysses} needs at least {config.ulysses} query heads on "
             f"each tensor-parallel rank, there are {local} ({heads} heads, tp={tp}). For "
-            f"--ds-sequence-parallel-size {sp} use --ulysses-degree {', '.join(fits)}"
+            f"--ds-sequence-parallel-size {sp} use --ulysses-degree {', '.join(valid_degrees)}"
         )
 
 
@@ -160,18 +162,18 @@ def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
     """
     installed = importlib.util.find_spec("flash_attn") is not None
     keep = installed and config.ring == 1 and config.kernel == "auto"
-    given = [name for name in _FLASH if getattr(args, name)]
-    dropped = [name for name in given if not keep or name not in _FLASH[:2]]
-    if dropped and args.rank == 0:
-        flag = f"--{dropped[0].replace('_', '-')}"
-        print(f"{flag}: {_why(installed, config)}", flush=True)  # noqa: T201 - beside the host's
+    requested = [name for name in _FLASH if getattr(args, name)]
+    unused = [name for name in requested if not keep or name not in _FLASH[:2]]
+    if unused and args.rank == 0:
+        flag = f"--{unused[0].replace('_', '-')}"
+        print(f"{flag}: {_flash_unused_reason(installed, config)}", flush=True)  # noqa: T201 - beside the host's
     args.use_flash_attn_v1 &= keep
     args.use_flash_attn_v2 &= keep
     args.use_flash_attn_triton = args.use_flash_attn_builder = False
     args.use_flash_attn = args.use_flash_attn_v1 or args.use_flash_attn_v2
 
 
-def _why(installed: bool, config: ds_usp.USPConfig) -> str:
+def _flash_unused_reason(installed: bool, config: ds_usp.USPConfig) -> str:
     """Why a flash attention of the host's is not used, and what is."""
     if not installed:
         reason = "flash-attn is not installed"

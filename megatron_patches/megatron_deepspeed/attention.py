@@ -13,10 +13,10 @@ import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.training import apply_rotary
 from megatron_patches.megatron_deepspeed.rotary import rotary_table
-from megatron_patches.megatron_deepspeed.state import HostState, current_mask, host_state
+from megatron_patches.megatron_deepspeed.state import FrameworkState, current_mask, get_state
 
 
-class SpreadAttention(torch.nn.Module):
+class SequenceParallelAttention(torch.nn.Module):
     """Causal attention of one layer; it has no weights, so checkpoints are the host's.
 
     Args:
@@ -29,7 +29,7 @@ class SpreadAttention(torch.nn.Module):
 
     def __init__(
         self,
-        state: HostState,
+        state: FrameworkState,
         layer: Any,
         *,
         rotary_dim: int,
@@ -46,7 +46,7 @@ class SpreadAttention(torch.nn.Module):
             flash, mesh=state.mesh, gather_idx=1, layout=state.layout
         )
 
-    def forward(self, mixed: Tensor) -> Tensor:
+    def forward(self, qkv: Tensor) -> Tensor:
         """Attend over the whole sequence.
 
         Shapes:
@@ -55,8 +55,8 @@ class SpreadAttention(torch.nn.Module):
         """
         state = self.state
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        parts = mixed.split([count * self.head_dim for count in counts], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
+        projections = qkv.split([count * self.head_dim for count in counts], dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)
         if self.rotary_dim:
             table = rotary_table(
                 state.layout, state.mesh.rank, self.rotary_dim, self.rotary_base, q.device
@@ -106,11 +106,11 @@ def build_attention(
     from megatron import get_args
     from megatron.model.enums import AttnMaskType, AttnType
 
-    state = host_state()
+    state = get_state()
     if not state.active:
         original(layer, config, layer_number, *args, **kwargs)
         return
-    with _one_rank_a_sequence():
+    with _without_sequence_parallelism():
         original(layer, config, layer_number, *args, **kwargs)
     kinds = (layer.attention_type, layer.attn_mask_type)
     if kinds != (AttnType.self_attn, AttnMaskType.causal):
@@ -120,7 +120,7 @@ def build_attention(
         )
     flags = get_args()
     rotary_dim = int(layer.hidden_size_per_attention_head * flags.rotary_percent)
-    layer.spread_attention = SpreadAttention(
+    layer.sequence_parallel_attention = SequenceParallelAttention(
         state,
         layer,
         rotary_dim=rotary_dim if flags.use_rotary_position_embeddings else 0,
@@ -130,7 +130,7 @@ def build_attention(
 
 
 @contextmanager
-def _one_rank_a_sequence() -> Iterator[None]:
+def _without_sequence_parallelism() -> Iterator[None]:
     """Let the host build the layer as it does without sequence parallelism.
 
     What it would build with it cannot be used: one head a rank or more, no grouped queries, and
@@ -163,7 +163,7 @@ def attend(
     Raises:
         UnsupportedAttentionError: token by token inference.
     """
-    if not hasattr(layer, "spread_attention"):
+    if not hasattr(layer, "sequence_parallel_attention"):
         return original(
             layer, hidden_states, attention_mask, encoder_output, inference_params, rotary_pos_emb
         )
@@ -172,8 +172,8 @@ def attend(
             "inference attends one token at a time, with a cache; that is not spread over ranks. "
             "Generate without these patches"
         )
-    mixed, _ = layer.query_key_value(hidden_states)
-    return layer.dense(layer.spread_attention(mixed))
+    qkv, _ = layer.query_key_value(hidden_states)
+    return layer.dense(layer.sequence_parallel_attention(qkv))
 
 
 def contiguous_core_attention(

@@ -17,7 +17,7 @@ from ds_usp.training import this_cluster
 GPT2_VOCABULARY = 50257  # the host reads its vocabulary later, and it weighs the same on any split
 
 
-def planned_degree(args: Any, zero_stage: int) -> int:
+def auto_degree(args: Any, zero_stage: int) -> int:
     """The degree, told on rank 0 with its reasons.
 
     Args:
@@ -27,12 +27,12 @@ def planned_degree(args: Any, zero_stage: int) -> int:
         ConfigError: the planner knows no such cluster, or finds that no degree fits.
     """
     # "auto" is solved when the degrees are known; a ratio that is given stays.
-    ours = replace(engine("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto")
+    engine_caps = replace(engine("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto")
     choice = choose_ulysses(
         this_cluster(args.usp_cluster, args.world_size, on_gpu=torch.cuda.is_available()),
         Workload(model_shape(args), args.seq_length, args.global_batch_size),
-        ours,
-        settings(args, zero_stage),
+        engine_caps,
+        parallel_config(args, zero_stage),
         args.world_size,
     )
     if args.rank == 0:
@@ -40,9 +40,9 @@ def planned_degree(args: Any, zero_stage: int) -> int:
     return choice.ulysses
 
 
-def settings(args: Any, zero_stage: int) -> Split:
+def parallel_config(args: Any, zero_stage: int) -> Split:
     """The run as the planner sees it, but for how ulysses and ring share a sequence."""
-    replica = (
+    ranks_per_replica = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
         * args.ds_sequence_parallel_size
@@ -50,7 +50,7 @@ def settings(args: Any, zero_stage: int) -> Split:
     return Split(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
-        dp=args.world_size // replica,
+        dp=args.world_size // ranks_per_replica,
         zero=zero_stage,
         recompute="full" if args.checkpoint_activations else args.usp_recompute,
         micro_batch=args.micro_batch_size,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.training import document_borders
-from megatron_patches.megatron_deepspeed.state import host_state, keep_mask
+from megatron_patches.megatron_deepspeed.state import get_state, set_mask
 
 _KEY = "text"
 
@@ -39,12 +39,12 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
     from megatron.core import tensor_parallel
     from megatron.utils import get_ltor_masks_and_position_ids
 
-    args, state = get_args(), host_state()
+    args, state = get_args(), get_state()
     text = tensor_parallel.broadcast_data([_KEY], data, torch.int64)[_KEY].long()
     tokens = text[:, :-1].contiguous()
     if args.reset_attention_mask:
         borders = document_borders(tokens, get_tokenizer().eod)
-        keep_mask(ds_usp.MaskSpec.causal(borders))
+        set_mask(ds_usp.MaskSpec.causal(borders))
     # No mask of tokens x tokens: attention knows that it is causal, and its documents.
     _, loss_mask, position_ids = get_ltor_masks_and_position_ids(
         tokens,
@@ -66,7 +66,7 @@ def get_batch(
     original: Callable[..., Any], data_iterator: Iterator[dict[str, Tensor]] | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
     """The script's ``get_batch``."""
-    if not host_state().active:
+    if not get_state().active:
         return original(data_iterator)
     batch = make_batch(None if data_iterator is None else next(data_iterator))
     return batch.tokens, batch.labels, batch.loss_mask, None, batch.position_ids
@@ -87,7 +87,7 @@ def model_provider(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     from megatron.model import GPTModelPipe
 
     flags = get_args()
-    if not host_state().active or flags.no_pipeline_parallel:
+    if not get_state().active or flags.no_pipeline_parallel:
         return original(*args, **kwargs)
     model = GPTModelPipe(core_transformer_config_from_args(flags), parallel_output=True)
     model._megatron_batch_fn = get_batch_pipe

@@ -16,60 +16,60 @@ _CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _gelu(out, given, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    value = tl.load(given + at, mask=inside).to(tl.float32)
-    value += tl.load(bias + at % width, mask=inside).to(tl.float32)
-    share = tl.sigmoid(_TWICE_U * (value + _CUBIC * value * value * value))
-    tl.store(out + at, (value * share).to(out.dtype.element_ty), mask=inside)
+def _gelu(out, x, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    value = tl.load(x + offsets, mask=inside).to(tl.float32)
+    value += tl.load(bias + offsets % width, mask=inside).to(tl.float32)
+    gate = tl.sigmoid(_TWICE_U * (value + _CUBIC * value * value * value))
+    tl.store(out + offsets, (value * gate).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gelu_backward(out, grad, given, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    value = tl.load(given + at, mask=inside).to(tl.float32)
-    value += tl.load(bias + at % width, mask=inside).to(tl.float32)
+def _gelu_backward(out, grad, x, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    value = tl.load(x + offsets, mask=inside).to(tl.float32)
+    value += tl.load(bias + offsets % width, mask=inside).to(tl.float32)
     square = value * value
-    share = tl.sigmoid(_TWICE_U * (value + _CUBIC * value * square))
-    slope = share + value * share * (1 - share) * _TWICE_U * (1 + 3 * _CUBIC * square)
-    result = tl.load(grad + at, mask=inside).to(tl.float32) * slope
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    gate = tl.sigmoid(_TWICE_U * (value + _CUBIC * value * square))
+    slope = gate + value * gate * (1 - gate) * _TWICE_U * (1 + 3 * _CUBIC * square)
+    result = tl.load(grad + offsets, mask=inside).to(tl.float32) * slope
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add(out, residual, given, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    value = tl.load(given + at, mask=inside).to(tl.float32)
-    value += tl.load(bias + at % width, mask=inside).to(tl.float32)
-    value += tl.load(residual + at, mask=inside).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+def _add(out, residual, x, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    value = tl.load(x + offsets, mask=inside).to(tl.float32)
+    value += tl.load(bias + offsets % width, mask=inside).to(tl.float32)
+    value += tl.load(residual + offsets, mask=inside).to(tl.float32)
+    tl.store(out + offsets, value.to(out.dtype.element_ty), mask=inside)
 
 
-def gelu(given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Of ``given [..., width] + bias [width]``."""
-    return _of_all(_gelu, bias, given)
+    return _launch(_gelu, bias, x)
 
 
-def gelu_backward(grad: torch.Tensor, given: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The gradient of :func:`gelu` with respect to ``given``, and of every token to the bias."""
-    return _of_all(_gelu_backward, bias, grad, given)
+    return _launch(_gelu_backward, bias, grad, x)
 
 
-def add(given: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """``given + bias + residual``, rounded once; ``given`` and ``residual`` ``[..., width]``."""
-    return _of_all(_add, bias, residual, given)
+    return _launch(_add, bias, residual, x)
 
 
-def _of_all(kernel: Any, bias: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+def _launch(kernel: Any, bias: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """One number for each of those given, which are as many as the first."""
-    given = tuple(x.contiguous() for x in given)
-    out = torch.empty_like(given[0])
+    tensors = tuple(x.contiguous() for x in tensors)
+    out = torch.empty_like(tensors[0])
     count = out.numel()
     with torch.cuda.device(out.device):
         kernel[(triton.cdiv(count, _BLOCK),)](
-            out, *given, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
+            out, *tensors, bias.contiguous(), count, bias.numel(), BLOCK=_BLOCK
         )
     return out

@@ -21,7 +21,7 @@ _FLASH = "with a ring usp_attention computes what the host's flash attention wou
 _CHUNKS = "--usp-loss-chunks"
 
 # What runs in their place: the functions, each with its fingerprint.
-_INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "batch.get_batch_pipe cuts the batch for a rank's tokens": {
             "__main__:get_batch_pipe": "71d4e30651baae75",
@@ -69,7 +69,7 @@ _INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-_CHUNKED: Mapping[str, str] = MappingProxyType(
+_WITH_LOSS_CHUNKS: Mapping[str, str] = MappingProxyType(
     {
         "megatron.model.language_model:parallel_lm_logits": "51103b2cf92422b1",
         f"{_CORE}.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy": "91046d1e87f30023",
@@ -81,13 +81,13 @@ _CHUNKED: Mapping[str, str] = MappingProxyType(
 def rows() -> tuple[Bypass, ...]:
     """All of them."""
     always = (
-        Bypass(target, by, Guard(source_sha256=known))
-        for by, functions in _INSTEAD.items()
-        for target, known in functions.items()
+        Bypass(target, reason, Guard(source_sha256=digest))
+        for reason, functions in _ALWAYS.items()
+        for target, digest in functions.items()
     )
-    by = "chunked_token_losses computes the losses without logits"
+    reason = "chunked_token_losses computes the losses without logits"
     chunked = (
-        Bypass(target, by, Guard(source_sha256=known), flag=_CHUNKS)
-        for target, known in _CHUNKED.items()
+        Bypass(target, reason, Guard(source_sha256=digest), flag=_CHUNKS)
+        for target, digest in _WITH_LOSS_CHUNKS.items()
     )
     return (*always, *chunked)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_usp.errors import ConfigError
 
-_SIGN = Path("megatron/core/parallel_state.py")
+_MARKER_FILE = Path("megatron/core/parallel_state.py")
 
 
 def find_checkout(path: Path) -> Path:
@@ -20,15 +20,15 @@ def find_checkout(path: Path) -> Path:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a checkout of Megatron-DeepSpeed")
     for folder in (path, *path.parents):
-        if (folder / _SIGN).is_file():
+        if (folder / _MARKER_FILE).is_file():
             return folder
     raise ConfigError(
-        f"{path} is in no checkout of Megatron-DeepSpeed: there is no {_SIGN} there or above it. "
+        f"{path} is in no checkout of Megatron-DeepSpeed: no {_MARKER_FILE} there or above it. "
         "Get one: git clone https://github.com/deepspeedai/Megatron-DeepSpeed"
     )
 
 
-def put_first(checkout: Path) -> None:
+def prepend_to_path(checkout: Path) -> None:
     """Let ``import megatron`` mean this checkout, and not megatron-core from a package index.
 
     Raises:

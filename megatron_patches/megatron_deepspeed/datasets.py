@@ -17,14 +17,14 @@ def build_index_mappings(original: Callable[..., Any], *args: Any, **kwargs: Any
     from megatron import get_args
     from megatron.core import parallel_state
 
-    spread = parallel_state.get_sequence_parallel_world_size() > 1
-    if not (spread or get_args().force_ds_sequence_parallel):
+    is_sequence_parallel = parallel_state.get_sequence_parallel_world_size() > 1
+    if not (is_sequence_parallel or get_args().force_ds_sequence_parallel):
         return original(*args, **kwargs)  # the first of them is the only one here
     group = parallel_state.get_tensor_model_parallel_group()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if not first:
         dist.barrier(group=group)
-    found = original(*args, **kwargs)
+    mappings = original(*args, **kwargs)
     if first:
         dist.barrier(group=group)
-    return found
+    return mappings

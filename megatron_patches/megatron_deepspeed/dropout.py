@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.megatron_deepspeed.state import host_state
+from megatron_patches.megatron_deepspeed.state import get_state
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +21,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron import get_args
 
     flags = get_args()
-    if host_state().spread and max(flags.hidden_dropout, flags.attention_dropout) > 0:
+    if get_state().is_sequence_parallel and max(flags.hidden_dropout, flags.attention_dropout) > 0:
         _seed(flags.seed, flags.curr_iteration)
     return original(*args, **kwargs)
 
@@ -52,10 +52,10 @@ def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -
         That of activations which all tensor-parallel ranks hold, the same on those ranks, and that
         of activations which are split over them.
     """
-    return _mixed(seed, step, pp, dp, sp), _mixed(seed, step, pp, dp, sp, tp)
+    return _hash_mix(seed, step, pp, dp, sp), _hash_mix(seed, step, pp, dp, sp, tp)
 
 
-def _mixed(*numbers: int) -> int:
+def _hash_mix(*numbers: int) -> int:
     """A seed of 63 bits that looks nothing like that of other numbers."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_usp.training import ParallelGroups, own_clipping
-from megatron_patches.megatron_deepspeed.state import find_state, host_state
+from megatron_patches.megatron_deepspeed.state import find_state, get_state
 
 
 def reduce_gradients(
@@ -20,12 +20,14 @@ def reduce_gradients(
     does what is right for both.
     """
     state = find_state()
-    before = engine.pipeline_parallelism
-    engine.pipeline_parallelism = before and not (state and state.spread)
+    pipeline_parallelism = engine.pipeline_parallelism
+    engine.pipeline_parallelism = pipeline_parallelism and not (
+        state and state.is_sequence_parallel
+    )
     try:
         original(engine, grads, elements_per_buffer)
     finally:
-        engine.pipeline_parallelism = before
+        engine.pipeline_parallelism = pipeline_parallelism
 
 
 def scatter_gradients(
@@ -35,7 +37,7 @@ def scatter_gradients(
     partitions = original(optimizer, *args, **kwargs)
     if optimizer.sequence_parallel_size == 1:
         return partitions
-    return [part * optimizer.sequence_parallel_size for part in partitions]
+    return [partition * optimizer.sequence_parallel_size for partition in partitions]
 
 
 def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +48,7 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     config, optimizer = kwargs.get("config"), kwargs.get("optimizer")
     state = find_state()
     if state is not None and isinstance(config, Mapping) and optimizer is not None:
-        several = state.spread or state.grid.size("pp") > 1
+        several = state.is_sequence_parallel or state.grid.size("pp") > 1
         reduced = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
         stage = config.get("zero_optimization", {}).get("stage", 0)
         if several and not reduced and stage == 0:
@@ -63,5 +65,5 @@ def _parallel_groups() -> ParallelGroups:
         dp=parallel_state.get_data_parallel_group(),
         sp_dp=parallel_state.get_sequence_data_parallel_group(),
         model=parallel_state.get_model_parallel_group(),
-        stages=host_state().grid.size("pp"),
+        stages=get_state().grid.size("pp"),
     )

@@ -11,7 +11,12 @@ import torch.distributed as dist
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_deepspeed.memory import layer_memory
-from megatron_patches.megatron_deepspeed.state import HostState, host_state, is_active, keep_state
+from megatron_patches.megatron_deepspeed.state import (
+    FrameworkState,
+    get_state,
+    is_active,
+    set_state,
+)
 
 Ranks = tuple[int, ...]
 
@@ -69,11 +74,11 @@ def initialize_model_parallel(
             f"{virtual_pipeline_model_parallel_size}; --ds-sequence-parallel-size is "
             f"{config.sp_degree}, and DeepSpeed's pipeline engine has no interleaved schedule"
         )
-    said: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (config.ulysses, config.ring))
-    if len(set(said)) > 1:  # or they would wait for each other in other groups
+    degrees: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(degrees, (config.ulysses, config.ring))
+    if len(set(degrees)) > 1:  # or they would wait for each other in other groups
         raise ConfigError(
-            f"ranks came to different --ulysses-degree and ring degrees: {said}. Give the degree "
+            f"ranks have different --ulysses-degree and ring degrees: {degrees}. Give the degree "
             "as a number instead of auto"
         )
     grid = make_grid(
@@ -84,11 +89,11 @@ def initialize_model_parallel(
         pp=pipeline_model_parallel_size,
     )
     rank, split = dist.get_rank(), pipeline_model_parallel_split_rank
-    made: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
+    group_by_ranks: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
     for name, groups in group_table(grid, split, use_fp8).items():
-        if groups not in made:  # groups over the same ranks are one group
-            made[groups] = _new_group(groups)
-        setattr(parallel_state, name, made[groups])
+        if groups not in group_by_ranks:  # groups over the same ranks are one group
+            group_by_ranks[groups] = _new_group(groups)
+        setattr(parallel_state, name, group_by_ranks[groups])
     if use_distributed_optimizer:
         parallel_state._DATA_PARALLEL_GROUP_GLOO = _new_group(grid.groups("dp"), backend="gloo")
     pipeline = grid.group_of(rank, "pp")
@@ -103,7 +108,7 @@ def initialize_model_parallel(
     )
     layout = mesh.layout(config.layout, args.seq_length)
     memory = layer_memory(args)
-    keep_state(HostState(grid, mesh, layout, config.kernel, is_active(args), memory))
+    set_state(FrameworkState(grid, mesh, layout, config.kernel, is_active(args), memory))
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:
@@ -135,9 +140,11 @@ def group_table(
     if not use_fp8:
         del table["_AMAX_REDUCTION_GROUP"]
     pipelines = grid.groups("pp")
-    table["_EMBEDDING_GROUP"] = tuple(word_embedding_ranks(each, split) for each in pipelines)
+    table["_EMBEDDING_GROUP"] = tuple(
+        word_embedding_ranks(pipeline, split) for pipeline in pipelines
+    )
     table["_POSITION_EMBEDDING_GROUP"] = tuple(
-        position_embedding_ranks(each, split) for each in pipelines
+        position_embedding_ranks(pipeline, split) for pipeline in pipelines
     )
     return table
 
@@ -154,11 +161,11 @@ def position_embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
 
 
 def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.ProcessGroup | None:
-    rank, mine = dist.get_rank(), None
+    rank, own_group = dist.get_rank(), None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend=backend)
-        mine = group if rank in ranks else mine
-    return mine
+        own_group = group if rank in ranks else own_group
+    return own_group
 
 
 def destroy_model_parallel(original: Callable[[], None]) -> None:
@@ -168,21 +175,21 @@ def destroy_model_parallel(original: Callable[[], None]) -> None:
     original()
     for name in _CLEARED:
         setattr(parallel_state, name, None)
-    keep_state(None)
+    set_state(None)
 
 
 def get_sequence_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's sequence-parallel group."""
-    ranks = host_state().grid.group_of(dist.get_rank(), "ulysses", "ring")
+    ranks = get_state().grid.group_of(dist.get_rank(), "ulysses", "ring")
     return ranks[0]
 
 
-def getter(variable: str, ask: Callable[[Any], Any]) -> Callable[[], Any]:
+def getter(variable: str, query: Callable[[Any], Any]) -> Callable[[], Any]:
     """A function of the host's kind: what ``ask`` says about the group in ``variable``."""
 
     def get() -> Any:
         from megatron.core import parallel_state
 
-        return ask(getattr(parallel_state, variable))
+        return query(getattr(parallel_state, variable))
 
     return get

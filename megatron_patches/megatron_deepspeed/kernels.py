@@ -39,7 +39,7 @@ def set_jit_fusion_options(original: Callable[[], None]) -> None:
         original()
 
 
-def gelu(original: Callable[..., Tensor], ctx: Any, given: Tensor, bias: Tensor) -> Tensor:
+def gelu(original: Callable[..., Tensor], ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
     """``GeLUFunction.forward``: tanh's GELU of ``given + bias``, on GPUs in one kernel, or two
     without Triton.
 
@@ -47,34 +47,34 @@ def gelu(original: Callable[..., Tensor], ctx: Any, given: Tensor, bias: Tensor)
     (its switch was there to 2.11, and did nothing): each of the ten operations is a kernel, a sixth
     of the GPU's time of GPT 1.3B on 16K tokens (2 H200).
     """
-    if not given.is_cuda:
-        return original(ctx, given, bias)
-    ctx.save_for_backward(given, bias)
-    fast = _in_one_pass(given, bias)
-    if fast is None:
-        return F.gelu(given + bias, approximate="tanh")
-    made: Tensor = fast.gelu(given, bias)
-    return made
+    if not x.is_cuda:
+        return original(ctx, x, bias)
+    ctx.save_for_backward(x, bias)
+    triton_kernels = _triton_kernels_for(x, bias)
+    if triton_kernels is None:
+        return F.gelu(x + bias, approximate="tanh")
+    out: Tensor = triton_kernels.gelu(x, bias)
+    return out
 
 
 def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     """``GeLUFunction.backward``; autograd sums the bias' gradient over the tokens."""
     if not grad.is_cuda:
-        found: tuple[Tensor, Tensor] = original(ctx, grad)
-        return found
-    given, bias = ctx.saved_tensors
-    fast = _in_one_pass(given, bias)
-    if fast is None:
-        mine = torch.ops.aten.gelu_backward(grad, given + bias, approximate="tanh")
+        grads: tuple[Tensor, Tensor] = original(ctx, grad)
+        return grads
+    x, bias = ctx.saved_tensors
+    triton_kernels = _triton_kernels_for(x, bias)
+    if triton_kernels is None:
+        grad_input = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
     else:
-        mine = fast.gelu_backward(grad, given, bias)
-    return mine, mine
+        grad_input = triton_kernels.gelu_backward(grad, x, bias)
+    return grad_input, grad_input
 
 
 def linear(
     original: Callable[..., Tensor],
     ctx: Any,
-    given: Tensor,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     gradient_accumulation_fusion: bool,
@@ -86,20 +86,20 @@ def linear(
     The host adds it afterwards, in a pass over the whole output that takes half as long as the
     product of queries, keys and values.
     """
-    how = gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel
-    alike = bias is not None and given.dtype == weight.dtype == bias.dtype
-    if not alike or sequence_parallel or not given.is_cuda or torch.is_autocast_enabled("cuda"):
-        return original(ctx, given, weight, bias, *how)
+    options = gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel
+    same_dtype = bias is not None and x.dtype == weight.dtype == bias.dtype
+    if not same_dtype or sequence_parallel or not x.is_cuda or torch.is_autocast_enabled("cuda"):
+        return original(ctx, x, weight, bias, *options)
     ctx.use_bias = True
-    ctx.gradient_accumulation_fusion, ctx.async_grad_allreduce, ctx.sequence_parallel = how
-    return _linear(ctx, given, weight, bias)
+    ctx.gradient_accumulation_fusion, ctx.async_grad_allreduce, ctx.sequence_parallel = options
+    return _linear(ctx, x, weight, bias)
 
 
 @partial(torch.amp.custom_fwd, device_type="cuda")
-def _linear(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _linear(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """What the host's backward, which reads it under autocast too, needs kept."""
-    ctx.save_for_backward(given, weight)
-    return F.linear(given, weight, bias)
+    ctx.save_for_backward(x, weight)
+    return F.linear(x, weight, bias)
 
 
 def add_bias(
@@ -112,11 +112,11 @@ def add_bias(
 ) -> Tensor:
     """``bias_dropout_add`` without a dropout: one pass instead of two, of which that of the bias
     is slow."""
-    alike = x.is_cuda and x.shape == residual.shape and x.dtype == residual.dtype
-    if bias is not None and alike and not (training and prob):
-        fast = _in_one_pass(x, _one_row(bias))
-        if fast is not None:
-            out: Tensor = _Add.apply(x, bias.expand_as(x), residual, fast)
+    can_fuse = x.is_cuda and x.shape == residual.shape and x.dtype == residual.dtype
+    if bias is not None and can_fuse and not (training and prob):
+        triton_kernels = _triton_kernels_for(x, _unexpand_bias(bias))
+        if triton_kernels is not None:
+            out: Tensor = _Add.apply(x, bias.expand_as(x), residual, triton_kernels)
             return out
     return original(x, bias, residual, prob, training)
 
@@ -125,61 +125,61 @@ class _Add(torch.autograd.Function):
     """``x + bias + residual`` of three tensors of one shape; the bias may be a row for all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, fast: Any) -> Tensor:
-        made: Tensor = fast.add(x, _one_row(bias), residual)
-        return made
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, triton_kernels: Any) -> Tensor:
+        out: Tensor = triton_kernels.add(x, _unexpand_bias(bias), residual)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, grad, grad, None
 
 
-def _one_row(bias: Tensor) -> Tensor:
+def _unexpand_bias(bias: Tensor) -> Tensor:
     """The bias ``[width]`` that was expanded for all tokens; others as they are."""
     while bias.ndim > 1 and (bias.stride(0) == 0 or len(bias) == 1):
         bias = bias[0]
     return bias
 
 
-def _in_one_pass(given: Tensor, bias: Tensor) -> ModuleType | None:
+def _triton_kernels_for(x: Tensor, bias: Tensor) -> ModuleType | None:
     """The Triton kernels, if there are any for this."""
-    if given.dtype == torch.float64 or given.dtype != bias.dtype:
+    if x.dtype == torch.float64 or x.dtype != bias.dtype:
         return None
-    if bias.shape != given.shape[-1:]:
+    if bias.shape != x.shape[-1:]:
         return None
-    return _triton()
+    return _import_triton_kernels()
 
 
 @cache
-def _triton() -> ModuleType | None:
+def _import_triton_kernels() -> ModuleType | None:
     try:
         return importlib.import_module("megatron_patches.megatron_deepspeed.bias_triton")
     except ImportError:
         return None
 
 
-def _tensor(data: Any, *, device: Any = None, **how: Any) -> Tensor:
+def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
     """``torch.tensor``; a number goes to a GPU as an argument of a kernel."""
     if (
         isinstance(data, (int, float))
         and device is not None
         and torch.device(device).type == "cuda"
     ):
-        return torch.full((), data, device=device, **how)
-    return torch.tensor(data, device=device, **how)
+        return torch.full((), data, device=device, **options)
+    return torch.tensor(data, device=device, **options)
 
 
-def unhurried_torch() -> ModuleType:
+def lazy_sync_torch() -> ModuleType:
     """``torch`` as a module of the host sees it, with a ``tensor`` that the host need not wait for.
 
     ``torch.tensor(0.0, device="cuda")`` copies 4 bytes and waits until the GPU has done all that
     was launched before. Twice in each layer, that leaves the GPU idle wherever it is faster than
     its launches: of GPT 1.3B on 16K tokens (2 H200) an eighth of the time.
     """
-    seen = ModuleType("torch")
+    module = ModuleType("torch")
     # All else is torch's as it is when it is asked for: profilers and ZeRO change it later.
-    vars(seen).update(tensor=_tensor, __getattr__=partial(getattr, torch))
-    return seen
+    vars(module).update(tensor=_tensor, __getattr__=partial(getattr, torch))
+    return module
 
 
 def _can_build() -> bool:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_usp.training import chunked_token_losses
-from megatron_patches.megatron_deepspeed.state import HostState, host_state
+from megatron_patches.megatron_deepspeed.state import FrameworkState, get_state
 
 
-def gather_losses(losses: Tensor, state: HostState) -> Tensor:
+def gather_losses(losses: Tensor, state: FrameworkState) -> Tensor:
     """All token losses in the order of the sequence; gradients reach this rank's own only.
 
     Every rank weighs the same gathered losses, so the sum of the ranks' gradients is the gradient
@@ -23,14 +23,14 @@ def gather_losses(losses: Tensor, state: HostState) -> Tensor:
     """
     mesh, layout = state.mesh, state.layout
     lengths = [layout.length(rank) for rank in range(mesh.sp_degree)]
-    mine = losses.new_zeros((max(lengths), *losses.shape[1:]))  # backends want equal shapes
-    mine[: losses.shape[0]] = losses.detach()
-    everyone = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(everyone, mine, group=mesh.sp_group)
-    shards = [part[:length] for part, length in zip(everyone, lengths, strict=True)]
+    padded = losses.new_zeros((max(lengths), *losses.shape[1:]))  # backends want equal shapes
+    padded[: losses.shape[0]] = losses.detach()
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=mesh.sp_group)
+    shards = [shard[:length] for shard, length in zip(gathered, lengths, strict=True)]
     shards[mesh.rank] = losses
-    whole: Tensor = layout.gather(shards, dim=0)
-    return whole
+    all_losses: Tensor = layout.gather(shards, dim=0)
+    return all_losses
 
 
 def vocab_sequence_parallel_cross_entropy(
@@ -47,7 +47,7 @@ def vocab_sequence_parallel_cross_entropy(
     losses = tensor_parallel.vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, label_smoothing
     )
-    return gather_losses(losses, host_state())
+    return gather_losses(losses, get_state())
 
 
 def losses_of_hidden(
@@ -76,9 +76,9 @@ def losses_of_hidden(
         chunks=chunks,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
-    state = host_state()
-    whole = gather_losses(losses, state) if state.spread else losses
-    return whole.transpose(0, 1).contiguous()
+    state = get_state()
+    all_losses = gather_losses(losses, state) if state.is_sequence_parallel else losses
+    return all_losses.transpose(0, 1).contiguous()
 
 
 def pipeline_loss(
@@ -90,7 +90,7 @@ def pipeline_loss(
         output: ``[s_local, b, vocabulary / tp]``; labels: ``[b, s_local]`` and the loss mask of the
         whole sequence ``[b, s]``.
     """
-    if not host_state().spread:
+    if not get_state().is_sequence_parallel:
         return original(output, labels)
     targets, mask = labels
     losses = vocab_sequence_parallel_cross_entropy(

@@ -16,8 +16,8 @@ from ds_usp.errors import ConfigError
 from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
 from ds_usp.planner import Split, Workload
 from ds_usp.training import offload_ratio, solved_ratio
-from megatron_patches.megatron_deepspeed.auto_args import model_shape, settings
-from megatron_patches.megatron_deepspeed.state import host_state
+from megatron_patches.megatron_deepspeed.auto_args import model_shape, parallel_config
+from megatron_patches.megatron_deepspeed.state import get_state
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def check_flags(args: Any) -> None:
     _check_chunks(args)
     if args.usp_recompute == "none":
         return
-    host = {
+    own_checkpoint = {
         "--checkpoint-activations": args.checkpoint_activations,
         f"--recompute-granularity {args.recompute_granularity}": args.recompute_granularity,
     }
@@ -68,9 +68,9 @@ def check_flags(args: Any) -> None:
         "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
         "more than one expert": max(args.num_experts) > 1 or args.num_experts_switch,
     }
-    refused = host | (gemm_last if args.usp_recompute == "gemm-last" else {})
-    for name, given in refused.items():
-        if given:
+    refused = own_checkpoint | (gemm_last if args.usp_recompute == "gemm-last" else {})
+    for name, is_set in refused.items():
+        if is_set:
             raise ConfigError(
                 f"--usp-recompute {args.usp_recompute} and {name} do not go together: leave one "
                 "of them out"
@@ -89,8 +89,8 @@ def _check_chunks(args: Any) -> None:
         "--sequence-parallel (Megatron's)": args.sequence_parallel,
         "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
     }
-    for name, given in refused.items():
-        if chunks and given:
+    for name, is_set in refused.items():
+        if chunks and is_set:
             raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
 
 
@@ -103,14 +103,16 @@ def layer_memory(args: Any) -> LayerMemory:
         return tensor_parallel.checkpoint(run, False, hidden)
 
     device = torch.device(get_accelerator().current_device_name())
-    ratio = solved_ratio(args.usp_offload_ratio, *planned(args), device)
+    ratio = solved_ratio(args.usp_offload_ratio, *planner_inputs(args), device)
     return LayerMemory(args.usp_recompute, Offload(ratio, device), checkpoint)
 
 
-def planned(args: Any) -> tuple[Workload, Split]:
+def planner_inputs(args: Any) -> tuple[Workload, Split]:
     """The run as the planner sees it."""
     config = ds_usp.USPConfig.from_args(args)
-    split = replace(settings(args, args.zero_stage), ulysses=config.ulysses, ring=config.ring)
+    split = replace(
+        parallel_config(args, args.zero_stage), ulysses=config.ulysses, ring=config.ring
+    )
     return Workload(model_shape(args), args.seq_length, args.global_batch_size), split
 
 
@@ -118,7 +120,7 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
     """``ParallelTransformerLayer.__init__``: norms that run again before the product they are
     for."""
     original(layer, *args, **kwargs)
-    if host_state().memory.recompute == "gemm-last":
+    if get_state().memory.recompute == "gemm-last":
         GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
         GemmLast.between(layer.post_attention_layernorm, layer.mlp.dense_h_to_4h)
 
@@ -131,24 +133,24 @@ def run_layer(
     def run(hidden: Tensor) -> Any:
         return original(layer, hidden, *args, **kwargs)
 
-    return host_state().memory.run(layer.layer_number, run, hidden_states)
+    return get_state().memory.run(layer.layer_number, run, hidden_states)
 
 
 def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> Any:
     """``ParallelMLP.forward``: the activation function runs again before the second product."""
-    if host_state().memory.recompute != "gemm-last":
+    if get_state().memory.recompute != "gemm-last":
         return original(mlp, hidden_states)
-    given, bias = mlp.dense_h_to_4h(hidden_states)
-    return recompute_before(partial(_activate, mlp, bias), mlp.dense_4h_to_h, given)
+    projected, bias = mlp.dense_h_to_4h(hidden_states)
+    return recompute_before(partial(_activate, mlp, bias), mlp.dense_4h_to_h, projected)
 
 
-def _activate(mlp: Any, bias: Tensor | None, given: Tensor) -> Tensor:
+def _activate(mlp: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
     """What stands between the two products of ``ParallelMLP.forward``."""
     activated: Tensor
     if mlp.bias_gelu_fusion:
         from megatron.model.fused_bias_gelu import bias_gelu_impl
 
-        activated = bias_gelu_impl(given, bias)
+        activated = bias_gelu_impl(projected, bias)
         return activated
-    activated = mlp.activation_func(given if bias is None else given + bias)
+    activated = mlp.activation_func(projected if bias is None else projected + bias)
     return activated

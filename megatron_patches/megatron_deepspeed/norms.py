@@ -24,14 +24,14 @@ def has_overflow(original: Callable[[Any], Tensor], optimizer: Any) -> Tensor:
     """
     groups = (optimizer.averaged_gradients[i] for i in range(len(optimizer.bit16_groups)))
     gradients = [grad for group in groups for grad in group if grad is not None]
-    if not _together(gradients):
+    if not _is_foreach_compatible(gradients):
         return original(optimizer)
     # The largest of a tensor is finite if all are; NaN is larger than anything.
-    largest = torch.stack(torch._foreach_norm(gradients, math.inf))
-    return largest.isfinite().all().logical_not().unsqueeze(0)
+    max_abs = torch.stack(torch._foreach_norm(gradients, math.inf))
+    return max_abs.isfinite().all().logical_not().unsqueeze(0)
 
 
-class _Kind(NamedTuple):
+class _ParamKind(NamedTuple):
     """What DeepSpeed asks of a parameter before it counts it: alike parameters count together."""
 
     replicated: bool
@@ -50,26 +50,26 @@ def gradient_norm(
     from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
-    given, params = list(gradients), list(params)
-    counted = [grad for grad in given if not getattr(grad, "_zero_padding", False)]
-    if float(norm_type) == math.inf or not _together(counted):
-        return original(optimizer, given, params, norm_type)
-    alike: dict[_Kind, list[tuple[Tensor, Any]]] = defaultdict(list)
+    all_gradients, params = list(gradients), list(params)
+    counted = [grad for grad in all_gradients if not getattr(grad, "_zero_padding", False)]
+    if float(norm_type) == math.inf or not _is_foreach_compatible(counted):
+        return original(optimizer, all_gradients, params, norm_type)
+    by_kind: dict[_ParamKind, list[tuple[Tensor, Any]]] = defaultdict(list)
     for grad, param in zip(counted, params, strict=False):  # as DeepSpeed pairs them
         replicated = bool(getattr(param, "ds_pipe_replicated", False))
-        alike[_Kind(replicated, is_model_parallel_parameter(param))].append((grad, param))
-    kinds = [list(zip(*pairs, strict=True)) for pairs in alike.values()]
+        by_kind[_ParamKind(replicated, is_model_parallel_parameter(param))].append((grad, param))
+    kinds = [list(zip(*pairs, strict=True)) for pairs in by_kind.values()]
     norms = [_norm(kind, norm_type, get_norm_dtype()) for kind, _ in kinds]
     return original(optimizer, norms, [owners[0] for _, owners in kinds], norm_type)
 
 
 def _norm(gradients: tuple[Tensor, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
     """Of all of them as one vector, summed up in ``dtype``."""
-    each = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
-    return torch.linalg.vector_norm(each, norm_type)
+    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
-def _together(gradients: list[Tensor]) -> bool:
+def _is_foreach_compatible(gradients: list[Tensor]) -> bool:
     """Whether torch takes them in one call: there are some, dense, of one kind, none empty."""
     kinds = {(grad.device, grad.dtype, grad.layout) for grad in gradients}
     return len(kinds) == 1 and not gradients[0].is_sparse and all(x.numel() for x in gradients)

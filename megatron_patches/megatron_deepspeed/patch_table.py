@@ -134,7 +134,7 @@ def fused_kernels() -> tuple[Patch, ...]:
         ),
         Patch(
             f"{_LAYER}:torch",
-            kernels.unhurried_torch(),
+            kernels.lazy_sync_torch(),
             reason="puts two numbers on the GPU in every layer (`torch.tensor(0.0, device=...)`), "
             "and each time waits for all that was launched",
         ),
@@ -143,16 +143,16 @@ def fused_kernels() -> tuple[Patch, ...]:
 
 def rank_groups() -> tuple[Patch, ...]:
     """Process groups, and the questions about them."""
-    asked = (("group", lambda group: group), ("rank", dist.get_rank), ("world_size", _size))
+    queries = (("group", lambda group: group), ("rank", dist.get_rank), ("world_size", _size))
     getters = tuple(
         Patch(
-            f"{_MPU}:get_{axis}_parallel_{what}",
-            groups.getter(f"_{axis.upper()}_PARALLEL_GROUP", ask),
+            f"{_MPU}:get_{axis}_parallel_{name}",
+            groups.getter(f"_{axis.upper()}_PARALLEL_GROUP", query),
             "add",
             reason=f"the {axis} axis beside the sequence-parallel one",
         )
         for axis in ("ulysses", "ring")
-        for what, ask in asked
+        for name, query in queries
     )
     return (
         Patch(

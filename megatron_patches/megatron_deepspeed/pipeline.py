@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.megatron_deepspeed.state import find_state, host_state
+from megatron_patches.megatron_deepspeed.state import find_state, get_state
 
 _AXES = ("data_parallel", "sequence_parallel", "sequence_data_parallel")
-_QUESTIONS = ("group", "rank", "world_size")
+_GETTERS = ("group", "rank", "world_size")
 
 
-def _spread() -> bool:
+def _is_sequence_parallel() -> bool:
     """Whether sequences are spread; also asked where DeepSpeed runs without the host."""
     state = find_state()
-    return state is not None and state.spread
+    return state is not None and state.is_sequence_parallel
 
 
 def fold_topology(
     original: Callable[..., None], topology: Any, num_pp: int, num_mp: int, num_dp: int
 ) -> None:
     """``PipeModelDataParallelTopology.__init__`` with all ranks that hold different tokens."""
-    folded = host_state().mesh.sp_degree if _spread() else 1
+    folded = get_state().mesh.sp_degree if _is_sequence_parallel() else 1
     original(topology, num_pp, num_mp, num_dp * folded)
 
 
@@ -34,10 +34,10 @@ def build_grid(original: Callable[..., None], grid: Any, *args: Any, **kwargs: A
     from megatron.core import parallel_state
 
     original(grid, *args, **kwargs)
-    if _spread():
+    if _is_sequence_parallel():
         for axis in _AXES:
-            for question in _QUESTIONS:
-                name = f"get_{axis}_{question}"
+            for getter in _GETTERS:
+                name = f"get_{axis}_{getter}"
                 setattr(grid, name, getattr(parallel_state, name))
 
 
@@ -46,7 +46,7 @@ def build_engine(original: Callable[..., None], engine: Any, *args: Any, **kwarg
 
     Before and after it the folded size counts: for tied weights, and for who writes checkpoints.
     """
-    if not _spread():
+    if not _is_sequence_parallel():
         original(engine, *args, **kwargs)
         return
     grid = kwargs["model"]._grid

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_patches.patch import PatchSet
 
-HOST = "megatron_deepspeed"
+FRAMEWORK = "megatron_deepspeed"
 SCRIPT = "__main__"
 
 
@@ -36,7 +36,7 @@ def verify_flag(flag: str) -> None:
 def _applied() -> list[PatchSet]:
     from megatron_patches.patch import applied_sets
 
-    return [patches for patches in applied_sets() if patches.host == HOST]
+    return [patches for patches in applied_sets() if patches.framework == FRAMEWORK]
 
 
 def pretrain(

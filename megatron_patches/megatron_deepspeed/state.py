@@ -14,11 +14,11 @@ import ds_usp
 from ds_usp.errors import MeshError
 from ds_usp.memory import LayerMemory
 
-_NAME, _MASK = "_USP_STATE", "_USP_MASK"
+_STATE, _MASK = "_USP_STATE", "_USP_MASK"
 
 
 @dataclass(frozen=True)
-class HostState:
+class FrameworkState:
     """How this process takes part in one run of the host.
 
     Args:
@@ -38,7 +38,7 @@ class HostState:
     memory: LayerMemory = field(default_factory=LayerMemory)
 
     @property
-    def spread(self) -> bool:
+    def is_sequence_parallel(self) -> bool:
         """Whether more than one rank holds a sequence."""
         return self.mesh.sp_degree > 1
 
@@ -58,29 +58,29 @@ def is_active(args: Any) -> bool:
     )
 
 
-def find_state() -> HostState | None:
+def find_state() -> FrameworkState | None:
     """The state, None before the groups exist."""
-    found: HostState | None = getattr(_holder(), _NAME, None)
-    return found
+    state: FrameworkState | None = getattr(_holder(), _STATE, None)
+    return state
 
 
-def host_state() -> HostState:
+def get_state() -> FrameworkState:
     """The state.
 
     Raises:
         MeshError: the host has not made its groups yet.
     """
-    found = find_state()
-    if found is None:
+    state = find_state()
+    if state is None:
         raise MeshError(
             "Megatron-DeepSpeed's groups do not exist yet: call initialize_model_parallel first"
         )
-    return found
+    return state
 
 
-def keep_state(state: HostState | None) -> None:
+def set_state(state: FrameworkState | None) -> None:
     """Keep the state beside the host's groups; None: they are gone."""
-    setattr(_holder(), _NAME, state)
+    setattr(_holder(), _STATE, state)
 
 
 def current_mask() -> ds_usp.MaskSpec:
@@ -88,7 +88,7 @@ def current_mask() -> ds_usp.MaskSpec:
     return getattr(_holder(), _MASK, None) or ds_usp.MaskSpec.causal()
 
 
-def keep_mask(mask: ds_usp.MaskSpec) -> None:
+def set_mask(mask: ds_usp.MaskSpec) -> None:
     """Keep what attention sees of the micro batch that is computed next, to its backward pass."""
     setattr(_holder(), _MASK, mask)
 

@@ -19,7 +19,7 @@ from megatron_patches.megatron_deepspeed import apex
 
 
 @dataclass(frozen=True)
-class StandIn:
+class Stub:
     """One module that may be missing.
 
     Args:
@@ -32,30 +32,32 @@ class StandIn:
     name: str
     needs: str
     purpose: str
-    until: str = ""
+    obsolete_after: str = ""
 
 
 _HELPERS = "megatron.data.helpers"
-_STAND_INS = (
-    StandIn(
+_STUBS = (
+    Stub(
         "transformers",
         "transformers",
         "tokenizers of Hugging Face: pip install transformers",
-        until="megatron.tokenizer",
+        obsolete_after="megatron.tokenizer",
     ),
-    StandIn(
+    Stub(
         "regex",
         "regex",
         "the tokenizer GPT2BPETokenizer: pip install regex",
-        until="megatron.tokenizer",
+        obsolete_after="megatron.tokenizer",
     ),
-    StandIn("six", "six", "the tokenizers of BERT: pip install six", until="megatron.tokenizer"),
-    StandIn(
+    Stub(
+        "six", "six", "the tokenizers of BERT: pip install six", obsolete_after="megatron.tokenizer"
+    ),
+    Stub(
         "megatron.model.vision.knn_monitor",
         "torchvision",
         "pretraining vision models: pip install torchvision",
     ),
-    StandIn(
+    Stub(
         "deepspeed.compression.compress",
         "deepspeed.compression.compress",
         "compression training, which newer versions of DeepSpeed lack: use deepspeed 0.19.6",
@@ -63,16 +65,16 @@ _STAND_INS = (
 )
 
 
-def install_stand_ins() -> None:
+def install_stubs() -> None:
     """Put a stand-in wherever a package is missing; the checkout must be importable."""
     if _on_cuda() and not _exists("apex"):
         sys.modules.update(apex.modules())
-    missing = [row for row in _STAND_INS if row.name not in sys.modules and not _exists(row.needs)]
+    missing = [row for row in _STUBS if row.name not in sys.modules and not _exists(row.needs)]
     for row in missing:
         sys.modules[row.name] = _MissingModule(row)
     for row in missing:
-        if row.until:
-            importlib.import_module(row.until)
+        if row.obsolete_after:
+            importlib.import_module(row.obsolete_after)
             del sys.modules[row.name]
     if _HELPERS not in sys.modules and not _exists(_HELPERS):
         sys.modules[_HELPERS] = _LazyModule(_HELPERS, _build_helpers)
@@ -88,7 +90,7 @@ def compile_helpers(original: Callable[[], None]) -> None:
 class _Missing:
     """A name of a package that is not there; any use of it says so."""
 
-    def __init__(self, row: StandIn, name: str) -> None:
+    def __init__(self, row: Stub, name: str) -> None:
         self._row, self._name = row, name
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -101,7 +103,7 @@ class _Missing:
 
 
 class _MissingModule(ModuleType):
-    def __init__(self, row: StandIn) -> None:
+    def __init__(self, row: Stub) -> None:
         super().__init__(row.name, row.purpose)
         self._row = row
 

@@ -19,8 +19,8 @@ class Refusal:
         fix: what works instead.
     """
 
-    asked: Callable[[Any, Mapping[str, Any]], Any]
-    why: str
+    applies: Callable[[Any, Mapping[str, Any]], Any]
+    reason: str
     fix: str
 
 
@@ -31,7 +31,7 @@ def _on_cpu() -> bool:
 
 
 # What ends in an error of the host's or of DeepSpeed's own, with sequences spread or not.
-_HOST_FAILURES = (
+_FRAMEWORK_FAILURES = (
     Refusal(
         lambda args, _: args.distribute_saved_activations,
         "--distribute-saved-activations (tensor parallel {tensor_model_parallel_size}) looks for "
@@ -218,16 +218,16 @@ def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
     _refuse(_REFUSALS, args, deepspeed_config)
 
 
-def refuse_host_failures(args: Any) -> None:
+def refuse_framework_failures(args: Any) -> None:
     """Look at the host's arguments before the host does, however many ranks share a sequence.
 
     Raises:
         ConfigError: the first row that applies.
     """
-    _refuse(_HOST_FAILURES, args, {})
+    _refuse(_FRAMEWORK_FAILURES, args, {})
 
 
 def _refuse(rows: tuple[Refusal, ...], args: Any, deepspeed_config: Mapping[str, Any]) -> None:
     for row in rows:
-        if row.asked(args, deepspeed_config):
-            raise ConfigError(f"{row.why}. {row.fix}".format(**vars(args)))
+        if row.applies(args, deepspeed_config):
+            raise ConfigError(f"{row.reason}. {row.fix}".format(**vars(args)))

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT)]
 
 import megatron_patches  # noqa: E402 - found through the path above
 from ds_usp import MaskSpec, SequenceMesh, usp_attention  # noqa: E402
-from megatron_patches.run import HOST  # noqa: E402
+from megatron_patches.run import FRAMEWORK  # noqa: E402
 
 KERNEL = os.environ.get("USP_STOCK_KERNEL", "flash2")
 MESH = SequenceMesh.single()
@@ -68,7 +68,7 @@ def main() -> None:
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     sys.modules["flash_attn.flash_attn_interface"] = interface
-    megatron_patches.prepare(HOST, Path(script))
+    megatron_patches.prepare(FRAMEWORK, Path(script))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

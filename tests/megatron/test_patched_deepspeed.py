@@ -110,7 +110,7 @@ REFUSED = {
     "a degree that does not divide": ({"ulysses_degree": 3}, ConfigError, "Use one of 1, 2, 4"),
     "no degree": ({"ulysses_degree": "2"}, ConfigError, "ulysses_degree='2' must be"),
     "no layout": ({"layout": "zigzig"}, LayoutError, "unknown token layout"),
-    "no setting": ({"degree": 2}, ConfigError, "unknown setting 'degree' of host deepspeed"),
+    "no setting": ({"degree": 2}, ConfigError, "unknown setting 'degree' of deepspeed"),
     "a ring around an attention that nobody knows": (
         {"ulysses_degree": 2},
         UnsupportedAttentionError,

@@ -211,7 +211,7 @@ REFUSED_BEFORE_GROUPS = {
         {"ulysses": 2},
         {"cp": 4},
         ConfigError,
-        "unknown setting 'ulysses' of host megatron_core; there are ulysses_degree, layout",
+        "unknown setting 'ulysses' of megatron_core; there are ulysses_degree, layout",
     ),
 }
 REFUSED_BY_LAYERS = {
@@ -326,7 +326,7 @@ def mixed_layers(ctx: RankContext) -> list[str]:
             super().__init__()
 
     row = TestTransformerEngine().row()
-    Stock.__init__ = row.made(Stock.__init__)
+    Stock.__init__ = row.build(Stock.__init__)
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     kinds = ["usp", "p2p"]
     config = TransformerConfig(

@@ -19,7 +19,7 @@ from host_edits import Trace, edit
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run
-from megatron_patches.megatron_deepspeed.state import host_state
+from megatron_patches.megatron_deepspeed.state import get_state
 
 STD = 0.1
 
@@ -87,7 +87,7 @@ class Recorder:
             module = importlib.import_module(f"megatron_patches.megatron_deepspeed.{file}")
             setattr(module, name, lambda original, *args: original(*args))
         if request.applied_before:
-            megatron_patches.apply(run.HOST)
+            megatron_patches.apply(run.FRAMEWORK)
         pairs = (*wraps.items(), *request.extra)
         PatchSet("recorder", (Patch(target, fn, "wrap") for target, fn in pairs)).apply()
         if request.edited:
@@ -106,7 +106,7 @@ class Recorder:
     def _train(self, request: Request) -> None:
         if request.patched:
             run.main([request.script, *request.flags])
-            self.seen["sent"] = sum(host_state().mesh.ledger.bytes.values())
+            self.seen["sent"] = sum(get_state().mesh.ledger.bytes.values())
         else:
             sys.argv = [request.script, *request.flags]
             runpy.run_path(request.script, run_name="__main__")

@@ -29,7 +29,7 @@ TEXT_BYTES = 60_000
 
 def serve(checkout: Path, folder: Path) -> None:
     """Answer requests until the input ends."""
-    megatron_patches.prepare(run.HOST, checkout)
+    megatron_patches.prepare(run.FRAMEWORK, checkout)
     sys.argv = [str(checkout)]
     import pretrain_gpt  # noqa: F401 - for what it imports
     from megatron.data import helpers

@@ -19,7 +19,7 @@ from host_runs import HERE, HostServer, flags
 import megatron_patches
 from ds_usp.errors import PatchError
 from megatron_patches.megatron_deepspeed import bypassed
-from megatron_patches.run import HOST
+from megatron_patches.run import FRAMEWORK
 
 SHORT = "--train-iters 2 --micro-batch-size 1 --data-cache-path {folder}"
 SP2 = {"sp": 2, "u": 1}
@@ -121,7 +121,7 @@ def compared() -> dict[str, str]:
 
     A row of a whole class stands for its methods.
     """
-    patches = megatron_patches.patch_set(HOST)
+    patches = megatron_patches.patch_set(FRAMEWORK)
     known = {
         place.replace("__main__:", "pretrain_gpt:"): ""
         for patch in (*patches.patches, *patches.later)
@@ -235,7 +235,7 @@ def test_the_command_names_every_edited_function(checkout: Path, tmp_path: Path)
     shutil.copytree(
         checkout, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns(".git", "*.pyc")
     )
-    rows = [row.moved("__main__", "pretrain_gpt") for row in bypassed.rows()]
+    rows = [row.retarget("__main__", "pretrain_gpt") for row in bypassed.rows()]
     for row in rows:
         module, _, path = row.target.partition(":")
         file = copy / f"{module.replace('.', '/')}.py"

@@ -154,7 +154,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_checkout_that_does_not_match_is_named(doctored: Path) -> None:
-    checked = command("megatron_patches", "--host", "megatron_deepspeed", "--check", doctored)
+    checked = command("megatron_patches", "--framework", "megatron_deepspeed", "--check", doctored)
     assert checked.returncode == 1
     script = ("pretrain_gpt:get_batch", "pretrain_gpt:get_batch_pipe")
     for name in ("megatron.model.gpt_model:CrossEntropy", *script):
@@ -168,6 +168,6 @@ def test_a_checkout_that_does_not_match_is_named(doctored: Path) -> None:
 
 
 def test_the_checkout_matches(checkout: Path) -> None:
-    checked = command("megatron_patches", "--host", "megatron_deepspeed", "--check", checkout)
+    checked = command("megatron_patches", "--framework", "megatron_deepspeed", "--check", checkout)
     assert checked.returncode == 0, checked.stderr
     assert "matches" in checked.stdout

@@ -178,7 +178,7 @@ def test_every_public_name_has_a_row() -> None:
 
 
 def test_every_setting_of_a_host_has_a_row() -> None:
-    assert set(megatron_patches.hosts()) == set(HOSTS)
+    assert set(megatron_patches.frameworks()) == set(HOSTS)
     for host, doors in HOSTS.items():
         same((field.name for field in fields(settings_of(host))), doors, f"apply({host!r})")
 

@@ -14,7 +14,7 @@ from megatron_patches.megatron_deepspeed import kernels
 def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch, "full", lambda *args, **how: asked.append((args, how)))
-    seen = kernels.unhurried_torch()
+    seen = kernels.lazy_sync_torch()
     seen.tensor(0.5, device=torch.device("cuda", 1), dtype=torch.bfloat16)
     how = {"device": torch.device("cuda", 1), "dtype": torch.bfloat16}
     assert asked == [(((), 0.5), how)]
@@ -53,6 +53,6 @@ def test_without_a_gpu_the_host_adds_its_biases() -> None:
 def test_a_bias_that_was_expanded_is_one_row() -> None:
     bias = torch.arange(4.0)
     for given in (bias, bias.expand(3, 2, 4), bias.expand(3, 1, 4), bias.expand(1, 1, 4)):
-        assert torch.equal(kernels._one_row(given), bias)
+        assert torch.equal(kernels._unexpand_bias(given), bias)
     whole = torch.rand(3, 4)
-    assert kernels._one_row(whole) is whole
+    assert kernels._unexpand_bias(whole) is whole

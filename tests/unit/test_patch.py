@@ -219,7 +219,7 @@ def test_what_is_no_patch_is_refused() -> None:
         Patch("doctored_host.double", 1)
     with pytest.raises(ConfigError, match="not replace, wrap or add"):
         Patch("doctored_host:double", 1, "remove")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"unknown host 'nemo'; there are .*deepspeed"):
+    with pytest.raises(ConfigError, match=r"unknown framework 'nemo'; there are .*deepspeed"):
         megatron_patches.apply("nemo")
 
 

@@ -100,7 +100,7 @@ def test_what_a_flag_bypasses_is_compared_with_the_flag(write: Callable[[str], N
 def test_what_a_script_defines_is_compared_when_it_runs(
     write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = bypass("scale").moved(NAME, "__main__")
+    row = bypass("scale").retarget(NAME, "__main__")
     patches = PatchSet("host", (), bypassed=(row,))
     patches.apply()
     monkeypatch.setitem(sys.modules, "__main__", sys.modules[NAME])

@@ -19,11 +19,11 @@ from ds_usp.errors import ConfigError
 from ds_usp.training import apply_rotary
 from megatron_patches import run
 from megatron_patches.megatron_deepspeed import apex, stubs
-from megatron_patches.megatron_deepspeed.attention import SpreadAttention
-from megatron_patches.megatron_deepspeed.checkout import find_checkout, put_first
+from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention
+from megatron_patches.megatron_deepspeed.checkout import find_checkout, prepend_to_path
 from megatron_patches.megatron_deepspeed.dropout import dropout_seeds
 from megatron_patches.megatron_deepspeed.rotary import rotary_table
-from megatron_patches.megatron_deepspeed.state import HostState
+from megatron_patches.megatron_deepspeed.state import FrameworkState
 
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
 
@@ -43,7 +43,7 @@ def test_a_table_holds_the_positions_of_its_rank() -> None:
 def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotary_dim: int) -> None:
     """The projection's features are all queries, then all keys, then all values."""
     mesh = ds_usp.SequenceMesh.single()
-    state = HostState(
+    state = FrameworkState(
         ds_usp.RankGrid({}), mesh, mesh.layout("zigzag", TOKENS), kernel="auto", active=True
     )
     layer = SimpleNamespace(
@@ -51,7 +51,9 @@ def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotar
         num_key_value_heads_per_partition=kv_heads,
         hidden_size_per_attention_head=HEAD_DIM,
     )
-    attention = SpreadAttention(state, layer, rotary_dim=rotary_dim, rotary_base=1e4, flash=None)
+    attention = SequenceParallelAttention(
+        state, layer, rotary_dim=rotary_dim, rotary_base=1e4, flash=None
+    )
     assert not attention.state_dict()
     q = torch.randn(TOKENS, BATCH, heads, HEAD_DIM)
     k, v = torch.randn(2, TOKENS, BATCH, kv_heads, HEAD_DIM)
@@ -92,7 +94,7 @@ def test_what_apex_does_is_done_by_torch() -> None:
 
 
 def test_a_stand_in_says_what_to_install_when_it_is_used() -> None:
-    row = stubs.StandIn("nemo", "nemo", "fishing: pip install nemo")
+    row = stubs.Stub("nemo", "nemo", "fishing: pip install nemo")
     module = stubs._MissingModule(row)
     tokenizer = module.AutoTokenizer
     for use in (lambda: tokenizer("x"), lambda: tokenizer.from_pretrained, lambda: bool(tokenizer)):
@@ -127,7 +129,7 @@ def test_another_megatron_that_is_loaded_is_refused(
     monkeypatch.setitem(sys.modules, "megatron", other)
     before = list(sys.path)
     with pytest.raises(ConfigError, match="megatron is loaded already, from /elsewhere/megatron"):
-        put_first(tmp_path)
+        prepend_to_path(tmp_path)
     assert sys.path == before
 
 

@@ -13,7 +13,7 @@ README = Path(megatron_patches.__file__).with_name("README.md")
 BLOCK = r"(<!-- table {host} -->\n)(.*?)(<!-- end -->)"
 
 
-@pytest.mark.parametrize("host", megatron_patches.hosts())
+@pytest.mark.parametrize("host", megatron_patches.frameworks())
 def test_the_table_is_what_is_applied(host: str, request: pytest.FixtureRequest) -> None:
     text = README.read_text(encoding="utf-8")
     block = re.compile(BLOCK.format(host=host), re.DOTALL)

@@ -10,7 +10,7 @@ import pytest
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_deepspeed.arguments import _choose_flash
-from megatron_patches.megatron_deepspeed.unsupported import refuse_host_failures
+from megatron_patches.megatron_deepspeed.unsupported import refuse_framework_failures
 
 PLAIN = {
     "checkpoint_activations": False,
@@ -50,7 +50,7 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
 )
 def test_a_failure_of_the_hosts_is_refused_with_the_fix(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        refuse_host_failures(SimpleNamespace(**{**PLAIN, **asked}))
+        refuse_framework_failures(SimpleNamespace(**{**PLAIN, **asked}))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_failure_of_the_hosts_is_refused_with_the_fix(asked: dict[str, Any], w
     ],
 )
 def test_what_runs_is_not_refused(asked: dict[str, Any]) -> None:
-    refuse_host_failures(SimpleNamespace(**{**PLAIN, **asked}))
+    refuse_framework_failures(SimpleNamespace(**{**PLAIN, **asked}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
