@@ -77,7 +77,7 @@ def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, in
 def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
     """This package on 4 H200, with the seconds of attention forward and backward."""
     found = []
-    for row in rows("attention_peers_4xh200_2026-11-22.csv", RESULTS):
+    for row in rows("attention_peers.csv", RESULTS):
         name, _, used = row["contender"].rpartition(", ")
         if not name.startswith("ds_usp") or used != kernel:
             continue
@@ -94,7 +94,7 @@ def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
 def own_training_runs() -> list[tuple[Workload, Split, float]]:
     """GPT 1.3B under Megatron-DeepSpeed on 4 H200, with the seconds of an iteration."""
     found = []
-    for row in rows("megatron_deepspeed_gpt1.3b_32k_4xh200_2026-11-20.csv", RESULTS):
+    for row in rows("megatron_deepspeed_meshes.csv", RESULTS):
         split = Split(
             tp=int(row["tensor"]),
             ulysses=int(row["ulysses"]),

@@ -95,7 +95,7 @@ def head_time(cluster: Cluster, work: Workload, split: Split) -> Job:
 
     From a profile the embedding, the last norm and the loss are part of it. A loss in chunks takes
     as long: its product more is what its fewer passes over logits save (466.8 ms a step against
-    466.6, ``step_factors_gpt1.3b_16k_2xh200_2026-11-23.csv``).
+    466.6, ``step_factors.csv``).
     """
     measured = _measured_head(cluster, work, split)
     if measured is not None:

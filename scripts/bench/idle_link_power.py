@@ -1,6 +1,6 @@
 """Kernel slowdown caused by active NVLinks.
 
-    torchrun --nproc-per-node 2 scripts/bench/idle_link_power.py --out awake_links.csv
+    torchrun --nproc-per-node 2 scripts/bench/idle_link_power.py --out idle_link_power.csv
 
 While the single-GPU kernel runs, each rank reads 4 KiB from the next rank every N milliseconds with
 a copy engine: too little to compete for bandwidth. Active links draw power, and a power-limited GPU

@@ -106,12 +106,12 @@ def factor_table(results: str) -> str:
     return markdown([*head, "ms a step", "tokens/s per GPU", "speed"], rows)
 
 
-RACE = "attention_race_4xh200_2026-11-22.csv"
+RACE = "attention.csv"
 TABLES: Mapping[str, Callable[[], str]] = {
     "attention-flash4": partial(attention_table, RACE, "flash4"),
     "attention-cudnn": partial(attention_table, RACE, "cudnn"),
-    "attention-flash2": partial(attention_table, "attention_peers_4xh200_2026-11-22.csv", "flash2"),
-    "factors": partial(factor_table, "step_factors_gpt1.3b_16k_2xh200_2026-11-23.csv"),
+    "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
+    "factors": partial(factor_table, "step_factors.csv"),
 }
 
 

@@ -18,13 +18,12 @@ from ds_usp.planner import load_cluster  # noqa: E402
 from ds_usp.planner.memory import memory  # noqa: E402
 
 RESULTS = BENCH / "results"
-DAY = "4xh200_2026-11-20"
 
 
 @pytest.fixture(scope="module")
 def judged() -> list[Judged]:
-    cluster = load_cluster(str(RESULTS / f"planner_profile_{DAY}.json"))
-    return judge(cluster, read(RESULTS / f"planner_runs_{DAY}.csv"))
+    cluster = load_cluster(str(RESULTS / "planner_profile.json"))
+    return judge(cluster, read(RESULTS / "planner_runs.csv"))
 
 
 def test_time_memory_and_the_fastest(judged: list[Judged]) -> None:
@@ -44,7 +43,7 @@ def test_memory_without_what_was_fitted(judged: list[Judged]) -> None:
 
 
 def test_the_table_is_what_is_predicted(judged: list[Judged]) -> None:
-    table = (RESULTS / f"planner_{DAY}.csv").read_text(encoding="utf-8").splitlines()
+    table = (RESULTS / "planner_validation.csv").read_text(encoding="utf-8").splitlines()
     assert [line[2:] for line in table if line.startswith("# ")][1:] == summary(judged)
     readme = (BENCH.parents[1] / "README.md").read_text(encoding="utf-8")
     times = [abs(each.time_error) for each in judged]
@@ -55,8 +54,8 @@ def test_the_table_is_what_is_predicted(judged: list[Judged]) -> None:
 
 
 def test_no_length_is_in_the_profile(judged: list[Judged]) -> None:
-    cluster = load_cluster(str(RESULTS / f"planner_profile_{DAY}.json"))
-    fitted = list(read(RESULTS / f"planner_fitted_{DAY}.csv"))
+    cluster = load_cluster(str(RESULTS / "planner_profile.json"))
+    fitted = list(read(RESULTS / "planner_fitted.csv"))
     assert {run.case for run in fitted} == set(FITTED)
     measured = {row.seq_len for row in cluster.calls} | {run.case.seq_len for run in fitted}
     assert measured.isdisjoint(each.run.case.seq_len for each in judged)

@@ -1,0 +1,82 @@
+"""Every link and every path that a Markdown file of the project names exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts" / "bench" / "results"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+# A path in the repository: it begins with one of these folders and holds no placeholder.
+FOLDERS = "docs|ds_usp|megatron_patches|examples_deepspeed|scripts|tests"
+REPOSITORY_PATH = re.compile(rf"(?:{FOLDERS})/[\w./-]*[\w/]")
+RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|json)")
+# Files of results that a command or a program writes, not of this repository.
+OUTPUTS = {
+    "cluster.json", "config.json", "documents.csv", "ds_config.json", "F.csv", "links.csv",
+    "loss.svg", "memory.csv", "memory.svg", "moments.csv", "runs.csv", "validation.csv",
+}  # fmt: skip
+
+
+def markdown_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    names = listed.stdout.split() or [str(p) for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
+    return sorted(path for name in names if (path := ROOT / name).is_file())
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings of a file."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def missing(path: Path, text: str) -> list[str]:
+    """What a file refers to and does not exist."""
+    wrong = []
+    for target in LINK.findall(FENCED.sub("", text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
+            wrong.append(target)
+            continue
+        if anchor and anchor not in anchors(file.read_text(encoding="utf-8") if name else text):
+            wrong.append(target)
+    for code in CODE.findall(FENCED.sub("", text)):
+        wrong += [
+            name
+            for name in REPOSITORY_PATH.findall(code)
+            if code.startswith(name) and not (ROOT / name).exists()
+        ]
+        if RESULT_FILE.fullmatch(code) and code not in OUTPUTS:
+            wrong += [] if (RESULTS / code).exists() or (path.parent / code).exists() else [code]
+    return wrong
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_exist(path: Path) -> None:
+    assert missing(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_a_missing_file_anchor_and_path_are_found() -> None:
+    text = "# One thing\n[a](no.md) [b](#one-thing) [c](#two) `ds_usp/no.py` `docs/` `no.csv`"
+    assert missing(ROOT / "README.md", text) == ["no.md", "#two", "ds_usp/no.py", "no.csv"]
+
+
+def test_every_result_is_in_the_index() -> None:
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
+    assert names == set(re.findall(r"`([\w.]+\.(?:csv|svg|json|txt))`", index.partition("|---")[2]))
