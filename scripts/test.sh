@@ -72,8 +72,9 @@ if [[ "$group" != gpu ]]; then
   run "${flags[@]}" "${paths[@]}" "$@"
 fi
 if ((has_gpu)); then # see tests/gpu/conftest.py
-  mapfile -t flags < <(parallel 16 load)
+  mapfile -t flags < <(parallel 24 worksteal)
   run "${flags[@]}" tests/gpu -m "not several_gpus" "$@"
-  run tests/gpu -m several_gpus "$@"
+  mapfile -t flags < <(parallel 4 worksteal)
+  run "${flags[@]}" tests/gpu -m several_gpus "$@"
 fi
 exit "$status"

@@ -2,7 +2,7 @@
 
 FlashAttention-4 compiles a kernel for each kind of call, on one core. The tests of one GPU run
 first, in many processes that share the GPUs and the files of compiled kernels; the tests of several
-GPUs run after them, one after the other, and find these files (``scripts/test.sh gpu``).
+GPUs run after them, a few at a time, and find these files (``scripts/test.sh gpu``).
 """
 
 from __future__ import annotations
