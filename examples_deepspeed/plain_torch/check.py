@@ -18,7 +18,7 @@ LIMIT = 1e-5
 Step = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter
 
 
-def agrees(
+def matches_one_process(
     steps: Mapping[int, Step], loader: DataLoader, replicas: int, device: torch.device
 ) -> bool:
     """Whether losses and gradients are those of one process; rank 0 prints the numbers.
@@ -29,23 +29,25 @@ def agrees(
         replicas: how many there are.
     """
     if not steps:
-        say("--check: the checkpoint is of the last of --steps; nothing is left to compare")
+        print_rank0("--check: the checkpoint is of the last of --steps; nothing is left to compare")
         return False
     worst, data = 0.0, loader.dataset
     samplers = [DistributedSampler(data, replicas, replica) for replica in range(replicas)]
     loaders = [DataLoader(data, loader.batch_size, sampler=sampler) for sampler in samplers]
-    for number, true in enumerate(one_process(loaders, max(steps) + 1, device)):
+    for number, expected in enumerate(one_process(loaders, max(steps) + 1, device)):
         if number in steps:
             loss, gradients = steps[number]
-            loss_error = abs(loss - true[0]) / true[0]
-            gradient_error, name = largest_error(gradients, true[1])
+            loss_error = abs(loss - expected[0]) / expected[0]
+            gradient_error, name = largest_error(gradients, expected[1])
             worst = max([worst, loss_error, gradient_error], key=lambda x: (x != x, x))  # NaN leads
-            say(
-                f"step {number}: loss {loss:.7f}, one process {true[0]:.7f}, error "
+            print_rank0(
+                f"step {number}: loss {loss:.7f}, one process {expected[0]:.7f}, error "
                 f"{loss_error:.1e}; gradients {gradient_error:.1e} ({name})"
             )
     passed = worst <= LIMIT
-    say(f"largest relative error {worst:.1e}, limit {LIMIT:g}: {'ok' if passed else 'FAILED'}")
+    print_rank0(
+        f"largest relative error {worst:.1e}, limit {LIMIT:g}: {'ok' if passed else 'FAILED'}"
+    )
     return passed
 
 
@@ -56,8 +58,8 @@ def one_process(loaders: list[DataLoader], steps: int, device: torch.device) -> 
     optimizer = optimizer_of(model.parameters(), check=True)
     for _, batches in zip(range(steps), zip(*loaders, strict=False), strict=False):
         columns = zip(*(batch.values() for batch in batches), strict=True)
-        whole = (torch.cat(column).to(device) for column in columns)
-        batch = dict(zip(batches[0], whole, strict=True))
+        joined = (torch.cat(column).to(device) for column in columns)
+        batch = dict(zip(batches[0], joined, strict=True))
         logits = model(batch["input_ids"], batch["position_ids"], dense(batch["position_ids"]))
         labels = batch["labels"][:, 1:]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())  # ignores -100
@@ -80,19 +82,21 @@ def dense(positions: Tensor):
     return attention
 
 
-def largest_error(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> tuple[float, str]:
+def largest_error(
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> tuple[float, str]:
     """Of any element, as a share of the largest one of its parameter; and whose it is."""
-    if found.keys() != true.keys():
-        raise KeyError(f"gradients of {sorted(found)}, one process has {sorted(true)}")
+    if gradients.keys() != expected.keys():
+        raise KeyError(f"gradients of {sorted(gradients)}, one process has {sorted(expected)}")
     errors = {
-        name: ((found[name].float() - gradient).abs().max() / gradient.abs().max()).item()
-        for name, gradient in true.items()
+        name: ((gradients[name].float() - gradient).abs().max() / gradient.abs().max()).item()
+        for name, gradient in expected.items()
     }
     name = max(errors, key=lambda n: (errors[n] != errors[n], errors[n]))
     return errors[name], name
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)

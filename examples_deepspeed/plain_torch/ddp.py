@@ -5,8 +5,8 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from check import agrees, say
-from model import BATCH, GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from check import matches_one_process, print_rank0
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, start
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -18,14 +18,14 @@ def main(argv: list[str] | None = None) -> int:
     args = flags(__doc__).parse_args(argv)
     device, dtype, mesh = start(args)
     dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence: one replica
-    data = MadeUpDocuments(args.seq_len)
+    data = SyntheticDocuments(args.seq_len)
     full = DataLoader(data, BATCH, sampler=DistributedSampler(data, dp.size, dp.rank))
     # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
     # Face model called with labels= would, inside each shard, and be wrong at every border.
     loader = training.SequenceParallelDataLoader(full, mesh, args.layout, device=device)
     model = DistributedDataParallel(GPT().to(device))  # over all ranks of all meshes
     optimizer = optimizer_of(model.parameters(), args.check)
-    first, seen, world = 0, {}, dist.get_world_size()
+    first, steps, world = 0, {}, dist.get_world_size()
     if args.load:
         state = torch.load(args.load, map_location=device, weights_only=True)
         model.module.load_state_dict(state["model"])
@@ -41,14 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         loss.backward()
         total = training.mean_loss([loss], world, dist.group.WORLD)  # for the screen
         if args.check:
-            seen[step] = total, {n: p.grad.clone() for n, p in model.module.named_parameters()}
+            steps[step] = total, {n: p.grad.clone() for n, p in model.module.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        say(f"step {step}: loss {total:.4f}")
+        print_rank0(f"step {step}: loss {total:.4f}")
     if args.save and dist.get_rank() == 0:  # every rank has all of it
-        both = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**both, "step": args.steps}, args.save)
-    return int(args.check and not agrees(seen, full, dp.size, device))
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "step": args.steps}, args.save)
+    return int(args.check and not matches_one_process(steps, full, dp.size, device))
 
 
 if __name__ == "__main__":

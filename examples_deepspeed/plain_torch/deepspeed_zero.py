@@ -4,9 +4,9 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from check import agrees, say
+from check import matches_one_process, print_rank0
 from deepspeed.utils import safe_get_full_grad
-from model import BATCH, GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, start
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_usp import training
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     training.prepare_deepspeed()
     device, dtype, mesh = start(args)
     dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence
-    data = MadeUpDocuments(args.seq_len)
+    data = SyntheticDocuments(args.seq_len)
     full = DataLoader(data, BATCH, sampler=DistributedSampler(data, dp.size, dp.rank))
     # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
     # Face model called with labels= would, inside each shard, and be wrong at every border.
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     groups = training.ParallelGroups.from_mesh(mesh)
     optimizer = optimizer_of(model.parameters(), args.check)
     engine, rule = training.initialize_deepspeed(model, optimizer, config, groups)
-    first, seen, scale = 0, {}, rule.loss_scale(micro_batches=1)
+    first, steps, scale = 0, {}, rule.loss_scale(micro_batches=1)
     if args.load:
         first = engine.load_checkpoint(args.load)[1]["step"]
     for step, batch in islice(enumerate(loader), first, args.steps):
@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         engine.backward(loss)
         total = training.mean_loss([loss], scale, groups.sp_dp)  # for the screen
         if args.check:
-            seen[step] = total, {n: safe_get_full_grad(p) for n, p in model.named_parameters()}
+            steps[step] = total, {n: safe_get_full_grad(p) for n, p in model.named_parameters()}
         engine.step()
-        say(f"step {step}: loss {total:.4f}")
+        print_rank0(f"step {step}: loss {total:.4f}")
     if args.save:
         engine.save_checkpoint(args.save, client_state={"step": args.steps})
-    return int(args.check and not agrees(seen, full, dp.size, device))
+    return int(args.check and not matches_one_process(steps, full, dp.size, device))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from check import agrees, say
-from model import BATCH, GPT, MadeUpDocuments, attention_of, flags, optimizer_of, start
+from check import matches_one_process, print_rank0
+from model import BATCH, GPT, SyntheticDocuments, attention_of, flags, optimizer_of, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     args = flags(__doc__).parse_args(argv)
     device, dtype, mesh = start(args)
     dp = training.data_parallel_ranks(mesh)  # the ranks of a mesh share every sequence: one replica
-    data = MadeUpDocuments(args.seq_len)
+    data = SyntheticDocuments(args.seq_len)
     full = DataLoader(data, BATCH, sampler=DistributedSampler(data, dp.size, dp.rank))
     # Shifts the labels of full sequences, then shards. Never let the model shift them: a Hugging
     # Face model called with labels= would, inside each shard, and be wrong at every border.
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     for module in (*model.layers, model):
         fully_shard(module, mp_policy=policy)  # over all ranks of all meshes
     optimizer = optimizer_of(model.parameters(), args.check)
-    first, seen, world = 0, {}, dist.get_world_size()
+    first, steps, world = 0, {}, dist.get_world_size()
     names = ("model_state_dict", "optim_state_dict")
     if args.load:
         state = dict(zip(names, get_state_dict(model, optimizer), strict=True), step=0)
@@ -46,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         loss.backward()
         total = training.mean_loss([loss], world, dist.group.WORLD)  # for the screen
         if args.check:
-            seen[step] = total, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+            steps[step] = total, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        say(f"step {step}: loss {total:.4f}")
+        print_rank0(f"step {step}: loss {total:.4f}")
     if args.save:  # each rank writes its shards; any number of ranks can load them
         state = dict(zip(names, get_state_dict(model, optimizer), strict=True), step=args.steps)
         dcp.save(state, checkpoint_id=args.save)
-    return int(args.check and not agrees(seen, full, dp.size, device))
+    return int(args.check and not matches_one_process(steps, full, dp.size, device))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=3).to(x.dtype)
 
 
-class MadeUpDocuments(Dataset):
+class SyntheticDocuments(Dataset):
     """Two packed documents a sample, each counting up from a prompt that is not learned."""
 
     def __init__(self, seq_len: int) -> None:
@@ -86,9 +86,9 @@ class MadeUpDocuments(Dataset):
         draw = torch.Generator().manual_seed(index)
         border = int(torch.randint(1, self.seq_len, (1,), generator=draw))
         start, step = torch.randint(1, VOCAB, (2, 2), generator=draw)
-        place = torch.arange(self.seq_len)
-        document = (place >= border).long()
-        positions = place - border * document
+        index_in_sequence = torch.arange(self.seq_len)
+        document = (index_in_sequence >= border).long()
+        positions = index_in_sequence - border * document
         tokens = (start[document] + step[document] * positions) % VOCAB
         labels = torch.where(positions < 5, -100, tokens)
         return {"input_ids": tokens, "labels": labels, "position_ids": positions}
@@ -128,9 +128,11 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
     replicas = dist.get_world_size() // (args.ulysses * args.ring)
-    most = SAMPLES // (BATCH * max(1, replicas))
-    if not 1 <= args.steps <= most:
-        raise SystemExit(f"--steps {args.steps}: {replicas} replicas have data for 1 to {most}")
+    max_steps = SAMPLES // (BATCH * max(1, replicas))
+    if not 1 <= args.steps <= max_steps:
+        raise SystemExit(
+            f"--steps {args.steps}: {replicas} replicas have data for 1 to {max_steps}"
+        )
     grid = RankGrid({"ulysses": args.ulysses, "ring": args.ring, "dp": replicas})
     torch.manual_seed(0)  # the same initial weights on every rank
     dtype = torch.bfloat16 if on_gpu and not args.check else torch.float32

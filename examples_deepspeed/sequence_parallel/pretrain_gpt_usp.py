@@ -11,7 +11,7 @@ import sys
 
 from usp_trainer import environment
 from usp_trainer.arguments import parse
-from usp_trainer.validate_args import check_start, replica_size
+from usp_trainer.validate_args import check_start, model_parallel_size
 
 from ds_usp import USPError
 
@@ -22,17 +22,17 @@ def main(argv: list[str]) -> int:
     try:
         check_start(args)
     except USPError as error:
-        if environment.rank() == 0:  # all ranks refuse the same flags
+        if environment.rank() == 0:  # every rank raises the same error
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if args.check_only:
         return 0
-    # Here torch is imported: bad flags are refused before, in a fraction of a second.
+    # Torch is imported only now, so that bad flags are refused in a fraction of a second.
     from usp_trainer import launch
 
     try:
         args.device = launch.select_device(args.device)
-        # DeepSpeed is imported after its device is chosen, and once for all forked ranks.
+        # DeepSpeed is imported after its device is set, and before the ranks are forked.
         from usp_trainer.loop import pretrain
 
         if environment.under_launcher():
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             return quickstart(args, pretrain)
         if args.device == "cuda":
             return launch.run_on_gpus(__file__, argv, args.num_processes)
-        return launch.run_forked(pretrain, args, args.num_processes or replica_size(args))
+        return launch.spawn_ranks(pretrain, args, args.num_processes or model_parallel_size(args))
     except USPError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -118,12 +118,15 @@ def test_the_trainer_knows_every_flag(size: str, program: str) -> None:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     from usp_trainer.arguments import build_parser
-    from usp_trainer.validate_args import check
+    from usp_trainer.validate_args import validate_and_derive
 
     printed = dry_run(size, program, **_gpus(size))
     args, unknown = build_parser().parse_known_args(flags(printed))
     ranks = int(_gpus(size)["NUM_GPUS"])
-    assert check(args, ranks).data_parallel_size == ranks // args.ds_sequence_parallel_size
+    assert (
+        validate_and_derive(args, ranks).data_parallel_size
+        == ranks // args.ds_sequence_parallel_size
+    )
     assert {word for word in unknown if word.startswith("--")} <= HOST_ONLY
     if program == "trainer":
         assert unknown == []

@@ -25,22 +25,22 @@ class Names:
 
 
 def test_a_blend_keeps_its_shares_and_its_order() -> None:
-    from usp_trainer import samples
+    from usp_trainer import sample_order
 
-    blend = samples.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
+    blend = sample_order.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
     first = [blend[i] for i in range(1000)]
     assert Counter(name for name, _ in first) == {"a": 300, "b": 600, "c": 100}
     for name in "abc":
         taken = [index for which, index in first if which == name]
         assert taken == list(range(len(taken)))
-    far = blend[3 * samples._FIRST_INDEX]  # the index grows
+    far = blend[3 * sample_order._FIRST_INDEX]  # the index grows
     assert far[1] > 100 and [blend[i] for i in range(1000)] == first
-    again = samples.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
-    assert again[3 * samples._FIRST_INDEX] == far
+    again = sample_order.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
+    assert again[3 * sample_order._FIRST_INDEX] == far
 
 
 def test_samples_start_again_when_they_are_used_up() -> None:
-    from usp_trainer.samples import InOrder, ShuffledEpochs
+    from usp_trainer.sample_order import InOrder, ShuffledEpochs
 
     assert [InOrder("abc")[i] for i in range(5)] == list("abcab")
     stream = ShuffledEpochs("abcdefgh", 1)
@@ -60,7 +60,7 @@ def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
 
 
 def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
-    from usp_trainer.data import _encoded, _samples
+    from usp_trainer.data import _encode_text, _samples
 
     texts = {"a": "abcd", "w": "wxyz"}
     for name, letters in texts.items():
@@ -68,7 +68,7 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
     words = f"--data-path 1 {tmp_path / 'a'} 3 {tmp_path / 'w'} --split 50,50,0"
     args = arguments(words, tmp_path)
     (tmp_path / "data" / "index").mkdir(parents=True)
-    prefixes = [_encoded(tmp_path / "data", str(tmp_path / name)) for name in texts]
+    prefixes = [_encode_text(tmp_path / "data", str(tmp_path / name)) for name in texts]
     for stream in _samples(args, prefixes, 257):
         starts = [chr(int(stream[i]["tokens"].min())) for i in range(40)]
         assert Counter(starts) == {"a": 10, "w": 30}
@@ -84,8 +84,8 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
     ],
 )
 def test_weights_that_are_none_are_refused(words: str, told: str) -> None:
-    from usp_trainer.files import blend
+    from usp_trainer.input_files import parse_blend
 
     with pytest.raises(DataError) as refused:
-        blend(words.split())
+        parse_blend(words.split())
     assert told in str(refused.value)

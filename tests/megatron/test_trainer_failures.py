@@ -22,7 +22,7 @@ import os, signal, sys
 from argparse import Namespace
 
 import torch.distributed as dist
-from usp_trainer import forked, launch
+from usp_trainer import launch, local_ranks
 
 def main(args):
     if dist.get_rank() == 1:
@@ -31,14 +31,14 @@ def main(args):
         raise KeyError("a defect")
     dist.barrier()
 
-forked.GRACE_S = 1.0
+local_ranks.SHUTDOWN_TIMEOUT_S = 1.0
 device = launch.select_device("cpu")
 for how in ("killed", "raises"):
     os.makedirs(f"{how}/step_7")
     open(f"{how}/latest", "w").write("step_7")
     open(f"{how}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
     args = Namespace(device=device, how=how, output_dir=how, save=how)
-    print(how, launch.run_forked(main, args, 3), file=sys.stderr)
+    print(how, launch.spawn_ranks(main, args, 3), file=sys.stderr)
 """
 
 
@@ -49,7 +49,7 @@ def test_the_rank_that_died_is_named_and_the_way_on(tmp_path: Path) -> None:
     assert "[rank 1] KeyError: 'a defect'" in raised and raised.endswith("raises 1\n")
     for text in (killed, raised):
         assert "[ranks 0, 2] lost contact with another rank" in text
-        assert "the last checkpoint is of step 7: go on with --load" in text
+        assert "the last checkpoint is of step 7: continue with --load" in text
         assert "Traceback (" not in text and "GLHF" not in text
     for log in ("killed/errors/rank_0.log", "raises/errors/rank_1.log"):
         assert (tmp_path / log).read_text().startswith("Traceback (")
@@ -57,7 +57,7 @@ def test_the_rank_that_died_is_named_and_the_way_on(tmp_path: Path) -> None:
 
 PARENT_ENDS = """
 import os, signal, time
-from usp_trainer import forked
+from usp_trainer import local_ranks
 
 def body(rank, folder, send):
     os.write(writing, b".")
@@ -74,8 +74,8 @@ for number, on_linux in (
     reading, writing = os.pipe()
     if not (parent := os.fork()):
         if not on_linux:
-            forked.end_with_parent = lambda parent: None
-        forked.run_ranks(body, 2)
+            local_ranks.end_with_parent = lambda parent: None
+        local_ranks.fork_and_wait(body, 2)
     os.close(writing)
     started = b""
     while len(started) < 2:
@@ -129,7 +129,7 @@ def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
     """What each rank prints under a launcher; None: the rank is dead."""
     from usp_trainer import failures
 
-    failures.WAIT_S = 1.0
+    failures.REPORT_TIMEOUT_S = 1.0
     text = errors[ctx.rank]
     if text is None:
         return ""
@@ -149,7 +149,7 @@ def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
         (["a", "b", "a"], ["[ranks 0, 2] ConfigError: a", "[rank 1] ConfigError: b"]),
         (
             ["contact", "contact", None],
-            ["[ranks 0, 1] lost contact", "[rank 2] said nothing: killed, or still waiting"],
+            ["[ranks 0, 1] lost contact", "[rank 2] no report: killed, or still waiting"],
         ),
     ],
 )

@@ -45,7 +45,7 @@ def held(run: Any) -> list[torch.Tensor]:
 
 def told(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[str]:
     """What each run says of the step after a tensor of rank 1 was spoilt, or of saving it."""
-    from usp_trainer.finite import NotFiniteError
+    from usp_trainer.nonfinite import NotFiniteError
 
     texts = []
     for flags, what in runs:

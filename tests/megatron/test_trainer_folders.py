@@ -87,7 +87,7 @@ def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
         before = contents(saved)
         for ((error, _),) in outcomes(f"{again} --load {save}", folder=saved):
             assert isinstance(error, CheckpointError)
-            assert f"{step / name}: not the bytes that were saved" in str(error)
+            assert f"{step / name}: the content is not what was saved" in str(error)
         assert contents(saved) == before
         (step / name).write_bytes(whole)
 
@@ -166,7 +166,7 @@ def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_d
             f"{anew} --overwrite-output" if "samples" in change[0] else anew,
             folder=folder,
         )[0]
-        assert "usp_metadata.json is not as it was saved" in str(error)
+        assert "usp_metadata.json was changed since it was saved" in str(error)
     assert no_error is None
     assert f"the earlier metrics.jsonl is kept as {folder}/metrics.jsonl.old" in printed
     assert (folder / "metrics.jsonl.old").read_bytes() == (saved / "metrics.jsonl").read_bytes()
@@ -194,7 +194,7 @@ def damage(path: Path, data: bytes | None) -> None:
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
     name: str, data: bytes | None, tmp_path: Path
 ) -> None:
-    from usp_trainer.files import check_files
+    from usp_trainer.input_files import check_files
     from usp_trainer.run_folder import RunFolders
 
     save, output = tmp_path / "save", tmp_path / "output"
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_none(
     damage(save / name, data)
     before = contents(tmp_path)
     start = "--save", str(save), "--output-dir", str(output)
-    with pytest.raises(CheckpointError, match=r"latest( \(.*step_1.* are here\))?; give another"):
+    with pytest.raises(CheckpointError, match=r"latest( \(.*available: step_1.*\))?; give another"):
         RunFolders(parse(start))
     with pytest.raises(CheckpointError, match=f"cannot be read: {save}/.*Copy it again"):
         check_files(parse([*start, "--load", str(save)]))

@@ -74,10 +74,16 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (degrees(**SAVED) + " --num-layers 3", ["num_layers 2 there, 3 here", "another model"]),
-        (degrees(**{**SAVED, "zero": 3}), ["zero_stage 1 there, 3 here", "without pipeline"]),
-        (degrees(sp=2, pp=2, zero=1), ["pipeline_model_parallel_size 1 there, 2 here"]),
-        (degrees(sp=2, pp=2, zero=1), ["sequence_x_data_ranks 4 there, 2 here"]),
+        (
+            degrees(**SAVED) + " --num-layers 3",
+            ["num_layers 2 in the checkpoint, 3 now", "another model"],
+        ),
+        (
+            degrees(**{**SAVED, "zero": 3}),
+            ["zero_stage 1 in the checkpoint, 3 now", "without pipeline"],
+        ),
+        (degrees(sp=2, pp=2, zero=1), ["pipeline_model_parallel_size 1 in the checkpoint, 2 now"]),
+        (degrees(sp=2, pp=2, zero=1), ["sequence_x_data_ranks 4 in the checkpoint, 2 now"]),
     ],
 )
 def test_another_model_or_cut_is_refused_on_every_rank(
@@ -125,7 +131,7 @@ def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(
 ) -> None:
     flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {straight[0]}"
     for error in errors(4, flags + FLAGS, tmp_path):
-        assert "padded_vocab_size 258 there, 260 here" in str(error)
+        assert "padded_vocab_size 258 in the checkpoint, 260 now" in str(error)
 
 
 def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
@@ -141,7 +147,7 @@ def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
     (saved / name).write_bytes((saved / name).read_bytes()[:-1])
     for error in errors(2, f"{flags} --load {tmp_path / 'save'}", tmp_path):
         assert isinstance(error, CheckpointError)
-        assert f"{size - 1} bytes, it was saved with {size}" in str(error)
+        assert f"{size - 1} bytes, {size} were saved" in str(error)
 
 
 def test_the_flags_of_the_resuming_run_count(

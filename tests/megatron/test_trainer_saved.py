@@ -45,9 +45,9 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
 def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
     from usp_trainer.arguments import parse
     from usp_trainer.memory import model_shape
-    from usp_trainer.validate_args import check
+    from usp_trainer.validate_args import validate_and_derive
 
-    args = check(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
+    args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
     split = Split(
         tp=tp,
         ulysses=ulysses,
@@ -64,11 +64,11 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     from megatron.core import parallel_state
     from usp_trainer.arguments import parse
     from usp_trainer.model import Layer, build_model
-    from usp_trainer.validate_args import check
+    from usp_trainer.validate_args import validate_and_derive
 
     from megatron_patches.megatron_core.groups import initialize_groups
 
-    args = check(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
+    args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
     args.padded_vocab_size = 256
     parallel_state.destroy_model_parallel()
     megatron_patches.restore()

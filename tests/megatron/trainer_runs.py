@@ -70,8 +70,8 @@ def read_sources_once() -> None:
 def start(flags: str, output_dir: Path | str) -> Any:
     """A run on this rank; groups of an earlier one on it are forgotten."""
     from megatron.core import parallel_state
-    from usp_trainer.auto_args import decide
-    from usp_trainer.loop import Run
+    from usp_trainer.auto_args import resolve_auto_args
+    from usp_trainer.loop import TrainingLoop
 
     from ds_usp.training import prepare_deepspeed
 
@@ -79,8 +79,8 @@ def start(flags: str, output_dir: Path | str) -> Any:
     prepare_deepspeed()
     parallel_state.destroy_model_parallel()
     megatron_patches.restore()
-    args, _ = decide(arguments(flags, output_dir), dist.get_world_size())
-    return Run(args)
+    args, _ = resolve_auto_args(arguments(flags, output_dir), dist.get_world_size())
+    return TrainingLoop(args)
 
 
 def pretrain_on_rank(

@@ -16,9 +16,9 @@ sys.path.insert(0, str(TRAINER))
 
 from usp_trainer import memory  # noqa: E402
 from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
-from usp_trainer.auto_args import choose  # noqa: E402
+from usp_trainer.auto_args import choose_degree  # noqa: E402
 from usp_trainer.memory import model_shape  # noqa: E402
-from usp_trainer.validate_args import check, check_start  # noqa: E402
+from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
@@ -62,9 +62,9 @@ def test_the_offload_ratio_is_a_share_or_auto() -> None:
 
 def test_auto_offloads_what_does_not_fit() -> None:
     flags = "--hidden-size 1024 --num-layers 24 --num-attention-heads 8 --seq-length 65536 --bf16"
-    args = check(parse([*flags.split(), "--usp-loss-chunks", "8"]), 1)
+    args = validate_and_derive(parse([*flags.split(), "--usp-loss-chunks", "8"]), 1)
     args.padded_vocab_size = 32000
-    run = memory.planned(args)
+    run = memory.planner_inputs(args)
     cpu = torch.device("cpu")
     ratios = [solved_ratio("auto", *run, cpu, gib * 2**30) for gib in (200, 50, 40)]
     assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
@@ -81,12 +81,12 @@ def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> N
     args = parse(["--quickstart", "--train-iters", "7", "--no-swiglu"])
     assert (args.ds_sequence_parallel_size, args.ulysses_degree) == (4, 2)
     assert (args.train_iters, args.swiglu) == (7, False)
-    assert check(args, 4).ring_degree == 2
+    assert validate_and_derive(args, 4).ring_degree == 2
 
 
 def test_what_follows_from_the_flags() -> None:
     argv = "--ds-sequence-parallel-size 4 --tensor-model-parallel-size 2 --global-batch-size 8"
-    args = check(parse(argv.split()), 16)
+    args = validate_and_derive(parse(argv.split()), 16)
     assert (args.ulysses_degree, args.ring_degree) == (4, 1)
     assert (args.data_parallel_size, args.accumulation_steps) == (2, 4)
     assert (args.num_key_value_heads, args.ffn_hidden_size) == (8, 512)
@@ -124,14 +124,14 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(parse(flags.split()), 8)
+        validate_and_derive(parse(flags.split()), 8)
     assert REFUSED[flags] in str(refused.value)
 
 
 def test_a_sequence_that_no_layout_can_cut_is_refused() -> None:
     flags = "--ds-sequence-parallel-size 8 --num-attention-heads 8 --seq-length 5"
     with pytest.raises(LayoutError, match="at least 16 tokens"):
-        check(parse(flags.split()), 8)
+        validate_and_derive(parse(flags.split()), 8)
 
 
 BIG = """
@@ -144,7 +144,7 @@ BIG = """
 def chosen(cluster: str, flags: str = "", world: int = 8) -> tuple[int, str]:
     args = parse([*BIG.split(), cluster, *flags.split()])
     args.ulysses_degree = None
-    choice = choose(check(args, world), world)
+    choice = choose_degree(validate_and_derive(args, world), world)
     return choice.ulysses, "\n".join(choice.why)
 
 
@@ -187,7 +187,7 @@ def test_a_cluster_without_auto_is_refused() -> None:
 
 def test_the_planner_knows_the_trainers_model() -> None:
     args = parse(["--num-key-value-heads", "2", "--swiglu", "--vocab-size", "500"])
-    args = check(args, 1)
+    args = validate_and_derive(args, 1)
     shape = model_shape(args)
     assert (shape.kv_heads, shape.ffn, shape.vocab) == (2, args.ffn_hidden_size, 500)
     assert shape.gated and shape.tied and shape.learned_positions and shape.biases

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import arguments, ranges  # noqa: E402
+from usp_trainer import arg_types, arguments  # noqa: E402
 from usp_trainer.arguments import build_parser, parse  # noqa: E402
-from usp_trainer.nearest import edits, nearest  # noqa: E402
+from usp_trainer.suggestions import closest_name, edit_distance  # noqa: E402
 
 PARSER = build_parser()
 ACTIONS = {a.option_strings[0]: a for a in PARSER._actions if a.nargs != 0}
-NUMBERS = (ranges.Whole, ranges.Real, ranges.WordOr)
+NUMBERS = (arg_types.Integer, arg_types.Number, arg_types.KeywordOr)
 # Flags for which 0 means something, and what; every other number starts above it.
 ZERO = {
     "--attention-dropout": "none",
@@ -55,10 +55,10 @@ def takes(flag: str, value: str) -> bool:
 @pytest.mark.parametrize("flag", ACTIONS)
 def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     action = ACTIONS[flag]
-    if action.choices is None and not isinstance(action.type, (*NUMBERS, ranges.Text)):
-        assert isinstance(action.type, ranges.Split), f"{flag} takes anything"
+    if action.choices is None and not isinstance(action.type, (*NUMBERS, arg_types.Text)):
+        assert isinstance(action.type, arg_types.Ratios), f"{flag} takes anything"
     assert not takes(flag, ""), flag
-    if isinstance(action.type, ranges.Text):
+    if isinstance(action.type, arg_types.Text):
         return
     for value in ("nan", "inf", "-inf", "1e999", "-0.5", "word", "nan,1,1", "1,inf,0"):
         assert not takes(flag, value), (flag, value)
@@ -122,12 +122,12 @@ MISSPELT = {
 @pytest.mark.parametrize("flag", MISSPELT)
 def test_the_nearest_flag(flag: str) -> None:
     known = [name for action in PARSER._actions for name in action.option_strings]
-    assert nearest(flag, known) == MISSPELT[flag]
+    assert closest_name(flag, known) == MISSPELT[flag]
 
 
 def test_edits() -> None:
     for a, b, count in (("", "ab", 2), ("abc", "acb", 1), ("kitten", "sitting", 3), ("a", "a", 0)):
-        assert edits(a, b) == edits(b, a) == count
+        assert edit_distance(a, b) == edit_distance(b, a) == count
 
 
 def without_torch(*argv: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -149,7 +149,7 @@ REFUSED_EARLY = {
     "--seq-lenght 64": (2, "there is no flag --seq-lenght; did you mean --seq-length?"),
     "--lr nan": (2, "--lr: 'nan' is not"),
     "--ds-sequence-parallel-size 4 --ulysses-degree 3": (1, "Possible: 4 (ring 1), 2 (ring 2)"),
-    "--data-path none.txt": (1, "--data-path none.txt: No such file or directory; there is no"),
+    "--data-path none.txt": (1, "--data-path none.txt: No such file or directory, and no"),
     "--load nowhere": (1, "--load nowhere holds no finished checkpoint"),
     f"--vocab-size 5 --data-path {__file__}": (1, "text is read as bytes and has 257 token ids"),
     "--usp-cluster h200": (1, "is for --ulysses-degree auto"),

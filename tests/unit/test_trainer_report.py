@@ -17,9 +17,9 @@ from ds_usp import ConfigError
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import progress, quickstart, screen, stop, trackers  # noqa: E402
+from usp_trainer import progress, quickstart, step_line, stop_rule, trackers  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.validate_args import check, replica_size  # noqa: E402
+from usp_trainer.validate_args import model_parallel_size, validate_and_derive  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ def test_the_proof_fails_above_its_limit(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    def run_forked(main: Any, args: Namespace, processes: int) -> int:
-        assert processes == replica_size(args)
+    def spawn_ranks(main: Any, args: Namespace, processes: int) -> int:
+        assert processes == model_parallel_size(args)
         factor = 1.0 + error if processes == 1 and args.optimizer == "sgd" else 1.0
         rows = [json.dumps({"loss": loss * factor}) for loss in (3.0, 2.0)]
         (Path(args.output_dir) / progress.METRICS).write_text("\n".join(rows))
         return 0
 
-    monkeypatch.setattr(quickstart, "run_forked", run_forked)
+    monkeypatch.setattr(quickstart, "spawn_ranks", spawn_ranks)
     args = parse(["--quickstart", "--output-dir", str(tmp_path)])
     assert quickstart.quickstart(args, print) == code
     assert verdict in capsys.readouterr().out
 
 
 def test_a_failed_run_fails_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quickstart, "run_forked", lambda main, args, processes: 1)
+    monkeypatch.setattr(quickstart, "spawn_ranks", lambda main, args, processes: 1)
     assert quickstart.quickstart(parse(["--quickstart"]), print) == 1
 
 
@@ -72,10 +72,12 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--output-dir", str(tmp_path), "--train-iters", "3"]
-    first = progress.Reporter(check(parse(argv), 1), 0)
+    first = progress.ProgressReporter(validate_and_derive(parse(argv), 1), 0)
     for step in (1, 2, 3):
         first.step(row(step))
-    resumed = progress.Reporter(check(parse([*argv, "--load", "somewhere"]), 1), 1)
+    resumed = progress.ProgressReporter(
+        validate_and_derive(parse([*argv, "--load", "somewhere"]), 1), 1
+    )
     resumed.step(row(2) | {"loss": 9.0})
     resumed.finish()
     rows = [json.loads(line) for line in (tmp_path / progress.METRICS).read_text().splitlines()]
@@ -89,39 +91,41 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
 
 def test_smoothing_is_centred() -> None:
     line = [float(i) for i in range(20)]
-    assert progress.smoothed(line) == pytest.approx(line)
-    assert progress.smoothed([0.0, 3.0, 0.0], reach=9) == pytest.approx([0.0, 1.0, 0.0])
+    assert progress.moving_average(line) == pytest.approx(line)
+    assert progress.moving_average([0.0, 3.0, 0.0], max_half_width=9) == pytest.approx(
+        [0.0, 1.0, 0.0]
+    )
 
 
 def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 2 layers of 4 h^2 + 2 h f matrices, a vocabulary of 100, 64 tokens, 4 GPUs."""
     peak = SimpleNamespace(peak_flop_per_s=1e9)
-    monkeypatch.setattr(screen, "this_cluster", lambda given, ranks, on_gpu: peak)
+    monkeypatch.setattr(step_line, "this_cluster", lambda given, ranks, on_gpu: peak)
     argv = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --bf16"
     argv += " --seq-length 64 --vocab-size 100 --ds-sequence-parallel-size 4 --ulysses-degree 2"
-    args = check(parse(argv.split()), 4)
-    assert screen.StepLine(args).speed(row(1)) == {}  # on CPUs
+    args = validate_and_derive(parse(argv.split()), 4)
+    assert step_line.StepLine(args).speed(row(1)) == {}  # on CPUs
     args.device = "cuda"
     matrices = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 16 * 100
     flop_per_token = 6 * matrices + 3 * 2 * (2 * 2 * 16 * 64 / 2)  # causal: half of the scores
-    speed = screen.StepLine(args).speed(row(1) | {"tokens_per_s": 1e4})
+    speed = step_line.StepLine(args).speed(row(1) | {"tokens_per_s": 1e4})
     assert speed["tflops_per_gpu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e12)
     assert speed["mfu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e9)
-    text = screen.StepLine(args).text(row(1) | {"tokens_per_s": 1e4, "valid_loss": 2.5})
+    text = step_line.StepLine(args).text(row(1) | {"tokens_per_s": 1e4, "valid_loss": 2.5})
     assert "loss 3.000, validation loss 2.500, lr 0.001, gradient norm 0.5, 10,000 tok" in text
     assert f"0 TFLOP/s a GPU, MFU {100 * speed['mfu']:.1f} %, 0 MiB" in text
 
     def unknown(*args: Any, **kwargs: Any) -> None:
         raise ConfigError("no built-in cluster has it")
 
-    monkeypatch.setattr(screen, "this_cluster", unknown)
-    assert screen.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
+    monkeypatch.setattr(step_line, "this_cluster", unknown)
+    assert step_line.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
     args.reset_attention_mask = True
-    assert screen.StepLine(args).speed(row(1)) == {}
+    assert step_line.StepLine(args).speed(row(1)) == {}
 
 
 def test_the_first_step_does_not_count_for_the_time_left() -> None:
-    line = screen.StepLine(check(parse(["--train-iters", "101"]), 1))
+    line = step_line.StepLine(validate_and_derive(parse(["--train-iters", "101"]), 1))
     assert line.time_left(row(1) | {"seconds": 60.0}) == "1:40:00"
     assert line.time_left(row(2) | {"seconds": 2.0}) == "0:03:18"
 
@@ -161,7 +165,7 @@ def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     argv = ["--output-dir", str(tmp_path), "--tensorboard-dir", "tb", "--wandb-project", "p"]
     argv += ["--wandb-exp-name", "e", "--wandb-save-dir", "d", "--quiet"]
-    reporter = progress.Reporter(check(parse(argv), 1), 4)
+    reporter = progress.ProgressReporter(validate_and_derive(parse(argv), 1), 4)
     reporter.step(row(5))
     reporter.finish()
     numbers = {name: number for name, number in row(5).items() if name != "step"}
@@ -173,15 +177,15 @@ def test_trackers_get_what_the_file_gets(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_run_stops_by_steps_and_by_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((0.0, 60.0, 119.0, 120.0))
-    monkeypatch.setattr(stop.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(stop.dist, "all_reduce", lambda x, op: None)
-    args = check(parse(["--exit-duration-in-mins", "2", "--device", "cpu"]), 1)
-    rule = stop.StopRule(args)
+    monkeypatch.setattr(stop_rule.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(stop_rule.dist, "all_reduce", lambda x, op: None)
+    args = validate_and_derive(parse(["--exit-duration-in-mins", "2", "--device", "cpu"]), 1)
+    rule = stop_rule.StopRule(args)
     reasons = [rule.reason(step) for step in (1, 2, 3)]
     assert reasons == [None, None, "--exit-duration-in-mins 2"]
-    monkeypatch.setattr(stop.time, "monotonic", lambda: 0.0)
-    args = check(parse(["--exit-interval", "3", "--device", "cpu"]), 1)
-    assert [stop.StopRule(args).reason(step) for step in (1, 2, 3)] == [
+    monkeypatch.setattr(stop_rule.time, "monotonic", lambda: 0.0)
+    args = validate_and_derive(parse(["--exit-interval", "3", "--device", "cpu"]), 1)
+    assert [stop_rule.StopRule(args).reason(step) for step in (1, 2, 3)] == [
         None,
         None,
         "--exit-interval 3",

@@ -13,7 +13,7 @@ sys.path.insert(0, str(TRAINER))
 
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
-from usp_trainer.validate_args import check  # noqa: E402
+from usp_trainer.validate_args import validate_and_derive  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from usp_trainer.validate_args import check  # noqa: E402
 )
 def test_warm_up_then_decay_to_the_end_and_no_further(style: str, expected: list[float]) -> None:
     flags = f"--lr 1 --min-lr 0.2 --lr-warmup-iters 2 --lr-decay-iters 6 --lr-decay-style {style}"
-    args = check(parse(flags.split()), 1)
+    args = validate_and_derive(parse(flags.split()), 1)
     rates = [learning_rate(args, step) for step in range(9)]
     assert rates == pytest.approx([*expected, expected[-1], expected[-1]], rel=1e-5)
 
@@ -34,7 +34,7 @@ def test_warm_up_then_decay_to_the_end_and_no_further(style: str, expected: list
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_weight_decay_is_for_matrices(optimizer: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    args = check(parse(["--weight-decay", "0.3", "--optimizer", optimizer]), 1)
+    args = validate_and_derive(parse(["--weight-decay", "0.3", "--optimizer", optimizer]), 1)
     decay = {
         id(p): group["weight_decay"]
         for group in make_optimizer(args, model).param_groups

@@ -1,1 +1,1 @@
-"""The trainer behind ``pretrain_gpt_usp.py``: megatron-core layers, DeepSpeed's engine, USP."""
+"""The trainer behind ``pretrain_gpt_usp.py``: megatron-core layers in DeepSpeed's engine."""

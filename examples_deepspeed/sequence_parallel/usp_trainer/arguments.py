@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from ds_usp.planner import AUTO, engine
+from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
-from usp_trainer.ranges import Real, Split, Text, Whole, WordOr
 
 SWITCH = argparse.BooleanOptionalAction  # --name and --no-name
-COUNT = Whole(1)
-SHARE = Real(0, 1, below=True)
-POSITIVE = Real(above=True)
+COUNT = Integer(1)
+FRACTION = Number(0, 1, below=True)
+POSITIVE = Number(above=True)
 NAME = Text("a name")
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="pretrain_gpt_usp.py",
         description="Pretrain a GPT with unified sequence parallelism (Ulysses x Ring) on CPUs or "
-        "GPUs, alone, under torchrun, srun or the deepspeed launcher.",
+        "GPUs: without a launcher, or under torchrun, srun or the deepspeed launcher.",
     )
     for add in (_start, _parallel, _memory, _model, _training, _data, _output, _logging):
         add(parser)
@@ -78,44 +78,44 @@ def _start(parser: argparse.ArgumentParser) -> None:
     add(
         "--quickstart",
         action="store_true",
-        help="train a small GPT on 4 CPU ranks (ulysses 2 x ring 2), then prove on the spot that "
-        "its losses equal one rank's",
+        help="train a small GPT on 4 CPU ranks (ulysses 2 x ring 2), then check that its losses "
+        "equal one rank's",
     )
     add(
         "--num-processes",
         type=COUNT,
         metavar="N",
-        help="ranks to start when no launcher did (default: one for each GPU, without GPU as many "
-        "as one model replica needs)",
+        help="ranks to start without a launcher (default: one per GPU; without a GPU, the ranks of "
+        "one model replica)",
     )
     add(
         "--check-only",
         action="store_true",
-        help="check the flags and the files that they name, for --num-processes ranks, and end; "
+        help="check the flags and the files that they name, for --num-processes ranks, and exit; "
         "needs no torch",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if any")
-    add("--local_rank", "--local-rank", type=Whole(-1), help=argparse.SUPPRESS)
+    add("--local_rank", "--local-rank", type=Integer(-1), help=argparse.SUPPRESS)
 
 
 def _parallel(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parallelism", "degrees in ranks; what is left is data")
+    group = parser.add_argument_group("parallelism", "degrees in ranks; the rest is data parallel")
     add = group.add_argument
     add(
         "--ds-sequence-parallel-size", type=COUNT, default=1, metavar="N", help="ranks per sequence"
     )
     add(
         "--ulysses-degree",
-        type=WordOr(AUTO, COUNT),
+        type=KeywordOr(AUTO, COUNT),
         metavar="U",
-        help="ranks of them that exchange heads; the rest is the ring; auto: what the planner "
-        "finds fastest (default: as many as the heads allow)",
+        help="ranks of a sequence that exchange heads; the rest is the ring; auto: the planner's "
+        "fastest (default: as many as the heads allow)",
     )
     add(
         "--usp-cluster",
         type=Text("a name or a file"),
         metavar="NAME",
-        help="what auto plans for: a built-in cluster, or a profile of this one, a JSON file that "
+        help="the cluster that auto plans for: a built-in one, or a profile, a JSON file that "
         "`python -m ds_usp.planner profile` writes (default: by the GPU's name)",
     )
     add("--tensor-model-parallel-size", type=COUNT, default=1, metavar="N", help="ranks per layer")
@@ -125,43 +125,43 @@ def _parallel(parser: argparse.ArgumentParser) -> None:
         "--usp-layout",
         choices=LAYOUTS,
         default="zigzag",
-        help="which rank holds which token ('balanced' is not here: it is made for one list of "
-        "documents, and every step has others)",
+        help="which rank holds which token ('balanced' is not available: it is built for one list "
+        "of documents, and every step has another)",
     )
     add(
         "--usp-kernel",
         choices=KERNELS,
         default="auto",
-        help="attention kernel; auto: the first of the others that serves the dtype and the head "
-        "dim here; the run's first lines say which",
+        help="attention kernel; auto: the first of the others that supports the dtype and the head "
+        "dim on this device; the run's first lines name it",
     )
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
-    """Of the same names and meanings as in the patched Megatron-DeepSpeed."""
-    group = parser.add_argument_group("memory", "what a layer does not keep for its backward pass")
+    """The same names and meanings as in the patched Megatron-DeepSpeed."""
+    group = parser.add_argument_group("memory", "what a layer does not save for its backward pass")
     add = group.add_argument
     add(
         "--usp-recompute",
         choices=engine("megatron-deepspeed").recompute,
         default="none",
-        help="computed again in backward: nothing, norms and activation functions (gemm-last), all "
-        "but attention and its exchanges (attention), or all (full)",
+        help="recomputed in backward: nothing, norms and activation functions (gemm-last), all but "
+        "attention and its exchanges (attention), or everything (full)",
     )
     add(
         "--usp-offload-ratio",
-        type=WordOr(AUTO, Real(0, 1)),
+        type=KeywordOr(AUTO, Number(0, 1)),
         default=0.0,
         metavar="R",
-        help="share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
-        "which the model fits by the planner's formulas",
+        help="fraction, 0 to 1, of the saved activations to offload to CPU memory; auto: the "
+        "smallest with which the model fits by the planner's formulas",
     )
     add(
         "--usp-loss-chunks",
-        type=Whole(0),
+        type=Integer(0),
         default=0,
         metavar="N",
-        help="compute the loss in N parts of the tokens and never hold all logits; 0: at once",
+        help="compute the loss in N chunks of tokens and never hold all logits; 0: all logits",
     )
 
 
@@ -183,7 +183,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rotary-base",
-        type=Real(1, above=True),
+        type=Number(1, above=True),
         default=10000.0,
         metavar="X",
         help="base of the angles",
@@ -205,8 +205,8 @@ def _model(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="of normal initialization",
     )
-    add("--attention-dropout", type=SHARE, default=0.0, metavar="P", help="only 0 is exact here")
-    add("--hidden-dropout", type=SHARE, default=0.0, metavar="P", help="only 0 is exact here")
+    add("--attention-dropout", type=FRACTION, default=0.0, metavar="P", help="only 0 is exact here")
+    add("--hidden-dropout", type=FRACTION, default=0.0, metavar="P", help="only 0 is exact here")
     add("--make-vocab-size-divisible-by", type=COUNT, default=128, metavar="N", help="by padding")
 
 
@@ -230,22 +230,30 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add(
         "--optimizer", choices=("adam", "sgd"), default="adam", help="adam: decoupled decay (AdamW)"
     )
-    add("--lr", type=Real(), default=1e-3, metavar="X", help="peak learning rate")
-    add("--min-lr", type=Real(), default=0.0, metavar="X", help="learning rate at the end of decay")
+    add("--lr", type=Number(), default=1e-3, metavar="X", help="peak learning rate")
+    add(
+        "--min-lr",
+        type=Number(),
+        default=0.0,
+        metavar="X",
+        help="learning rate at the end of decay",
+    )
     add(
         "--lr-decay-style", choices=("constant", "linear", "cosine"), default="cosine", help="shape"
     )
     add("--lr-decay-iters", type=COUNT, metavar="N", help="steps (default: --train-iters)")
-    add("--lr-warmup-iters", type=Whole(0), default=0, metavar="N", help="steps of linear warm-up")
-    add("--weight-decay", type=Real(), default=0.01, metavar="X", help="on matrices only")
-    add("--clip-grad", type=Real(), default=1.0, metavar="X", help="global norm; 0: no clipping")
-    add("--adam-beta1", type=SHARE, default=0.9, metavar="X", help="first moment")
-    add("--adam-beta2", type=SHARE, default=0.95, metavar="X", help="second moment")
+    add(
+        "--lr-warmup-iters", type=Integer(0), default=0, metavar="N", help="steps of linear warm-up"
+    )
+    add("--weight-decay", type=Number(), default=0.01, metavar="X", help="on matrices only")
+    add("--clip-grad", type=Number(), default=1.0, metavar="X", help="global norm; 0: no clipping")
+    add("--adam-beta1", type=FRACTION, default=0.9, metavar="X", help="first moment")
+    add("--adam-beta2", type=FRACTION, default=0.95, metavar="X", help="second moment")
     add("--adam-eps", type=POSITIVE, default=1e-8, metavar="X", help="added to the denominator")
-    add("--sgd-momentum", type=SHARE, default=0.0, metavar="X", help="with --optimizer sgd")
+    add("--sgd-momentum", type=FRACTION, default=0.0, metavar="X", help="with --optimizer sgd")
     add(
         "--seed",
-        type=Whole(0, 2**32 - 1),
+        type=Integer(0, 2**32 - 1),
         default=1234,
         metavar="N",
         help="of weights and data order",
@@ -260,7 +268,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
         "--check-for-nan-in-loss-and-grad",
         action=SWITCH,
         default=True,
-        help="stop, and save nothing, when a loss, a gradient or a weight is not finite",
+        help="stop without saving when a loss, a gradient or a weight is not finite",
     )
 
 
@@ -273,8 +281,8 @@ def _data(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="UTF-8 text files (read as bytes) or prefixes of Megatron .bin/.idx pairs; a weight "
-        "before each makes a blend: 0.3 a 0.7 b (default: the text of CPython's own "
-        "documentation, which every installation has)",
+        "before each makes a blend: 0.3 a 0.7 b (default: CPython's own documentation, which every "
+        "installation has)",
     )
     add(
         "--vocab-size",
@@ -284,16 +292,16 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--split",
-        type=Split(),
+        type=Ratios(),
         default="95,5,0",
         metavar="A,B,C",
-        help="parts for training, validation, test",
+        help="proportions of training, validation and test data",
     )
     add(
         "--data-cache-path",
         type=Text(),
         metavar="DIR",
-        help="encoded text (default: OUTPUT_DIR/data)",
+        help="folder of encoded text (default: OUTPUT_DIR/data)",
     )
     add("--eod-mask-loss", action=SWITCH, default=False, help="no loss on end-of-document inputs")
     add(
@@ -306,7 +314,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
         "--reset-position-ids",
         action=SWITCH,
         default=False,
-        help="positions start anew with each document",
+        help="positions restart at 0 in each document",
     )
 
 
@@ -326,7 +334,7 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add(
         "--overwrite-output",
         action="store_true",
-        help="start even where --save holds a later checkpoint, and replace it",
+        help="start even if --save holds a later checkpoint, and replace it",
     )
     add(
         "--save-interval",
@@ -348,21 +356,21 @@ def _output(parser: argparse.ArgumentParser) -> None:
         "--exit-interval",
         type=COUNT,
         metavar="N",
-        help="end, and save, after the first step that N divides (default: never)",
+        help="save and exit after the first step that N divides (default: never)",
     )
     add(
         "--exit-duration-in-mins",
         type=COUNT,
         metavar="N",
-        help="end, and save, after N minutes (default: never)",
+        help="save and exit after N minutes (default: never)",
     )
     add("--eval-iters", type=COUNT, default=4, metavar="N", help="global batches per validation")
 
 
 def _logging(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("logging", "what metrics.jsonl has, of rank 0")
+    group = parser.add_argument_group("logging", "the numbers of metrics.jsonl, written by rank 0")
     add = group.add_argument
     add("--tensorboard-dir", type=Text(), metavar="DIR", help="event files of TensorBoard")
     add("--wandb-project", type=NAME, metavar="NAME", help="project of Weights & Biases")
-    add("--wandb-exp-name", type=NAME, metavar="NAME", help="its run (default: as wandb names it)")
-    add("--wandb-save-dir", type=Text(), metavar="DIR", help="its files (default: as wandb says)")
+    add("--wandb-exp-name", type=NAME, metavar="NAME", help="its run (default: wandb's choice)")
+    add("--wandb-save-dir", type=Text(), metavar="DIR", help="its files (default: wandb's choice)")

@@ -1,4 +1,4 @@
-"""Saving and resuming: DeepSpeed's files, published whole or not at all, and checked first."""
+"""Checkpoints: DeepSpeed's files, renamed into place when complete and verified before loading."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 
 from ds_usp import CheckpointError
-from usp_trainer import resplit
-from usp_trainer.checksums import checksums, differing, text_checksum
-from usp_trainer.files import LATEST, METADATA, UNFINISHED, checkpoint_to_load
-from usp_trainer.launch import from_rank0
+from usp_trainer import reshard
+from usp_trainer.checksums import checksums, mismatching_files, text_checksum
+from usp_trainer.input_files import LATEST, METADATA, UNFINISHED, checkpoint_to_load
+from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_folder import saved_step
 
 FORMAT = 2
-WITHOUT_CHECKSUMS = 1  # an earlier format, read as it is
+WITHOUT_CHECKSUMS = 1  # an earlier format that can still be loaded
 
 MODEL = (
     "num_layers",
@@ -40,8 +40,8 @@ MODEL = (
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
 )
-# What DeepSpeed's files are cut by; the split of a sequence into Ulysses and ring is not.
-CUT = (
+# What the layout of DeepSpeed's files depends on; the Ulysses and ring degrees do not matter.
+PARALLEL_CONFIG = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "sequence_x_data_ranks",
@@ -49,52 +49,52 @@ CUT = (
     "bf16",
     "optimizer",
 )
-# What may change of it where whole parameters can be put together (usp_trainer.resplit).
-RESPLIT = ("tensor_model_parallel_size", "sequence_x_data_ranks", "zero_stage")
-_WRITERS = ("inline_container", "PytorchStreamWriter")  # of torch.save, in its errors
-# What the order of the data follows from; it may change, as to go on with longer sequences.
+# What of it may differ when loading, where parameters can be resharded (usp_trainer.reshard).
+RESHARDABLE = ("tensor_model_parallel_size", "sequence_x_data_ranks", "zero_stage")
+_WRITERS = ("inline_container", "PytorchStreamWriter")  # names in errors of torch.save
+# What the order of samples depends on; it may differ, for example to train on longer sequences.
 DATA = ("seed", "seq_length", "split", "data_path")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """Optimizer steps and samples that a run has trained on."""
 
     step: int = 0
     samples: int = 0
 
 
 def save(engine: Any, args: Namespace, progress: Progress) -> str:
-    """Write a checkpoint under another name and publish it when every rank has finished.
+    """Write a checkpoint under a temporary name and rename it after every rank has finished.
 
-    Until the last rename ``latest`` names the previous checkpoint, so a run that is killed at any
-    moment leaves one that is whole.
+    ``latest`` names the previous checkpoint until the last rename, so a run that is killed at any
+    moment leaves a complete one.
     """
     folder, tag = Path(args.save), f"step_{progress.step}"
     unfinished = f"{UNFINISHED}{tag}"
-    from_rank0(lambda: _remove_unfinished(folder))
+    broadcast_from_rank0(lambda: _remove_leftovers(folder))
     try:
         engine.save_checkpoint(str(folder), tag=unfinished, save_latest=False)
     except OSError as error:
         raise _not_written(folder, progress.step, str(error.strerror)) from error
-    except RuntimeError as error:  # torch.save's own, which names no file; or another rank is gone
+    except RuntimeError as error:  # of torch.save, which names no file; or of a lost rank
         if not any(name in str(error) for name in _WRITERS):
             raise
-        why = "a file could not be written whole"
+        why = "a file could not be written completely"
         raise _not_written(folder, progress.step, why) from error
     dist.barrier()
-    made = folder / unfinished
-    sizes = from_rank0(lambda: _sizes(made))
-    metadata = _describe(args, progress) | {"files": sizes, "sha256": checksums(made, sizes)}
-    return from_rank0(lambda: _publish(folder, unfinished, tag, metadata))
+    written = folder / unfinished
+    sizes = broadcast_from_rank0(lambda: _sizes(written))
+    metadata = _metadata_of(args, progress) | {"files": sizes, "sha256": checksums(written, sizes)}
+    return broadcast_from_rank0(lambda: _mark_latest(folder, unfinished, tag, metadata))
 
 
 def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
-    """The same words on every rank that could not write, which are said once."""
-    there = saved_step(folder)
+    """The error of a rank that could not write: the same text on each, so it is reported once."""
+    saved = saved_step(folder)
     last = "There is no checkpoint yet"
-    if there is not None:
-        last = f"The checkpoint of step {there} is whole"
+    if saved is not None:
+        last = f"The checkpoint of step {saved} is complete"
     return CheckpointError(
         f"step {step} could not be written to {folder}: {why}. About "
         f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB are free there: make room, or raise the "
@@ -105,89 +105,93 @@ def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
 def load(engine: Any, args: Namespace) -> Progress:
     """Load the latest checkpoint of ``--load`` into the engine.
 
-    The split of a sequence into Ulysses and ring may differ from the run that saved it; so may the
-    split of ``sequence x data`` ranks into the two, and without pipeline stages and ZeRO-3 also
-    the tensor-parallel size, the number of ranks and the ZeRO stage.
+    The Ulysses and ring degrees may differ from the run that saved it; so may the sequence- and
+    data-parallel sizes if their product stays, and without pipeline stages and ZeRO-3 also the
+    tensor-parallel size, the number of ranks and the ZeRO stage.
 
     Raises:
-        CheckpointError: on every rank; there is none, a file of it is missing, short or not as it
-            was written, or it belongs to another model or is cut in another way.
+        CheckpointError: on every rank; there is none, a file of it is missing, truncated or
+            changed, it is of another model, or it cannot be resharded to this parallel config.
     """
-    tag, progress, metadata = from_rank0(lambda: _checked(args))
+    tag, progress, metadata = broadcast_from_rank0(lambda: _validate_checkpoint(args))
     _check_contents(Path(args.load) / tag, metadata)
-    if _differences(metadata["cut"], _describe(args, progress)["cut"]):
-        _load_resplit(engine, args, Path(args.load) / tag, metadata)
+    if _differences(metadata["cut"], _metadata_of(args, progress)["cut"]):
+        _load_resharded(engine, args, Path(args.load) / tag, metadata)
         return progress
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     path, _ = engine.load_checkpoint(args.load, tag=tag)
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {Path(args.load) / tag}")
-    for group, asked in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(asked)  # the flags of this run count, not those of the run that saved
+    for group, current_settings in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(current_settings)  # the flags of this run override those that were saved
     return progress
 
 
-def _load_resplit(engine: Any, args: Namespace, folder: Path, metadata: Mapping[str, Any]) -> None:
-    saved = resplit.SavedParameters(
-        folder, list(metadata["files"]), resplit.group_names(engine), gated=args.swiglu
+def _load_resharded(
+    engine: Any, args: Namespace, folder: Path, metadata: Mapping[str, Any]
+) -> None:
+    saved = reshard.SavedParameters(
+        folder, list(metadata["files"]), reshard.group_names(engine), gated=args.swiglu
     )
     group = get_tensor_model_parallel_group()
-    resplit.load(engine, saved, dist.get_rank(group), dist.get_world_size(group))
+    reshard.load(engine, saved, dist.get_rank(group), dist.get_world_size(group))
 
 
-def _check_cut(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose parameters cannot be joined and cut anew."""
-    wrong = _differences(saved, own)
-    fixed = {name for name in own if saved.get(name) != own[name]} - set(RESPLIT)
-    stages = max(saved["pipeline_model_parallel_size"], own["pipeline_model_parallel_size"])
-    zero_3 = 3 in (saved["zero_stage"], own["zero_stage"])
-    if wrong and (fixed or stages > 1 or zero_3):
+def _check_parallel_config(
+    folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of another parallel config that cannot be resharded."""
+    mismatches = _differences(saved, current)
+    fixed = {name for name in current if saved.get(name) != current[name]} - set(RESHARDABLE)
+    stages = max(saved["pipeline_model_parallel_size"], current["pipeline_model_parallel_size"])
+    zero_3 = 3 in (saved["zero_stage"], current["zero_stage"])
+    if mismatches and (fixed or stages > 1 or zero_3):
         raise CheckpointError(
-            f"the checkpoint {folder} is cut into files for other ranks: {'; '.join(wrong)}. Start "
-            "with the settings that saved it: the tensor-parallel size, the number of ranks and "
-            "the ZeRO stage may change alone, and only without pipeline stages and ZeRO-3, whose "
-            "files do not hold whole parameters by name"
+            f"the checkpoint {folder} was saved under another parallel config: "
+            f"{'; '.join(mismatches)}. Start with the settings that saved it: only the "
+            "tensor-parallel size, the number of ranks and the ZeRO stage may change, and only "
+            "without pipeline stages and ZeRO-3, whose files do not hold full parameters by name"
         )
 
 
-def _describe(args: Namespace, progress: Progress) -> dict[str, Any]:
-    facts = vars(args) | {"sequence_x_data_ranks": None}
+def _metadata_of(args: Namespace, progress: Progress) -> dict[str, Any]:
+    settings = vars(args) | {"sequence_x_data_ranks": None}
     if args.zero_stage or args.pipeline_model_parallel_size > 1:
-        facts["sequence_x_data_ranks"] = args.ds_sequence_parallel_size * args.data_parallel_size
+        settings["sequence_x_data_ranks"] = args.ds_sequence_parallel_size * args.data_parallel_size
     return {
         "format": FORMAT,
         "progress": asdict(progress),
-        "model": {name: facts[name] for name in MODEL},
-        "cut": {name: facts[name] for name in CUT},
-        "data": {name: facts[name] for name in DATA},
+        "model": {name: settings[name] for name in MODEL},
+        "cut": {name: settings[name] for name in PARALLEL_CONFIG},
+        "data": {name: settings[name] for name in DATA},
     }
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """What runs left that were killed, or found the disk full, while they saved."""
-    for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_leftovers(folder: Path) -> None:
+    """Delete unfinished checkpoints of runs that were killed or ran out of disk while saving."""
+    for leftover in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _sizes(made: Path) -> dict[str, int]:
-    files = (path for path in sorted(made.rglob("*")) if path.is_file())
-    return {str(path.relative_to(made)): path.stat().st_size for path in files}
+def _sizes(written: Path) -> dict[str, int]:
+    paths = (path for path in sorted(written.rglob("*")) if path.is_file())
+    return {str(path.relative_to(written)): path.stat().st_size for path in paths}
 
 
-def _publish(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
-    made, latest = folder / unfinished, folder / LATEST
+def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
+    written, latest = folder / unfinished, folder / LATEST
     metadata |= {"checksum": text_checksum(_canonical(metadata))}
-    (made / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
-    # A step that was saved before keeps its folder until the new one is published.
-    again = f"{tag}_again"
-    taken = latest.is_file() and latest.read_text(errors="replace").strip() == tag
-    tag, other = (again, tag) if taken else (tag, again)
+    (written / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
+    # A step that was saved before keeps its folder until ``latest`` names the new one.
+    second_name = f"{tag}_again"
+    is_latest = latest.is_file() and latest.read_text(errors="replace").strip() == tag
+    tag, previous = (second_name, tag) if is_latest else (tag, second_name)
     shutil.rmtree(folder / tag, ignore_errors=True)
-    made.rename(folder / tag)
+    written.rename(folder / tag)
     (folder / f"{LATEST}_new").write_text(tag + "\n")
     os.replace(folder / f"{LATEST}_new", latest)
-    shutil.rmtree(folder / other, ignore_errors=True)
+    shutil.rmtree(folder / previous, ignore_errors=True)
     return str(folder / tag)
 
 
@@ -196,60 +200,60 @@ def _canonical(metadata: Mapping[str, Any]) -> str:
 
 
 def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Compare every file with its checksum, before DeepSpeed reads any of them. Collective."""
+    """Verify the checksum of every file before DeepSpeed reads any of them. Collective."""
     if metadata["format"] == WITHOUT_CHECKSUMS:
         return
-    found = checksums(folder, metadata["files"])
-    wrong = differing(metadata["sha256"], found)
-    if wrong:
+    digests = checksums(folder, metadata["files"])
+    mismatches = mismatching_files(metadata["sha256"], digests)
+    if mismatches:
         raise CheckpointError(
-            f"{', '.join(str(folder / name) for name in wrong)}: not the bytes that were saved "
-            f"(the sha256 is {found[wrong[0]][:16]}..., saved was "
-            f"{metadata['sha256'][wrong[0]][:16]}...). Copy it again from where it is whole, or "
+            f"{', '.join(str(folder / name) for name in mismatches)}: the content is not what was "
+            f"saved (sha256 {digests[mismatches[0]][:16]}..., saved "
+            f"{metadata['sha256'][mismatches[0]][:16]}...). Copy it again from an intact copy, or "
             f"write the name of an earlier checkpoint into {folder.parent / LATEST}"
         )
 
 
-def _checked(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
+def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
     folder = Path(args.load)
     tag, metadata = checkpoint_to_load(folder)
     _check_format(folder / tag, metadata)
-    own = _describe(args, Progress())
-    wrong = _differences(metadata["model"], own["model"])
-    if wrong:
+    current = _metadata_of(args, Progress())
+    mismatches = _differences(metadata["model"], current["model"])
+    if mismatches:
         fix = ""
-        if len(wrong) == 1 and wrong[0].startswith("padded_vocab_size"):
+        if len(mismatches) == 1 and mismatches[0].startswith("padded_vocab_size"):
             fix = ". Give a --make-vocab-size-divisible-by that both tensor-parallel sizes divide"
         raise CheckpointError(
-            f"the checkpoint {folder / tag} is of another model: {'; '.join(wrong)}{fix}"
+            f"the checkpoint {folder / tag} is of another model: {'; '.join(mismatches)}{fix}"
         )
-    _check_cut(folder / tag, metadata["cut"], own["cut"])
-    changed = _differences(metadata["data"], own["data"])
+    _check_parallel_config(folder / tag, metadata["cut"], current["cut"])
+    changed = _differences(metadata["data"], current["data"])
     if changed and not args.quiet:
-        print(f"the data goes on in another order: {'; '.join(changed)}")
+        print(f"the order of the data changes: {'; '.join(changed)}")
     for name, size in metadata["files"].items():
         path = folder / tag / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != size:
-            raise CheckpointError(f"{path} has {found} bytes, it was saved with {size}")
+        found_bytes = path.stat().st_size if path.is_file() else 0
+        if found_bytes != size:
+            raise CheckpointError(f"{path} has {found_bytes} bytes, {size} were saved")
     return tag, Progress(**metadata["progress"]), metadata
 
 
 def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
-    kind = metadata.get("format")
-    if kind == WITHOUT_CHECKSUMS and "checksum" not in metadata:
+    version = metadata.get("format")
+    if version == WITHOUT_CHECKSUMS and "checksum" not in metadata:
         print(f"{folder} was saved without checksums; only the sizes of its files are checked")
-    elif kind not in (WITHOUT_CHECKSUMS, FORMAT):
+    elif version not in (WITHOUT_CHECKSUMS, FORMAT):
         raise CheckpointError(
-            f"{folder} has format {kind}, this trainer reads {WITHOUT_CHECKSUMS} and {FORMAT}"
+            f"{folder} has format {version}, this trainer reads {WITHOUT_CHECKSUMS} and {FORMAT}"
         )
     elif metadata.get("checksum") != text_checksum(_canonical(metadata)):
-        raise CheckpointError(f"{folder / METADATA} is not as it was saved")
+        raise CheckpointError(f"{folder / METADATA} was changed since it was saved")
 
 
-def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} {saved.get(name)} there, {value} here"
-        for name, value in own.items()
+        f"{name} {saved.get(name)} in the checkpoint, {value} now"
+        for name, value in current.items()
         if saved.get(name) != value
     ]

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint, computed by all ranks together."""
+"""SHA-256 checksums of the files of a checkpoint, computed in parallel by all ranks."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def text_checksum(text: str) -> str:
 
 
 def checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-    """The checksum of each file, on every rank. Collective: each rank reads a share of the bytes.
+    """The checksum of each file, on every rank. Collective: each rank reads some of the files.
 
     Args:
         sizes: bytes of each file, by its path in ``folder``; the same on every rank.
 
     Raises:
-        CheckpointError: on every rank; a rank cannot read a file of its share.
+        CheckpointError: on every rank; a rank cannot read one of its files.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     unreadable = None
     try:
-        for name in _shares(sizes, dist.get_world_size())[dist.get_rank()]:
-            found[name] = file_checksum(folder / name)
+        for name in _assign_files(sizes, dist.get_world_size())[dist.get_rank()]:
+            digests[name] = file_checksum(folder / name)
     except OSError as error:
         unreadable = f"rank {dist.get_rank()} cannot read {folder / name}: {error.strerror}"
-    everyone: list[tuple[dict[str, str], str | None]] = [({}, None)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (found, unreadable))
-    for part, problem in everyone:
+    all_ranks: list[tuple[dict[str, str], str | None]] = [({}, None)] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, (digests, unreadable))
+    for rank_digests, problem in all_ranks:
         if problem:
             raise CheckpointError(f"{problem}. All ranks must see the folder")
-        found |= part
-    return found
+        digests |= rank_digests
+    return digests
 
 
-def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+def _assign_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     """The files of each rank: the largest first, each to the rank with the fewest bytes."""
-    shares: list[list[str]] = [[] for _ in range(ranks)]
+    files_of_rank: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
-        shares[rank].append(name)
+        files_of_rank[rank].append(name)
         loads[rank] += sizes[name]
-    return shares
+    return files_of_rank
 
 
-def differing(saved: Mapping[str, str], found: Mapping[str, str]) -> Sequence[str]:
+def mismatching_files(saved: Mapping[str, str], digests: Mapping[str, str]) -> Sequence[str]:
     """The files whose checksums differ, sorted."""
-    return sorted(name for name, checksum in saved.items() if found.get(name) != checksum)
+    return sorted(name for name, checksum in saved.items() if digests.get(name) != checksum)

@@ -1,4 +1,4 @@
-"""The trainer's parser: one line for an error, printed by one rank, with the nearest flag."""
+"""The trainer's argument parser: errors are one line, printed by rank 0, with a suggestion."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from usp_trainer import environment
-from usp_trainer.nearest import nearest
+from usp_trainer.suggestions import closest_name
 
 
-class OneDefault(argparse.HelpFormatter):
-    """Help texts with one default: the text's own words, or else the value."""
+class SingleDefaultFormatter(argparse.HelpFormatter):
+    """Help texts that state one default: that of the text, or else the value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -23,30 +23,30 @@ class OneDefault(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags are written out; an error is one line on rank 0 and exit code 2 on every rank."""
+    """No abbreviated flags; an error is one line on rank 0 and exit code 2 on every rank."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=OneDefault, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=SingleDefaultFormatter, **kwargs)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            self.error("; ".join(map(self._unknown, flags or unknown)))
-        return found
+            self.error("; ".join(map(self._unknown_flag_message, flags or unknown)))
+        return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, after a line on rank 0: the ranks of a launcher have the same flags."""
+        """Exit with code 2; only rank 0 prints, since all ranks have the same flags."""
         if environment.rank() == 0:
             text = message.removeprefix("argument ")
             print(f"{self.prog}: error: {text} (--help lists all flags)", file=sys.stderr)
         raise SystemExit(2)
 
-    def _unknown(self, word: str) -> str:
+    def _unknown_flag_message(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{word!r} belongs to no flag"
         known = [name for action in self._actions for name in action.option_strings]
-        meant = nearest(word, known)
-        return f"there is no flag {word}" + (f"; did you mean {meant}?" if meant else "")
+        suggestion = closest_name(word, known)
+        return f"there is no flag {word}" + (f"; did you mean {suggestion}?" if suggestion else "")

@@ -1,4 +1,4 @@
-"""Training data: text or Megatron ``.bin/.idx`` files through megatron-core's GPTDataset."""
+"""Training data: text or Megatron ``.bin/.idx`` files, read by megatron-core's GPTDataset."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 
 from ds_usp import DataError, TokenLayout
 from ds_usp.training import SequenceBatch, document_borders, document_positions, shard_batch
-from usp_trainer import files
-from usp_trainer.launch import from_rank0
+from usp_trainer import input_files
+from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_folder import CACHE
-from usp_trainer.samples import Blend, InOrder, Samples, ShuffledEpochs
+from usp_trainer.sample_order import Blend, InOrder, Samples, ShuffledEpochs
 
-EOD = files.TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
-PIECE_BYTES = 1 << 14  # a text is cut into pieces, so that a share of them can be held out
+EOD = input_files.TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
+DOCUMENT_BYTES = 1 << 14  # a text becomes documents of this size, so that some can be held out
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """What GPTDataset asks of a tokenizer. No id pads: sequences are always full."""
+    """The tokenizer interface that GPTDataset needs. No id pads: sequences are always full."""
 
     vocab_size: int
     pad: int = -1
@@ -47,32 +47,33 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One rank's share of a micro batch, and what is packed in it.
+    """One rank's local tokens of a micro batch, and the documents packed in it.
 
     Args:
-        positions: ``[b, s_local]``, where positions start anew with each document; None: they
-            count from the first token of the sequence.
-        documents: borders of the documents of each sample, in tokens of the whole sequence;
-            None: attention sees all of it.
+        local: tokens, labels and loss mask, each ``[b, s_local]``.
+        positions: ``[b, s_local]``, restarting at 0 in each document; None: positions count from
+            the first token of the sequence.
+        documents: cumulative document lengths of each sample, in tokens of the full sequence;
+            None: no document mask.
     """
 
-    share: SequenceBatch
+    local: SequenceBatch
     positions: torch.Tensor | None = None
     documents: list[list[int]] | None = None
 
 
 class TokenData:
-    """The sequences of one data-parallel replica, in an order that no parallel degree changes.
+    """The batches of one data-parallel replica, in an order that no parallel degree changes.
 
     Sample ``i`` of training is the ``i``-th of an endless stream of shuffled epochs; step ``t``
-    takes samples ``t * global_batch_size`` and following, whatever the number of replicas, so that
-    a run can be resumed under other degrees.
+    takes samples ``t * global_batch_size`` and following for any number of replicas, so that a run
+    can be resumed under other degrees.
     """
 
     def __init__(self, args: Namespace, layout: TokenLayout, sp_rank: int, dp_rank: int) -> None:
         self._args, self._layout, self._sp_rank, self._dp_rank = args, layout, sp_rank, dp_rank
-        prefixes, self.vocab_size = from_rank0(lambda: _prepare(args))
-        _require_everywhere(prefixes)
+        prefixes, self.vocab_size = broadcast_from_rank0(lambda: _prepare(args))
+        _check_on_all_ranks(prefixes)
         self._train, self._valid = _samples(args, prefixes, self.vocab_size)
         if args.eval_interval and self._valid is None:
             raise DataError(
@@ -85,8 +86,8 @@ class TokenData:
         return self._batches(self._train, first_sample)
 
     def validation_batches(self, index: int) -> list[TrainingBatch]:
-        """This rank's micro batches of the ``index``-th global batch held out, from the front
-        again when they are used up."""
+        """This rank's micro batches of the ``index``-th validation batch; the samples repeat from
+        the first when they are used up."""
         return self._batches(self._valid, index * self._args.global_batch_size)
 
     def _batches(self, samples: Samples, first: int) -> list[TrainingBatch]:
@@ -98,12 +99,14 @@ class TokenData:
             rows = [samples[index] for index in range(begin, begin + size)]
             fields = ("tokens", "labels", "loss_mask")
             full = [torch.stack([row[field] for row in rows]) for field in fields]
-            share = shard_batch(*full, layout=self._layout, rank=self._sp_rank)
-            batches.append(TrainingBatch(share, *self._packing(full[0])))
+            local = shard_batch(*full, layout=self._layout, rank=self._sp_rank)
+            batches.append(TrainingBatch(local, *self._positions_and_documents(full[0])))
         return batches
 
-    def _packing(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, list[list[int]] | None]:
-        """This rank's positions and all documents, as far as the flags ask for them."""
+    def _positions_and_documents(
+        self, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[list[int]] | None]:
+        """Local positions and the documents of all ranks; None for what no flag requests."""
         args = self._args
         borders = document_borders(tokens, TokenIds(self.vocab_size).eod)
         positions = None
@@ -115,11 +118,11 @@ class TokenData:
 def _samples(
     args: Namespace, prefixes: list[str], vocab_size: int
 ) -> tuple[Samples, Samples | None]:
-    """Training and validation; the latter None where a part of the data has too little for it.
+    """Training and validation samples; validation is None if one of the datasets is too small.
 
-    Without weights all data are one dataset. With weights each is one of its own.
+    Without weights all files form one dataset, with weights each is a dataset of its own.
     """
-    _, weights = files.blend(args.data_path or ())
+    _, weights = input_files.parse_blend(args.data_path or ())
     parts = [prefixes] if weights is None else [[prefix] for prefix in prefixes]
     built = [_build(args, part, vocab_size) for part in parts]
     train = [ShuffledEpochs(part, args.seed + 1000 * n) for n, (part, _) in enumerate(built)]
@@ -137,14 +140,14 @@ def _build(
         sequence_length=args.seq_length,
         blend=(prefixes, None),
         split=args.split,
-        path_to_cache=str(_cache(args) / "index"),
+        path_to_cache=str(_cache_dir(args) / "index"),
         tokenizer=TokenIds(vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
-    sizes = [None, None, None]  # one epoch each; TokenData makes as many as training takes
+    sizes = [None, None, None]  # one epoch each; TokenData repeats them
     try:
         train, valid, _ = BlendedMegatronDatasetBuilder(
             GPTDataset, sizes, lambda: True, config
@@ -164,32 +167,34 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
     """Prefixes of the ``.bin/.idx`` pairs and the number of token ids; encodes text. Rank 0 only.
 
     Raises:
-        DataError: a file that is missing, empty or not what it claims to be.
+        DataError: a file is missing, empty or in another format.
     """
-    paths, indexed = files.data_files(args)
+    paths, indexed = input_files.data_files(args)
     if not indexed:
-        return [_encoded(_cache(args), path) for path in paths or [None]], files.TEXT_VOCAB_SIZE
+        return [
+            _encode_text(_cache_dir(args), path) for path in paths or [None]
+        ], input_files.TEXT_VOCAB_SIZE
     return paths, args.vocab_size
 
 
-def _require_everywhere(prefixes: list[str]) -> None:
-    seen = all(Path(get_bin_path(prefix)).is_file() for prefix in prefixes)
-    everyone: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, seen)
-    if not all(everyone):
-        blind = [rank for rank, sees in enumerate(everyone) if not sees]
+def _check_on_all_ranks(prefixes: list[str]) -> None:
+    visible = all(Path(get_bin_path(prefix)).is_file() for prefix in prefixes)
+    visible_on_rank: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(visible_on_rank, visible)
+    if not all(visible_on_rank):
+        missing = [rank for rank, is_visible in enumerate(visible_on_rank) if not is_visible]
         raise DataError(
-            f"ranks {blind} do not see {', '.join(prefixes)}, which rank 0 does. Put the data and "
-            "--data-cache-path on storage that all machines share"
+            f"ranks {missing} do not see {', '.join(prefixes)}, which rank 0 does. Put the data "
+            "and --data-cache-path on storage that all nodes share"
         )
 
 
-def _cache(args: Namespace) -> Path:
+def _cache_dir(args: Namespace) -> Path:
     return Path(args.data_cache_path or Path(args.output_dir) / CACHE)
 
 
-def _encoded(cache: Path, path: str | None) -> str:
-    """Prefix of the encoded form of a text, made once for each content."""
+def _encode_text(cache: Path, path: str | None) -> str:
+    """Prefix of the encoded text, which is written once for each content."""
     documents = [_read(path)] if path else _python_documentation()
     digest = hashlib.sha256()
     for document in documents:
@@ -198,10 +203,12 @@ def _encoded(cache: Path, path: str | None) -> str:
     if not Path(get_idx_path(str(prefix))).is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="encoding-") as folder:
-            made = str(Path(folder) / "text")
-            _write(made, documents)
-            os.replace(get_bin_path(made), get_bin_path(str(prefix)))
-            os.replace(get_idx_path(made), get_idx_path(str(prefix)))  # last: the pair is whole
+            temporary = str(Path(folder) / "text")
+            _write(temporary, documents)
+            os.replace(get_bin_path(temporary), get_bin_path(str(prefix)))
+            os.replace(
+                get_idx_path(temporary), get_idx_path(str(prefix))
+            )  # last: it marks the pair as complete
     return str(prefix)
 
 
@@ -209,8 +216,8 @@ def _write(prefix: str, documents: list[bytes]) -> None:
     builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)
     for document in documents:
         tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
-        for begin in range(0, len(tokens), PIECE_BYTES):
-            builder.add_item(torch.from_numpy(tokens[begin : begin + PIECE_BYTES]))
+        for begin in range(0, len(tokens), DOCUMENT_BYTES):
+            builder.add_item(torch.from_numpy(tokens[begin : begin + DOCUMENT_BYTES]))
             builder.end_document()
     builder.finalize(get_idx_path(prefix))
 

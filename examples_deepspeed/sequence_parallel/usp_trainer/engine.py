@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around the model, with one way to train a step for both of its kinds."""
+"""One interface to train and evaluate a step with either of DeepSpeed's engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Trainer:
     """Trains and evaluates global batches; every number it returns is the same on every rank.
 
     Args:
-        vocab_size: token ids that the data may hold.
+        vocab_size: number of token ids that the data may contain.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Trainer:
         """One optimizer step over this rank's micro batches.
 
         Returns:
-            The mean loss over the whole global batch before the step, and the gradient norm.
+            The mean loss over the global batch before the step, and the gradient norm.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        weighted = self._weighted(batches)
+        weighted = self._with_loss_weights(batches)
         self.engine.train()
         if self._groups.stages > 1:
             loss = self.engine.train_batch(iter(_pipeline_batches(weighted))).item()
@@ -66,27 +66,27 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TrainingBatch]) -> float:
         """The mean loss over a global batch."""
-        weighted = self._weighted(batches)
+        weighted = self._with_loss_weights(batches)
         self.engine.eval()
         if self._groups.stages > 1:
             return self.engine.eval_batch(iter(_pipeline_batches(weighted))).item()
         losses = [self.engine(*batch) for batch in weighted]
         return mean_loss(losses, self._scale, self._groups.sp_dp)
 
-    def _weighted(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
+    def _with_loss_weights(self, batches: Sequence[TrainingBatch]) -> list[tuple[Any, ...]]:
         """Tokens, labels, loss weights, positions and documents, tensors on the device.
 
         Raises:
             DataError: on every rank alike, if any rank has a token id beyond the vocabulary.
         """
-        shares = [batch.share for batch in batches]
-        largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in shares)
-        count = sum(float(b.loss_mask.sum()) for b in shares)
-        facts = torch.tensor(
+        local_batches = [batch.local for batch in batches]
+        largest = max(int(torch.maximum(b.tokens.max(), b.labels.max())) for b in local_batches)
+        count = sum(float(b.loss_mask.sum()) for b in local_batches)
+        totals = torch.tensor(
             [count, largest >= self._vocab_size], dtype=torch.float64, device=self._device
         )
-        dist.all_reduce(facts, group=self._groups.sp_dp)
-        loss_tokens, ranks_beyond = facts.tolist()
+        dist.all_reduce(totals, group=self._groups.sp_dp)
+        loss_tokens, ranks_beyond = totals.tolist()
         if ranks_beyond:
             raise DataError(
                 f"{ranks_beyond:.0f} ranks read token ids of {self._vocab_size} or more (here up "
@@ -96,9 +96,9 @@ class Trainer:
         weight = loss_token_weight(loss_tokens, self._scale)
         return [
             (
-                b.share.tokens.to(self._device),
-                b.share.labels.to(self._device),
-                (b.share.loss_mask * weight).to(self._device),
+                b.local.tokens.to(self._device),
+                b.local.labels.to(self._device),
+                (b.local.loss_mask * weight).to(self._device),
                 None if b.positions is None else b.positions.to(self._device),
                 b.documents,
             )
@@ -130,7 +130,7 @@ def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def deepspeed_config(args: Namespace) -> dict[str, Any]:
-    """DeepSpeed's configuration, without what ds_usp.training decides."""
+    """DeepSpeed's configuration, without the keys that ds_usp.training sets."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.accumulation_steps,
@@ -151,7 +151,11 @@ def learning_rate(args: Namespace, step: int) -> float:
         return args.lr * (step + 1) / args.lr_warmup_iters
     if args.lr_decay_style == "constant":
         return args.lr
-    span = max(1, args.lr_decay_iters - args.lr_warmup_iters)
-    done = min(1.0, (step - args.lr_warmup_iters) / span)
-    left = 1.0 - done if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return args.min_lr + (args.lr - args.min_lr) * left
+    decay_steps = max(1, args.lr_decay_iters - args.lr_warmup_iters)
+    progress = min(1.0, (step - args.lr_warmup_iters) / decay_steps)
+    remaining = (
+        1.0 - progress
+        if args.lr_decay_style == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+    return args.min_lr + (args.lr - args.min_lr) * remaining

@@ -1,4 +1,4 @@
-"""The rank that a launcher made of this process, read without torch."""
+"""The rank and world size that a launcher assigned to this process, read without torch."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ def under_launcher() -> bool:
 
 
 def launcher_is_parent() -> bool:
-    """Whether the parent process is a launcher's agent on this node, which waits for its ranks:
-    torchrun's, or DeepSpeed's (``CROSS_RANK``). Under srun, and in shells of one's own, it is not.
+    """Whether the parent process is a launcher's agent on this node that waits for its ranks:
+    torchrun's, or DeepSpeed's (``CROSS_RANK``). Under srun and in user shells it is not.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher, or where ``RANK`` is not one (:func:`check`)."""
+    """This process's rank; 0 without a launcher or with an invalid ``RANK`` (:func:`check`)."""
     number = _number("RANK", 0)
     return number if number < (world_size() or 1) else 0
 
 
 def check() -> None:
-    """Refuse variables of a launcher that are incomplete or contradict each other.
+    """Refuse launcher variables that are incomplete or contradict each other.
 
     Raises:
         ConfigError: the message names the variable.
     """
     if not under_launcher():
         return
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    for name, text in found.items():
+    variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    for name, text in variables.items():
         if not text.isdecimal():
             raise ConfigError(
-                f"{name}={text!r} must be a whole number: RANK and WORLD_SIZE say that a launcher "
-                "started this process, which then sets MASTER_ADDR and MASTER_PORT too. Unset both "
-                "to start without one"
+                f"{name}={text!r} must be a whole number: RANK and WORLD_SIZE are set, as under a "
+                "launcher, which also sets MASTER_ADDR and MASTER_PORT. Unset both to start "
+                "without one"
             )
-    if int(found["RANK"]) >= int(found["WORLD_SIZE"]):
+    if int(variables["RANK"]) >= int(variables["WORLD_SIZE"]):
         raise ConfigError(
-            f"RANK={found['RANK']} must be below WORLD_SIZE={found['WORLD_SIZE']}: ranks are "
-            "counted from 0"
+            f"RANK={variables['RANK']} must be below WORLD_SIZE={variables['WORLD_SIZE']}: ranks "
+            "are counted from 0"
         )
     if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError("MASTER_ADDR is not set: give the name of the machine of rank 0")
+        raise ConfigError("MASTER_ADDR is not set: give the host name of the node of rank 0")
 
 
 def world_size() -> int | None:

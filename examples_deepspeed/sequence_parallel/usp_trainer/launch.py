@@ -1,6 +1,6 @@
-"""Starting the ranks: under a launcher as one of its ranks, otherwise by starting them here.
+"""Starts the ranks: joins a launcher's world, or forks ranks, or runs torchrun.
 
-The one file of the trainer that writes environment variables, and reads them with torch at hand.
+The only file of the trainer that writes environment variables.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ import torch.distributed as dist
 from ds_usp import ConfigError
 from ds_usp.training import prepare_deepspeed
 from usp_trainer import environment
-from usp_trainer.failures import Failure, describe, ended, report, summary
-from usp_trainer.forked import end_with_parent, run_ranks
+from usp_trainer.failures import Failure, describe, exit_failure, report, summary
+from usp_trainer.local_ranks import end_with_parent, fork_and_wait
 
 Main = Callable[[Namespace], None]
 
 
 def select_device(device: str) -> str:
-    """``cuda`` or ``cpu``, and DeepSpeed told so; call it before DeepSpeed is imported.
+    """``cuda`` or ``cpu``, also set for DeepSpeed; must be called before DeepSpeed is imported.
 
     Raises:
-        ConfigError: GPUs were asked for and there are none.
+        ConfigError: GPUs were requested and there are none.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ["DS_ACCELERATOR"] = device
-    # megatron-core names absent optional packages, DeepSpeed calls what torch is about to rename.
+    # megatron-core warns of optional packages, DeepSpeed calls deprecated functions of torch.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return device
 
 
 def run_rank(main: Main, args: Namespace) -> int:
-    """Run ``main`` as the rank that a launcher made of this process.
+    """Run ``main`` as one rank of a launcher's world.
 
     Returns:
-        0, or 1 if it failed; why is said once for all ranks that fail alike.
+        0, or 1 if it failed; ranks that fail with the same error print it once.
     """
     if environment.launcher_is_parent():
         end_with_parent(os.getppid())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, *_ = next(dist.rendezvous("env://", rank, world))
     try:
-        _join(args, store=dist.PrefixStore("ranks", store))
+        _init_process_group(args, store=dist.PrefixStore("ranks", store))
         main(args)
         dist.destroy_process_group()
     except Exception as error:
@@ -64,15 +64,15 @@ def run_rank(main: Main, args: Namespace) -> int:
 
 
 def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
-    """Start a process for each GPU through torchrun, which runs ``script`` again in it."""
+    """Start one process per GPU through torchrun, which runs ``script`` in each."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     processes = processes or torch.cuda.device_count()
     try:
         torchrun(["--standalone", f"--nproc-per-node={processes}", script, *argv])
-    except ChildFailedError as error:  # ranks that exit by themselves have said why
-        killed = {r: ended(f.exitcode) for r, f in error.failures.items() if f.exitcode < 0}
+    except ChildFailedError as error:  # ranks that were not killed have printed their error
+        killed = {r: exit_failure(f.exitcode) for r, f in error.failures.items() if f.exitcode < 0}
         cause, _ = error.get_first_failure()
         if cause in killed:
             print(f"[rank {cause}] {killed[cause].text}", file=sys.stderr)
@@ -80,11 +80,11 @@ def run_on_gpus(script: str, argv: list[str], processes: int | None) -> int:
     return 0
 
 
-def run_forked(main: Main, args: Namespace, processes: int) -> int:
-    """Fork the ranks from this process, whose imports they share; they meet in a file.
+def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
+    """Fork the ranks from this process, so that they share its imports; they rendezvous by a file.
 
     Returns:
-        0, or 1 if a rank failed; what they reported stands on stderr, equal reports once.
+        0, or 1 if a rank failed; the reports are printed on stderr, equal ones once.
     """
     prepare_deepspeed()
 
@@ -92,7 +92,7 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_SIZE": processes}
         os.environ.update({name: str(value) for name, value in names.items()})
         try:
-            _join(args, init_method=f"file://{folder}/store")
+            _init_process_group(args, init_method=f"file://{folder}/store")
             main(args)
             dist.destroy_process_group()
         except Exception as error:
@@ -100,7 +100,7 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
             sys.exit(1)
 
     try:
-        failures = run_ranks(body, processes)
+        failures = fork_and_wait(body, processes)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if not failures:
@@ -109,7 +109,7 @@ def run_forked(main: Main, args: Namespace, processes: int) -> int:
     return 1
 
 
-def _join(args: Namespace, **meeting: Any) -> None:
+def _init_process_group(args: Namespace, **rendezvous: Any) -> None:
     prepare_deepspeed()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -117,18 +117,18 @@ def _join(args: Namespace, **meeting: Any) -> None:
         torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group(
         backend="nccl" if args.device == "cuda" else "gloo",
-        **meeting,
+        **rendezvous,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
 
 
-def from_rank0(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns on rank 0, on every rank; what it raises there, raised everywhere."""
+def broadcast_from_rank0(compute: Callable[[], Any]) -> Any:
+    """Run ``compute`` on rank 0 and broadcast its result, or raise its error on every rank."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = make()
+            outcome[0] = compute()
         except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)

@@ -1,4 +1,4 @@
-"""One training run, as every rank of it executes it."""
+"""The training loop, as every rank runs it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core.groups import initialize_groups
 from usp_trainer import checkpoint, progress
-from usp_trainer.auto_args import decide
+from usp_trainer.auto_args import resolve_auto_args
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
 from usp_trainer.engine import Trainer, learning_rate
-from usp_trainer.finite import check_weights, not_finite_error
-from usp_trainer.launch import from_rank0
+from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.model import build_model, padded_vocab_size
+from usp_trainer.nonfinite import check_weights, not_finite_error
 from usp_trainer.run_folder import RunFolders
-from usp_trainer.stop import StopRule
+from usp_trainer.stop_rule import StopRule
 
 
-class Run:
-    """Everything a rank holds between steps. Collective: every rank makes one and calls it alike.
+class TrainingLoop:
+    """Model, data, engine and progress of one rank. Collective, with all of its methods.
 
     Args:
-        args: as :func:`usp_trainer.auto_args.decide` returns them.
+        args: as :func:`usp_trainer.auto_args.resolve_auto_args` returns them.
 
     Raises:
-        USPError: on every rank; whatever is wrong with the flags, the data or the checkpoint.
+        USPError: on every rank; the flags, the data or the checkpoint are invalid.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -66,7 +66,7 @@ class Run:
         args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)
         device = torch.device(args.device)
         model = build_model(args, self.mesh, layout, self.groups, device)
-        self.parameters = _count(model, self.groups, device)
+        self.parameters = _count_parameters(model, self.groups, device)
         self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size)
         self.progress = Progress()
         if args.load:
@@ -80,9 +80,12 @@ class Run:
         loss, gradient_norm = self.trainer.train(batches, lr)
         seconds = time.monotonic() - begin
         if args.check_for_nan_in_loss_and_grad and not math.isfinite(loss + gradient_norm):
-            module, again = self.trainer.engine.module, partial(self.trainer.train, batches, lr)
+            module, recompute_step = (
+                self.trainer.engine.module,
+                partial(self.trainer.train, batches, lr),
+            )
             step = self.progress.step + 1
-            raise not_finite_error(step, loss, gradient_norm, module, again)
+            raise not_finite_error(step, loss, gradient_norm, module, recompute_step)
         self.progress = Progress(
             self.progress.step + 1, self.progress.samples + args.global_batch_size
         )
@@ -97,90 +100,97 @@ class Run:
         }
 
     def validate(self) -> float:
-        """Mean loss over ``--eval-iters`` global batches that training never sees."""
+        """Mean loss over ``--eval-iters`` global batches of validation data."""
         count = self.args.eval_iters
         batches = map(self.data.validation_batches, range(count))
         return sum(map(self.trainer.evaluate, batches)) / count
 
     def save(self) -> str:
         """Write a checkpoint; returns its folder."""
-        self.mesh.check()  # ranks that have drifted apart save nothing
+        self.mesh.check()  # ranks that disagree save nothing
         if self.args.check_for_nan_in_loss_and_grad:
             check_weights(self.trainer.engine, self.progress.step)
         return checkpoint.save(self.trainer.engine, self.args, self.progress)
 
 
 def pretrain(args: Namespace) -> None:
-    """Train as ``args`` say, to the end; rank 0 reports. Collective."""
+    """Train with ``args`` until the last step; rank 0 reports. Collective."""
     stop_rule = StopRule(args)
-    args, why = decide(args, dist.get_world_size())
-    held: list[RunFolders] = []  # on rank 0
-    from_rank0(lambda: held.append(RunFolders(args)))
+    args, explanation = resolve_auto_args(args, dist.get_world_size())
+    locked: list[RunFolders] = []  # on rank 0
+    broadcast_from_rank0(lambda: locked.append(RunFolders(args)))
     refused = True
     try:
-        run = Run(args)
+        loop = TrainingLoop(args)
         refused = False
-        _train(run, why, stop_rule)
+        _train(loop, explanation, stop_rule)
     finally:
-        for folders in held:
+        for folders in locked:
             folders.close(refused=refused)
 
 
-def _train(run: Run, why: Sequence[str], stop_rule: StopRule) -> None:
-    args, reporter, reason = run.args, None, None
+def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> None:
+    args, reporter, reason = loop.args, None, None
     if dist.get_rank() == 0:
-        reporter = _reporter(run, why)
-    while run.progress.step < args.train_iters and not reason:
-        row = run.step()
+        reporter = _build_reporter(loop, explanation)
+    while loop.progress.step < args.train_iters and not reason:
+        row = loop.step()
         reason = stop_rule.reason(row["step"])
         last = row["step"] == args.train_iters or reason is not None
-        if _due(row["step"], args.eval_interval):
-            row["valid_loss"] = run.validate()
+        if _is_due(row["step"], args.eval_interval):
+            row["valid_loss"] = loop.validate()
         if reporter:
             reporter.step(row)
-        if args.save and (last or _due(row["step"], args.save_interval)):
-            folder = run.save()
+        if args.save and (last or _is_due(row["step"], args.save_interval)):
+            folder = loop.save()
             if reporter:
-                reporter.say(f"saved    {folder}")
+                reporter.print_above(f"saved    {folder}")
         if reporter and reason and row["step"] < args.train_iters:
-            reporter.say(f"stopped  at step {row['step']} of {args.train_iters}: {reason}")
+            reporter.print_above(f"stopped  at step {row['step']} of {args.train_iters}: {reason}")
     if reporter:
         reporter.finish()
 
 
-def _reporter(run: Run, why: Sequence[str]) -> progress.Reporter:
-    args, step = run.args, run.progress.step
+def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.ProgressReporter:
+    args, step = loop.args, loop.progress.step
     if not args.quiet:
-        named = _ranks(run.mesh, run.groups)
-        print(*why, progress.start_block(args, named, run.parameters), sep="\n", flush=True)
-    reporter = progress.Reporter(args, step)
+        groups_by_name = _group_ranks(loop.mesh, loop.groups)
+        print(
+            *explanation,
+            progress.describe_run(args, groups_by_name, loop.parameters),
+            sep="\n",
+            flush=True,
+        )
+    reporter = progress.ProgressReporter(args, step)
     if args.load:
-        reporter.say(f"resumed from step {step} of {args.load}")
+        reporter.print_above(f"resumed from step {step} of {args.load}")
         if step >= args.train_iters:
-            reporter.say(
+            reporter.print_above(
                 f"all {args.train_iters} steps are done: nothing is left to train. More with "
                 f"--train-iters above {step}"
             )
     return reporter
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
-def _count(model: torch.nn.Module, groups: ParallelGroups, device: torch.device) -> int:
-    own = sum(p.numel() for p in owned_parameters(model.parameters(), groups))
-    count = torch.tensor(own, device=device)
+def _count_parameters(model: torch.nn.Module, groups: ParallelGroups, device: torch.device) -> int:
+    local = sum(p.numel() for p in owned_parameters(model.parameters(), groups))
+    count = torch.tensor(local, device=device)
     dist.all_reduce(count, group=groups.model)
     return int(count)
 
 
-def _ranks(mesh: SequenceMesh, groups: ParallelGroups) -> dict[str, list[int]]:
-    named = {
+def _group_ranks(mesh: SequenceMesh, groups: ParallelGroups) -> dict[str, list[int]]:
+    groups_by_name = {
         "tensor": groups.tp,
         "ulysses": mesh.ulysses_group,
         "ring": mesh.ring_group,
         "data": groups.dp,
         "gradients": groups.sp_dp,
     }
-    return {name: dist.get_process_group_ranks(group) for name, group in named.items() if group}
+    return {
+        name: dist.get_process_group_ranks(group) for name, group in groups_by_name.items() if group
+    }

@@ -1,4 +1,4 @@
-"""What the trainer's layers keep for their backward pass, by flags."""
+"""Activation memory by flags: recomputation, offload, and the planner's view of the run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ds_usp.memory import LayerMemory, Offload
 from ds_usp.planner import ModelShape, Split, Workload
 from ds_usp.training import solved_ratio
 
-BYTE_VOCABULARY = 257  # of text files; encoded data says its own with --vocab-size
+BYTE_VOCABULARY = 257  # of text files; that of encoded data is --vocab-size
 
 
 def layer_memory(args: Namespace, device: torch.device) -> LayerMemory:
-    """What the flags say, for all layers of this rank."""
-    ratio = solved_ratio(args.usp_offload_ratio, *planned(args), device)
+    """The recomputation and offload that the flags request, shared by all layers of this rank."""
+    ratio = solved_ratio(args.usp_offload_ratio, *planner_inputs(args), device)
     return LayerMemory(args.usp_recompute, Offload(ratio, device))
 
 
-def planned(args: Namespace) -> tuple[Workload, Split]:
-    """The run as the planner sees it."""
+def planner_inputs(args: Namespace) -> tuple[Workload, Split]:
+    """The run as the planner's workload and parallel config."""
     split = Split(
         tp=args.tensor_model_parallel_size,
         ulysses=args.ulysses_degree,
@@ -41,8 +41,8 @@ def planned(args: Namespace) -> tuple[Workload, Split]:
 
 
 def model_shape(args: Namespace) -> ModelShape:
-    """The trainer's model as the planner knows it; until the data is read, with the vocabulary that
-    the flags say."""
+    """The trainer's model for the planner; before the data is read, the vocabulary is that of the
+    flags."""
     return ModelShape(
         name="this model",
         layers=args.num_layers,

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line a step, whole after every kill and every full disk."""
+"""``metrics.jsonl``: one line per step, complete lines only even after a kill or a full disk."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ EARLIER = "metrics.jsonl.old"
 
 
 class MetricsFile:
-    """The file of one run, open for its new steps. Rank 0 makes one.
+    """The metrics file of one run, open for appending. Only rank 0 creates one.
 
     Args:
-        folder: where it lies.
-        resumed_at: the steps up to this one are kept, later ones were not saved and come again.
-            None: the run begins anew, and a file that is there is kept as ``metrics.jsonl.old``.
+        folder: its folder.
+        resumed_at: rows up to this step are kept; later steps were not saved and run again.
+            None: the run starts anew, and an existing file is kept as ``metrics.jsonl.old``.
 
     Attributes:
-        rows: the steps that are kept.
-        notes: what was found and done, in lines for the user.
+        rows: the rows that were kept.
+        notes: lines for the user about rows that were dropped and files that were renamed.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
@@ -43,11 +43,11 @@ class MetricsFile:
         self._file = self._path.open("ab", buffering=0)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The rows that can be read; a note of those that cannot."""
+        """The rows that can be parsed; adds a note about those that cannot."""
         rows, dropped = [], []
         lines = self._path.read_text(errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
-            row = _row(line)
+            row = _parse_row(line)
             if row is None:
                 dropped.append(number)
             else:
@@ -70,7 +70,7 @@ class MetricsFile:
         end = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
-            if written != len(line):  # the disk took a part; the next call says why
+            if written != len(line):  # a partial write; the next call raises the reason
                 self._file.write(line[written:])
         except OSError as error:
             self._file.truncate(end)
@@ -81,11 +81,11 @@ class MetricsFile:
             ) from error
 
     def close(self) -> None:
-        """All is written."""
+        """Close the file."""
         self._file.close()
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _parse_row(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The GPT, once, as a list of layers: run in a row by DeepSpeed's engine, or cut into stages."""
+"""The GPT as one list of layers, run in sequence or partitioned into DeepSpeed pipeline stages."""
 
 from __future__ import annotations
 
@@ -38,21 +38,23 @@ from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from usp_trainer.memory import layer_memory
 
 
-class Packing:
-    """What is packed in the batch that is computed, where all layers of this rank look it up.
+class BatchContext:
+    """Positions and documents of the current batch, read by all layers of this rank.
+
+    DeepSpeed's pipeline passes one tensor from layer to layer, so these cannot be arguments.
 
     Attributes:
-        params: the documents, as megatron-core's layers take them; None: one a sequence.
-        positions: ``[s_local]``, or ``[b, s_local]`` where they start anew with each document.
+        params: the documents as megatron-core's layers take them; None: one document a sequence.
+        positions: ``[s_local]``, or ``[b, s_local]`` if they restart in each document.
     """
 
     def __init__(self, positions: Tensor) -> None:
-        self._plain = positions
+        self._default_positions = positions
         self.positions, self.params = positions, None
 
-    def begin(self, positions: Tensor | None, documents: list[list[int]] | None) -> None:
-        """A batch: its positions and the borders of each sample's documents."""
-        self.positions = self._plain if positions is None else positions
+    def set_batch(self, positions: Tensor | None, documents: list[list[int]] | None) -> None:
+        """Set the positions and the cumulative document lengths of each sample."""
+        self.positions = self._default_positions if positions is None else positions
         self.params = None
         if documents is not None:
             longest = max(map(len, documents))
@@ -64,7 +66,7 @@ class Embedding(nn.Module):
     """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``."""
 
     def __init__(
-        self, seed: int, config: TransformerConfig, args: Namespace, packing: Packing
+        self, seed: int, config: TransformerConfig, args: Namespace, context: BatchContext
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -76,11 +78,11 @@ class Embedding(nn.Module):
             position_embedding_type="rope" if rotary else "learned_absolute",
         )
         if not args.untie_embeddings_and_output_weights:
-            self.output = output_matrix(config, args, own_weight=False)
-        self.packing = packing
+            self.output = output_projection(config, args, own_weight=False)
+        self.context = context
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens, self.packing.positions.expand_as(tokens))
+        return self.embedding(tokens, self.context.positions.expand_as(tokens))
 
 
 class Layer(nn.Module):
@@ -94,18 +96,18 @@ class Layer(nn.Module):
         number: int,
         rotary: Tensor | None,
         memory: LayerMemory,
-        packing: Packing,
+        context: BatchContext,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.number, self.rotary, self.memory, self.packing = number, rotary, memory, packing
+        self.number, self.rotary, self.memory, self.context = number, rotary, memory, context
         if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Taken now: when it is computed again, the next batch's documents may be there.
-        run = partial(self._run, self.packing.params)
+        # Bound now: when backward recomputes it, the context may hold the next batch's documents.
+        run = partial(self._run, self.context.params)
         return self.memory.run(self.number, run, hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class Layer(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm before the output."""
+    """The norm before the output projection."""
 
     def __init__(self, config: TransformerConfig, norm: ModuleSpec | type) -> None:
         super().__init__()
@@ -132,28 +134,28 @@ class FinalNorm(nn.Module):
 
 
 class Output(nn.Module):
-    """Hidden states to what the loss is computed from, with a matrix of its own."""
+    """Untied output projection and loss."""
 
     def __init__(self, seed: int, config: TransformerConfig, args: Namespace, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.output = output_matrix(config, args, own_weight=True)
+        self.output = output_projection(config, args, own_weight=True)
         self.loss = loss
 
     def forward(self, hidden: Tensor, *targets: Tensor) -> Tensor:
-        return self.loss.of_output(self.output, hidden, self.output.weight, *targets)
+        return self.loss.from_output(self.output, hidden, self.output.weight, *targets)
 
 
 def tied_output(loss: Loss, embedding: Embedding, hidden: Tensor, *targets: Tensor) -> Tensor:
-    """The same with the matrix of the embedding."""
+    """Output projection and loss with the weight of the embedding."""
     weight = embedding.embedding.word_embeddings.weight
-    return loss.of_output(embedding.output, hidden, weight, *targets)
+    return loss.from_output(embedding.output, hidden, weight, *targets)
 
 
-def output_matrix(
+def output_projection(
     config: TransformerConfig, args: Namespace, *, own_weight: bool
 ) -> ColumnParallelLinear:
-    """The map from hidden states to logits; the tied one is handed its weight at each call."""
+    """The projection to logits ``[s, b, vocab / tp]``; a tied one gets its weight at each call."""
     return ColumnParallelLinear(
         config.hidden_size,
         args.padded_vocab_size,
@@ -175,34 +177,34 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Loss:
-    """This rank's part of the loss: from the logits, or in chunks of tokens that never have them.
+    """This rank's part of the loss, from all logits or in chunks of tokens.
 
     Args:
-        chunks: how many; 0: all logits at once.
+        chunks: number of chunks; 0: all logits in one piece.
     """
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self._weight: Tensor | None = None
 
-    def of_output(
+    def from_output(
         self, output: nn.Module, hidden: Tensor, weight: Tensor, *targets: Tensor
     ) -> Tensor:
-        """The last layer. With labels and loss weights ``[b, s_local]`` the loss; without them (the
-        pipeline hands them to :meth:`of_stage`) logits ``[s_local, b, vocab / tp]``, or in chunks
-        the hidden states."""
+        """The last layer. With labels and loss weights ``[b, s_local]`` the loss; without them (a
+        pipeline passes them to :meth:`for_stage`) logits ``[s_local, b, vocab / tp]``, or with
+        chunks the hidden states."""
         if self.chunks:
             self._weight = None if targets else weight
             return self._chunked(hidden, weight, *targets) if targets else hidden
         logits = output(hidden, weight=weight)[0]
-        return self.of_stage(logits, targets) if targets else logits
+        return self.for_stage(logits, targets) if targets else logits
 
-    def of_stage(self, given: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
-        """The loss of the last stage, from what stands in the label slot of a pipeline's batch."""
+    def for_stage(self, stage_output: Tensor, labels_and_weights: Sequence[Tensor]) -> Tensor:
+        """DeepSpeed's pipeline ``loss_fn``: output of the last stage, labels and loss weights."""
         if self.chunks:
-            return self._chunked(given, self._weight, *labels_and_weights)
+            return self._chunked(stage_output, self._weight, *labels_and_weights)
         labels, weights = labels_and_weights
-        return weighted_loss(token_losses(given, labels), weights)
+        return weighted_loss(token_losses(stage_output, labels), weights)
 
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         group = get_tensor_model_parallel_group()
@@ -212,11 +214,11 @@ class Loss:
 
 
 class GPT(nn.Module):
-    """All layers in a row; returns this rank's part of the loss."""
+    """All layers in sequence, without a pipeline; returns this rank's part of the loss."""
 
-    def __init__(self, specs: Sequence[LayerSpec], packing: Packing) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], context: BatchContext) -> None:
         super().__init__()
-        self.packing = packing
+        self.context = context
         self.layers = nn.ModuleList()
         self.calls = []
         built: dict[Any, nn.Module] = {}
@@ -236,7 +238,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         documents: list[list[int]] | None = None,
     ) -> Tensor:
-        self.packing.begin(positions, documents)
+        self.context.set_batch(positions, documents)
         *calls, output = self.calls
         hidden = tokens
         for call in calls:
@@ -253,10 +255,10 @@ def build_model(
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
     loss = Loss(args.usp_loss_chunks)
-    packing = Packing(local_positions(layout, mesh.rank, device))
-    specs = layer_specs(args, packing, loss)
+    context = BatchContext(local_positions(layout, mesh.rank, device))
+    specs = layer_specs(args, context, loss)
     if groups.stages == 1:
-        return GPT(specs, packing)
+        return GPT(specs, context)
     deepspeed.init_distributed(
         dist.get_backend(), verbose=False
     )  # PipelineModule asks it for ranks
@@ -268,20 +270,20 @@ def build_model(
                 num_mp=dist.get_world_size(groups.tp),
                 num_dp=dist.get_world_size(groups.sp_dp),
             ),
-            loss_fn=loss.of_stage,
+            loss_fn=loss.for_stage,
             partition_method="type:^layer$",
         )
 
 
-def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec]:
-    """The model, layer by layer. Weights follow from the seed and the layer alone, not from the
-    degrees: megatron-core draws the whole matrix on every rank and keeps its part of it."""
+def layer_specs(args: Namespace, context: BatchContext, loss: Loss) -> list[LayerSpec]:
+    """The layers of the model. Weights depend on the seed and the layer, not on the degrees:
+    megatron-core draws the full matrix on every rank and keeps its shard."""
     config = transformer_config(args)
     rotary = None
-    if args.use_rotary_position_embeddings:  # relative: the same from any first position
-        rotary = rotary_frequencies(packing.positions, config.kv_channels, args.rotary_base)
+    if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
+        rotary = rotary_frequencies(context.positions, config.kv_channels, args.rotary_base)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    embedding = [Embedding, args.seed, config, args, packing]
+    embedding = [Embedding, args.seed, config, args, context]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
@@ -292,11 +294,11 @@ def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
-    memory = layer_memory(args, packing.positions.device)
+    memory = layer_memory(args, context.positions.device)
     return [
         first,
         *(
-            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, packing)
+            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, context)
             for n in numbers
         ),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
@@ -305,7 +307,7 @@ def layer_specs(args: Namespace, packing: Packing, loss: Loss) -> list[LayerSpec
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """megatron-core's description of the layers. Pipeline stages are DeepSpeed's, so it says 1."""
+    """megatron-core's configuration of the layers; one stage, since the pipeline is DeepSpeed's."""
     return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,

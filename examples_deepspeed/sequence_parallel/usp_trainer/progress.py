@@ -1,4 +1,4 @@
-"""What a person sees: the start block, the progress bar, metrics.jsonl and loss.png. Rank 0."""
+"""Progress reports of rank 0: the run's description, the bar, metrics.jsonl and loss.png."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from tqdm import tqdm
 
 from usp_trainer.metrics import METRICS, MetricsFile
-from usp_trainer.screen import StepLine
+from usp_trainer.step_line import StepLine
 from usp_trainer.trackers import trackers
 
 PLOT = "loss.png"
 
 
-def degrees(args: Namespace) -> str:
-    """The parallel degrees in words, for titles."""
+def describe_degrees(args: Namespace) -> str:
+    """The parallel degrees as text."""
     return (
         f"Ulysses {args.ulysses_degree} x Ring {args.ring_degree} ({args.usp_layout}), "
         f"tensor {args.tensor_model_parallel_size}, data {args.data_parallel_size}, "
@@ -30,14 +30,14 @@ def degrees(args: Namespace) -> str:
     )
 
 
-def start_block(args: Namespace, groups: Mapping[str, Sequence[int]], parameters: int) -> str:
-    """The facts of a run, printed once."""
+def describe_run(args: Namespace, groups: Mapping[str, Sequence[int]], parameters: int) -> str:
+    """Machine, degrees, model and data of a run, printed once."""
     machine = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     if args.device == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     rows = {
         "machine": f"{machine}, torch {torch.__version__}, Python {platform.python_version()}",
-        "degrees": degrees(args),
+        "degrees": describe_degrees(args),
         "rank 0's groups": ", ".join(f"{name} {list(ranks)}" for name, ranks in groups.items()),
         "attention": f"kernel {args.attention_kernel}"
         f"{' (chosen by auto)' if args.usp_kernel == 'auto' else ''}, "
@@ -61,10 +61,10 @@ def memory_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Reporter:
-    """Writes one line a step to ``metrics.jsonl`` and shows a bar; only rank 0 makes one.
+class ProgressReporter:
+    """Writes one line per step to ``metrics.jsonl`` and shows a bar. Only rank 0 creates one.
 
-    On resume, steps that the checkpoint did not see are cut off the file first.
+    On resume, rows of steps after the checkpoint are removed from the file first.
     """
 
     def __init__(self, args: Namespace, first_step: int) -> None:
@@ -75,7 +75,7 @@ class Reporter:
         self._line = StepLine(args)
         self._trackers = trackers(args, first_step)
         for note in self._file.notes:
-            self.say(note)
+            self.print_above(note)
         self._bar = tqdm(
             total=args.train_iters,
             initial=first_step,
@@ -100,20 +100,20 @@ class Reporter:
         if self._bar.disable and due and not self._args.quiet:
             print(f"step {step}/{total}: {shown}, {time_left} left", flush=True)
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+    def print_above(self, text: str) -> None:
+        """Print a line above the bar."""
         if not self._args.quiet:
             tqdm.write(text, file=sys.stdout)
 
     def finish(self) -> None:
-        """Draw the plot and say where everything is."""
+        """Draw the plot and print the paths of the outputs."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
         self._file.close()
         if self._args.quiet:
             return
-        plot_loss(self._file.rows + self._new, degrees(self._args), self._folder / PLOT)
+        plot_loss(self._file.rows + self._new, describe_degrees(self._args), self._folder / PLOT)
         if self._new:
             first, last = self._new[0], self._new[-1]
             print(
@@ -124,7 +124,7 @@ class Reporter:
 
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Loss over steps, each step and smoothed, with validation losses where there are some."""
+    """Plot the loss over steps, raw and smoothed, and the validation losses if there are any."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -133,10 +133,10 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     steps, losses = [r["step"] for r in rows], [r["loss"] for r in rows]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.0, label="each step")
-    axes.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.2, label="smoothed")
-    held_out = [(r["step"], r["valid_loss"]) for r in rows if "valid_loss" in r]
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="#d1495b", label="validation")
+    axes.plot(steps, moving_average(losses), color="#1f4e8c", linewidth=2.2, label="smoothed")
+    validation = [(r["step"], r["valid_loss"]) for r in rows if "valid_loss" in r]
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="#d1495b", label="validation")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean loss per token (nats)")
     axes.set_title(title, fontsize=10, loc="left")
@@ -148,11 +148,11 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
     pyplot.close(figure)
 
 
-def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Mean of each value and up to ``reach`` neighbours on either side, as many on both."""
+def moving_average(values: Sequence[float], max_half_width: int = 4) -> list[float]:
+    """Centred moving average, of up to ``max_half_width`` neighbours on each side."""
     means = []
     for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
-        window = values[i - near : i + near + 1]
+        half_width = min(max_half_width, i, len(values) - 1 - i)
+        window = values[i - half_width : i + half_width + 1]
         means.append(sum(window) / len(window))
     return means

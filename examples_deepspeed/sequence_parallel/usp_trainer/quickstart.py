@@ -1,4 +1,4 @@
-"""``--quickstart``: train a small GPT on 4 forked ranks, then prove that one rank agrees."""
+"""``--quickstart``: train a small GPT on 4 ranks, then compare its losses with one rank's."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from usp_trainer.launch import Main, run_forked
+from usp_trainer.launch import Main, spawn_ranks
 from usp_trainer.progress import METRICS
-from usp_trainer.validate_args import replica_size
+from usp_trainer.validate_args import model_parallel_size
 
 LIMIT = 1e-5  # relative difference of losses in fp32
 STEPS = 8
-# SGD without clipping shows a wrong gradient scale at once; Adam is what people train with.
+# SGD without clipping is sensitive to a wrong gradient scale; Adam is what people train with.
 PROOFS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "SGD": {"optimizer": "sgd", "lr": 0.1, "clip_grad": 0.0},
         "Adam": {"optimizer": "adam", "lr": 1e-3, "clip_grad": 1.0},
     }
 )
-ONE_RANK: Mapping[str, int | None] = MappingProxyType(
+SINGLE_RANK: Mapping[str, int | None] = MappingProxyType(
     {
         "ds_sequence_parallel_size": 1,
         "ulysses_degree": 1,
@@ -36,25 +36,25 @@ ONE_RANK: Mapping[str, int | None] = MappingProxyType(
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error, which it has reported."""
+    """A run failed and has printed its error."""
 
 
 def quickstart(args: Namespace, pretrain: Main) -> int:
-    """Train and prove; 1 if a run fails or a loss differs from one rank's by ``LIMIT`` or more."""
-    ranks = replica_size(args)
+    """Train and compare; 1 if a run fails or a loss differs by ``LIMIT`` or more."""
+    ranks = model_parallel_size(args)
     try:
         _run(args, pretrain)
         print(f"\nproof: {STEPS} steps from the same seed on {ranks} ranks and on one, in fp32")
-        agreed = [_agrees(name, args, pretrain) for name in PROOFS]
+        matches = [_losses_match(name, args, pretrain) for name in PROOFS]
     except RunFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    verdict = "agree" if all(agreed) else "DO NOT AGREE"
+    verdict = "agree" if all(matches) else "DO NOT AGREE"
     print(f"       {ranks} ranks and one rank {verdict} (limit {LIMIT:.0e})")
-    return 0 if all(agreed) else 1
+    return 0 if all(matches) else 1
 
 
-def _agrees(name: str, args: Namespace, pretrain: Main) -> bool:
+def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
     with tempfile.TemporaryDirectory(prefix="usp_proof_") as folder:
         proof = {
             "quiet": True,
@@ -76,13 +76,13 @@ def _agrees(name: str, args: Namespace, pretrain: Main) -> bool:
             * args.tensor_model_parallel_size,
             **PROOFS[name],
         }
-        ours, single = (
+        parallel, single_rank = (
             _losses(Namespace(**{**vars(args), **proof, **degrees}), pretrain)
-            for degrees in ({}, ONE_RANK)
+            for degrees in ({}, SINGLE_RANK)
         )
-    difference = max(abs(a - b) / abs(b) for a, b in zip(ours, single, strict=True))
+    difference = max(abs(a - b) / abs(b) for a, b in zip(parallel, single_rank, strict=True))
     print(
-        f"{name:>5}: loss {ours[0]:.4f} -> {ours[-1]:.4f}, largest relative difference "
+        f"{name:>5}: loss {parallel[0]:.4f} -> {parallel[-1]:.4f}, largest relative difference "
         f"{difference:.1e}",
         flush=True,
     )
@@ -96,5 +96,5 @@ def _losses(args: Namespace, pretrain: Main) -> list[float]:
 
 
 def _run(args: Namespace, pretrain: Main) -> None:
-    if run_forked(pretrain, args, replica_size(args)):
-        raise RunFailedError(f"the run on {replica_size(args)} ranks failed")
+    if spawn_ranks(pretrain, args, model_parallel_size(args)):
+        raise RunFailedError(f"the run on {model_parallel_size(args)} ranks failed")

@@ -1,4 +1,4 @@
-"""The folders that a run writes to: one trainer at a time, and no later checkpoint overwritten."""
+"""Output folders: locked by one run at a time, and no later checkpoint is overwritten."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ds_usp import CheckpointError, ConfigError
-from usp_trainer.files import latest_checkpoint
+from usp_trainer.input_files import latest_checkpoint
 
 LOCK = ".usp_lock"
 CACHE = "data"  # of encoded text, in the output folder unless --data-cache-path names another
@@ -24,38 +24,38 @@ def saved_step(folder: str | Path) -> int | None:
     """The step of the latest finished checkpoint in ``folder``; None: there is none.
 
     Raises:
-        CheckpointError: there is one that cannot be read.
+        CheckpointError: it cannot be read.
     """
     checkpoint = latest_checkpoint(Path(folder))
     return checkpoint and int(checkpoint[1]["progress"]["step"])
 
 
 def check_not_behind(args: Namespace) -> None:
-    """Refuse to save behind a checkpoint that is there. Reads only.
+    """Refuse a ``--save`` folder with a later checkpoint. Reads only.
 
     Raises:
-        CheckpointError: ``--save`` holds a later step than the one that this run begins from, or
-            one that cannot be read.
+        CheckpointError: ``--save`` holds a later step than the first of this run, or a checkpoint
+            that cannot be read.
     """
     if args.save is None or args.overwrite_output:
         return
     try:
-        there = saved_step(args.save)
+        saved = saved_step(args.save)
     except CheckpointError as error:
         raise CheckpointError(
             f"--save {error}; give another folder, or replace it with --overwrite-output"
         ) from error
-    begin = (saved_step(args.load) or 0) if args.load else 0
-    if there is not None and there > begin:
+    first_step = (saved_step(args.load) or 0) if args.load else 0
+    if saved is not None and saved > first_step:
         raise CheckpointError(
-            f"--save {args.save} holds a checkpoint of step {there}, this run begins at step "
-            f"{begin}. Continue it with --load {args.save}, give another folder, or replace it "
-            "with --overwrite-output"
+            f"--save {args.save} holds a checkpoint of step {saved}, this run begins at step "
+            f"{first_step}. Continue it with --load {args.save}, give another folder, or replace "
+            "it with --overwrite-output"
         )
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that another process has locked. Writes nothing.
+    """Refuse a folder that another process has locked. Reads only.
 
     Raises:
         ConfigError: the message names that process.
@@ -67,26 +67,26 @@ def check_free(folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _held(folder, descriptor) from None
+        raise _locked_error(folder, descriptor) from None
     except OSError:
-        pass  # what that means is said when the lock is taken
+        pass  # reported when the lock is taken
     finally:
         os.close(descriptor)
 
 
-def _held(folder: Path, descriptor: int) -> ConfigError:
+def _locked_error(folder: Path, descriptor: int) -> ConfigError:
     holder = os.read(descriptor, 4096).decode(errors="replace").strip()
     return ConfigError(
-        f"another trainer writes to {folder}: {holder or 'it has not said which'}. "
+        f"another trainer writes to {folder}: {holder or 'unknown process'}. "
         "Wait for it, end it, or give another --output-dir and --save"
     )
 
 
 class FolderLock:
-    """The lock of one folder: held by one process, let go when it ends in whatever way.
+    """A lock of one folder, released when its process ends for any reason.
 
-    ``flock`` on a file in the folder, which names the process that holds it. On NFS it holds among
-    all machines that mount the folder with locks.
+    ``flock`` on a file in the folder that contains the name of the process. On NFS it applies to
+    all nodes that mount the folder with locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,30 +96,32 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         self._file: int | None = None
         try:
-            while not self._locked():
+            while not self._try_lock():
                 pass
         except BaseException:
             self._remove_created()
             raise
 
-    def _locked(self) -> bool:
-        """Whether the lock is held, or cannot be had here; False: its file was just removed."""
+    def _try_lock(self) -> bool:
+        """True: locked, or locks are not supported here; False: its file was just removed."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.stat(self._path)
+            on_disk = os.stat(self._path)
         except OSError as error:
-            held = _held(self.folder, descriptor)
+            locked = _locked_error(self.folder, descriptor)
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):
                 return False
             if error.errno in _NO_LOCKS:
-                print(f"{self.folder} cannot be locked ({error.strerror}): start no second run")
+                print(
+                    f"{self.folder} cannot be locked ({error.strerror}): do not start a second run"
+                )
                 return True
             if not isinstance(error, BlockingIOError):
                 raise
-            raise held from None
-        if not os.path.samestat(there, os.fstat(descriptor)):
+            raise locked from None
+        if not os.path.samestat(on_disk, os.fstat(descriptor)):
             os.close(descriptor)
             return False
         self._file = descriptor
@@ -130,27 +132,27 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Let the lock go and remove its file."""
+        """Release the lock and remove its file."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
 
-    def refuse(self) -> None:
-        """Let go of it after a start that was refused: what that start made is removed."""
+    def release_and_clean_up(self) -> None:
+        """Release the lock after a refused start and remove what that start created."""
         self.release()
         if self.folder in self.created:
             shutil.rmtree(self.folder / CACHE, ignore_errors=True)
         self._remove_created()
 
     def _remove_created(self) -> None:
-        with contextlib.suppress(OSError):  # somebody else has put something there
+        with contextlib.suppress(OSError):  # not empty: another process wrote to it
             for folder in self.created:
                 folder.rmdir()
 
 
 class RunFolders:
-    """The folders that ``--output-dir`` and ``--save`` name, locked. Rank 0 makes one.
+    """The locks of ``--output-dir`` and ``--save``. Only rank 0 creates one.
 
     Raises:
         ConfigError: another trainer writes to one of them.
@@ -166,15 +168,15 @@ class RunFolders:
         try:
             for folder in folders:
                 self._locks.append(FolderLock(folder))
-            check_not_behind(args)  # the run that held the lock a moment ago may have saved
+            check_not_behind(args)  # again: the previous holder of the lock may have saved
         except BaseException:
             self.close(refused=True)
             raise
 
     def close(self, *, refused: bool) -> None:
-        """Let go of all; after a refused start also remove what it made."""
+        """Release all locks; after a refused start also remove what it created."""
         for lock in reversed(self._locks):
             if refused:
-                lock.refuse()
+                lock.release_and_clean_up()
             else:
                 lock.release()

@@ -11,13 +11,13 @@ from ds_usp import ConfigError
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step."""
+    """Receives the metrics of each step."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a step, counted from 1."""
+        """Log the metrics of a step, counted from 1."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
 
 
 def check_packages(args: Namespace) -> None:
@@ -44,13 +44,13 @@ def check_packages(args: Namespace) -> None:
 
 
 def trackers(args: Namespace, first_step: int) -> list[Tracker]:
-    """Those that the flags ask for; steps after ``first_step`` of an earlier run are replaced."""
-    found: list[Tracker] = []
+    """The trackers that the flags enable; steps after ``first_step`` are replaced."""
+    enabled: list[Tracker] = []
     if args.tensorboard_dir:
-        found.append(TensorBoard(args.tensorboard_dir, first_step))
+        enabled.append(TensorBoard(args.tensorboard_dir, first_step))
     if args.wandb_project:
-        found.append(Wandb(args))
-    return found
+        enabled.append(Wandb(args))
+    return enabled
 
 
 class TensorBoard:

@@ -1,7 +1,7 @@
-"""Every check across the trainer's flags, and what follows from them.
+"""Validates combinations of flags and derives the values that depend on them.
 
-Ranges of single flags are declared with the flags. Only :func:`check` needs torch: what a launcher
-starts refuses bad flags before it is imported.
+Ranges of single flags are declared with the flags. Only :func:`validate_and_derive` needs torch:
+bad flags are refused before it is imported.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, TokenLayout
 from ds_usp.planner import AUTO
-from usp_trainer import environment, files, trackers
+from usp_trainer import environment, input_files, trackers
 
 
-def replica_size(args: Namespace) -> int:
-    """Ranks that hold one copy of the model and one batch of sequences."""
+def model_parallel_size(args: Namespace) -> int:
+    """Ranks of one data-parallel replica: tensor x sequence x pipeline."""
     return (
         args.tensor_model_parallel_size
         * args.ds_sequence_parallel_size
@@ -24,36 +24,37 @@ def replica_size(args: Namespace) -> int:
 
 
 def check_start(args: Namespace) -> None:
-    """Refuse what can be refused without torch, on every rank of a launcher alike, before a group
-    is made or a folder is touched. Files are looked at on rank 0 only.
+    """All checks that need no torch, on every rank of a launcher, before any process group or
+    folder is created. Files are checked on rank 0 only.
 
     Raises:
-        ConfigError, LayoutError: as :func:`check`, ZeRO stages aside; or a launcher's variables.
-        DataError, CheckpointError: a file that is not there.
+        ConfigError, LayoutError: as :func:`validate_and_derive` except for ZeRO stages, and for
+            invalid launcher variables.
+        DataError, CheckpointError: a file does not exist.
     """
     if environment.under_launcher():
         if args.quickstart:
             raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
         if args.num_processes:
-            raise ConfigError("--num-processes is the launcher's to say: leave it out under one")
+            raise ConfigError("--num-processes is set by the launcher: leave it out under one")
     if args.usp_cluster and args.ulysses_degree != AUTO:
         raise ConfigError(
             f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
         )
-    # Alone on GPUs torch counts the ranks; what one replica needs stands in for them until then.
-    ranks = environment.world_size() or args.num_processes or replica_size(args)
+    # Without a launcher torch counts the GPUs later; until then assume the ranks of one replica.
+    ranks = environment.world_size() or args.num_processes or model_parallel_size(args)
     trial = Namespace(**vars(args))
     if args.ulysses_degree == AUTO:
         trial.ulysses_degree = None
     _check_flags(trial, ranks)
     environment.check()
     if environment.rank() == 0:
-        files.check_files(args)
+        input_files.check_files(args)
         trackers.check_packages(args)
 
 
-def check(args: Namespace, world_size: int) -> Namespace:
-    """Fill in what follows from other flags and from the number of ranks, or refuse.
+def validate_and_derive(args: Namespace, world_size: int) -> Namespace:
+    """Validate the flags and fill in what follows from them and from the number of ranks.
 
     Adds ``ring_degree``, ``data_parallel_size`` and ``accumulation_steps``.
 
@@ -122,19 +123,20 @@ def _check_documents(args: Namespace) -> None:
     resets = args.reset_attention_mask or args.reset_position_ids
     if resets and args.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            "--reset-attention-mask and --reset-position-ids: documents do not travel from stage "
-            "to stage. Use --pipeline-model-parallel-size 1 and more sequence parallelism"
+            "--reset-attention-mask and --reset-position-ids are not supported with a pipeline: "
+            "stages exchange hidden states only. Use --pipeline-model-parallel-size 1 and more "
+            "sequence parallelism"
         )
     rotary = args.use_rotary_position_embeddings
     if args.reset_position_ids and rotary and not args.reset_attention_mask:
         raise ConfigError(
-            "--reset-position-ids with rotary positions changes what a token sees of the documents "
-            "before its own. Add --reset-attention-mask, or leave it out"
+            "--reset-position-ids with rotary positions changes the attention to earlier "
+            "documents. Add --reset-attention-mask, or leave it out"
         )
 
 
 def _check_world(args: Namespace, world_size: int) -> None:
-    replica = replica_size(args)
+    replica = model_parallel_size(args)
     if world_size % replica:
         raise ConfigError(
             f"{world_size} ranks cannot hold tensor {args.tensor_model_parallel_size} x sequence "
@@ -148,11 +150,11 @@ def _check_batch(args: Namespace) -> None:
     one_pass = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_pass
     if args.global_batch_size % one_pass:
-        nearest = max(one_pass, args.global_batch_size // one_pass * one_pass)
+        suggested = max(one_pass, args.global_batch_size // one_pass * one_pass)
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas = "
-            f"{one_pass}. Use --global-batch-size {nearest}"
+            f"{one_pass}. Use --global-batch-size {suggested}"
         )
     args.accumulation_steps = args.global_batch_size // one_pass
 

@@ -1,4 +1,4 @@
-"""The files that flags name, looked at before torch is imported: nothing is read or written."""
+"""Checks of the files that flags name, before torch is imported; reads metadata only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ds_usp import CheckpointError, DataError
 LATEST = "latest"  # the file of a checkpoint folder that names its newest checkpoint
 METADATA = "usp_metadata.json"  # in every checkpoint
 TEXT_VOCAB_SIZE = 257  # token ids of text that is read as bytes: these and the end of document
-UNFINISHED = "unfinished_"  # begins the name of a checkpoint that is being written
+UNFINISHED = "unfinished_"  # prefix of the folder of a checkpoint that is being written
 
 
 def check_files(args: Namespace) -> None:
-    """Refuse data and checkpoints that are not there.
+    """Refuse data and checkpoints that do not exist.
 
     Raises:
         DataError, CheckpointError: the message names the flag and the path.
@@ -29,7 +29,7 @@ def check_files(args: Namespace) -> None:
 
 
 def checkpoint_to_load(folder: Path) -> tuple[str, dict[str, Any]]:
-    """As :func:`latest_checkpoint`, which must be there.
+    """:func:`latest_checkpoint`, which must exist.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -47,7 +47,7 @@ def latest_checkpoint(folder: Path) -> tuple[str, dict[str, Any]] | None:
     """Name and metadata of the latest finished checkpoint; None: the folder holds none.
 
     Raises:
-        CheckpointError: there is one, and what names or describes it is damaged or gone.
+        CheckpointError: there is one, and ``latest`` or its metadata is damaged or missing.
     """
     latest = folder / LATEST
     finished = sorted(
@@ -64,27 +64,28 @@ def latest_checkpoint(folder: Path) -> tuple[str, dict[str, Any]] | None:
         metadata = json.loads(reading.read_text())
         int(metadata["progress"]["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{error.strerror}" if isinstance(error, OSError) else "not as it was saved"
-        named = f" ({', '.join(finished)} are here)" if finished else ""
+        reason = f"{error.strerror}" if isinstance(error, OSError) else "its content was changed"
+        alternatives = f" (available: {', '.join(finished)})" if finished else ""
         raise CheckpointError(
-            f"{folder} holds a checkpoint that cannot be read: {reading}: {why}. Copy it again "
-            f"from where it is whole, or write the name of another checkpoint into {latest}{named}"
+            f"{folder} holds a checkpoint that cannot be read: {reading}: {reason}. Copy it again "
+            "from an intact copy, or write the name of another checkpoint into "
+            f"{latest}{alternatives}"
         ) from error
     return name, metadata
 
 
-def blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def parse_blend(items: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Paths and their weights of ``--data-path``: ``a b``, without weights, or ``0.3 a 0.7 b``.
 
     Raises:
-        DataError: a weight that is none, or a path without one where others have one.
+        DataError: an invalid weight, or a path without one where others have one.
     """
-    if not words or not _is_number(words[0]) or Path(words[0]).is_file():
-        return list(words), None
-    paths, weights = list(words[1::2]), words[::2]
+    if not items or not _is_number(items[0]) or Path(items[0]).is_file():
+        return list(items), None
+    paths, weights = list(items[1::2]), items[::2]
     if len(paths) != len(weights):
         raise DataError(
-            f"--data-path {' '.join(words)}: {len(weights)} weights for {len(paths)} paths. Give "
+            f"--data-path {' '.join(items)}: {len(weights)} weights for {len(paths)} paths. Give "
             "each path a weight before it (0.3 a 0.7 b), or none of them"
         )
     for weight, path in zip(weights, paths, strict=True):
@@ -96,9 +97,9 @@ def blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     return paths, [float(weight) for weight in weights]
 
 
-def _is_number(word: str) -> bool:
+def _is_number(item: str) -> bool:
     try:
-        float(word)
+        float(item)
     except ValueError:
         return False
     return True
@@ -112,13 +113,11 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
         DataError: a path that is neither, paths of both kinds, pairs without ``--vocab-size``, or
             text with another one than it has.
     """
-    paths, _ = blend(args.data_path or ())
+    paths, _ = parse_blend(args.data_path or ())
     indexed = [path for path in paths if Path(f"{path}.idx").is_file()]
     for path in paths:
         if path not in indexed and not Path(path).is_file():
-            raise DataError(
-                f"--data-path {path}: No such file or directory; there is no {path}.idx either"
-            )
+            raise DataError(f"--data-path {path}: No such file or directory, and no {path}.idx")
     if indexed and len(indexed) < len(paths):
         raise DataError(
             f"--data-path mixes .bin/.idx data ({', '.join(indexed)}) with text; the two have "
@@ -127,10 +126,10 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
     for path in indexed:
         data = Path(f"{path}.bin")
         if not data.is_file() or not data.stat().st_size:
-            raise DataError(f"{path}.bin is missing or empty, although {path}.idx is there")
+            raise DataError(f"{path}.bin is missing or empty, but {path}.idx exists")
     if indexed and not args.vocab_size:
         raise DataError(
-            f"{indexed[0]}.idx does not say how many token ids its tokenizer has. Give "
+            f"{indexed[0]}.idx does not contain the number of token ids of its tokenizer. Give "
             "--vocab-size N, where N-1 is the end of document"
         )
     if not indexed and args.vocab_size not in (None, TEXT_VOCAB_SIZE):

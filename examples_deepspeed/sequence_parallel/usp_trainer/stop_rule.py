@@ -1,4 +1,4 @@
-"""When a run ends before ``--train-iters``: what job schedulers with time limits need."""
+"""Early exit before ``--train-iters``, for job schedulers with time limits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 
 class StopRule:
-    """``--exit-interval`` and ``--exit-duration-in-mins``, counted from when it is made.
+    """``--exit-interval`` and ``--exit-duration-in-mins``, counted from its construction.
 
-    Collective with a duration: the ranks' clocks differ, and all have to stop at one step.
+    Collective with a duration: the ranks' clocks differ, and all must stop at the same step.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -21,7 +21,7 @@ class StopRule:
         self._begin = time.monotonic()
 
     def reason(self, step: int) -> str | None:
-        """Why the run ends after this step, the same on every rank; None: it goes on."""
+        """Why the run ends after this step, the same on every rank; None: it continues."""
         if self._minutes:
             minutes = torch.tensor((time.monotonic() - self._begin) / 60, device=self._device)
             dist.all_reduce(minutes, op=dist.ReduceOp.MAX)

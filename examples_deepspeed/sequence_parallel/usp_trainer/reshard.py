@@ -1,8 +1,8 @@
-"""A checkpoint loaded under other degrees than those that saved it, parameter by parameter.
+"""Resharding: loads a checkpoint under another parallel config, parameter by parameter.
 
-Reads the files that DeepSpeed's ZeRO-0 to 2 write for each tensor-parallel rank, joins what belongs
-to one parameter, and cuts this rank's part out of it. DeepSpeed's own way, universal checkpoints,
-needs a copy of the checkpoint in another format first and takes no other optimizer than Adam.
+Reads the files that DeepSpeed's ZeRO-0 to 2 write for each tensor-parallel rank, joins the shards
+of each parameter, and takes this rank's shard. DeepSpeed's universal checkpoints need a converted
+copy of the checkpoint first and support no optimizer but Adam.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_usp import CheckpointError
 
-MASTER = "fp32"  # the key of the fp32 weights, beside those of the optimizer's states
+MASTER = "fp32"  # key of the fp32 master weights, beside the keys of the optimizer's states
 _OPTIMIZER_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -29,7 +29,7 @@ class SavedParameters:
         folder: of the checkpoint.
         files: the names of its files.
         names: the parameters of each group of the optimizer, in its order.
-        gated: the first matrix of an MLP holds gates and values, one above the other.
+        gated: ``linear_fc1`` of an MLP holds two matrices, gates and values, along dim 0.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SavedParameters:
         )
         models = sorted(name for name in files if name.endswith("_model_states.pt"))
         self._models = [_open(folder / name) for name in models]
-        self._pieces: list[dict[tuple[str, str], list[Tensor]]] = [{} for _ in models]
+        self._fragments: list[dict[tuple[str, str], list[Tensor]]] = [{} for _ in models]
         self.scalars: dict[str, Any] = {}
         if not optimizer_files:
             for rank, model in enumerate(self._models):
@@ -59,17 +59,17 @@ class SavedParameters:
     def _add_states(
         self, rank: int, states: Mapping[int, Mapping[str, Any]], names: list[list[str]]
     ) -> None:
-        """Of ZeRO-0: a state for each parameter, by its number."""
+        """ZeRO-0: one state per parameter, by its number."""
         for number, name in enumerate(name for group in names for name in group):
-            self._pieces[rank][name, MASTER] = [self._models[rank]["module"][name].flatten()]
+            self._fragments[rank][name, MASTER] = [self._models[rank]["module"][name].flatten()]
             for key, value in states.get(number, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
-                    self._pieces[rank][name, key] = [value.flatten()]
+                    self._fragments[rank][name, key] = [value.flatten()]
                 else:
                     self.scalars[key] = value
 
     def _add_partition(self, rank: int, partition: Mapping[str, Any]) -> None:
-        """Of ZeRO-1 and 2: fragments of parameters in flat groups, data-parallel ranks in order."""
+        """ZeRO-1 and 2: fragments of parameters in flat groups, data-parallel ranks in order."""
         states = partition["base_optimizer_state"]["state"]
         groups = zip(
             partition["single_partition_of_fp32_groups"],
@@ -83,60 +83,60 @@ class SavedParameters:
                     flat[key] = value
                 else:
                     self.scalars[key] = value
-            for name, at in fragments.items():
+            for name, span in fragments.items():
                 for key, values in flat.items():
-                    piece = values.narrow(0, at.start, at.numel)
-                    self._pieces[rank].setdefault((name, key), []).append(piece)
+                    fragment = values.narrow(0, span.start, span.numel)
+                    self._fragments[rank].setdefault((name, key), []).append(fragment)
 
     @property
     def state_keys(self) -> list[str]:
-        """The optimizer's states that are saved of each parameter."""
-        return sorted({key for _, key in self._pieces[0]} - {MASTER})
+        """The names of the optimizer states saved for each parameter."""
+        return sorted({key for _, key in self._fragments[0]} - {MASTER})
 
-    def part(self, name: str, key: str, parameter: nn.Parameter, rank: int, size: int) -> Tensor:
-        """One tensor-parallel rank's part of a parameter's weights or states.
+    def shard(self, name: str, key: str, parameter: nn.Parameter, rank: int, size: int) -> Tensor:
+        """One tensor-parallel rank's shard of a parameter's weights or states.
 
         Args:
-            parameter: as this rank holds it; its shape and how it is split.
+            parameter: the local one, for its shape and partition dimension.
             rank, size: in and of the tensor-parallel group.
 
         Raises:
-            CheckpointError: what is saved does not have the size of the parameter.
+            CheckpointError: the saved shape does not fit the parameter.
         """
         shards = [
-            torch.cat(pieces[name, key]).reshape(model["module"][name].shape)
-            for pieces, model in zip(self._pieces, self._models, strict=True)
+            torch.cat(fragments[name, key]).reshape(model["module"][name].shape)
+            for fragments, model in zip(self._fragments, self._models, strict=True)
         ]
         split = getattr(parameter, "tensor_model_parallel", False)
         dim = getattr(parameter, "partition_dim", 0)
-        parts = 2 if self._gated and ".linear_fc1." in name else 1
-        full = join(shards, dim, parts) if split else shards[0]
-        mine = cut(full, dim, parts, rank, size) if split else full
-        if mine.shape != parameter.shape:
+        matrices = 2 if self._gated and ".linear_fc1." in name else 1
+        full = join_shards(shards, dim, matrices) if split else shards[0]
+        shard = shard_of_rank(full, dim, matrices, rank, size) if split else full
+        if shard.shape != parameter.shape:
             raise CheckpointError(
-                f"{name} is saved with shape {tuple(full.shape)}; its part for tensor-parallel "
-                f"rank {rank} of {size} would be {tuple(mine.shape)}, not {tuple(parameter.shape)}"
+                f"{name} was saved with shape {tuple(full.shape)}; its shard for tensor-parallel "
+                f"rank {rank} of {size} would be {tuple(shard.shape)}, not {tuple(parameter.shape)}"
             )
-        return mine
+        return shard
 
 
-def join(shards: list[Tensor], dim: int, parts: int) -> Tensor:
-    """The whole of a split parameter.
+def join_shards(shards: list[Tensor], dim: int, matrices: int) -> Tensor:
+    """The full parameter from the shards of all tensor-parallel ranks.
 
     Args:
-        parts: how many matrices each shard holds one after the other along ``dim``.
+        matrices: how many matrices each shard holds, concatenated along ``dim``.
     """
-    by_part = zip(*(shard.chunk(parts, dim) for shard in shards), strict=True)
-    return torch.cat([torch.cat(same, dim) for same in by_part], dim)
+    by_matrix = zip(*(shard.chunk(matrices, dim) for shard in shards), strict=True)
+    return torch.cat([torch.cat(shards_of_matrix, dim) for shards_of_matrix in by_matrix], dim)
 
 
-def cut(full: Tensor, dim: int, parts: int, rank: int, size: int) -> Tensor:
-    """The inverse of :func:`join`: the shard of one rank."""
-    return torch.cat([part.chunk(size, dim)[rank] for part in full.chunk(parts, dim)], dim)
+def shard_of_rank(full: Tensor, dim: int, matrices: int, rank: int, size: int) -> Tensor:
+    """The shard of one rank: the inverse of :func:`join_shards`."""
+    return torch.cat([shard.chunk(size, dim)[rank] for shard in full.chunk(matrices, dim)], dim)
 
 
 def load(engine: Any, saved: SavedParameters, rank: int, size: int) -> None:
-    """Fill an engine of ZeRO-0 to 2 with what was saved.
+    """Load the saved weights and optimizer states into an engine of ZeRO-0 to 2.
 
     Args:
         rank, size: in and of the tensor-parallel group.
@@ -148,31 +148,31 @@ def load(engine: Any, saved: SavedParameters, rank: int, size: int) -> None:
         for group, members in zip(base.param_groups, _groups(engine), strict=True):
             for target in group["params"]:
                 states = {key: torch.zeros_like(target) for key in saved.state_keys}
-                base.state[target] = copy.deepcopy(saved.scalars) | states  # the step counts in it
+                base.state[target] = copy.deepcopy(saved.scalars) | states  # e.g. Adam's step
             for number, parameter in enumerate(members):
                 target = group["params"][0 if partitioned else number]
                 for key in (MASTER, *saved.state_keys):
-                    part = saved.part(names[parameter], key, parameter, rank, size)
+                    shard = saved.shard(names[parameter], key, parameter, rank, size)
                     if key == MASTER:
-                        parameter.copy_(part)
+                        parameter.copy_(shard)
                     values = target if key == MASTER else base.state[target][key]
                     if partitioned:
-                        _copy_fragment(parameter, part, values)
+                        _copy_fragment(parameter, shard, values)
                     else:
-                        values.copy_(part)
+                        values.copy_(shard)
 
 
-def _copy_fragment(parameter: nn.Parameter, part: Tensor, partition: Tensor) -> None:
-    """Into this rank's flat partition of a group, what lies in it of one parameter."""
-    here = parameter._hp_mapping  # type: ignore[attr-defined]
-    if here is not None:  # some of it does
-        source, target = here.lp_fragment_address, here.hp_fragment_address
-        values = part.flatten().narrow(0, source.start, source.numel)
+def _copy_fragment(parameter: nn.Parameter, shard: Tensor, partition: Tensor) -> None:
+    """Copy the fragment of a parameter that is in this rank's flat partition of its group."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is not None:  # None: no element of the parameter is in this partition
+        source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+        values = shard.flatten().narrow(0, source.start, source.numel)
         partition.narrow(0, target.start, target.numel).copy_(values)
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:
-    """The parameters of each group of the optimizer, as the model holds them."""
+    """The model's parameters of each group of the optimizer."""
     optimizer = engine.optimizer
     for name in ("bit16_groups", "bf16_groups"):
         if hasattr(optimizer, name):

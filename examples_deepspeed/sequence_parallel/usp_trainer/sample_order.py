@@ -1,4 +1,4 @@
-"""The order of samples: endless, and the same whatever the degrees and the number of steps."""
+"""The order of samples: an endless stream that no degree and no number of steps changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy
 from megatron.core.datasets.helpers import build_blending_indices
 
-_FIRST_INDEX = 4096  # samples that the index of a blend has at first; it doubles as they are used
+_FIRST_INDEX = 4096  # initial length of the index of a blend; it doubles when it is used up
 
 
 class Samples(Protocol):
@@ -18,7 +18,7 @@ class Samples(Protocol):
 
 
 class ShuffledEpochs:
-    """A dataset again and again, each time in another order."""
+    """A dataset repeated endlessly, shuffled anew in each epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -33,7 +33,7 @@ class ShuffledEpochs:
 
 
 class InOrder:
-    """A dataset again and again in its own order."""
+    """A dataset repeated endlessly in its own order."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -43,11 +43,11 @@ class InOrder:
 
 
 class Blend:
-    """Samples of several streams, as many of each as its weight says.
+    """Samples of several streams in proportion to their weights.
 
-    Each sample is of the stream that is furthest behind its share so far (megatron-core's
-    ``build_blending_indices``), so the first samples do not depend on how many follow: a run may be
-    resumed with more steps, which a blend of a fixed size would train in another order.
+    Each sample is of the stream that is furthest below its fraction so far (megatron-core's
+    ``build_blending_indices``), so the order does not depend on how many samples follow: a run can
+    be resumed with more steps, which would reorder a blend of fixed size.
 
     Args:
         weights: above 0; they need not sum to 1.

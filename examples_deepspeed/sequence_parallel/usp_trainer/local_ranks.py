@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process, and end with it."""
+"""Ranks forked from one process: they report failures to it and end when it ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from usp_trainer.failures import Failure, ended
+from usp_trainer.failures import Failure, exit_failure
 
-GRACE_S = 10.0  # for the other ranks to fail by themselves after the first one did
+SHUTDOWN_TIMEOUT_S = 10.0  # time for the other ranks to fail and report after the first failure
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 Body = Callable[[int, str, Callable[[Failure], None]], None]
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the system kill this process when its parent ends in whatever way; on Linux.
+    """Have the kernel kill this process when its parent ends for any reason. Linux only.
 
     Args:
-        parent: the parent's process id, as known before this process could outlive it.
+        parent: the parent's process id, read while the parent was certainly alive.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -36,30 +36,31 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def run_ranks(body: Body, processes: int) -> dict[int, Failure]:
-    """Fork the ranks and wait for them; whatever ends this process ends them too.
+def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
+    """Fork the ranks and wait for them; they are killed when this process ends for any reason.
 
     Args:
-        body: what a rank runs: its number, a folder that all ranks share, and where to send its
-            failure before it exits with another code than 0.
+        body: runs in each rank with its number, a folder that all ranks share, and a function that
+            sends its failure here before it exits with a code other than 0.
 
     Returns:
-        How each failed rank ended.
+        The failure of each failed rank.
 
     Raises:
-        SystemExit: on SIGTERM, SIGHUP or SIGQUIT, after the ranks have been ended.
+        SystemExit: on SIGTERM, SIGHUP or SIGQUIT, after the ranks were killed.
         KeyboardInterrupt: the same on SIGINT.
     """
     _exit_on_signals()
     context = multiprocessing.get_context("fork")
-    reading, writing = os.pipe()  # closed at its writing end when this process is gone
+    reading, writing = os.pipe()  # its write end closes when this process ends
     with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
         ranks: dict[int, tuple[Any, Connection]] = {}
         try:
             for rank in range(processes):
                 parent, child = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(body, rank, folder, child, os.getpid(), reading, writing)
+                    target=_spawned_rank,
+                    args=(body, rank, folder, child, os.getpid(), reading, writing),
                 )
                 process.start()
                 child.close()
@@ -74,12 +75,12 @@ def run_ranks(body: Body, processes: int) -> dict[int, Failure]:
 
 
 def _exit_on_signals() -> None:
-    for number in _ENDING:
+    for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def _rank(
+def _spawned_rank(
     body: Body,
     rank: int,
     folder: str,
@@ -88,36 +89,36 @@ def _rank(
     reading: int,
     writing: int,
 ) -> None:
-    for number in _ENDING:
+    for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent kills the ranks
     os.close(writing)
     end_with_parent(parent)
-    threading.Thread(target=_end_at_end_of, args=(reading,), daemon=True).start()
+    threading.Thread(target=_exit_at_eof, args=(reading,), daemon=True).start()
     body(rank, folder, pipe.send)
 
 
-def _end_at_end_of(pipe: int) -> None:
-    """For systems without prctl: nothing is ever written, so reading ends with the parent."""
+def _exit_at_eof(pipe: int) -> None:
+    """For systems without prctl: nothing is written, so the read returns when the parent ends."""
     os.read(pipe, 1)
     os._exit(1)
 
 
 def _wait_for(ranks: Mapping[int, tuple[Any, Connection]]) -> dict[int, Failure]:
-    """How each failed rank ended; after the first failure the rest get a grace period."""
+    """The failure of each failed rank; after the first failure the others get a grace period."""
     failures: dict[int, Failure] = {}
     running, deadline = dict(ranks), None
     while running and (deadline is None or time.monotonic() < deadline):
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         sentinels = {process.sentinel: rank for rank, (process, _) in running.items()}
-        for sentinel in wait(list(sentinels), left):
+        for sentinel in wait(list(sentinels), remaining_s):
             rank = sentinels[sentinel]
             process, pipe = running.pop(rank)
             process.join()
             if process.exitcode:
-                failures[rank] = ended(process.exitcode)
-                with contextlib.suppress(EOFError):  # it died without a word
+                failures[rank] = exit_failure(process.exitcode)
+                with contextlib.suppress(EOFError):  # it exited without a report
                     failures[rank] = pipe.recv()
-                deadline = deadline or time.monotonic() + GRACE_S
+                deadline = deadline or time.monotonic() + SHUTDOWN_TIMEOUT_S
     return failures

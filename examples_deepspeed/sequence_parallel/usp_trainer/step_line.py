@@ -1,4 +1,4 @@
-"""What the line of a step says."""
+"""The progress line of a step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ds_usp import ConfigError
 from ds_usp.planner import model_flop_per_token
 from ds_usp.training import this_cluster
 from usp_trainer.memory import model_shape
-from usp_trainer.validate_args import replica_size
+from usp_trainer.validate_args import model_parallel_size
 
-STEPS_OF_MEAN = 20  # of the time that the remaining steps are taken to need
+STEPS_OF_MEAN = 20  # last steps whose mean time predicts that of the remaining ones
 
 
 class StepLine:
-    """Loss, learning rate, gradient norm, speed, memory and the time that is left, of each step.
+    """Loss, learning rate, gradient norm, speed, memory and remaining time of each step.
 
-    Speed is in tokens of the whole job; on GPUs also in TFLOP/s of one of them, model FLOP by
-    ``ds_usp.planner`` (nothing that is computed again counts), and in bf16 as share of the peak
-    (MFU) where the planner's table has the GPU. With documents no FLOP are said: how many there are
-    depends on their lengths.
+    Speed is in tokens/s of all ranks; on GPUs also in TFLOP/s per GPU, counting model FLOP by
+    ``ds_usp.planner`` without recomputation, and in bf16 as a fraction of the peak (MFU) if the
+    planner's table has the GPU. With documents no FLOP are shown: they depend on their lengths.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -32,7 +31,7 @@ class StepLine:
         self._steps = 0
         self._flop_per_token, self._peak = 0.0, None
         if args.device == "cuda" and not args.reset_attention_mask:
-            ranks = replica_size(args) * args.data_parallel_size
+            ranks = model_parallel_size(args) * args.data_parallel_size
             self._flop_per_token = model_flop_per_token(model_shape(args), args.seq_length) / ranks
             self._peak = _peak_flop_per_s(ranks) if args.bf16 else None
 
@@ -45,7 +44,7 @@ class StepLine:
         return speed | ({"mfu": flop_per_s / self._peak} if self._peak else {})
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """The line, without the time that is left."""
+        """The line, without the remaining time."""
         parts = [f"loss {row['loss']:.3f}"]
         if "valid_loss" in row:
             parts.append(f"validation loss {row['valid_loss']:.3f}")
@@ -61,8 +60,8 @@ class StepLine:
         return ", ".join(parts)
 
     def time_left(self, row: Mapping[str, Any]) -> str:
-        """From the mean of the last steps; the first one of a run, which compiles, counts only
-        until there are others. Call it once a step."""
+        """Remaining time, from the mean of the last steps; the first step, which compiles, is
+        dropped after the second. Must be called once per step."""
         self._steps += 1
         if self._steps == 2:
             self._seconds.clear()

@@ -1,4 +1,4 @@
-"""What a flag takes, declared once with the flag: types for argparse that refuse with a reason."""
+"""Types for argparse: range-checked integers, numbers and paths, with the range in the error."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A whole number from ``low`` to ``high``, both included; None: no upper end."""
+class Integer:
+    """An integer from ``low`` to ``high``, both included; None: no upper limit."""
 
     low: int = 1
     high: int | None = None
@@ -31,12 +31,12 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Real:
+class Number:
     """A finite number from ``low`` to ``high``.
 
     Args:
-        above: ``low`` itself is refused.
-        below: ``high`` itself is refused.
+        above: ``low`` itself is out of range.
+        below: ``high`` itself is out of range.
     """
 
     low: float = 0.0
@@ -68,45 +68,45 @@ class Real:
 
 
 @dataclass(frozen=True)
-class WordOr:
-    """A word, or what ``other`` takes."""
+class KeywordOr:
+    """A keyword such as ``auto``, or a value of type ``otherwise``."""
 
-    word: str
-    other: Whole | Real
+    keyword: str
+    otherwise: Integer | Number
 
     def __call__(self, text: str) -> Any:
-        if text == self.word:
+        if text == self.keyword:
             return text
         try:
-            return self.other(text)
+            return self.otherwise(text)
         except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, and not {self.word!r}") from None
+            raise argparse.ArgumentTypeError(f"{error}, and not {self.keyword!r}") from None
 
 
 @dataclass(frozen=True)
 class Text:
-    """A path or a name: not empty."""
+    """A path or a name that is not empty."""
 
-    what: str = "a path"
+    noun: str = "a path"
 
     def __call__(self, text: str) -> str:
         if not text.strip():
-            raise argparse.ArgumentTypeError(f"{text!r} is empty; give {self.what}")
+            raise argparse.ArgumentTypeError(f"{text!r} is empty; give {self.noun}")
         return text
 
 
 @dataclass(frozen=True)
-class Split:
-    """Shares of training, validation and test data: three numbers of 0 or more with commas, the
-    first above 0."""
+class Ratios:
+    """Fractions of training, validation and test data: three numbers of 0 or more with commas, the
+    first above 0. They need not sum to 1."""
 
     def __call__(self, text: str) -> str:
         try:
-            shares = [float(share) for share in text.split(",")]
+            ratios = [float(ratio) for ratio in text.split(",")]
         except ValueError:
-            shares = []
-        finite = all(math.isfinite(share) and share >= 0 for share in shares)
-        if len(shares) != 3 or not finite or shares[0] == 0:
+            ratios = []
+        finite = all(math.isfinite(ratio) and ratio >= 0 for ratio in ratios)
+        if len(ratios) != 3 or not finite or ratios[0] == 0:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not three finite numbers of 0 or more with commas, the first above "
                 "0, such as 95,5,0"
