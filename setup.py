@@ -98,7 +98,7 @@ setup(
         "deepspeed": DEEPSPEED,
         "plots": PLOTS,
         "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
-        "test": ["pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
+        "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },
     entry_points={"console_scripts": ["ds-usp = ds_usp.__main__:main"]},
     cmdclass={"build_py": BuildPy, "sdist": Sdist},

@@ -20,6 +20,7 @@ from ds_usp.errors import (
     UnsupportedAttentionError,
     USPError,
 )
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ranks import RankGrid
@@ -68,6 +69,7 @@ __all__ = [
     "CommLedger",
     "ConfigError",
     "DataError",
+    "Degrees",
     "LayoutError",
     "MaskSpec",
     "MeshError",

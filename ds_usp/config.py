@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
-from ds_usp.geometry.ranks import divisors
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -38,17 +38,7 @@ class USPConfig:
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("sp_degree", "ulysses_degree"):
-            degree = getattr(self, name)
-            whole = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
-            if not whole and (degree is not None or name == "sp_degree"):
-                raise ConfigError(f"{name}={degree!r} must be a whole number of 1 or more")
-        if self.sp_degree % self.ulysses:
-            fits = map(str, divisors(self.sp_degree))
-            raise ConfigError(
-                f"--ulysses-degree {self.ulysses} does not divide --ds-sequence-parallel-size "
-                f"{self.sp_degree}. Use one of {', '.join(fits)}."
-            )
+        Degrees(sp=self.sp_degree, ulysses=self.ulysses_degree).check(Degrees.FLAGS)
         for name, known in (("layout", KINDS), ("order", ORDERS)):
             if getattr(self, name) not in known:
                 raise ConfigError(

@@ -13,10 +13,10 @@ import torch
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, MeshError, UnsupportedAttentionError
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.ranks import divisors
 
 Checked = TypeVar("Checked")
 
@@ -108,12 +108,9 @@ def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
     Raises:
         ConfigError: heads that they cannot share.
     """
-    try:
-        return HeadSplit(heads, kv_heads, mesh.ulysses_degree)
-    except ConfigError as error:
-        if heads >= mesh.ulysses_degree:  # the KV heads are wrong for any degrees
-            raise
-        raise ConfigError(f"{error}. {_degrees_that_fit(heads, mesh)}") from None
+    ulysses = mesh.ulysses_degree
+    Degrees(sp=mesh.sp_degree, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
+    return HeadSplit(heads, kv_heads, ulysses)
 
 
 def head_traffic(
@@ -334,12 +331,6 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
             f"--ulysses-degree {mesh.sp_degree} with a local attention that applies it, or give "
             "usp_attention a seed: scores=Scores(dropout_seed=...), the same on every rank"
         )
-
-
-def _degrees_that_fit(heads: int, mesh: SequenceMesh) -> str:
-    sp = mesh.sp_degree
-    fits = [u for u in reversed(divisors(sp)) if u <= heads]
-    return f"For sp={sp} use --ulysses-degree " + ", ".join(f"{u} (ring {sp // u})" for u in fits)
 
 
 def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from ds_usp.cli.arguments import documents, mask
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import divisors
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
-from ds_usp.geometry.ranks import divisors
 from ds_usp.planner.arguments import OneLineParser, positive, tokens
 
 DOORS = ("usp_attention", "USPAttention")

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp.comm.process_groups import even_out_group_counts, subgroup
 from ds_usp.errors import ConfigError, MeshError
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
-from ds_usp.geometry.ranks import divisors
 
 _AXES = ("ring", "ulysses")
 
@@ -48,22 +48,16 @@ def group_of_this_rank(group: object) -> dist.ProcessGroup:
     return whole
 
 
-def grid_refusal(ranks: list[int], ulysses: object, order: str) -> ConfigError | None:
+def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | None:
     """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
-    size = len(ranks)
     if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
         return ConfigError(
             f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
             "with ascending ranks"
         )
-    if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
-        return ConfigError(f"ulysses_degree={ulysses!r} must be a whole number of 1 or more")
-    if size % ulysses:
-        fits = ", ".join(map(str, divisors(size)))
-        return ConfigError(
-            f"ulysses_degree={ulysses} does not divide the {size} ranks of the "
-            f"sequence-parallel group. Use one of {fits}."
-        )
+    refusal = Degrees(sp=len(ranks), ulysses=ulysses).refusal()
+    if refusal:
+        return ConfigError(refusal.message)
     if order not in ORDERS:
         return ConfigError(f"unknown rank order {order!r}; there are {', '.join(ORDERS)}")
     return None

@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import divisors
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.ranks import divisors
 from ds_usp.geometry.segments import Segment, cut
 from ds_usp.geometry.visibility import Runs, least_gap, united, visible_runs
 

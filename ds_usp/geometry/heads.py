@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.segments import balanced
 
 
@@ -38,16 +39,8 @@ class HeadSplit:
     ulysses: int
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ConfigError(
-                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: the "
-                "first number must be a multiple of the second"
-            )
-        if self.heads < self.ulysses:
-            raise ConfigError(
-                f"ulysses_degree={self.ulysses} needs at least {self.ulysses} query heads on each "
-                f"tensor-parallel rank, there are {self.heads}"
-            )
+        heads, kv_heads, ulysses = self.heads, self.kv_heads, self.ulysses
+        Degrees(sp=ulysses, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
 
     @property
     def most_chunks(self) -> int:

@@ -102,8 +102,3 @@ class RankGrid:
         if axis not in self.order:
             raise ConfigError(f"no axis {axis!r} in the rank order {'-'.join(self.order)}")
         return self.order.index(axis)
-
-
-def divisors(size: int) -> list[int]:
-    """The degrees into which that many ranks can be cut, ascending."""
-    return [degree for degree in range(1, size + 1) if size % degree == 0]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.ranks import divisors
+from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.frameworks import Engine
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import Split, Workload, impossible

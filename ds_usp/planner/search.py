@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.ranks import divisors
+from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.families import asked_for, families, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.frameworks import ENGINES, Engine

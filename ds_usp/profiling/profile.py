@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.ranks import RankGrid, divisors
+from ds_usp.geometry.degrees import divisors
+from ds_usp.geometry.ranks import RankGrid
 from ds_usp.planner.hardware import VERSION
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.models import ModelShape

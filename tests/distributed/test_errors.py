@@ -326,7 +326,7 @@ GRIDS: dict[str, tuple[list[tuple[Any, str]], list[str], list[str]]] = {
     "degree that does not divide": (
         [(3, RIGHT[1])] * WORLD,
         ["ConfigError"] * WORLD,
-        ["ulysses_degree=3 does not divide the 4 ranks", "Use one of 1, 2, 4"],
+        ["ulysses_degree=3 does not divide the 4 ranks", "Use one of 4 (ring 1), 2 (ring 2)"],
     ),
     "degree beyond the group": (
         [(8, RIGHT[1])] * WORLD,

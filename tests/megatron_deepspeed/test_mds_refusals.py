@@ -26,7 +26,7 @@ REFUSED = [
         "--ulysses-degree auto: nothing fits into 46.1 GiB",
     ),
     (SP2, "--usp-cluster l20", "--usp-cluster l20 is for --ulysses-degree auto"),
-    ({"sp": 2, "u": 0}, "", "ulysses_degree=0 must be a whole number of 1 or more"),
+    ({"sp": 2, "u": 0}, "", "--ulysses-degree 0 must be a whole number of 1 or more"),
     (
         {"sp": 2},
         "--num-attention-heads 1 --kv-channels 64",

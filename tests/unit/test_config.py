@@ -54,14 +54,20 @@ def test_a_hosts_arguments(given: dict[str, Any], expected: USPConfig) -> None:
 @pytest.mark.parametrize(
     ("settings", "messages"),
     [
-        ({"sp_degree": 8, "ulysses_degree": 3}, ["3 does not divide", "8", "1, 2, 4, 8"]),
-        ({"sp_degree": 2, "ulysses_degree": 4}, ["4 does not divide", "2", "1, 2."]),
-        ({"sp_degree": 0}, ["sp_degree=0"]),
-        ({"sp_degree": None}, ["sp_degree=None"]),
-        ({"sp_degree": 4.0}, ["sp_degree=4.0"]),
-        ({"sp_degree": "4"}, ["sp_degree='4'"]),
-        ({"sp_degree": 4, "ulysses_degree": 0}, ["ulysses_degree=0"]),
-        ({"sp_degree": 4, "ulysses_degree": True}, ["ulysses_degree=True"]),
+        (
+            {"sp_degree": 8, "ulysses_degree": 3},
+            ["3 does not divide", "8", "4 (ring 2), 2"],
+        ),
+        (
+            {"sp_degree": 2, "ulysses_degree": 4},
+            ["4 does not divide", "2", "of 2 (ring 1)"],
+        ),
+        ({"sp_degree": 0}, ["--ds-sequence-parallel-size 0 must be"]),
+        ({"sp_degree": None}, ["--ds-sequence-parallel-size None must be"]),
+        ({"sp_degree": 4.0}, ["--ds-sequence-parallel-size 4.0"]),
+        ({"sp_degree": "4"}, ["--ds-sequence-parallel-size '4' must"]),
+        ({"sp_degree": 4, "ulysses_degree": 0}, ["--ulysses-degree 0 must be"]),
+        ({"sp_degree": 4, "ulysses_degree": True}, ["--ulysses-degree True must be"]),
         ({"layout": "zig"}, ["'zig'", "contiguous, zigzag, striped, context_parallel"]),
         ({"order": "ring"}, ["'ring'", "ulysses-ring, ring-ulysses"]),
     ],

@@ -19,6 +19,7 @@ NAMES = {
     "CommLedger",
     "ConfigError",
     "DataError",
+    "Degrees",
     "LayoutError",
     "MaskSpec",
     "MeshError",
@@ -68,6 +69,7 @@ PARAMETERS = {
     "MaskSpec.window": "left right documents",
     "RankGrid": "sizes order",
     "RankGrid.groups": "self axes",
+    "Degrees": "sp ulysses ring tp pp world heads kv_heads ffn",
     "USPConfig": "sp_degree ulysses_degree layout order kernel",
     "USPConfig.from_args": "args",
 }

@@ -1,0 +1,193 @@
+"""The rule which parallel degrees fit a model's heads and a number of ranks: its only owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+from ds_usp.errors import ConfigError
+
+Names = Mapping[str, str]
+_Broken = Iterator[tuple[str, str]]
+
+
+def divisors(size: int) -> list[int]:
+    """The degrees into which that many ranks can be divided, ascending."""
+    return [degree for degree in range(1, size + 1) if size % degree == 0]
+
+
+class Refusal(NamedTuple):
+    """A rule that degrees break: the rule without numbers, to count by, and the full message."""
+
+    rule: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Parallel degrees, with what they must divide; what is None is not known and not checked.
+
+    Args:
+        sp: ranks that share a sequence.
+        ulysses: of these, ranks that exchange heads for sequence.
+        ring: of these, ranks that pass keys and values around.
+        tp, pp: ranks of tensor and of pipeline parallelism.
+        world: all ranks; data parallelism takes what the other degrees leave.
+        heads, kv_heads: query and key/value heads of the whole model. Of a tensor-parallel rank
+            where ``tp`` is left at 1.
+        ffn: width of the MLP.
+
+    Attributes:
+        KEYWORDS, FLAGS, SETTINGS: what users call the degrees in Python, on the command lines and
+            in the shell scripts, for messages: ``--name``, a name, or a text with ``{}``.
+    """
+
+    KEYWORDS: ClassVar[Names] = MappingProxyType(
+        {
+            "sp": "the {} ranks of the sequence-parallel group",
+            "ulysses": "ulysses_degree",
+            "ring": "ring_degree",
+        }
+    )
+    FLAGS: ClassVar[Names] = MappingProxyType(
+        {
+            "sp": "--ds-sequence-parallel-size",
+            "ulysses": "--ulysses-degree",
+            "tp": "--tensor-model-parallel-size",
+            "pp": "--pipeline-model-parallel-size",
+        }
+    )
+    SETTINGS: ClassVar[Names] = MappingProxyType(
+        {"sp": "SP_SIZE", "ulysses": "ULYSSES_DEGREE", "tp": "MP_SIZE", "pp": "PP_SIZE"}
+    )
+
+    sp: int
+    ulysses: int | None = None
+    ring: int | None = None
+    tp: int = 1
+    pp: int = 1
+    world: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas of ``world``: what the other degrees leave."""
+        return (self.world or 0) // (self.tp * self.sp * self.pp)
+
+    def valid_ulysses(self) -> list[int]:
+        """Ulysses degrees that divide ``sp`` and leave every rank a query head, descending."""
+        most = self.sp if self.heads is None else self.heads // self.tp
+        return [degree for degree in reversed(divisors(self.sp)) if degree <= most]
+
+    def check(self, names: Names = KEYWORDS) -> Degrees:
+        """The degrees themselves.
+
+        Raises:
+            ConfigError: they do not fit, with the number found, the number wanted and what fits.
+        """
+        refusal = self.refusal(names)
+        if refusal:
+            raise ConfigError(refusal.message)
+        return self
+
+    def refusal(self, names: Names = KEYWORDS) -> Refusal | None:
+        """The first rule that the degrees break; None if they fit.
+
+        Args:
+            names: what the user calls each degree, by field; a field that is left out has its own
+                name.
+        """
+
+        def named(field: str) -> str:
+            name, value = names.get(field, field), getattr(self, field)
+            if "{}" in name:
+                return name.format(value)
+            return f"{name} {value!r}" if name.startswith("--") else f"{name}={value!r}"
+
+        rules = (self._sizes, self._heads, self._sequence, self._world)
+        broken = (Refusal(*texts) for rule in rules for texts in rule(named))
+        return next(broken, None)
+
+    def _sizes(self, named: Callable[[str], str]) -> _Broken:
+        for field in ("tp", "sp", "ulysses", "ring", "pp"):
+            size = getattr(self, field)
+            if size is None and field in ("ulysses", "ring"):
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                text = f"{named(field)} must be a whole number of 1 or more"
+                yield "a degree is no whole number of 1 or more", text
+
+    def _heads(self, named: Callable[[str], str]) -> _Broken:
+        heads, kv_heads, tp = self.heads, self.kv_heads, self.tp
+        if heads is not None and kv_heads is not None:
+            if kv_heads < 1 or heads % kv_heads:
+                yield (
+                    "heads are no multiple of the key/value heads",
+                    f"{heads} query heads cannot share {kv_heads} key/value heads: the first "
+                    "number must be a multiple of the second",
+                )
+            if math.gcd(heads, kv_heads) % tp:
+                yield (
+                    "tp does not divide the heads",
+                    f"{named('tp')} must divide the {heads} query heads and the {kv_heads} "
+                    f"key/value heads. Use one of {_listed(math.gcd(heads, kv_heads))}; sequence "
+                    "parallelism serves any number of key/value heads",
+                )
+        elif heads is not None and heads % tp:
+            yield (
+                "tp does not divide the heads",
+                f"{named('tp')} must divide the {heads} query heads. Use one of {_listed(heads)}",
+            )
+        if self.ffn is not None and self.ffn % tp:
+            yield (
+                "tp does not divide the MLP",
+                f"{named('tp')} must divide the MLP's width of {self.ffn}. Use one of "
+                f"{_listed(math.gcd(self.ffn, heads or self.ffn))}",
+            )
+
+    def _sequence(self, named: Callable[[str], str]) -> _Broken:
+        valid = self.valid_ulysses()
+        fix = f"Use one of {', '.join(f'{u} (ring {self.sp // u})' for u in valid)}"
+        if self.ulysses is not None and self.sp % self.ulysses:
+            yield (
+                "ulysses does not divide the ranks of a sequence",
+                f"{named('ulysses')} does not divide {named('sp')}. {fix}",
+            )
+        if self.ring is not None and self.sp % self.ring:
+            yield (
+                "ring does not divide the ranks of a sequence",
+                f"{named('ring')} does not divide {named('sp')}. Use one of {_listed(self.sp)}",
+            )
+        if self.ulysses and self.ring and self.ulysses * self.ring != self.sp:
+            yield (
+                "ulysses x ring is not the ranks of a sequence",
+                f"{named('ulysses')} x {named('ring')} = {self.ulysses * self.ring} is not "
+                f"{named('sp')}: leave one of the two out",
+            )
+        if self.heads is not None and self.ulysses not in (None, *valid):
+            local = self.heads // self.tp
+            model = f" ({self.heads} heads, {named('tp')})" if self.tp > 1 else ""
+            yield (
+                "ulysses beyond the heads of a tensor-parallel rank",
+                f"{named('ulysses')} needs at least {self.ulysses} query heads on each "
+                f"tensor-parallel rank, there are {local}{model}. {fix}",
+            )
+
+    def _world(self, named: Callable[[str], str]) -> _Broken:
+        replica = self.tp * self.sp * self.pp
+        if self.world is not None and self.world % replica:
+            degrees = " x ".join(map(named, ("tp", "sp", "pp")))
+            yield (
+                "degrees do not divide the ranks",
+                f"{self.world} ranks cannot hold {degrees} = {replica} ranks. Use a multiple of "
+                f"{replica} ranks, or lower a degree",
+            )
+
+
+def _listed(size: int) -> str:
+    return ", ".join(map(str, divisors(size)))
