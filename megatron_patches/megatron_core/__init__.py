@@ -21,3 +21,9 @@ def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """
     context_parallel = ContextParallel(read_settings(_FRAMEWORK, Settings, keywords))
     return PatchSet(_FRAMEWORK, (*patch_table.usp(context_parallel), *patch_table.without_gpu()))
+
+
+def cpu_fallbacks_patch_set() -> PatchSet:
+    """What megatron-core needs on machines without a GPU, for a program that names
+    :class:`~megatron_patches.megatron_core.core_attention.USPCoreAttention` in its layer spec."""
+    return PatchSet(_FRAMEWORK, patch_table.without_gpu())

@@ -14,7 +14,9 @@ from ds_usp.errors import ConfigError
 from megatron_patches.settings import MeshSettings
 
 USP = "usp"  # the cp_comm_type of a layer that is ours
-_ORDER = "ulysses-ring"  # that of hierarchical_context_parallel_sizes: the inner level is Ulysses
+RANK_ORDER = (
+    "ulysses-ring"  # that of hierarchical_context_parallel_sizes: the inner level is Ulysses
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ class ContextParallel:
             degree = 1
         elif degree is None and levels:
             degree = dist.get_world_size(levels[0])
-        return ds_usp.SequenceMesh.shared(group, degree, _ORDER)
+        return ds_usp.SequenceMesh.shared(group, degree, RANK_ORDER)
 
     def _check_degrees(self, size: int, levels: Sequence[int] | None) -> None:
         degree = self._settings.ulysses_degree

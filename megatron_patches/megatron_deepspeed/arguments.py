@@ -6,16 +6,19 @@ import importlib.util
 import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import ds_usp
 from ds_usp.errors import ConfigError
-from ds_usp.planner import AUTO, degree_or_auto
-from ds_usp.training import check_zero_stage
+from ds_usp.memory import LayerMemory
+from ds_usp.planner import AUTO
+from ds_usp.training import check_zero_stage, offload_ratio
+from megatron_patches import flags
 from megatron_patches.megatron_deepspeed import memory
-from megatron_patches.megatron_deepspeed.auto_args import auto_degree
 from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
 from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
@@ -28,7 +31,7 @@ _FLASH = (
     "use_flash_attn_triton",
     "use_flash_attn_builder",
 )
-LAYOUTS = ("zigzag", "contiguous")
+_GPT2_VOCABULARY = 50257  # Megatron-DeepSpeed reads its own later; the degrees do not depend on it
 
 
 def parse_args(
@@ -41,38 +44,19 @@ def parse_args(
     """The host's arguments and ours."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
-        _add_flags(parser, settings)
+        add_flags(parser, settings)
         return extra_args_provider(parser) if extra_args_provider else parser
 
     return original(provide, ignore_unknown_args)
 
 
-def _add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
+def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
+    """The flags that the trainer has too, with the defaults of ``settings``."""
     group = parser.add_argument_group(title="unified sequence parallel")
-    group.add_argument(
-        "--ulysses-degree",
-        type=degree_or_auto,
-        default=settings.ulysses_degree,
-        help="Ranks of --ds-sequence-parallel-size that exchange heads; the ring takes the rest. "
-        "auto: what the planner finds fastest. Default: all of them.",
-    )
-    group.add_argument(
-        "--usp-cluster",
-        help="What auto plans for: a built-in cluster of ds_usp.planner, or a profile. Default: by "
-        "the GPU's name.",
-    )
-    group.add_argument(
-        "--usp-layout",
-        choices=LAYOUTS,
-        default=settings.layout,
-        help="Which tokens a rank holds. zigzag balances causal work over the ring.",
-    )
-    group.add_argument(
-        "--usp-kernel",
-        default=settings.kernel,
-        help="What computes attention; auto takes the fastest that can.",
-    )
-    memory.add_flags(parser)
+    flags.add_degree_flags(group, default=settings.ulysses_degree)
+    flags.add_attention_flags(group, settings=settings)
+    group = parser.add_argument_group(title="unified sequence parallel, memory")
+    flags.add_memory_flags(group, ratio_type=offload_ratio)
 
 
 def validate_args(
@@ -90,15 +74,15 @@ def validate_args(
     memory.check_flags(args)
     if args.usp_loss_chunks:
         verify_flag("--usp-loss-chunks")
-    stage = _zero_stage(args)
+    run = planned_run(args)
     if args.ulysses_degree == AUTO:
-        args.ulysses_degree = auto_degree(args, stage)
+        args.ulysses_degree = _auto_degree(run)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
         _check_heads(args, config)
         ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
         _choose_flash(args, config)
-        check_zero_stage(stage, stages=args.pipeline_model_parallel_size, bf16=False)
+        check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         patch_script()
     return validated
@@ -110,10 +94,7 @@ def _refuse_before(args: Any) -> None:
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
-        if args.usp_cluster:
-            raise ConfigError(
-                f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
-            )
+    flags.check_cluster_flag(args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel (Megatron's) cuts the sequence over tensor-parallel ranks, and "
@@ -150,8 +131,35 @@ def _deepspeed_config(args: Any) -> Mapping[str, Any]:
     return config or {}
 
 
-def _zero_stage(args: Any) -> int:
-    return int(_deepspeed_config(args).get("zero_optimization", {}).get("stage", 0))
+def planned_run(args: Any) -> flags.PlannedRun:
+    """The run as the planner and the transformer layers read it."""
+    stage = int(_deepspeed_config(args).get("zero_optimization", {}).get("stage", 0))
+    return flags.PlannedRun(
+        args=args, zero=stage, world_size=args.world_size, default_vocab=_GPT2_VOCABULARY
+    )
+
+
+def layer_memory(args: Any) -> LayerMemory:
+    """What layers save for backward, with Megatron-DeepSpeed's own activation checkpoint."""
+    from deepspeed.accelerator import get_accelerator
+    from megatron.core import tensor_parallel
+
+    def checkpoint(run: Callable[..., Any], hidden: Tensor) -> Any:
+        return tensor_parallel.checkpoint(run, False, hidden)
+
+    device = torch.device(get_accelerator().current_device_name())
+    return planned_run(args).layer_memory(device, checkpoint=checkpoint)
+
+
+def _auto_degree(run: flags.PlannedRun) -> int:
+    """The planner's degree, computed by each rank before there are groups; rank 0 prints why.
+
+    Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
+    """
+    choice = run.choose_degree(on_gpu=torch.cuda.is_available())
+    if run.args.rank == 0:
+        print("\n".join(choice.why), flush=True)  # noqa: T201 - beside Megatron-DeepSpeed's lines
+    return choice.ulysses
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
@@ -184,8 +192,3 @@ def _flash_unused_reason(installed: bool, config: ds_usp.USPConfig) -> str:
     else:
         reason = "it takes batches in an order of its own"
     return f"not used, because {reason}; usp_attention computes the same (kernel {config.kernel})"
-
-
-def flags(settings: MeshSettings) -> Callable[..., Any]:
-    """:func:`parse_args` with the defaults of ``settings``."""
-    return partial(parse_args, settings=settings)

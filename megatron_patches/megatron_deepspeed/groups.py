@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from megatron_patches.megatron_deepspeed.memory import layer_memory
+from megatron_patches.megatron_deepspeed.arguments import layer_memory
 from megatron_patches.megatron_deepspeed.state import (
     FrameworkState,
     get_state,

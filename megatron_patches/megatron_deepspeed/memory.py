@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import ds_usp
 from ds_usp.errors import ConfigError
-from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
-from ds_usp.planner import Split, Workload
-from ds_usp.training import offload_ratio, solved_ratio
-from megatron_patches.megatron_deepspeed.auto_args import model_shape, parallel_config
+from ds_usp.memory import GemmLast, recompute_before
 from megatron_patches.megatron_deepspeed.state import get_state
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    """The flags, with the trainer's names and meanings."""
-    group = parser.add_argument_group(title="unified sequence parallel, memory")
-    group.add_argument(
-        "--usp-recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="What each layer computes again in backward: nothing, norms and activation functions "
-        "(gemm-last), all but attention and its exchanges (attention), or all (full).",
-    )
-    group.add_argument(
-        "--usp-offload-ratio",
-        type=offload_ratio,
-        default=0.0,
-        help="Share, 0 to 1, of what layers keep that waits in host memory; auto: the least with "
-        "which the model fits by the planner's formulas.",
-    )
-    group.add_argument(
-        "--usp-loss-chunks",
-        type=int,
-        default=0,
-        help="Compute the loss in so many parts of the tokens and never hold all logits; 0: at "
-        "once.",
-    )
 
 
 def check_flags(args: Any) -> None:
@@ -92,28 +59,6 @@ def _check_chunks(args: Any) -> None:
     for name, is_set in refused.items():
         if chunks and is_set:
             raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
-
-
-def layer_memory(args: Any) -> LayerMemory:
-    """What the flags say, with the host's own activation checkpoint, which knows its dropout."""
-    from deepspeed.accelerator import get_accelerator
-    from megatron.core import tensor_parallel
-
-    def checkpoint(run: Callable[..., Any], hidden: Tensor) -> Any:
-        return tensor_parallel.checkpoint(run, False, hidden)
-
-    device = torch.device(get_accelerator().current_device_name())
-    ratio = solved_ratio(args.usp_offload_ratio, *planner_inputs(args), device)
-    return LayerMemory(args.usp_recompute, Offload(ratio, device), checkpoint)
-
-
-def planner_inputs(args: Any) -> tuple[Workload, Split]:
-    """The run as the planner sees it."""
-    config = ds_usp.USPConfig.from_args(args)
-    split = replace(
-        parallel_config(args, args.zero_stage), ulysses=config.ulysses, ring=config.ring
-    )
-    return Workload(model_shape(args), args.seq_length, args.global_batch_size), split
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

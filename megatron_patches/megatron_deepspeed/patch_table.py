@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.distributed as dist
 
 from megatron_patches.guards import Guard
@@ -39,7 +41,7 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
     return (
         Patch(
             "megatron.arguments:parse_args",
-            arguments.flags(settings),
+            partial(arguments.parse_args, settings=settings),
             "wrap",
             also_in=("megatron.initialize:parse_args",),
             guard=_checkout("b1e5ef6da0124ff0"),

@@ -6,6 +6,7 @@ groups, batch slicing, rotary embedding and vocabulary-parallel loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ def step(
     recompute: bool = False,
     comm_type: str | list[str] | None = None,
     dropout: float = 0.0,
+    core: Callable[[], Any] | None = None,
 ) -> tuple[float, dict[str, Any]]:
-    """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts."""
+    """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
+
+    Args:
+        core: gives what the layer spec names as core attention, once the groups exist.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -57,10 +63,13 @@ def step(
         masked_softmax_fusion=False,
         **({**recomputing, "recompute_num_layers": 1} if recompute else {}),
     )
+    spec = get_gpt_layer_local_spec()
+    if core:
+        spec.submodules.self_attention.submodules.core_attention = core()
     torch.manual_seed(1)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=S,
         position_embedding_type="rope" if rotary else "learned_absolute",
@@ -70,7 +79,6 @@ def step(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
     loss = (losses * batch["loss_mask"]).sum() / (B * S)
-    loss.backward()
     return reduced(model, loss)
 
 
@@ -78,6 +86,7 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     """Loss and gradients summed over all ranks that hold different tokens."""
     from megatron.core import parallel_state
 
+    loss.backward()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     loss = loss.detach()
     dist.all_reduce(loss, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from harness import RankContext, fork_world
 
 import megatron_patches
-from ds_usp import ConfigError, LayoutError, MeshError, PatchError, UnsupportedAttentionError
+from ds_usp import (
+    ConfigError,
+    LayoutError,
+    MeshError,
+    PatchError,
+    SequenceMesh,
+    UnsupportedAttentionError,
+)
+from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 
 LIMIT = 1e-5
 MHA, GQA = {"kv_heads": 8}, {"kv_heads": 2}
@@ -33,6 +42,7 @@ CASES = {
     "2x2 recomputed": ({"ulysses_degree": 2}, {"cp": 4, "recompute": True, **GQA}),
     "2x2 named": ({"ulysses_degree": 2}, {"cp": 4, "comm_type": "usp", **GQA}),
     "2x2 named a layer": ({"ulysses_degree": 2}, {"cp": 4, "comm_type": ["usp"] * 2, **GQA}),
+    "2x2 named in the layer spec": ({"in_spec": 2}, {"cp": 4, **GQA}),
     "2x1, tp 2": ({"ulysses_degree": 2}, {"tp": 2, "cp": 2, **GQA}),
     "1x2, tp 2": ({"ulysses_degree": 1}, {"tp": 2, "cp": 2, **MHA}),
 }
@@ -43,8 +53,22 @@ EIGHT = {
 }
 
 
+def usp_core(ulysses: int) -> Any:
+    """A spec of our attention that needs no patch of megatron-core's."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_patches.megatron_core.core_attention import USPCoreAttention
+
+    mesh = SequenceMesh.from_group(parallel_state.get_context_parallel_group(), ulysses)
+    return ModuleSpec(USPCoreAttention, params={"mesh": mesh, "layout": "context_parallel"})
+
+
 def program(settings: dict[str, Any], asked: dict[str, Any]) -> Any:
-    """The whole program: one line of ours, then megatron-core."""
+    """The whole program: one line of ours, then megatron-core; or ours named in the layer spec."""
+    if "in_spec" in settings:
+        cpu_fallbacks_patch_set().apply()
+        return stock_megatron_core.step(core=partial(usp_core, settings["in_spec"]), **asked)
     megatron_patches.apply("megatron_core", **settings)
     return stock_megatron_core.step(**asked)
 

@@ -193,7 +193,7 @@ def test_every_flag_of_the_patched_host_has_a_row() -> None:
     from megatron_patches.megatron_deepspeed import arguments
 
     parser = ArgumentParser(add_help=False)
-    arguments._add_flags(parser, settings_of("megatron_deepspeed")())
+    arguments.add_flags(parser, settings_of("megatron_deepspeed")())
     same(flags_of(parser), HOST_FLAGS, "Megatron-DeepSpeed")
 
 

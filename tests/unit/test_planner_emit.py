@@ -38,7 +38,7 @@ def after(flags: list[str], flag: str, count: int = 1) -> list[str]:
 
 def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
     """Of Megatron-DeepSpeed's parser, ours alone; its own needs a checkout."""
-    from megatron_patches.megatron_deepspeed.arguments import _add_flags
+    from megatron_patches.megatron_deepspeed.arguments import add_flags
     from megatron_patches.settings import MeshSettings
 
     sys.path.insert(0, str(SCRIPTS))
@@ -57,7 +57,7 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
         tp_sequence=False,
     )
     host = ArgumentParser()
-    _add_flags(host, MeshSettings())
+    add_flags(host, MeshSettings())
     for parser in (host, build_parser()):
         args, _ = parser.parse_known_args(words(emit("megatron-deepspeed", work, split)))
         assert (args.ulysses_degree, args.usp_layout) == (2, "zigzag")

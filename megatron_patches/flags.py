@@ -1,0 +1,237 @@
+"""The ``--ulysses-degree`` and ``--usp-*`` flags, which the patched Megatron-DeepSpeed and the
+trainer share, and what the planner and the transformer layers get from them.
+
+The parsed arguments have Megatron-DeepSpeed's names in both programs. Needs torch in
+:func:`choose_degree` and :func:`layer_memory` alone, so that a parser starts without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner import (
+    AUTO,
+    Choice,
+    ModelShape,
+    Split,
+    Workload,
+    choose_ulysses,
+    degree_or_auto,
+    engine,
+)
+from megatron_patches.settings import MeshSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_usp.memory import LayerMemory
+
+LAYOUTS = ("zigzag", "contiguous")
+FlagType = Callable[[str], Any]
+Parser = ArgumentParser | argparse._ArgumentGroup
+
+
+def add_degree_flags(
+    parser: Parser,
+    *,
+    degree_type: FlagType = degree_or_auto,
+    cluster_type: FlagType = str,
+    default: int | None = None,
+    default_text: str = "all of them",
+) -> None:
+    """``--ulysses-degree`` and ``--usp-cluster``.
+
+    Args:
+        degree_type, cluster_type: argparse types of the two.
+        default_text: what None means, for the help.
+    """
+    parser.add_argument(
+        "--ulysses-degree",
+        type=degree_type,
+        default=default,
+        metavar="U",
+        help="ranks of --ds-sequence-parallel-size that exchange heads; the ring takes the rest; "
+        f"{AUTO}: what the planner finds fastest (default: {default_text})",
+    )
+    parser.add_argument(
+        "--usp-cluster",
+        type=cluster_type,
+        metavar="NAME",
+        help=f"what {AUTO} plans for: a built-in cluster of ds_usp.planner, or a profile of this "
+        "one, a JSON file that `python -m ds_usp.planner profile` writes (default: by the GPU's "
+        "name)",
+    )
+
+
+def add_attention_flags(
+    parser: Parser,
+    *,
+    layouts: Sequence[str] = LAYOUTS,
+    kernels: Sequence[str] | None = None,
+    settings: MeshSettings,
+) -> None:
+    """``--usp-layout`` and ``--usp-kernel``.
+
+    Args:
+        kernels: the choices; None: any text.
+        settings: their defaults.
+    """
+    parser.add_argument(
+        "--usp-layout",
+        choices=layouts,
+        default=settings.layout,
+        help="which tokens a rank holds; zigzag balances causal work over the ring",
+    )
+    parser.add_argument(
+        "--usp-kernel",
+        choices=kernels,
+        default=settings.kernel,
+        help="attention kernel; auto: the fastest that serves the dtype and the head dim here",
+    )
+
+
+def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagType = int) -> None:
+    """``--usp-recompute``, ``--usp-offload-ratio`` and ``--usp-loss-chunks``.
+
+    Args:
+        ratio_type, chunks_type: argparse types of the last two.
+    """
+    parser.add_argument(
+        "--usp-recompute",
+        choices=engine("megatron-deepspeed").recompute,
+        default="none",
+        help="what each layer computes again in backward: nothing, norms and activation functions "
+        "(gemm-last), all but attention and its exchanges (attention), or all (full)",
+    )
+    parser.add_argument(
+        "--usp-offload-ratio",
+        type=ratio_type,
+        default=0.0,
+        metavar="R",
+        help="fraction, 0 to 1, of what layers save for backward that is offloaded to host memory; "
+        f"{AUTO}: the least with which the model fits by the planner's formulas",
+    )
+    parser.add_argument(
+        "--usp-loss-chunks",
+        type=chunks_type,
+        default=0,
+        metavar="N",
+        help="compute the loss in N chunks of the tokens and never hold all logits; 0: in one",
+    )
+
+
+def check_cluster_flag(args: Any) -> None:
+    """Refuse a cluster that nothing would read.
+
+    Raises:
+        ConfigError: ``--usp-cluster`` without ``--ulysses-degree auto``.
+    """
+    if args.usp_cluster and args.ulysses_degree != AUTO:
+        raise ConfigError(
+            f"--usp-cluster {args.usp_cluster} is for --ulysses-degree {AUTO}; leave it out"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One program's arguments as the planner and the layers read them.
+
+    Args:
+        args: validated arguments, with Megatron-DeepSpeed's names.
+        zero: DeepSpeed's ZeRO stage.
+        world_size: ranks of the program.
+        default_vocab: entries of the vocabulary before the program has read it.
+    """
+
+    args: Any
+    zero: int
+    world_size: int
+    default_vocab: int
+
+    def model_shape(self) -> ModelShape:
+        """The model as the planner knows it."""
+        args = self.args
+        vocab = getattr(args, "padded_vocab_size", None) or args.vocab_size or self.default_vocab
+        biases = not getattr(args, "disable_bias_linear", False)
+        return ModelShape(
+            name="this model",
+            layers=args.num_layers,
+            hidden=args.hidden_size,
+            ffn=args.ffn_hidden_size,
+            heads=args.num_attention_heads,
+            kv_heads=args.num_key_value_heads,
+            vocab=vocab,
+            head_dim=getattr(args, "kv_channels", 0),
+            gated=args.swiglu,
+            tied=not args.untie_embeddings_and_output_weights,
+            learned_positions=not args.use_rotary_position_embeddings,
+            biases=getattr(args, "add_bias_linear", biases),
+        )
+
+    def workload(self) -> Workload:
+        """Tokens and sequences of a step."""
+        return Workload(self.model_shape(), self.args.seq_length, self.args.global_batch_size)
+
+    def parallel_config(self) -> Split:
+        """The degrees and the memory policy; ``auto`` counts as Ulysses 1 and ratio 0."""
+        args = self.args
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        sp, ratio = args.ds_sequence_parallel_size, args.usp_offload_ratio
+        ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
+        checkpointed = getattr(args, "checkpoint_activations", False)
+        return Split(
+            tp=tp,
+            ulysses=ulysses,
+            ring=sp // ulysses,
+            pp=pp,
+            dp=self.world_size // (tp * sp * pp),
+            zero=self.zero,
+            recompute="full" if checkpointed else args.usp_recompute,
+            micro_batch=args.micro_batch_size,
+            offload_ratio=0.0 if ratio == AUTO else ratio,
+            offload_unit="layer",
+            tp_sequence=False,
+            schedule="deepspeed",
+            fused_loss=args.usp_loss_chunks > 0,
+            param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
+        )
+
+    def choose_degree(self, *, on_gpu: bool) -> Choice:
+        """What ``--ulysses-degree auto`` stands for, with the planner's reasons.
+
+        Raises:
+            ConfigError: the planner knows no such cluster, or finds that no degree fits.
+        """
+        from ds_usp.training import this_cluster
+
+        # "auto" is solved when the degrees are known; a ratio that the user gave stays.
+        solves_ratio = self.args.usp_offload_ratio == AUTO
+        return choose_ulysses(
+            this_cluster(self.args.usp_cluster, self.world_size, on_gpu=on_gpu),
+            self.workload(),
+            replace(engine("megatron-deepspeed"), offloads=solves_ratio),
+            replace(self.parallel_config(), ulysses=1, ring=1),
+            self.world_size,
+        )
+
+    def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
+        """What the memory flags say, for all layers of this rank.
+
+        Args:
+            options: further arguments of ``LayerMemory``, such as ``checkpoint``.
+
+        Raises:
+            ConfigError: the offload ratio ``auto`` where no GPU sets a budget, or nothing fits.
+        """
+        from ds_usp.memory import LayerMemory, Offload
+        from ds_usp.training import solved_ratio
+
+        ratio = solved_ratio(
+            self.args.usp_offload_ratio, self.workload(), self.parallel_config(), device
+        )
+        return LayerMemory(self.args.usp_recompute, Offload(ratio, device), **options)
