@@ -36,7 +36,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.double_ring import Window
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
-from ds_usp.kernels.api import AttentionKernel, GradBuffers
+from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -154,7 +154,7 @@ def ring_forward(
         for step, k_block, v_block in walk:
             kernel = scores.on(call.kernel, step)
             for each in step.calls:
-                part, lse = kernel.forward(q, k_block, v_block, each, scale=call.scale)
+                part, lse = kernel.forward((q, k_block, v_block), each, scale=call.scale)
                 between = done(between)
                 total.add(part, lse, each.q_span)
             between = done(between)  # in the first step on every rank, whatever it computes
@@ -190,17 +190,8 @@ def ring_backward(
                 kernel = scores.on(call.kernel, step)
                 for each in step.calls:
                     places = grads.places(step, each)
-                    parts = kernel.backward(
-                        dout,
-                        q,
-                        k_block,
-                        v_block,
-                        out,
-                        lse,
-                        each,
-                        scale=call.scale,
-                        grad_buffers=places,
-                    )
+                    inputs = BackwardInputs(dout, q, k_block, v_block, out, lse)
+                    parts = kernel.backward(inputs, each, scale=call.scale, grad_buffers=places)
                     between = done(between)
                     spans = each.q_span, each.k_span, each.k_span
                     for total, part, span in zip(sums, parts, spans, strict=True):

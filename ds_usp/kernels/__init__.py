@@ -1,1 +1,1 @@
-"""Floor 1: attention of one query shard with one key/value block on one device."""
+"""Layer 1: attention of one query shard with one key/value block on one device."""

@@ -1,25 +1,45 @@
-"""What a kernel is: the protocol, what it declares, and what is asked of it.
+"""The interface of an attention kernel: what it declares, what a call asks of it, and a base class.
 
-Letters of the shapes: B batch, S query tokens, T key tokens, H query heads, G key/value heads,
-D head dim.
+Shape letters: B batch, S query tokens, T key tokens, H query heads, G key/value heads, D head dim
+of queries and keys, E of values and outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, ScoreMod
 
-# For dq [B, rows, H, D] and dk, dv [B, columns, G, D]; None: in memory of its own.
+# q [B, S, H, D], k [B, T, G, D], v [B, T, G, E]; also their gradients.
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OutLse = tuple[torch.Tensor, torch.Tensor]
+# Out buffers for dq [B, rows, H, D] (None: the kernel allocates it), dk and dv [B, columns, G, .].
 GradBuffers = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+class BackwardInputs(NamedTuple):
+    """What a kernel's backward reads; out and lse are final: merged over all key/value blocks.
+
+    Shapes:
+        dout, out ``[B, S, H, E]``, q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``,
+        lse ``[B, H, S]``.
+    """
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -28,11 +48,11 @@ class KernelRequest:
 
     Args:
         head_dim: of queries and keys.
-        mask: the window; documents change no kernel's answer, and there are others every time.
+        mask: the window; documents change no kernel's answer, and differ from step to step.
         documents: the mask has documents.
-        value_dim: of values and outputs; None: the same.
-        scores: what becomes of the scores.
-        deterministic: two calls alike give the same bits, backward too.
+        value_dim: head dim of values and outputs; None: ``head_dim``.
+        score_mod: the score modifiers.
+        deterministic: backward must be bitwise reproducible.
     """
 
     device: str
@@ -66,16 +86,16 @@ class KernelCaps:
         dtypes: dtypes of q, k and v, forward and backward.
         max_head_dim: largest head dim; None means any.
         head_dim_multiple: the head dim must be a multiple of this.
-        tiles: bands it computes in one call.
-        varlen: it computes the tiles of many documents in one call; else it takes one by one.
-        wide_gradients: it returns gradients in fp32; they then travel so.
-        scores: what it does to scores besides scaling and masking them, of
-            ``ds_usp.kernels.score_mod.FEATURES``; then it has ``with_scores``.
-        value_dims: values may have another head dim than keys. To the others both come filled up
-            with zeros to the larger one (``ds_usp.kernels.head_dim_padding``).
-        deterministic: its gradients are the same bits every time where torch's deterministic
-            algorithms are asked for.
-        fills_places: it writes the gradients of a single tile where the caller wants them.
+        tiles: the tiles (rectangles with a band mask) that it computes in one call.
+        varlen: it computes the tiles of many documents in one call; else one call a tile.
+        fp32_grads: it returns gradients in fp32, which are then communicated in fp32.
+        score_features: its score modifiers, of ``ds_usp.kernels.score_mod.FEATURES``; a kernel
+            that has some implements ``with_score_mod``.
+        value_dims: values may have another head dim than keys. Other kernels get both padded with
+            zeros to the larger one (:class:`PaddedHeadDimKernel`).
+        deterministic: its gradients are bitwise reproducible under torch's deterministic
+            algorithms.
+        writes_grads_in_place: it writes the gradients of a single tile into ``grad_buffers``.
     """
 
     devices: frozenset[str]
@@ -91,7 +111,7 @@ class KernelCaps:
     writes_grads_in_place: bool = False
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of what it returns for tensors of a dtype."""
+        """Dtype of the gradients that it returns for inputs of a dtype."""
         return torch.promote_types(dtype, torch.float32) if self.fp32_grads else dtype
 
     def refusal(self, request: KernelRequest) -> str | None:
@@ -99,7 +119,7 @@ class KernelCaps:
         if self.devices and request.device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not {request.device}"
         if request.dtype not in self.dtypes:
-            supported = ", ".join(sorted(_dtype_name(dtype) for dtype in self.dtypes))
+            supported = ", ".join(sorted(map(_dtype_name, self.dtypes)))
             return f"takes {supported}, not {_dtype_name(request.dtype)}"
         for dim in request.head_dims if self.value_dims else [max(request.head_dims)]:
             if self.max_head_dim is not None and dim > self.max_head_dim:
@@ -116,187 +136,183 @@ class KernelCaps:
 
 
 class AttentionKernel(Protocol):
-    """One attention library behind one face.
+    """One attention library behind one interface.
 
     Results cover the rows (``out``, ``lse``, ``dq``) and columns (``dk``, ``dv``) of the call.
-    Those that are in none of its tiles have out 0 and lse ``-inf``, and gradients of 0.
+    Rows and columns in none of its tiles have out 0, lse ``-inf`` and gradients of 0.
     """
 
     name: str
     caps: KernelCaps
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: KernelCall,
-        *,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         """Attention of the call's tiles alone.
 
         Shapes:
-            q ``[B, S, H, D]``, k and v ``[B, T, G, D]`` -> out ``[B, rows, H, D]`` and lse
-            ``[B, H, rows]``, the natural log-sum-exp of the scaled scores in fp32 (fp64 for fp64).
+            q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]`` -> out ``[B, rows, H, E]``
+            and lse ``[B, H, rows]``, the natural log-sum-exp of the scaled scores in fp32 (fp64
+            for fp64).
         """
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         call: KernelCall,
         *,
         scale: float,
         grad_buffers: GradBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tiles' share of the gradients, from the final ``out`` and ``lse`` of all blocks.
+    ) -> QKV:
+        """The tiles' contribution to the gradients: dq ``[B, rows, H, D]``, dk and dv
+        ``[B, columns, G, .]``.
 
         Args:
-            places: where the gradients are wanted, in the dtype in which the kernel returns them,
-                each head's features dense; only for calls of one tile, and only of kernels that say
-                that they fill them.
-
-        Shapes:
-            dout, out ``[B, S, H, D]``, lse ``[B, H, S]`` -> dq ``[B, rows, H, D]``, dk and dv
-            ``[B, columns, G, D]``.
+            grad_buffers: out buffers, in the dtype of :meth:`KernelCaps.grad_dtype`, with
+                contiguous features; only for calls of one tile, and only for kernels with
+                ``caps.writes_grads_in_place``.
         """
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """The same kernel for scores that are changed so; asked only for what it declares."""
+        """This kernel with score modifiers; only called for those that it declares."""
 
 
 class SingleTileKernel:
-    """Base of kernels that compute one tile a call: cuts the tensors, the library does the rest."""
+    """Base of kernels that compute one tile a call: slices the tensors and loops over tiles."""
 
+    name: str
     caps: KernelCaps
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: KernelCall,
-        *,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         """See :meth:`AttentionKernel.forward`."""
+        q, k, v = qkv
         with _without_autocast(q.device.type):
-            q, k, v = _q_slice(q, call), _k_slice(k, call), _k_slice(v, call)
+            qkv = _q_slice(q, call), _k_slice(k, call), _k_slice(v, call)
             if call.tile is not None:
-                return self.tile_forward(q, k, v, call.tile, scale)
-            return self.multi_tile_forward(q, k, v, call, scale)
+                return self.tile_forward(qkv, call.tile, scale)
+            return self.multi_tile_forward(qkv, call, scale)
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         call: KernelCall,
         *,
         scale: float,
         grad_buffers: GradBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> QKV:
         """See :meth:`AttentionKernel.backward`."""
+        dout, q, k, v, out, lse = saved
         with _without_autocast(q.device.type):
-            dout, q, out = (_q_slice(x, call) for x in (dout, q, out))
-            k, v = _k_slice(k, call), _k_slice(v, call)
-            lse = lse[:, :, call.q_start : call.q_stop]
-            if call.tile is not None:
-                buffers = {} if grad_buffers is None else {"grad_buffers": grad_buffers}
-                return self.tile_backward(dout, q, k, v, out, lse, call.tile, scale, **buffers)
-            return self.multi_tile_backward(dout, q, k, v, out, lse, call, scale)
+            saved = BackwardInputs(
+                _q_slice(dout, call),
+                _q_slice(q, call),
+                _k_slice(k, call),
+                _k_slice(v, call),
+                _q_slice(out, call),
+                lse[:, :, call.q_start : call.q_stop],
+            )
+            if call.tile is None:
+                return self.multi_tile_backward(saved, call, scale)
+            buffers = {} if grad_buffers is None else {"grad_buffers": grad_buffers}
+            return self.tile_backward(saved, call.tile, scale, **buffers)
 
-    def multi_tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of several tiles, one after the other; q, k, v are the rows and columns of the call."""
+    def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
+        """One call a tile; q, k, v are the rows and columns of the call."""
+        q, k, v = qkv
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.grad_dtype(q.dtype))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=acc_dtype)
-        for samples, tile in _tiles_with_samples(call):
-            rows, columns = _tile_slices(call, tile)
-            tile_out, tile_lse = self.for_samples(samples).tile_forward(
-                q[samples, rows], k[samples, columns], v[samples, columns], tile, scale
-            )
+        for samples, tile, rows, columns in _tiles_of(call):
+            tile_qkv = q[samples, rows], k[samples, columns], v[samples, columns]
+            tile_out, tile_lse = self.for_samples(samples).tile_forward(tile_qkv, tile, scale)
             out[samples, rows] = tile_out
             lse[samples, :, rows] = tile_lse
         return out, lse
 
-    def multi_tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: KernelCall,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of several tiles, one after the other; the tensors are those of the call."""
+    def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
+        """One call a tile; the tensors are the rows and columns of the call."""
+        dout, q, k, v, out, lse = saved
         dtype = self.caps.grad_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        for samples, tile in _tiles_with_samples(call):
-            rows, columns = _tile_slices(call, tile)
-            tile_grads = self.for_samples(samples).tile_backward(
-                dout[samples, rows],
-                q[samples, rows],
-                k[samples, columns],
-                v[samples, columns],
-                out[samples, rows],
+        for samples, tile, rows, columns in _tiles_of(call):
+            q_index, k_index = (samples, rows), (samples, columns)
+            tile_saved = BackwardInputs(
+                dout[q_index], q[q_index], k[k_index], v[k_index], out[q_index],
                 lse[samples, :, rows],
-                tile,
-                scale,
-            )
-            indices = (samples, rows), (samples, columns), (samples, columns)
-            for grad, tile_grad, index in zip((dq, dk, dv), tile_grads, indices, strict=True):
-                grad[index] = tile_grad  # no other tile of the call has them
+            )  # fmt: skip
+            grads = self.for_samples(samples).tile_backward(tile_saved, tile, scale)
+            dq[q_index], dk[k_index], dv[k_index] = grads  # no other tile of the call has them
         return dq, dk, dv
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
-        """See :meth:`AttentionKernel.with_scores`."""
+        """See :meth:`AttentionKernel.with_score_mod`."""
         raise NotImplementedError
 
     def for_samples(self, samples: slice) -> SingleTileKernel:
-        """The kernel for some samples of the batch; itself, unless it tells them apart."""
+        """The kernel for some samples of the batch; itself, unless its score modifiers depend on
+        the sample."""
         return self
 
-    def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
+        """:meth:`forward` of one tile, whose rows and columns the tensors are."""
         raise NotImplementedError
 
-    def tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
+        """:meth:`backward` of one tile, whose rows and columns the tensors are. Kernels with
+        ``caps.writes_grads_in_place`` also have ``grad_buffers``."""
         raise NotImplementedError
+
+
+class PaddedHeadDimKernel:
+    """A kernel of one head dim for keys and values that have two: pads the smaller with zeros.
+
+    Exact: zeros add nothing to ``q . k``, and the output columns that they make are sliced off.
+    It costs the copies and the products with zeros, no communication.
+    """
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+        self.name, self.caps = kernel.name, replace(kernel.caps, writes_grads_in_place=False)
+
+    def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
+        """See :meth:`AttentionKernel.with_score_mod`."""
+        return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod))
+
+    def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
+        """See :meth:`AttentionKernel.forward`."""
+        q, k, v = _pad_to_one_head_dim(*qkv)
+        out, lse = self._kernel.forward((q, k, v), call, scale=scale)
+        return out[..., : qkv[2].shape[3]], lse
+
+    def backward(
+        self,
+        saved: BackwardInputs,
+        call: KernelCall,
+        *,
+        scale: float,
+        grad_buffers: GradBuffers | None = None,
+    ) -> QKV:
+        """See :meth:`AttentionKernel.backward`; ``grad_buffers`` is always None."""
+        dout, q, k, v, out = _pad_to_one_head_dim(*saved[:5])
+        padded = BackwardInputs(dout, q, k, v, out, saved.lse)
+        dq, dk, dv = self._kernel.backward(padded, call, scale=scale)
+        keys, values = saved.k.shape[3], saved.v.shape[3]
+        return dq[..., :keys], dk[..., :keys], dv[..., :values]
+
+
+def _pad_to_one_head_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Zeros after the features of those that have fewer."""
+    max_dim = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == max_dim else F.pad(x, (0, max_dim - x.shape[3])) for x in tensors]
 
 
 class UnsuitableDeviceError(ImportError):
-    """The GPU here is none of those that a library computes on: nothing to install would help."""
+    """The GPU is none of those that a library supports: installing something would not help."""
 
 
 def require_capability(major: int, library: str, *, only: bool = False) -> None:
-    """Check the GPU before a library is tried on it.
+    """Check the GPU's compute capability before a library is imported.
 
     Args:
-        only: later generations will not do either.
+        only: later generations are not supported either.
 
     Raises:
         UnsuitableDeviceError: no GPU, or one of another generation.
@@ -304,42 +320,38 @@ def require_capability(major: int, library: str, *, only: bool = False) -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability[0] < major or (only and capability[0] > major):
         wanted = f"{major}.x" if only else f"{major}.0"
-        actual = (
-            f"this one has {capability[0]}.{capability[1]}"
-            if capability[0]
-            else "there is none here"
-        )
+        actual = "this one has {}.{}".format(*capability) if capability[0] else "there is none here"
         raise UnsuitableDeviceError(
             f"{library} needs a GPU of compute capability {wanted}, {actual}"
         )
 
 
 def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
-    """The tile's mask, true where a pair attends: ``[rows, columns]`` bool."""
+    """The tile's mask, true where a query attends to a key: ``[rows, columns]`` bool."""
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
     distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
     return (distance >= tile.low) & (distance <= tile.high)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """The dtype of q, k and v decides. Where autocast is off already, at no cost."""
+    """Autocast off: the dtype of q, k and v decides. A null context where it is off already."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
 
-def _tiles_with_samples(call: KernelCall) -> Iterator[tuple[slice, Tile]]:
-    """Every tile of a call with the samples that it is for."""
+def _tiles_of(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
+    """Every tile of a call with its samples, and its rows and columns counted in the call."""
     for sample, tiles in enumerate(call.tiles):
         samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
         for tile in tiles:
-            yield samples, tile
-
-
-def _tile_slices(call: KernelCall, tile: Tile) -> tuple[slice, slice]:
-    """The rows and columns of a tile among those of its call."""
-    rows = slice(tile.q_start - call.q_start, tile.q_stop - call.q_start)
-    return rows, slice(tile.k_start - call.k_start, tile.k_stop - call.k_start)
+            rows = slice(tile.q_start - call.q_start, tile.q_stop - call.q_start)
+            yield (
+                samples,
+                tile,
+                rows,
+                slice(tile.k_start - call.k_start, tile.k_stop - call.k_start),
+            )
 
 
 def _q_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
@@ -351,12 +363,9 @@ def _k_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
 
 
 def _slice_tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some tokens of ``[B, S, H, D]``; the tensor itself if they are all."""
-    return _dense_features(x if stop - start == x.shape[1] else x[:, start:stop])
-
-
-def _dense_features(x: torch.Tensor) -> torch.Tensor:
-    """The features of a head next to each other: libraries read them so, torch's unchecked."""
+    """Some tokens of ``[B, S, H, D]``; the tensor itself if they are all. Copied if features are
+    not contiguous: libraries read them as contiguous, torch's without a check."""
+    x = x if stop - start == x.shape[1] else x[:, start:stop]
     return x if x.stride(3) == 1 else x.contiguous()
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 
 from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import GradBuffers, KernelCaps, SingleTileKernel, window_mask
+from ds_usp.kernels.api import (
+    QKV,
+    BackwardInputs,
+    GradBuffers,
+    KernelCaps,
+    OutLse,
+    SingleTileKernel,
+    window_mask,
+)
 from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 
 
 class EagerKernel(SingleTileKernel):
-    """Holds all ``[B, H, rows, columns]`` scores at once: for checks and for what no other takes.
+    """Materializes all ``[B, H, rows, columns]`` scores: for checks, and for what no other kernel
+    computes.
 
-    Computes and returns fp32 (fp64 for fp64), whatever the inputs are.
-
-    Args:
-        change: what becomes of its scores.
+    Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype.
     """
 
     name = "eager"
@@ -33,22 +39,20 @@ class EagerKernel(SingleTileKernel):
         self._score_mod = score_mod or BoundScoreMod()
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> EagerKernel:
-        """See :meth:`AttentionKernel.with_scores`."""
+        """See :meth:`AttentionKernel.with_score_mod`."""
         return EagerKernel(score_mod)
 
     def for_samples(self, samples: slice) -> EagerKernel:
         """See :meth:`SingleTileKernel.for_samples`."""
         return EagerKernel(self._score_mod.for_samples(samples))
 
-    def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
+        """See :meth:`SingleTileKernel.tile_forward`."""
+        q, k, v = qkv
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
         score_mod = self._score_mod.for_tile(tile)
-        scores = score_mod.apply_softcap(
-            _qk_scores(_by_kv_group(q.to(dtype), groups), k.to(dtype), scale)
-        )
-        scores = _bias_and_mask(scores, score_mod, tile)
+        scores = _qk_scores(_by_kv_group(q.to(dtype), groups), k.to(dtype), scale)
+        scores = _bias_and_mask(score_mod.apply_softcap(scores), score_mod, tile)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_()
         if (dropout := score_mod.dropout_multiplier(dtype)) is not None:
@@ -58,23 +62,20 @@ class EagerKernel(SingleTileKernel):
 
     def tile_backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         tile: Tile,
         scale: float,
         grad_buffers: GradBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    ) -> QKV:
+        """See :meth:`SingleTileKernel.tile_backward`."""
+        groups = saved.k.shape[2]
+        dtype = torch.promote_types(saved.q.dtype, torch.float32)
         score_mod = self._score_mod.for_tile(tile)
-        q, dout, out = (_by_kv_group(x.to(dtype), groups) for x in (q, dout, out))
-        k, v = k.to(dtype), v.to(dtype)
+        q, dout, out = (_by_kv_group(x.to(dtype), groups) for x in (saved.q, saved.dout, saved.out))
+        k, v = saved.k.to(dtype), saved.v.to(dtype)
         scores = score_mod.apply_softcap(_qk_scores(q, k, scale))
         softcap_grad = score_mod.softcap_grad(scores)
-        lse = lse.unflatten(1, (groups, -1)).unsqueeze(-1)
+        lse = saved.lse.unflatten(1, (groups, -1)).unsqueeze(-1)
         weights = _bias_and_mask(scores, score_mod, tile).sub_(lse).exp_()
         # d(softmax): p * (dp - rowsum(dout * out)), FlashAttention-2 paper, section 2.3.1
         delta = torch.einsum("bsgrd,bsgrd->bgrs", dout, out).unsqueeze(-1)
@@ -91,8 +92,8 @@ class EagerKernel(SingleTileKernel):
         dk = torch.einsum("bgrst,bsgrd->btgd", dscores, q)
         buffers = (None, None, None) if grad_buffers is None else grad_buffers
         dq, dk, dv = (
-            x if buffer is None else buffer.copy_(x)
-            for x, buffer in zip((dq, dk, dv), buffers, strict=True)
+            grad if buffer is None else buffer.copy_(grad)
+            for grad, buffer in zip((dq, dk, dv), buffers, strict=True)
         )
         return dq, dk, dv
 
@@ -103,12 +104,12 @@ def _by_kv_group(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _qk_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """``[B, G, H / G, S, T]``."""
+    """``scale * q . k``: ``[B, G, H / G, S, T]``."""
     return torch.einsum("bsgrd,btgd->bgrst", q, k).mul_(scale)
 
 
 def _bias_and_mask(scores: torch.Tensor, score_mod: BoundScoreMod, tile: Tile) -> torch.Tensor:
-    """The scores with the bias of their places, -inf where a pair does not attend; in place."""
+    """The scores plus the ALiBi bias, -inf where a query does not attend to a key; in place."""
     if (bias := score_mod.alibi_bias(scores.dtype)) is not None:
         scores.add_(bias.unflatten(0, scores.shape[1:3]))
     if not tile.is_full:

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from ds_usp.geometry.tiles import Tile, TileSupport
-from ds_usp.kernels.api import KernelCaps, SingleTileKernel, require_capability
+from ds_usp.kernels.api import (
+    QKV,
+    BackwardInputs,
+    KernelCaps,
+    OutLse,
+    SingleTileKernel,
+    require_capability,
+)
 
 _forward = torch.ops.aten._efficient_attention_forward
 _backward = torch.ops.aten._efficient_attention_backward
@@ -19,10 +26,11 @@ _VECTOR_BYTES = 16
 
 
 class EfficientKernel(SingleTileKernel):
-    """The one for every GPU, and for fp32 without holding all scores at once.
+    """The kernel for every GPU, and for fp32 without materializing all scores.
 
-    fp32 is not TF32, whatever torch's switches say: from Ampere on the kernels add up three TF32
-    products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32). It has no grouped heads.
+    fp32 is not TF32, whatever torch's switches are set to: from Ampere on the kernels add up three
+    TF32 products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32). It has no grouped
+    heads.
     """
 
     name = "efficient"
@@ -40,18 +48,14 @@ class EfficientKernel(SingleTileKernel):
         if torch.cuda.get_device_capability() < (8, 0):
             self.caps = replace(self.caps, dtypes=self.caps.dtypes - {torch.bfloat16})
 
-    def tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
+        """See :meth:`SingleTileKernel.tile_forward`."""
+        q, k, v = qkv
         out, lse, *_ = _forward(
             _aligned(q),
             _expand_kv_heads(k, q.shape[2]),
             _expand_kv_heads(v, q.shape[2]),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,  # bias, cu_seqlens and max_seqlen of queries and keys
             0.0,
             _mask_type(tile),
             True,
@@ -59,18 +63,10 @@ class EfficientKernel(SingleTileKernel):
         )
         return out, lse[:, :, : tile.rows]
 
-    def tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # As forward pads it: rows that are not there weigh exp(score - inf) = 0.
+    def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
+        """See :meth:`SingleTileKernel.tile_backward`."""
+        dout, q, k, v, out, lse = saved
+        # Padded as forward's is: rows beyond the last weigh exp(score - inf) = 0.
         padded = F.pad(lse, (0, -tile.rows % _LSE_ROWS), value=float("inf")).contiguous()
         # Without dropout the random state is passed through unread.
         unused_rng_state = torch.empty((), dtype=torch.int64, device=q.device)
@@ -80,7 +76,7 @@ class EfficientKernel(SingleTileKernel):
             _expand_kv_heads(k, q.shape[2]),
             _expand_kv_heads(v, q.shape[2]),
             None,
-            _aligned(out.contiguous()),  # its row stride is taken for granted
+            _aligned(out.contiguous()),  # the kernel does not read its row stride
             None,
             None,
             tile.rows,
@@ -114,7 +110,7 @@ def _group_sum(grad: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if its vectors do not begin where the kernels load them."""
+    """The tensor, copied if its vectors are not aligned to the kernels' loads of 16 bytes."""
     elements = _VECTOR_BYTES // x.element_size()
     fits = x.data_ptr() % _VECTOR_BYTES == 0 and not any(n % elements for n in x.stride()[:3])
     return x if fits else x.clone(memory_format=torch.contiguous_format)

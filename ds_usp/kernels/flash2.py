@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from packaging.version import Version
 
 from ds_usp.geometry.tiles import TileSupport
-from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
-from ds_usp.kernels.signature_adapter import SignatureAdapter
-from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
+from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
+from ds_usp.kernels.score_mod import SOFTCAP
+from ds_usp.kernels.varlen import (
+    BACKWARD_ARGS,
+    Lengths,
+    SeqLengths,
+    SignatureAdapter,
+    TileOrCall,
+    VarlenKernel,
+)
 
-_MIN_VERSION, _MIN_VERSION_SOFTCAP = Version("2.6"), Version("2.6.2")  # before, it had no backward
+_MIN_VERSION, _MIN_VERSION_SOFTCAP = Version("2.6"), Version("2.6.2")  # before: no backward of it
 _COMMON_ARGS = ("q", "k", "v", "dropout_p", "softcap", "alibi_slopes")
 
 _torch_forward = torch.ops.aten._flash_attention_forward
@@ -24,7 +30,7 @@ _torch_backward = torch.ops.aten._flash_attention_backward
 class Flash2Kernel(VarlenKernel):
     """Grouped heads, windows and bottom-right causal masks natively.
 
-    A window's bound of as many tokens as there are keys or more is none to the library, which is
+    The library takes a window bound of as many tokens as there are keys or more as none, which is
     right as long as there are no more queries than keys.
     """
 
@@ -50,37 +56,17 @@ class Flash2Kernel(VarlenKernel):
         if not self._library.has_softcap:
             self.caps = replace(self.caps, score_features=frozenset())
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash2Kernel:
-        """See :meth:`AttentionKernel.with_scores`."""
-        kernel = copy(self)
-        kernel._library = copy(self._library)
-        kernel._library.softcap = score_mod.mod.softcap or 0.0
-        return kernel
-
     def tile_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._library.forward(q, k, v, tile, scale, lengths)
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> OutLse:
+        """See :meth:`VarlenKernel.tile_forward`."""
+        return self._library.forward(qkv, tile, scale, lengths, self.softcap)
 
     def tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._library.backward(dout, q, k, v, out, lse.contiguous(), tile, scale, lengths)
+        self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> QKV:
+        """See :meth:`VarlenKernel.tile_backward`."""
+        return self._library.backward(saved, tile, scale, lengths, self.softcap)
 
 
 class _FlashAttnPackage:
@@ -88,21 +74,19 @@ class _FlashAttnPackage:
 
     Raises:
         ImportError: it is not installed (``flash-attn-4`` alone leaves a folder of its name), or
-            it is not a version that is known here.
+            its version is not supported.
     """
 
     def __init__(self) -> None:
         import flash_attn
         from flash_attn import flash_attn_interface as library
 
-        if Version(flash_attn.__version__) < _MIN_VERSION:
-            raise ImportError(f"flash-attn {flash_attn.__version__} is older than {_MIN_VERSION}")
-        self.softcap = 0.0  # none
-        self.has_softcap = Version(flash_attn.__version__) >= _MIN_VERSION_SOFTCAP
+        version = Version(flash_attn.__version__)
+        if version < _MIN_VERSION:
+            raise ImportError(f"flash-attn {version} is older than {_MIN_VERSION}")
+        self.has_softcap = version >= _MIN_VERSION_SOFTCAP
         forward = (*_COMMON_ARGS, "return_softmax")
-        backward = (
-            *_COMMON_ARGS, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
-        )  # fmt: skip
+        backward = (*_COMMON_ARGS, *BACKWARD_ARGS)
         varlen = SeqLengths._fields
         self._fwd = SignatureAdapter(library._flash_attn_forward, *forward)
         self._bwd = SignatureAdapter(library._flash_attn_backward, *backward)
@@ -110,26 +94,21 @@ class _FlashAttnPackage:
         self._varlen_bwd = SignatureAdapter(library._flash_attn_varlen_backward, *backward, *varlen)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths, softcap: float
+    ) -> OutLse:
         """See :meth:`VarlenKernel.tile_forward`."""
+        q, k, v = qkv
         results = (self._fwd if lengths is None else self._varlen_fwd)(
             tile,
             scale,
+            lengths,
             q=q,
             k=k,
             v=v,
             dropout_p=0.0,
-            softcap=self.softcap,
+            softcap=softcap,
             alibi_slopes=None,
             return_softmax=False,
-            **lengths_as_kwargs(lengths),
         )
         # 2.6 returns its padded inputs too, between the output and these last three.
         lse, _, _ = results[-3:]
@@ -137,110 +116,65 @@ class _FlashAttnPackage:
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         tile: TileOrCall,
         scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        lengths: Lengths,
+        softcap: float,
+    ) -> QKV:
         """See :meth:`VarlenKernel.tile_backward`."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        (self._bwd if lengths is None else self._varlen_bwd)(
-            tile,
-            scale,
-            dout=dout,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dropout_p=0.0,
-            softcap=self.softcap,
-            alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),  # as torch's own does
-            **lengths_as_kwargs(lengths),
-        )
-        return dq, dk, dv
+        bwd = self._bwd if lengths is None else self._varlen_bwd
+        options = {"dropout_p": 0.0, "softcap": softcap, "alibi_slopes": None}
+        return bwd.gradients(saved, tile, scale, lengths, **options)
 
 
 class _TorchFlash:
-    """FlashAttention-2 as it is built into torch for CUDA.
+    """FlashAttention-2 as it is built into torch for CUDA; it has no soft cap.
 
     Raises:
         ImportError: it is not built in.
     """
 
+    has_softcap = False
+
     def __init__(self) -> None:
         if not torch.backends.cuda.is_flash_attention_available():
             raise ImportError("neither flash-attn is here nor FlashAttention in this torch")
-        self.softcap, self.has_softcap = 0.0, False
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths, softcap: float
+    ) -> OutLse:
         """See :meth:`VarlenKernel.tile_forward`."""
-        left, right = tile.window
+        q, k, v = qkv
+        sizes = lengths or _equal_lengths(q, k)
+        mask = _window_args(tile)
         out, lse, *_ = _torch_forward(
-            q,
-            k,
-            v,
-            *(lengths or _equal_lengths(q, k)),
-            0.0,
-            tile.is_causal,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            q, k, v, *sizes, 0.0, tile.is_causal, False, scale=scale, **mask
         )
         return out, lse
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         tile: TileOrCall,
         scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        lengths: Lengths,
+        softcap: float,
+    ) -> QKV:
         """See :meth:`VarlenKernel.tile_backward`."""
-        left, right = tile.window
         # Without dropout the random state is passed through unread.
-        unused_rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        return _torch_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *(lengths or _equal_lengths(q, k)),
-            0.0,
-            tile.is_causal,
-            unused_rng_state,
-            unused_rng_state,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
+        rng = torch.empty(2, dtype=torch.uint64, device=saved.q.device)
+        saved = saved._replace(lse=saved.lse.contiguous())
+        sizes = lengths or _equal_lengths(saved.q, saved.k)
+        mask = _window_args(tile)
+        return _torch_backward(*saved, *sizes, 0.0, tile.is_causal, rng, rng, scale=scale, **mask)
+
+
+def _window_args(tile: TileOrCall) -> dict[str, Any]:
+    left, right = tile.window
+    return {"window_size_left": left, "window_size_right": right}
 
 
 def _equal_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
-    """In place of :class:`Lengths`, where every sample has the same: ``[B, S, H, D]``."""
+    """Instead of :class:`SeqLengths`, where every sample has the same: ``[B, S, H, D]``."""
     return None, None, q.shape[1], k.shape[1]

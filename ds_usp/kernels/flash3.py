@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 
-from ds_usp.kernels.api import KernelCaps, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
-from ds_usp.kernels.signature_adapter import SignatureAdapter
-from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
+from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
+from ds_usp.kernels.score_mod import SOFTCAP
+from ds_usp.kernels.varlen import (
+    BACKWARD_ARGS,
+    Lengths,
+    SeqLengths,
+    SignatureAdapter,
+    TileOrCall,
+    VarlenKernel,
+)
 
 _COMMON_ARGS = ("q", "k", "v", "softcap", *SeqLengths._fields)
 
@@ -32,68 +36,22 @@ class Flash3Kernel(VarlenKernel):
         require_capability(9, "FlashAttention-3", only=True)
         import flash_attn_interface as library
 
-        self._softcap = 0.0  # none
-        # Versions without num_splits return the log-sum-exp in another place.
+        # Versions without num_splits return the log-sum-exp at another index.
         self._fwd = SignatureAdapter(library._flash_attn_forward, *_COMMON_ARGS, "num_splits")
-        self._bwd = SignatureAdapter(
-            library._flash_attn_backward,
-            *_COMMON_ARGS, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic",
-        )  # fmt: skip
-
-    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash3Kernel:
-        """See :meth:`AttentionKernel.with_scores`."""
-        kernel = copy(self)
-        kernel._softcap = score_mod.mod.softcap or 0.0
-        return kernel
+        self._bwd = SignatureAdapter(library._flash_attn_backward, *_COMMON_ARGS, *BACKWARD_ARGS)
 
     def tile_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> OutLse:
+        """See :meth:`VarlenKernel.tile_forward`."""
+        q, k, v = qkv
         out, lse, *_ = self._fwd(
-            tile,
-            scale,
-            q=q,
-            k=k,
-            v=v,
-            softcap=self._softcap,
-            num_splits=1,
-            **lengths_as_kwargs(lengths),
+            tile, scale, lengths, q=q, k=k, v=v, softcap=self.softcap, num_splits=1
         )
         return out, lse
 
     def tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self._bwd(
-            tile,
-            scale,
-            dout=dout,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse.contiguous(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softcap=self._softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **lengths_as_kwargs(lengths),
-        )
-        return dq, dk, dv
+        self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> QKV:
+        """See :meth:`VarlenKernel.tile_backward`."""
+        return self._bwd.gradients(saved, tile, scale, lengths, softcap=self.softcap)

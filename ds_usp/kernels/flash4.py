@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ds_usp.kernels.api import GradBuffers, KernelCaps, require_capability
-from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod
-from ds_usp.kernels.varlen import SeqLengths, TileOrCall, VarlenKernel, lengths_as_kwargs
+from ds_usp.kernels.api import (
+    QKV,
+    BackwardInputs,
+    GradBuffers,
+    KernelCaps,
+    OutLse,
+    require_capability,
+)
+from ds_usp.kernels.score_mod import SOFTCAP
+from ds_usp.kernels.varlen import Lengths, TileOrCall, VarlenKernel, lengths_as_kwargs
 
 
 class Flash4Kernel(VarlenKernel):
@@ -20,7 +27,7 @@ class Flash4Kernel(VarlenKernel):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=128,
-        # Others go through, with wrong gradients (4.0.0b36 on H200, head dims 40, 72, 80, 104).
+        # It accepts others and returns wrong gradients (4.0.0b36, H200, head dims 40, 72, 80, 104).
         head_dim_multiple=32,
         varlen=True,
         score_features=frozenset({SOFTCAP}),
@@ -33,77 +40,47 @@ class Flash4Kernel(VarlenKernel):
         from flash_attn.cute import interface
 
         self._fwd, self._bwd = interface._flash_attn_fwd, interface._flash_attn_bwd
-        self._softcap = 0.0  # none
-        # Before this helper came, Hopper's backward left a soft cap out and had no fixed order of
-        # sums; on consumer Blackwell (12.x) it has neither.
+        # Versions without this helper ignore a soft cap in Hopper's backward and have no
+        # deterministic one; on consumer Blackwell (12.x) all versions are so.
         has_softcap_backward = hasattr(interface.utils, "create_softcap_scoremod_bwd")
         if not has_softcap_backward or torch.cuda.get_device_capability()[0] >= 12:
             self.caps = replace(self.caps, score_features=frozenset(), deterministic=False)
 
-    def with_score_mod(self, score_mod: BoundScoreMod) -> Flash4Kernel:
-        """See :meth:`AttentionKernel.with_scores`."""
-        kernel = copy(self)
-        kernel._softcap = score_mod.mod.softcap or 0.0
-        return kernel
-
     def tile_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = tile.window
-        out, lse, *_ = self._fwd(
-            q,
-            k,
-            v,
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=None if tile.is_causal else left,
-            window_size_right=None if tile.is_causal else right,
-            softcap=self._softcap or None,
-            return_lse=True,
-            **lengths_as_kwargs(lengths),
-        )
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> OutLse:
+        """See :meth:`VarlenKernel.tile_forward`."""
+        options = _mask_args(tile, scale, lengths)
+        out, lse, *_ = self._fwd(*qkv, softcap=self.softcap or None, return_lse=True, **options)
         return out, lse
 
     def tile_backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: BackwardInputs,
         tile: TileOrCall,
         scale: float,
-        lengths: SeqLengths | None = None,
+        lengths: Lengths = None,
         grad_buffers: GradBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        left, right = tile.window
-        buffers = (
-            {} if grad_buffers is None else dict(zip(("dq", "dk", "dv"), grad_buffers, strict=True))
-        )
-        deterministic = (
-            {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        )
+    ) -> QKV:
+        """See :meth:`VarlenKernel.tile_backward`."""
+        options = _mask_args(tile, scale, lengths)
+        if grad_buffers is not None:
+            options.update(zip(("dq", "dk", "dv"), grad_buffers, strict=True))
+        if torch.are_deterministic_algorithms_enabled():
+            options["deterministic"] = True
+        dout, q, k, v, out, lse = saved
         dq, dk, dv = self._bwd(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse.contiguous(),
-            softmax_scale=scale,
-            causal=tile.is_causal,
-            window_size_left=None if tile.is_causal else left,
-            window_size_right=None if tile.is_causal else right,
-            softcap=self._softcap,
-            **lengths_as_kwargs(lengths),
-            **buffers,
-            **deterministic,
+            q, k, v, out, dout, lse.contiguous(), softcap=self.softcap, **options
         )
         return dq, dk, dv
+
+
+def _mask_args(tile: TileOrCall, scale: float, lengths: Lengths) -> dict[str, Any]:
+    left, right = (None, None) if tile.is_causal else tile.window
+    return {
+        "softmax_scale": scale,
+        "causal": tile.is_causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        **lengths_as_kwargs(lengths),
+    }

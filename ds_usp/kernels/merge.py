@@ -1,7 +1,9 @@
-"""Sums over blocks: attention outputs by their log-sum-exp, gradients plainly. In fp32 or fp64.
+"""Accumulators over kernel calls: outputs merged by their log-sum-exp, gradients summed, in fp32
+(fp64 for fp64).
 
-Parts are kept as the kernel returned them until too many of them cover some row, and summed in one
-pass that reads them and writes the result. More are summed into an accumulator.
+Partial results are kept as the kernel returned them until too many of them overlap in some row,
+and merged in one pass that reads them and writes the result. Beyond that they are summed into an
+accumulator.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _NO_LSE = torch.empty(0, 0, 0)
 
 
 class _Partial(NamedTuple):
-    """Rows ``start : stop`` of a shard: values ``[B, rows, H, D]`` and, of an output, the
-    log-sum-exp ``[B, H, rows]``."""
+    """Partial result for the rows ``start : stop`` of a shard: values ``[B, rows, H, D]`` and, of
+    an output, the log-sum-exp ``[B, H, rows]``."""
 
     start: int
     stop: int
@@ -29,7 +31,8 @@ class _Partial(NamedTuple):
     lse: torch.Tensor = _NO_LSE
 
     def slice_rows(self, start: int, stop: int) -> _Partial:
-        """The rows ``start : stop`` of them, counted in the shard."""
+        """The rows ``start : stop`` of the shard, as far as it has them."""
+        start, stop = max(self.start, start), min(self.stop, stop)
         if (start, stop) == (self.start, self.stop):
             return self
         rows = slice(start - self.start, stop - self.start)
@@ -37,10 +40,10 @@ class _Partial(NamedTuple):
 
 
 class OutputAccumulator:
-    """The running attention output of a query shard over the key blocks seen so far.
+    """The attention output of a query shard, merged over key blocks (online softmax).
 
-    Rows that no block has touched hold out 0 and lse -inf. A single part that covers the shard
-    is taken over as it is, so one kernel call costs no merge.
+    Rows that no block covers have out 0 and lse -inf. A single partial result that covers the
+    shard is returned as it is, so one kernel call costs no merge.
 
     Args:
         q: the query shard ``[B, S, H, .]``, for shape, dtype and device.
@@ -53,65 +56,70 @@ class OutputAccumulator:
         self._partials: list[_Partial] = []
         self._accumulators: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, partial: torch.Tensor, partial_lse: torch.Tensor, span: tuple[int, int]) -> None:
-        """Take a call's rows, and over: they may be written. Those that see none of its keys have
-        lse ``-inf`` and add nothing.
+    def add(self, out: torch.Tensor, lse: torch.Tensor, span: tuple[int, int]) -> None:
+        """Add a kernel call's output and take ownership of it: it may be written. Rows that see
+        none of the call's keys have lse ``-inf`` and add nothing.
+
+        Args:
+            span: the shard's rows (start, stop) that they are for.
 
         Shapes:
-            part ``[B, rows, H, D]``, part_lse ``[B, H, rows]``, the rows of the span.
+            out ``[B, rows, H, D]``, lse ``[B, H, rows]``.
         """
-        self._partials.append(_Partial(*span, partial, partial_lse))
-        if self._accumulators is not None or _max_overlap(self._partials) > _max_deferred(partial):
+        self._partials.append(_Partial(*span, out, lse))
+        if self._accumulators is not None or _max_overlap(self._partials) > _max_deferred(out):
             self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; to be asked for once.
+        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; must be called once.
 
-        Where the first part covers the shard, the others are merged into it: rows that it alone
-        has are not touched. Unless it lies in more memory than it fills, which would be kept.
+        Where the first partial result covers the shard, the others are merged into it: rows that
+        only it covers are not touched. Unless it is a view of larger storage, which would stay
+        allocated.
         """
         if self._accumulators is not None:
             out, lse = self._accumulators
             return out.to(self._q.dtype), lse
         first = self._partials[0] if self._partials else None
         if first is not None and first.value.shape[1] == self._q.shape[1]:
+            out, lse = first.value, first.lse
             if len(self._partials) == 1:
-                return first.value.to(self._q.dtype), first.lse
+                return out.to(self._q.dtype), lse
+            reusable = out.is_contiguous() and lse.is_contiguous()
             if (
-                first.value.dtype == self._q.dtype
-                and _owns_dense_storage(first.value)
-                and _owns_dense_storage(first.lse)
+                reusable
+                and out.dtype == self._q.dtype
+                and _owns_storage(out)
+                and _owns_storage(lse)
             ):
-                self._write_result(first.value, first.lse)
-                return first.value, first.lse
+                self._write_result(out, lse)
+                return out, lse
         out, lse = self._q.new_empty(self._shape), self._new_lse()
         self._write_result(out, lse)
         return out, lse
 
     def _new_lse(self) -> torch.Tensor:
         batch, tokens, heads, _ = self._q.shape
-        acc_dtype = torch.promote_types(self._q.dtype, torch.float32)
-        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=acc_dtype)
+        dtype = _acc_dtype(self._q)
+        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=dtype)
 
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the sum of the parts; ``out`` may be the first one's values."""
+        """Write the merged partial results; ``out`` may be the first one's values."""
         for start, stop, partials in _coverage_runs(self._partials, self._q.shape[1]):
             run_out, run_lse = out[:, start:stop], lse[:, :, start:stop]
             if not partials:
                 run_out.zero_()
             elif len(partials) > 1:
-                _merge_into(
-                    run_out, run_lse, [(partial.value, partial.lse) for partial in partials]
-                )
+                _merge_into(run_out, run_lse, [(p.value, p.lse) for p in partials])
             elif out is not self._partials[0].value:
                 dense_copy(run_out, partials[0].value)
                 run_lse.copy_(partials[0].lse)
 
     def _flush(self) -> None:
-        """Sum the parts into the accumulators."""
+        """Merge the partial results into the accumulators."""
         if self._accumulators is None:
-            acc_dtype = torch.promote_types(self._q.dtype, torch.float32)
-            self._accumulators = self._q.new_zeros(self._shape, dtype=acc_dtype), self._new_lse()
+            out = self._q.new_zeros(self._shape, dtype=_acc_dtype(self._q))
+            self._accumulators = out, self._new_lse()
         out, lse = self._accumulators
         for start, stop, value, partial_lse in self._partials:
             rows = out[:, start:stop], lse[:, :, start:stop]
@@ -120,10 +128,10 @@ class OutputAccumulator:
 
 
 class GradAccumulator:
-    """The running gradient of a shard over the calls that touch it, in fp32 (fp64 for fp64).
+    """The gradient of a shard, summed over the calls that touch it, in fp32 (fp64 for fp64).
 
-    A single part that covers the shard is taken over as it is, so one kernel call costs no sum;
-    unless it lies in memory of others, as in a copy engine's room, which is filled again.
+    A single partial gradient that covers the shard is returned as it is, so one kernel call costs
+    no sum; unless it is a view of larger storage, as of a staging buffer, which is reused.
 
     Args:
         like: the shard ``[B, tokens, heads, D]``, for shape, dtype and device.
@@ -136,35 +144,32 @@ class GradAccumulator:
 
     def add(
         self,
-        partial: torch.Tensor,
+        grad: torch.Tensor,
         spans: Sequence[tuple[int, int]],
         *,
         sum_now: bool = False,
         defer: bool = False,
     ) -> None:
-        """Add the parts of these token spans, which stand in ``part`` one after the other.
+        """Add the partial gradients of these token spans, concatenated in ``grad``.
 
         Args:
-            borrowed: the memory of ``part`` will be used again, so it is summed at once.
-            held: the memory is there until the sum is read, so it may as well wait.
+            sum_now: the caller reuses the memory of ``grad``, so it is summed before the return.
+            defer: the memory stays valid until the sum is read, so summing may wait.
         """
-        start = 0
-        for begin, end in spans:
-            self._partials.append(_Partial(begin, end, partial[:, start : start + end - begin]))
-            start += end - begin
-        over_limit = self._accumulator is not None or _max_overlap(self._partials) > _max_deferred(
-            partial
-        )
-        if sum_now or (not defer and over_limit):
+        offset = 0
+        for start, stop in spans:
+            self._partials.append(_Partial(start, stop, grad[:, offset : offset + stop - start]))
+            offset += stop - start
+        full = self._accumulator is not None or _max_overlap(self._partials) > _max_deferred(grad)
+        if sum_now or (not defer and full):
             self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The sum in a dtype, the shard's if none is given; zeros where nothing was added."""
+        """The sum in a dtype, the shard's if None; zeros where nothing was added."""
         dtype = dtype or self._like.dtype
-        if self._accumulator is None and len(self._partials) == 1:
-            (only,) = self._partials
-            if only.value.shape == self._like.shape and _owns_storage(only.value):
-                return only.value.to(dtype)
+        only = self._only()
+        if only is not None and _owns_storage(only):
+            return only.to(dtype)
         if self._accumulator is not None and not self._partials:
             return self._accumulator.to(dtype)
         total = _dense_like(self._like, dtype)
@@ -172,49 +177,44 @@ class GradAccumulator:
         return total
 
     def whole(self) -> torch.Tensor | None:
-        """The sum in the shard's dtype, where it is a tensor already."""
-        if self._accumulator is None and len(self._partials) == 1:
-            only = self._partials[0].value
-            if only.shape == self._like.shape and only.dtype == self._like.dtype:
-                return only
-        return None
+        """The sum in the shard's dtype if it is one tensor already; else None."""
+        only = self._only()
+        return only if only is not None and only.dtype == self._like.dtype else None
+
+    def _only(self) -> torch.Tensor | None:
+        """The one partial gradient, if there is no other and it covers the shard."""
+        if self._accumulator is not None or len(self._partials) != 1:
+            return None
+        value = self._partials[0].value
+        return value if value.shape == self._like.shape else None
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
-        """Write the sum of the tokens from ``first`` on into a tensor that has room for some."""
+        """Write the sum of the tokens from ``first`` on into ``out``, as many as it has."""
         last = first + out.shape[1]
-        partials = self._all()
-        if any(partial.start < first or last < partial.stop for partial in partials):
-            partials = [
-                partial.slice_rows(max(partial.start, first), min(partial.stop, last))
-                for partial in partials
-                if partial.start < last and first < partial.stop
-            ]
+        partials = [
+            p.slice_rows(first, last) for p in self._all() if p.start < last and first < p.stop
+        ]
         for start, stop, covering in _coverage_runs(partials, last, first):
-            if start == first and stop == last:
-                _sum_into(out, [partial.value for partial in covering])
-                return
-            _sum_into(out[:, start - first : stop - first], [partial.value for partial in covering])
+            full = start == first and stop == last
+            run_out = out if full else out[:, start - first : stop - first]
+            _sum_into(run_out, [p.value for p in covering])
 
     def transfer_to(self, start: int, target: GradAccumulator) -> None:
-        """Add what there is from token ``start`` on to another sum, as its first tokens."""
+        """Add the tokens from ``start`` on to another accumulator, as its first tokens."""
         for partial in self._all():
             if partial.stop > start:
-                rest = partial.slice_rows(max(partial.start, start), partial.stop)
+                rest = partial.slice_rows(start, partial.stop)
                 target.add(rest.value, [(rest.start - start, rest.stop - start)], defer=True)
 
     def _all(self) -> list[_Partial]:
-        whole = (
-            []
-            if self._accumulator is None
-            else [_Partial(0, self._like.shape[1], self._accumulator)]
-        )
-        return [*whole, *self._partials]
+        if self._accumulator is None:
+            return self._partials
+        return [_Partial(0, self._like.shape[1], self._accumulator), *self._partials]
 
     def _flush(self) -> None:
-        """Sum the parts into the accumulator."""
-        acc_dtype = torch.promote_types(self._like.dtype, torch.float32)
+        """Sum the partial gradients into the accumulator."""
         if self._accumulator is None:
-            total = _dense_like(self._like, acc_dtype)
+            total = _dense_like(self._like, _acc_dtype(self._like))
             self.write(total)
             self._accumulator = total
         else:
@@ -223,13 +223,13 @@ class GradAccumulator:
         self._partials = []
 
 
-def _owns_dense_storage(x: torch.Tensor) -> bool:
-    """Dense, and all that its memory holds."""
-    return x.is_contiguous() and _owns_storage(x)
+def _acc_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _owns_storage(x: torch.Tensor) -> bool:
-    """All that its memory holds."""
+    """The tensor is all of its storage."""
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
@@ -238,7 +238,7 @@ def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels, if they can read these tensors: on a GPU, the last dim dense."""
+    """The Triton kernels, if they can read these tensors: on a GPU, the last dim contiguous."""
     if not tensors[0].is_cuda or any(x.stride(-1) != 1 for x in tensors):
         return None
     return _fused()
@@ -247,31 +247,29 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
 def _coverage_runs(
     partials: Sequence[_Partial], last: int, first: int = 0
 ) -> Iterator[tuple[int, int, list[_Partial]]]:
-    """Runs of rows between which the set of parts that cover them changes, with the parts."""
-    if all(partial.start == first and partial.stop == last for partial in partials):
+    """Runs of rows ``first : last`` that the same partial results cover, with their slices."""
+    if all(p.start == first and p.stop == last for p in partials):
         yield first, last, list(partials)
         return
-    edges = sorted({first, last, *(edge for partial in partials for edge in partial[:2])})
+    edges = sorted({first, last, *(edge for p in partials for edge in p[:2])})
     for start, stop in pairwise(edges):
-        covering = [
-            partial for partial in partials if partial.start <= start and stop <= partial.stop
-        ]
-        yield start, stop, [partial.slice_rows(start, stop) for partial in covering]
+        covering = [p for p in partials if p.start <= start and stop <= p.stop]
+        yield start, stop, [p.slice_rows(start, stop) for p in covering]
 
 
 def _max_deferred(partial: torch.Tensor) -> int:
-    """Parts of a row that are kept: in about the memory of the accumulator and another part."""
+    """Partial results of a row that are kept: about the memory of the accumulator and one more."""
     return 4 if partial.element_size() == 2 else 2
 
 
 def _max_overlap(partials: Sequence[_Partial]) -> int:
-    """Most parts that cover one row."""
+    """The largest number of partial results that cover one row."""
     return max((sum(a.start <= b.start < a.stop for a in partials) for b in partials), default=0)
 
 
 def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once; the first
-    may be where it goes."""
+    may be ``out``."""
     if not partials:
         out.zero_()
     elif len(partials) == 1:
@@ -280,8 +278,8 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     elif (triton := _fused_for(out, *partials)) is not None:
         triton.sum_fused(out, partials)
     else:
-        acc_dtype = torch.promote_types(out.dtype, torch.float32)
-        total = out if out.dtype == acc_dtype else torch.empty_like(out, dtype=acc_dtype)
+        dtype = _acc_dtype(out)
+        total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
         total.copy_(partials[0])
         for partial in partials[1:]:
             total += partial
@@ -292,11 +290,12 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
 def _merge_into(
     out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Write the attention over several sets of keys from that over each; the first may be where the
-    result goes."""
+    """Write the attention over several sets of keys from the output and lse over each; the first
+    may be ``out`` and ``lse``."""
     triton = _fused_for(out, lse, *(x for partial in partials for x in partial))
     if len(partials) == 2:
-        (merge_rows if triton is None else triton.merge_fused)(out, lse, *partials[0], *partials[1])
+        merge = merge_rows if triton is None else triton.merge_fused
+        merge(out, lse, *partials[0], *partials[1])
     elif triton is not None:
         triton.merge_up_to_4_fused(out, lse, partials)
     else:
@@ -315,7 +314,7 @@ def merge_rows(
     new: torch.Tensor,
     new_lse: torch.Tensor,
 ) -> None:
-    """Write the attention over two sets of keys from that over each, operation by operation.
+    """Write the attention over two sets of keys from that over each, with torch's operations.
 
     The output moves from the old one towards the new one by the weight
     ``sigmoid(new_lse - old_lse)``, which is ``exp(new_lse - log(exp(old_lse) + exp(new_lse)))``
@@ -325,17 +324,15 @@ def merge_rows(
     Shapes:
         out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
     """
-    acc_dtype = lse.dtype
-    lse_difference = (new_lse - old_lse).masked_fill_(
-        new_lse == float("-inf"), float("-inf")
-    )  # not NaN
-    weight = torch.sigmoid(lse_difference).transpose(1, 2).unsqueeze(-1)
-    out.copy_(torch.lerp(old.to(acc_dtype), new.to(acc_dtype), weight))
+    dtype = lse.dtype
+    difference = (new_lse - old_lse).masked_fill_(new_lse == float("-inf"), float("-inf"))  # no NaN
+    weight = torch.sigmoid(difference).transpose(1, 2).unsqueeze(-1)
+    out.copy_(torch.lerp(old.to(dtype), new.to(dtype), weight))
     lse.copy_(torch.logaddexp(old_lse, new_lse))
 
 
 def slow_path_notice(device: torch.device) -> str | None:
-    """What to tell the user if sums take more passes here than they could; None if not."""
+    """The warning that merging takes more passes than it could here; None if it does not."""
     if device.type != "cuda" or _fused() is not None:
         return None
     return "Triton is not installed: blocks of attention are summed by torch, in more passes"

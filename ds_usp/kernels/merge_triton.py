@@ -1,4 +1,7 @@
-"""Sums over blocks of attention, each as a single pass on the GPU."""
+"""Merges of attention outputs and sums of gradients, each a single pass on the GPU (Triton).
+
+Pointers and strides are unrolled by hand: tuple arguments need Triton 3.3, torch 2.6 has 3.2.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ def _merge(  # type: ignore[no-untyped-def]
     b = tl.load(
         new_lse + batch * new_lse_batch + head * new_lse_head + row, mask=inside, other=0.0
     ).to(ACC)
-    # The result may be written over what was read, which every warp has its own copy of: no warp
-    # may write before all have read.
+    # The result may overwrite its inputs, of which every warp loads its own copy: no warp may
+    # write before all have read.
     tl.debug_barrier()
     high = tl.maximum(a, b)
-    high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing on either side
+    high = tl.where(high == float("-inf"), 0.0, high)  # a row that attends to no key on either side
     total = high + tl.log(tl.exp(a - high) + tl.exp(b - high))
     base = tl.where(total == float("-inf"), 0.0, total)
     old_weight, new_weight = tl.exp(a - base), tl.exp(b - base)
@@ -64,9 +67,10 @@ def merge_fused(
     new: torch.Tensor,
     new_lse: torch.Tensor,
 ) -> None:
-    """:func:`ds_usp.kernels.merge.merge_rows`: one read of each part, one write of the result.
+    """:func:`ds_usp.kernels.merge.merge_rows`: one read of each partial result, one
+    write.
 
-    Features and, of the log-sum-exps, rows are dense.
+    Features and, of the log-sum-exps, rows are contiguous.
     """
     batch, rows, heads, dim = out.shape
     acc_dtype = tl.float64 if lse.dtype == torch.float64 else tl.float32
@@ -104,8 +108,8 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     if COUNT > 3:
         d = tl.load(l3 + batch * lb3 + head * lh3 + row, mask=inside, other=0.0).to(ACC)
         high = tl.maximum(high, d)
-    tl.debug_barrier()  # as above: the result may be written over the first part
-    high = tl.where(high == float("-inf"), 0.0, high)  # a row that sees nothing at all
+    tl.debug_barrier()  # as above: the result may overwrite the first partial result
+    high = tl.where(high == float("-inf"), 0.0, high)  # a row that attends to no key
     total = tl.exp(a - high) + tl.exp(b - high) + tl.exp(c - high)
     if COUNT > 3:
         total += tl.exp(d - high)
@@ -134,8 +138,8 @@ _LAUNCH_MERGE_OF_FOUR = Launcher(_merge_of_four)
 def merge_up_to_4_fused(
     out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """:func:`merge_fused` of three or four parts, each its values and its log-sum-exp, of which
-    only the first may be where the result goes."""
+    """:func:`merge_fused` of three or four partial results (values, log-sum-exp), of which only
+    the first may be ``out`` and ``lse``."""
     batch, rows, heads, dim = out.shape
     operands = [*partials, *[partials[0]] * (4 - len(partials))]
     strides = [stride for x, sums in operands for stride in (*x.stride()[:3], *sums.stride()[:2])]
@@ -203,9 +207,9 @@ _LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = Launcher(_sum_of_few), Launcher(_sum)
 
 
 def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
-    """Write the sum of tensors ``[B, rows, H, D]`` with dense features, in fp32 or fp64.
+    """Write the sum of tensors ``[B, rows, H, D]`` with contiguous features, in fp32 or fp64.
 
-    One read of each part, one write of the result; of more than eight, eight at a time.
+    One read of each, one write; of more than eight, eight at a time.
     """
     acc_dtype = torch.promote_types(out.dtype, torch.float32)
     while len(partials) > _MAX_PARTIALS:
@@ -214,7 +218,7 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         partials = [total, *partials[_MAX_PARTIALS:]]
     batch, rows, heads, dim = out.shape
     grid = (triton.cdiv(rows, _ROWS), heads, batch)
-    # Every argument costs host time, and sums of more than two are rare.
+    # Every argument costs CPU launch overhead, and sums of more than two are rare.
     launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     operands = [*partials, *[partials[0]] * (slots - len(partials))]
     strides = [stride for x in (out, *operands) for stride in x.stride()[:3]]

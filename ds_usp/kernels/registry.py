@@ -8,15 +8,19 @@ from importlib import import_module
 from typing import cast
 
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.kernels.api import AttentionKernel, KernelRequest, UnsuitableDeviceError
-from ds_usp.kernels.head_dim_padding import PaddedHeadDimKernel
+from ds_usp.kernels.api import (
+    AttentionKernel,
+    KernelRequest,
+    PaddedHeadDimKernel,
+    UnsuitableDeviceError,
+)
 
 Reason = str | Exception
 
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """One kernel: its public name and where its class is. Imported only when it is considered."""
+    """One kernel: its public name and where its class is; imported when it is first considered."""
 
     name: str
     module: str
@@ -40,7 +44,7 @@ AUTO = "auto"
 def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
     """The best kernel for the request, or the named one.
 
-    Of documents, which may be many, the best that takes them in one call, if any does.
+    For documents, which may be many, the best that computes them in one call, if any does.
 
     Raises:
         UnsupportedAttentionError: no kernel can serve it; the message lists each one's reason.
@@ -62,16 +66,16 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
 
 
 def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
-    """The kernel for the head dims of the request."""
+    """The kernel, padded if the request has two head dims and the kernel knows one."""
     keys, values = request.head_dims
     return kernel if keys == values or kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
 
 
 @lru_cache(maxsize=1024)
 def missing_libraries(request: KernelRequest) -> str | None:
-    """What to tell whoever asks for "auto" and gets less than the device could do, in one line.
+    """The warning, in one line, that "auto" chose a slower kernel for want of a library.
 
-    None where no library would serve the request better; its device decides then, or its dtype.
+    None where no missing library would serve the request better on this device and dtype.
 
     Raises:
         UnsupportedAttentionError: no kernel can serve the request.
@@ -92,10 +96,10 @@ def missing_libraries(request: KernelRequest) -> str | None:
 
 
 def check_kernel_name(name: str) -> None:
-    """Check the name of a kernel before it is needed.
+    """Check the name of a kernel.
 
     Raises:
-        UnsupportedAttentionError: no row of the table has it.
+        UnsupportedAttentionError: it is not in the table.
     """
     known = [AUTO, *(entry.name for entry in KERNELS)]
     if name not in known:
@@ -105,12 +109,12 @@ def check_kernel_name(name: str) -> None:
 
 
 def available_kernels(device: str) -> list[KernelEntry]:
-    """The rows whose library can be used here on that kind of device."""
+    """The kernels whose library can be used here on that kind of device."""
     return [entry for entry in KERNELS if unusable_reason(entry, device) is None]
 
 
 def unusable_reason(entry: KernelEntry, device: str) -> str | None:
-    """Why a row's kernel cannot run here on that kind of device; None if it can."""
+    """Why a kernel cannot run here on that kind of device; None if it can."""
     kernel, reason = _load(entry)
     if kernel is None:
         return str(reason)
@@ -124,7 +128,7 @@ def _load_if_suitable(
 ) -> tuple[AttentionKernel | None, Reason | None]:
     """The kernel if it can serve the request, or why not: an exception if it cannot be used here.
 
-    Its class is asked first, whose answer holds on every machine.
+    Its class is checked first: that refusal holds on every machine.
     """
     kernel_class, reason = _import(entry)
     if kernel_class is None or (refusal := kernel_class.caps.refusal(request)) is not None:

@@ -17,13 +17,13 @@ _MAX_FUSED = 2  # queries and keys
 def apply_rotary(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> tuple[torch.Tensor, ...]:
-    """Rotate the first ``r`` features of each head by its token's angles; the rest pass.
+    """Rotate the first ``r`` features of each head by its token's angles; the others stay.
 
-    Computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype. On GPUs queries
-    and keys are one kernel of Triton, and nothing but the table is kept for backward.
+    Computed in fp32 (fp64 for fp64) and rounded once, to each tensor's own dtype. On GPUs one
+    Triton kernel rotates queries and keys; only the table is saved for backward.
 
     Shapes:
-        tensors: ``[b, s, h, D]``, or ``[s, b, h, D]``, as ``token_dim`` says: 1 or 0.
+        tensors: ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0.
         cos, sin: ``[s, r]``, r even and at most D; result: as the tensors.
 
     Raises:
@@ -64,26 +64,26 @@ def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Ten
         return False
     first, last = tensors[0], tensors[-1]
     same_shape = first.shape[:2] == last.shape[:2] and first.shape[3] == last.shape[3]
-    same_dtype = same_shape and first.dtype == last.dtype and first.dtype != torch.float64
+    same_dtype = first.dtype == last.dtype != torch.float64
     one_device = first.device == last.device == cos.device == sin.device
     table_needs_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return first.is_cuda and same_dtype and one_device and not table_needs_grad
+    return first.is_cuda and same_shape and same_dtype and one_device and not table_needs_grad
 
 
 def _rotate_reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
 ) -> torch.Tensor:
-    acc_dtype = torch.promote_types(x.dtype, torch.float32)
-    shape = [len(cos) if dim_index == dim else 1 for dim_index in range(x.ndim - 1)]
-    cos, sin = (table.to(acc_dtype).view(*shape, -1) for table in (cos, sin))
-    rotated, passed = x[..., : cos.shape[-1]].to(acc_dtype), x[..., cos.shape[-1] :]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
+    cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
+    rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
     front, back = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-back, front), dim=-1) * sin
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 
 class Rotation(torch.autograd.Function):
-    """Rotation by Triton; backward is that by the transposed matrix."""
+    """Rotation by Triton; backward rotates by the transposed matrix."""
 
     @staticmethod
     def forward(
@@ -106,5 +106,5 @@ class Rotation(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         triton, token_dim, transposed = ctx.args
         cos, sin = ctx.saved_tensors
-        grads_in = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
-        return None, None, None, None, None, *grads_in
+        rotated = Rotation.apply(triton, cos, sin, token_dim, not transposed, *grads)
+        return None, None, None, None, None, *rotated

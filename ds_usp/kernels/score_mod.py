@@ -1,8 +1,8 @@
-"""What becomes of attention scores between ``scale * q.k`` and the softmax, and of its weights.
+"""Score modifiers (FlexAttention's ``score_mod``): soft cap, ALiBi, and dropout of the weights.
 
-In this order: the soft cap, the ALiBi bias, the mask, the softmax, dropout. Positions, heads and
-samples are global, so a kernel that is given a part of the heads and of the tokens computes what
-it would as a part of the whole.
+Applied in this order: the soft cap, the ALiBi bias, the mask, the softmax, dropout. Positions,
+heads and samples are global, so a kernel call on some heads and tokens computes the same numbers
+as one on all of them.
 
 Letters of the shapes: B batch, S query rows, T key columns, H query heads.
 """
@@ -27,14 +27,14 @@ _BITS = 31
 
 @dataclass(frozen=True)
 class ScoreMod:
-    """What is asked of a kernel, in numbers.
+    """The score modifiers of a call, without tensors.
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118);
             None leaves them.
         alibi: ``slope * |key - query|`` is taken off each score, a slope a query head (ALiBi,
             arXiv 2108.12409).
-        dropout_p: share of the softmax's weights that are dropped; the others grow by
+        dropout_p: fraction of the softmax's weights that are dropped; the others are scaled by
             ``1 / (1 - dropout_p)``. The log-sum-exp is that before dropout.
     """
 
@@ -44,13 +44,13 @@ class ScoreMod:
 
     @property
     def features(self) -> frozenset[str]:
-        """What a kernel must be able to do, of :data:`FEATURES`."""
+        """What a kernel must support, of :data:`FEATURES`."""
         used = {SOFTCAP: self.softcap is not None, ALIBI: self.alibi, DROPOUT: self.dropout_p > 0}
         return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
     def needs_positions(self) -> bool:
-        """A score depends on which query, key and head it is of."""
+        """A score depends on its global positions, and not on its value alone."""
         return self.alibi or self.dropout_p > 0
 
     def __str__(self) -> str:
@@ -67,12 +67,12 @@ PLAIN = ScoreMod()
 
 @dataclass(frozen=True, eq=False)
 class GlobalPositions:
-    """Where the samples, heads, rows and columns of a kernel call are in the whole.
+    """Global indices of the samples, heads, rows and columns of a kernel call.
 
     Args:
-        samples: numbers of the samples, ``[B]`` int64.
+        samples: indices of the samples, ``[B]`` int64.
         rows, columns: global positions of the queries and keys, ``[S]`` and ``[T]`` int64.
-        heads: global numbers of the query heads, ``[H]`` int64.
+        heads: global indices of the query heads, ``[H]`` int64.
         slopes: ALiBi's, of these heads, ``[H]``; None without it.
         seed: of dropout, the same for the whole call.
     """
@@ -85,45 +85,41 @@ class GlobalPositions:
     seed: int
 
     def for_tile(self, tile: Tile) -> GlobalPositions:
-        """The place of a tile's rows and columns."""
+        """Those of a tile's rows and columns."""
         rows = self.rows[tile.q_start : tile.q_stop]
         return replace(self, rows=rows, columns=self.columns[tile.k_start : tile.k_stop])
 
 
 @dataclass(frozen=True, eq=False)
 class BoundScoreMod:
-    """A :class:`ScoreSpec` with all that a kernel call needs for it.
+    """A :class:`ScoreMod` bound to the positions of a kernel call.
 
     Args:
-        place: there wherever a score depends on its position.
+        positions: None only if ``mod.needs_positions`` is false.
     """
 
     mod: ScoreMod = PLAIN
     positions: GlobalPositions | None = None
 
     def for_tile(self, tile: Tile) -> BoundScoreMod:
-        """That of a tile's rows and columns."""
-        return (
-            self
-            if self.positions is None
-            else replace(self, positions=self.positions.for_tile(tile))
-        )
+        """Bound to a tile's rows and columns."""
+        positions = self.positions
+        return self if positions is None else replace(self, positions=positions.for_tile(tile))
 
     def for_samples(self, samples: slice) -> BoundScoreMod:
-        """That of some samples of the batch."""
-        if self.positions is None:
+        """Bound to some samples of the batch."""
+        positions = self.positions
+        if positions is None:
             return self
-        return replace(
-            self, positions=replace(self.positions, samples=self.positions.samples[samples])
-        )
+        return replace(self, positions=replace(positions, samples=positions.samples[samples]))
 
     def apply_softcap(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores under the soft cap, in place."""
+        """``softcap * tanh(scores / softcap)``, in place; the scores themselves without one."""
         cap = self.mod.softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
     def softcap_grad(self, capped: torch.Tensor) -> torch.Tensor | None:
-        """The soft cap's derivative where it has given these scores; None without one."""
+        """The soft cap's derivative, from its result; None without one."""
         cap = self.mod.softcap
         return None if cap is None else 1.0 - (capped / cap).square_()
 
@@ -136,17 +132,17 @@ class BoundScoreMod:
         return -positions.slopes.to(dtype)[:, None, None] * distance
 
     def dropout_multiplier(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What dropout multiplies the softmax's weights with, ``[B, H, S, T]``; None without it.
+        """Dropout's factors of the softmax's weights, ``[B, H, S, T]``: 0 or ``1 / (1 - p)``; None
+        without it.
 
-        Each weight has bits of its own, a hash of the seed and of its sample, head, query and key
-        (a counter-based generator), so the result does not depend on who computes it, nor when.
+        A counter-based generator: each weight's bits are a hash of the seed and of its sample,
+        head, query and key, so the result depends neither on the rank nor on the order.
         """
         dropout_p, positions = self.mod.dropout_p, self.positions
         if not dropout_p or positions is None:
             return None
-        bits = _hash_mix(
-            torch.tensor(positions.seed, dtype=torch.int64, device=positions.rows.device)
-        )
+        seed = torch.tensor(positions.seed, dtype=torch.int64, device=positions.rows.device)
+        bits = _hash_mix(seed)
         for indices in (positions.samples, positions.heads, positions.rows, positions.columns):
             bits = _hash_mix(bits[..., None] + _STEP * (indices + 1))
         is_kept = _high_bits(bits) >= round(dropout_p * (1 << _BITS))

@@ -1,6 +1,6 @@
-"""Attention sinks: a learned or fixed number a query head beside the scores in the softmax.
+"""Attention sinks: a learned or fixed logit a query head beside the scores in the softmax.
 
-A sink is one more key whose value is 0: it takes weight and gives nothing (gpt-oss, OpenAI 2025;
+A sink is one more key whose value is 0: it takes weight and adds nothing (gpt-oss, OpenAI 2025;
 "off-by-one" softmax is a sink of 0). So it is merged like a block whose output is 0, after the
 last block and on any kernel.
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import torch
 
-_BLOCK_ELEMENTS = 1 << 24  # elements that are widened to fp32 at a time
+_BLOCK_ELEMENTS = 1 << 24  # elements that are converted to fp32 at a time
 
 
 def apply_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over all keys and the sinks, from that over the keys; ``out`` is written over.
+    """The attention over all keys and the sinks, from that over the keys; in place.
 
-    Rows that see no key get out 0 and the sink as log-sum-exp.
+    Rows that attend to no key get out 0 and the sink as log-sum-exp.
 
     Shapes:
         out ``[B, S, H, D]``, lse ``[B, H, S]``, sinks ``[H]``.

@@ -1,26 +1,32 @@
-"""Many tiles in one call of variable lengths, as the libraries of FlashAttention take them.
+"""Base of the FlashAttention kernels: many tiles in one varlen call, library functions called by
+parameter name.
 
-Letters of the shapes: those of ``api.py``, and N tokens of all tiles of all samples.
+Shape letters: those of ``api.py``, and N tokens of all tiles of all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.tiles import Tile
-from ds_usp.kernels.api import SingleTileKernel
+from ds_usp.kernels.api import QKV, BackwardInputs, OutLse, SingleTileKernel
+from ds_usp.kernels.score_mod import BoundScoreMod
 
-TileOrCall = Tile | KernelCall  # what says which window a call has
+TileOrCall = Tile | KernelCall  # both have ``window`` and ``is_causal``
+
+_TILE_ARGS = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 
 
 class SeqLengths(NamedTuple):
-    """Where tiles begin in packed tensors ``[N, heads, D]``; named as the libraries do.
+    """Lengths of a varlen call, packed tensors ``[N, heads, D]``; named as the libraries do.
 
     Shapes:
         cu_seqlens_q, cu_seqlens_k: ``[tiles + 1]`` int32, on the device.
@@ -32,109 +38,173 @@ class SeqLengths(NamedTuple):
     max_seqlen_k: int
 
 
-def lengths_as_kwargs(lengths: SeqLengths | None) -> dict[str, torch.Tensor | int]:
+Lengths = SeqLengths | None  # None: a single tile, tensors ``[B, S, heads, D]``
+
+
+def lengths_as_kwargs(lengths: Lengths) -> dict[str, torch.Tensor | int]:
     """The lengths as arguments of a library's function; none for a single tile."""
     return {} if lengths is None else lengths._asdict()
 
 
-class _PackedCall(NamedTuple):
-    """A call as one of variable lengths.
-
-    Args:
-        rows, columns: which of the call's rows and columns (of all samples, one after the other)
-            are in a tile; None: all are.
-    """
-
-    lengths: SeqLengths
-    rows: torch.Tensor | None
-    columns: torch.Tensor | None
-
-
 class VarlenKernel(SingleTileKernel):
-    """Base of kernels whose library takes several tiles in one call.
+    """Base of kernels whose library takes several tiles in one call, and a soft cap.
 
-    ``tile_forward`` and ``tile_backward`` take a call and its :class:`Lengths` in place of a tile;
-    tensors are ``[N, heads, D]`` then, and the log-sum-exp is ``[H, N]``.
+    ``tile_forward`` and ``tile_backward`` take a call and its :class:`SeqLengths` instead of a
+    tile; tensors are ``[N, heads, D]`` then, and the log-sum-exp is ``[H, N]``.
     """
+
+    softcap = 0.0  # none
+
+    def with_score_mod(self, score_mod: BoundScoreMod) -> VarlenKernel:
+        """See :meth:`AttentionKernel.with_score_mod`."""
+        kernel = copy(self)
+        kernel.softcap = score_mod.mod.softcap or 0.0
+        return kernel
 
     def tile_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> OutLse:
+        """See :meth:`SingleTileKernel.tile_forward`."""
         raise NotImplementedError
 
     def tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: TileOrCall,
-        scale: float,
-        lengths: SeqLengths | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
+    ) -> QKV:
+        """See :meth:`SingleTileKernel.tile_backward`."""
         raise NotImplementedError
 
-    def multi_tile_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.packed_forward`; in one call."""
+    def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
+        """See :meth:`SingleTileKernel.multi_tile_forward`; in one varlen call."""
+        q, k, v = qkv
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
-        packed_out, packed_lse = self.tile_forward(
+        packed_qkv = (
             _flatten_tokens(q, packed.rows),
             _flatten_tokens(k, packed.columns),
             _flatten_tokens(v, packed.columns),
-            call,
-            scale,
-            packed.lengths,
         )
+        out, lse = self.tile_forward(packed_qkv, call, scale, packed.lengths)
         batch, tokens, heads = q.shape[:3]
         if packed.rows is not None:
-            lse = packed_lse.new_full((heads, batch * tokens), float("-inf"))
-            packed_lse = lse.index_copy_(1, packed.rows, packed_lse)
-        return _unflatten_tokens(packed_out, packed.rows, q), packed_lse.unflatten(
-            1, (batch, tokens)
-        ).transpose(0, 1)
+            empty = lse.new_full((heads, batch * tokens), float("-inf"))
+            lse = empty.index_copy_(1, packed.rows, lse)
+        lse = lse.unflatten(1, (batch, tokens)).transpose(0, 1)
+        return _unflatten_tokens(out, packed.rows, q), lse
 
-    def multi_tile_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: KernelCall,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :meth:`SingleTileKernel.packed_backward`; in one call."""
+    def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
+        """See :meth:`SingleTileKernel.multi_tile_backward`; in one varlen call."""
+        dout, q, k, v, out, lse = saved
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         lse = lse.transpose(0, 1).flatten(1)
-        if packed.rows is not None:
-            lse = lse.index_select(1, packed.rows)
-        dq, dk, dv = self.tile_backward(
+        packed_saved = BackwardInputs(
             _flatten_tokens(dout, packed.rows),
             _flatten_tokens(q, packed.rows),
             _flatten_tokens(k, packed.columns),
             _flatten_tokens(v, packed.columns),
             _flatten_tokens(out, packed.rows),
-            lse,
-            call,
-            scale,
-            packed.lengths,
+            lse if packed.rows is None else lse.index_select(1, packed.rows),
         )
+        dq, dk, dv = self.tile_backward(packed_saved, call, scale, packed.lengths)
         return (
             _unflatten_tokens(dq, packed.rows, q),
             _unflatten_tokens(dk, packed.columns, k),
             _unflatten_tokens(dv, packed.columns, v),
         )
+
+
+class SignatureAdapter:
+    """Calls a FlashAttention function by parameter name: one interface for its versions.
+
+    The arguments of the mask are passed under the names that this version has for them, and every
+    parameter without a default that is not given is None: these libraries mean by it that a
+    feature is not used.
+
+    Args:
+        function: a function, or an operator that torch made of one.
+        required: parameters that it must have besides those of the mask.
+
+    Raises:
+        ImportError: the function lacks some of them.
+    """
+
+    def __init__(self, function: Callable[..., Any], *required: str) -> None:
+        # An operator has the signature (*args, **kwargs) and keeps the function that it was.
+        source = getattr(function, "_init_fn", function)
+        parameters = inspect.signature(source).parameters
+        self._function = function
+        self._is_causal = "is_causal" in parameters
+        self._window_pair = "window_size" in parameters
+        names = {name: name for name in (*_TILE_ARGS, *required)}
+        if self._is_causal:
+            names["causal"] = "is_causal"
+        if self._window_pair:
+            names["window_size_left"] = names["window_size_right"] = "window_size"
+        missing = [arg for arg, name in names.items() if name not in parameters]
+        if missing:
+            raise ImportError(
+                f"{source.__module__}.{source.__qualname__} of this version has no parameter "
+                f"{', '.join(missing)}"
+            )
+        self._none_defaults = {
+            name: None
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty
+        }
+
+    def __call__(self, tile: TileOrCall, scale: float, lengths: Lengths, **kwargs: Any) -> Any:
+        """What the function returns for the mask of a tile, or of a call with its lengths."""
+        left, right = (-1 if bound is None else bound for bound in tile.window)
+        kwargs |= lengths_as_kwargs(lengths)
+        kwargs["softmax_scale"] = scale
+        kwargs["is_causal" if self._is_causal else "causal"] = tile.is_causal
+        if self._window_pair:
+            kwargs["window_size"] = (left, right)
+        else:
+            kwargs.update(window_size_left=left, window_size_right=right)
+        return self._function(**{**self._none_defaults, **kwargs})
+
+    def gradients(
+        self,
+        saved: BackwardInputs,
+        tile: TileOrCall,
+        scale: float,
+        lengths: Lengths,
+        **kwargs: Any,
+    ) -> QKV:
+        """dq, dk and dv of a backward function, which writes them into buffers of its caller's."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4])
+        self(
+            tile,
+            scale,
+            lengths,
+            dout=saved.dout,
+            q=saved.q,
+            k=saved.k,
+            v=saved.v,
+            out=saved.out,
+            softmax_lse=saved.lse.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **kwargs,
+        )
+        return dq, dk, dv
+
+
+BACKWARD_ARGS = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
+
+
+class _PackedCall(NamedTuple):
+    """A call as one varlen call.
+
+    Args:
+        rows, columns: index of the call's rows and columns (of all samples, one after the other)
+            that are in a tile; None: all are, in order.
+    """
+
+    lengths: SeqLengths
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
 
 
 def _flatten_tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -146,61 +216,46 @@ def _flatten_tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor
 def _unflatten_tokens(
     x: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """``[N, heads, D]`` -> ``[B, T, heads, D]``, zeros where nothing was chosen."""
+    """``[N, heads, D]`` -> ``[B, T, heads, D]``, zeros at tokens that are not in the index."""
     if index is not None:
         x = x.new_zeros(like.shape[:2].numel(), *x.shape[1:]).index_copy_(0, index, x)
     return x.unflatten(0, like.shape[:2])
 
 
 def _current_stream(x: torch.Tensor) -> int:
-    """The stream that what is made now is ready on."""
+    """The CUDA stream on which tensors that are made now are ready."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 @lru_cache(maxsize=128)
 def _pack_call(call: KernelCall, batch: int, device: torch.device, stream: int) -> _PackedCall:
-    """Lengths and places of a call's tiles, on the device; once for all layers of a model."""
+    """Lengths and indices of a call's tiles, on the device; once for all layers of a model."""
     samples = call.tiles * (batch if len(call.tiles) == 1 else 1)
-    tiles = [tile for tiles in samples for tile in tiles]
-    q_lengths, k_lengths = [tile.rows for tile in tiles], [tile.columns for tile in tiles]
-    rows = _tile_starts(samples, call.q_start, call.q_stop, keys=False)
-    columns = _tile_starts(samples, call.k_start, call.k_stop, keys=True)
-    return _PackedCall(
-        SeqLengths(
-            _to_device(device, [0, *accumulate(q_lengths)], torch.int32),
-            _to_device(device, [0, *accumulate(k_lengths)], torch.int32),
-            max(q_lengths),
-            max(k_lengths),
-        ),
-        _gather_index(device, list(rows), q_lengths, batch * (call.q_stop - call.q_start)),
-        _gather_index(device, list(columns), k_lengths, batch * (call.k_stop - call.k_start)),
-    )
+    tiles = [(sample, tile) for sample, tiles in enumerate(samples) for tile in tiles]
+    rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
+    q_runs = [(sample * rows + tile.q_start - call.q_start, tile.rows) for sample, tile in tiles]
+    k_runs = [
+        (sample * columns + tile.k_start - call.k_start, tile.columns) for sample, tile in tiles
+    ]
+    cu_q, max_q, q_index = _pack_runs(q_runs, batch * rows, device)
+    cu_k, max_k, k_index = _pack_runs(k_runs, batch * columns, device)
+    return _PackedCall(SeqLengths(cu_q, cu_k, max_q, max_k), q_index, k_index)
 
 
-def _tile_starts(
-    samples: Sequence[Sequence[Tile]], start: int, stop: int, *, keys: bool
-) -> Iterator[int]:
-    """Where each tile's rows or columns begin among those of the call, sample after sample."""
-    for sample, tiles in enumerate(samples):
-        for tile in tiles:
-            yield sample * (stop - start) + (tile.k_start if keys else tile.q_start) - start
-
-
-def _gather_index(
-    device: torch.device, starts: list[int], lengths: list[int], total: int
-) -> torch.Tensor | None:
-    """Index of every token of the runs; None if they are all there are, in order."""
+def _pack_runs(
+    runs: list[tuple[int, int]], total: int, device: torch.device
+) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """``cu_seqlens``, the longest run, and the index of every token of runs (start, length);
+    None if they are all ``total`` tokens, in order."""
+    lengths = [length for _, length in runs]
+    cu_seqlens = _to_device([0, *accumulate(lengths)], torch.int32, device)
     if sum(lengths) == total:
-        return None
-    return _to_device(
-        device,
-        [i for start, n in zip(starts, lengths, strict=True) for i in range(start, start + n)],
-    )
+        return cu_seqlens, max(lengths), None
+    index = [token for start, length in runs for token in range(start, start + length)]
+    return cu_seqlens, max(lengths), _to_device(index, torch.int64, device)
 
 
-def _to_device(
-    device: torch.device, values: list[int], dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """On GPUs from pinned memory, so that the host does not wait for the stream."""
+def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On GPUs from pinned memory, so that the CPU does not wait for the stream."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -10,7 +10,7 @@ from ds_usp import MaskSpec
 from ds_usp.geometry.kernel_calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
-from ds_usp.kernels.api import KernelRequest
+from ds_usp.kernels.api import BackwardInputs, KernelRequest
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.registry import _load, available_kernels
@@ -50,11 +50,11 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
     calls = tuple(calls)
     total = OutputAccumulator(q)
     for call in calls:
-        total.add(*kernel.forward(q, k, v, call, scale=SCALE), call.q_span)
+        total.add(*kernel.forward((q, k, v), call, scale=SCALE), call.q_span)
     out, lse = total.result()
     sums = tuple(GradAccumulator(each) for each in (q, k, v))
     for call in calls:
-        parts = kernel.backward(dout, q, k, v, out, lse, call, scale=SCALE)
+        parts = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), call, scale=SCALE)
         for each, part, span in zip(sums, parts, (call.q_span, *[call.k_span] * 2), strict=True):
             each.add(part, [span])
     return out, lse, *(each.result() for each in sums)

@@ -24,10 +24,9 @@ from test_packed_kernels import PACKED, check_packed
 import ds_usp
 from ds_usp import MaskSpec, UnsupportedAttentionError
 from ds_usp.kernels import registry
-from ds_usp.kernels.api import KernelRequest
+from ds_usp.kernels.api import KernelRequest, PaddedHeadDimKernel
 from ds_usp.kernels.eager import EagerKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
-from ds_usp.kernels.head_dim_padding import PaddedHeadDimKernel
 from ds_usp.kernels.registry import select_kernel
 from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, BoundScoreMod, GlobalPositions, ScoreMod
 from ds_usp.kernels.sdpa import SdpaKernel

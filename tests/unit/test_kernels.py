@@ -17,7 +17,7 @@ from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
 from ds_usp.kernels import registry
-from ds_usp.kernels.api import AttentionKernel, KernelRequest
+from ds_usp.kernels.api import AttentionKernel, BackwardInputs, KernelRequest
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, select_kernel
 
@@ -124,12 +124,12 @@ def truth(
 def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> Tensors:
     """One kernel call, forward and backward, as the ring makes them."""
     q, k, v, dout = (x[n] for n in ("q", "k", "v", "dout"))
-    part, part_lse = kernel.forward(q, k, v, KernelCall.of(tile), scale=scale)
+    part, part_lse = kernel.forward((q, k, v), KernelCall.of(tile), scale=scale)
     out = torch.full_like(dout, float("nan"))  # rows outside the tile must not be read
     lse = torch.full((2, q.shape[2], q.shape[1]), float("nan"), dtype=part_lse.dtype)
     out[:, tile.q_start : tile.q_stop] = part.to(q.dtype)
     lse[:, :, tile.q_start : tile.q_stop] = part_lse
-    given = dout, q, k, v, out, lse, KernelCall.of(tile)
+    given = BackwardInputs(dout, q, k, v, out, lse), KernelCall.of(tile)
     grads = kernel.backward(*given, scale=scale)
     if kernel.caps.writes_grads_in_place:
         check_places(kernel, given, scale, grads)
@@ -253,18 +253,16 @@ def blockwise(
     total = OutputAccumulator(q)
     for (start, stop), tiles in plans.items():
         for tile in tiles:
-            part = kernel.forward(
-                q, k[:, start:stop], v[:, start:stop], KernelCall.of(tile), scale=0.25
-            )
+            qkv = q, k[:, start:stop], v[:, start:stop]
+            part = kernel.forward(qkv, KernelCall.of(tile), scale=0.25)
             total.add(*part, (tile.q_start, tile.q_stop))
     out, lse = total.result()
     sums = tuple(GradAccumulator(each) for each in (q, k, v))
     for (start, stop), tiles in plans.items():
         keys, values = k[:, start:stop], v[:, start:stop]
         for tile in tiles:
-            parts = kernel.backward(
-                dout, q, keys, values, out, lse, KernelCall.of(tile), scale=0.25
-            )
+            saved = BackwardInputs(dout, q, keys, values, out, lse)
+            parts = kernel.backward(saved, KernelCall.of(tile), scale=0.25)
             columns = (start + tile.k_start, start + tile.k_stop)
             spans = ((tile.q_start, tile.q_stop), columns, columns)
             for total, part, span in zip(sums, parts, spans, strict=True):

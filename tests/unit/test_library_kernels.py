@@ -36,7 +36,7 @@ from ds_usp.kernels.efficient import EfficientKernel
 from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.flash4 import Flash4Kernel
-from ds_usp.kernels.signature_adapter import SignatureAdapter
+from ds_usp.kernels.varlen import SignatureAdapter
 
 # The libraries here compute fp32 too, so a wrong argument does not hide behind a rounding.
 TOLERANCE = 2e-6

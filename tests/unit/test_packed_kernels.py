@@ -14,7 +14,7 @@ from ds_usp import MaskSpec
 from ds_usp.geometry.kernel_calls import KernelCall, calls_of
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
-from ds_usp.kernels.api import AttentionKernel
+from ds_usp.kernels.api import AttentionKernel, BackwardInputs
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
 
@@ -84,12 +84,12 @@ def check_packed(
         tuple(GradAccumulator(each) for each in (q, k, v)),
     )
     for call in calls:
-        part = kernel.forward(q, k, v, call, scale=0.3)
+        part = kernel.forward((q, k, v), call, scale=0.3)
         assert part[0].shape[1] == part[1].shape[2] == call.q_stop - call.q_start
         total.add(*part, call.q_span)
     out, lse = total.result()
     for call in calls:
-        parts = kernel.backward(dout, q, k, v, out, lse, call, scale=0.3)
+        parts = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), call, scale=0.3)
         for each, part, span in zip(sums, parts, (call.q_span, *[call.k_span] * 2), strict=True):
             each.add(part, [span])
     got = dict(zip(RESULTS, (out, lse, *(each.result() for each in sums)), strict=True))
