@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.data import TrainingBatch  # noqa: E402
 from usp_trainer.launch import select_device  # noqa: E402
-from usp_trainer.validate_args import check  # noqa: E402
+from usp_trainer.validate_args import validate_and_derive  # noqa: E402
 
 import megatron_patches  # noqa: E402
 from ds_usp.planner import Cluster, load_cluster  # noqa: E402
@@ -83,7 +83,8 @@ class Host:
 
     def arguments(self, case: Case) -> Namespace:
         """Checked, as the trainer has them."""
-        args = check(parse(case.flags(self._session.device.type)), self._session.world)
+        args = parse(case.flags(self._session.device.type))
+        args = validate_and_derive(args, self._session.world)
         step = args.make_vocab_size_divisible_by
         args.padded_vocab_size = -(-VOCABULARY // step) * step
         return args

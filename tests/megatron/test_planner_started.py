@@ -69,8 +69,8 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
     """Loss and gradient norm of two steps of every run, and its arguments."""
     from megatron.core import parallel_state
     from usp_trainer.arguments import parse
-    from usp_trainer.auto_args import decide
-    from usp_trainer.loop import Run
+    from usp_trainer.auto_args import resolve_auto_args
+    from usp_trainer.loop import TrainingLoop
 
     from ds_usp.training import prepare_deepspeed
 
@@ -81,7 +81,7 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
         parallel_state.destroy_model_parallel()
         megatron_patches.restore()
         args = parse([*flags, "--quiet", "--output-dir", folder])
-        run = Run(decide(args, ctx.world)[0])
+        run = TrainingLoop(resolve_auto_args(args, ctx.world)[0])
         rows = [run.step() for _ in range(2)]
         found.append(([(row["loss"], row["grad_norm"]) for row in rows], vars(run.args)))
     return found
