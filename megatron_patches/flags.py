@@ -18,11 +18,11 @@ from ds_usp.planner import (
     AUTO,
     Choice,
     ModelShape,
-    Split,
+    ParallelConfig,
     Workload,
     choose_ulysses,
     degree_or_auto,
-    engine,
+    framework_caps,
 )
 from megatron_patches.settings import MeshSettings
 
@@ -103,7 +103,7 @@ def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagT
     """
     parser.add_argument(
         "--usp-recompute",
-        choices=engine("megatron-deepspeed").recompute,
+        choices=framework_caps("megatron-deepspeed").recompute,
         default="none",
         help="what each layer computes again in backward: nothing, norms and activation functions "
         "(gemm-last), all but attention and its exchanges (attention), or all (full)",
@@ -177,14 +177,14 @@ class PlannedRun:
         """Tokens and sequences of a step."""
         return Workload(self.model_shape(), self.args.seq_length, self.args.global_batch_size)
 
-    def parallel_config(self) -> Split:
+    def parallel_config(self) -> ParallelConfig:
         """The degrees and the memory policy; ``auto`` counts as Ulysses 1 and ratio 0."""
         args = self.args
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         sp, ratio = args.ds_sequence_parallel_size, args.usp_offload_ratio
         ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
         checkpointed = getattr(args, "checkpoint_activations", False)
-        return Split(
+        return ParallelConfig(
             tp=tp,
             ulysses=ulysses,
             ring=sp // ulysses,
@@ -214,7 +214,7 @@ class PlannedRun:
         return choose_ulysses(
             this_cluster(self.args.usp_cluster, self.world_size, on_gpu=on_gpu),
             self.workload(),
-            replace(engine("megatron-deepspeed"), offloads=solves_ratio),
+            replace(framework_caps("megatron-deepspeed"), offloads=solves_ratio),
             replace(self.parallel_config(), ulysses=1, ring=1),
             self.world_size,
         )

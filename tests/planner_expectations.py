@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 FOLDER = Path(__file__).resolve().parent / "data" / "planner"
 RESULTS = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "results"
@@ -20,14 +20,14 @@ def rows(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-def memory_runs() -> list[tuple[Workload, Split, float]]:
+def memory_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """Llama-65B on 256 H800, with the bytes of rank 0 (Megatron-Kwai, figure 7)."""
     work, found = Workload(load_model("65B"), 8192, 256), []
     for row in rows("kwai_fig7_memory_llama65b.csv"):
         columns = {"none": "no_recompute_bytes", "gemm-last": "gemm_last_bytes"}
         for recompute, column in columns.items():
             if row[column]:
-                split = Split(
+                config = ParallelConfig(
                     tp=2,
                     ring=2,
                     pp=8,
@@ -36,17 +36,17 @@ def memory_runs() -> list[tuple[Workload, Split, float]]:
                     recompute=recompute,
                     offload_ratio=float(row["alpha"]),
                 )
-                found.append((work, split, float(row[column])))
+                found.append((work, config, float(row[column])))
     return found
 
 
-def throughput_runs() -> list[tuple[Workload, Split, float]]:
+def throughput_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """Llama-65B on H800, with the seconds of a step (Megatron-Kwai, figure 9)."""
     found = []
     for row in rows("kwai_fig9_throughput_llama65b.csv"):
         batch, seq_len = int(row["global_batch"]), int(row["seq_len"])
         tp, cp, pp = (int(row[name]) for name in ("tp", "cp", "pp"))
-        split = Split(
+        config = ParallelConfig(
             tp=tp,
             ring=cp,
             pp=pp,
@@ -56,7 +56,7 @@ def throughput_runs() -> list[tuple[Workload, Split, float]]:
             offload_ratio=float(row["offload_alpha"]),
         )
         work = Workload(load_model(row["model"].lower()), seq_len, batch)
-        found.append((work, split, batch * seq_len / float(row["tokens_per_s"])))
+        found.append((work, config, batch * seq_len / float(row["tokens_per_s"])))
     return found
 
 
@@ -74,7 +74,7 @@ def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, in
     return found
 
 
-def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
+def own_attention_runs(kernel: str) -> list[tuple[Workload, ParallelConfig, float]]:
     """This package on 4 H200, with the seconds of attention forward and backward."""
     found = []
     for row in rows("attention_peers.csv", RESULTS):
@@ -87,15 +87,15 @@ def own_attention_runs(kernel: str) -> list[tuple[Workload, Split, float]]:
         shape = ModelShape("attention", 1, width, 4 * width, q_heads, kv_heads, 32000)
         ulysses, ring = map(int, name.split(" ")[1].split("x"))
         work = Workload(shape, int(length[:-1]) * 1024)
-        found.append((work, Split(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
+        found.append((work, ParallelConfig(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
     return found
 
 
-def own_training_runs() -> list[tuple[Workload, Split, float]]:
+def own_training_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """GPT 1.3B under Megatron-DeepSpeed on 4 H200, with the seconds of an iteration."""
     found = []
     for row in rows("megatron_deepspeed_meshes.csv", RESULTS):
-        split = Split(
+        config = ParallelConfig(
             tp=int(row["tensor"]),
             ulysses=int(row["ulysses"]),
             ring=int(row["ring"]),
@@ -103,5 +103,5 @@ def own_training_runs() -> list[tuple[Workload, Split, float]]:
             tp_sequence=False,
         )
         seconds = float(row["ms_per_iteration"]) / 1e3
-        found.append((Workload(load_model("gpt-1.3b"), 32768, 2), split, seconds))
+        found.append((Workload(load_model("gpt-1.3b"), 32768, 2), config, seconds))
     return found

@@ -1,34 +1,53 @@
-"""Which degrees, how fast, will it fit: sums on paper, before a GPU is asked.
+"""Which degrees, how fast, will it fit: cost formulas, before a GPU is used.
 
-Geometry and the standard library only; ``python -m ds_usp.planner`` is the way in for people.
+Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line.
 """
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import model_flop_per_token
-from ds_usp.planner.frameworks import engine
+from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
-from ds_usp.planner.search import Found, Plan, search
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.search import Plan, SearchResult, search
 
 __all__ = [
     "AUTO",
     "Choice",
     "Cluster",
-    "Found",
     "ModelShape",
+    "ParallelConfig",
     "Plan",
-    "Split",
+    "SearchResult",
     "Workload",
     "choose_ulysses",
     "cluster_of",
     "degree_or_auto",
-    "engine",
     "explain",
+    "framework_caps",
     "load_cluster",
     "load_model",
     "model_flop_per_token",
     "search",
 ]
+
+_OLD_NAMES: Mapping[str, str] = MappingProxyType(
+    {"Split": "ParallelConfig", "Found": "SearchResult", "engine": "framework_caps"}
+)
+
+
+def __getattr__(name: str) -> object:
+    """The names of before version 0.3, with a deprecation warning."""
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
+    warnings.warn(f"ds_usp.planner.{name} is now {new}", DeprecationWarning, stacklevel=2)
+    return globals()[new]

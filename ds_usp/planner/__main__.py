@@ -14,23 +14,23 @@ from types import MappingProxyType
 
 from ds_usp.errors import ConfigError, USPError
 from ds_usp.planner import comparison, plan_report, report
-from ds_usp.planner.emit import ENGINE_OF, emit
+from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.explain import explain
 from ds_usp.planner.flags import BYTES, DEFAULT_CLUSTER, PROG, build_parser
-from ds_usp.planner.frameworks import Engine, engine
+from ds_usp.planner.frameworks import FrameworkCaps, framework_caps
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.max_length import every_split, furthest, shortest
+from ds_usp.planner.max_length import all_configs, max_lengths_over, min_workload
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import Split, Workload, check
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, require_feasible
 from ds_usp.planner.plot import picture
-from ds_usp.planner.search import AXES, GIB, Found, search
+from ds_usp.planner.search import AXES, GIB, SearchResult, search
 from ds_usp.planner.traffic import attention_bytes
 
 _DEGREES = ("tp", "ulysses", "ring", "pp")
 
 
-def _split(args: Namespace) -> Split:
+def _parallel_config(args: Namespace) -> ParallelConfig:
     """The degrees that were asked for, and how they are used."""
     tp, ulysses, ring, pp = (_given_or_1(args, name) for name in _DEGREES)
     degrees = tp * ulysses * ring * pp
@@ -43,7 +43,7 @@ def _split(args: Namespace) -> Split:
         )
     for name in ("gpus", "dp"):
         _check_positive(args, name)
-    return Split(
+    return ParallelConfig(
         tp=tp,
         ulysses=ulysses,
         ring=ring,
@@ -91,20 +91,20 @@ def _workspace(args: Namespace, cluster: Cluster) -> float:
 
 def _memory(args: Namespace) -> int:
     _check_positive(args, "global_batch")
-    split = _split(args).but(
+    config = _parallel_config(args).replace(
         recompute=args.recompute,
         offload_ratio=args.offload_ratio,
         offload_unit=args.offload_unit,
     )
-    full = 2 * split.pp * split.dp * args.micro_batch
+    full = 2 * config.pp * config.dp * args.micro_batch
     work = Workload(load_model(args.model), args.seq_len, args.global_batch or full)
-    check(work, split, args.gpus)
+    require_feasible(work, config, args.gpus)
     cluster, named = _load_cluster(args)
     workspace = _workspace(args, cluster)
-    if not -1 <= args.stage < split.pp:
-        raise ConfigError(f"--stage {args.stage} is outside the {split.pp} stages")
-    fullest = memory(work, split, workspace)
-    needs = fullest if args.stage < 0 else stage_memory(work, split, args.stage, workspace)
+    if not -1 <= args.stage < config.pp:
+        raise ConfigError(f"--stage {args.stage} is outside the {config.pp} stages")
+    fullest = memory(work, config, workspace)
+    needs = fullest if args.stage < 0 else stage_memory(work, config, args.stage, workspace)
     if args.json:
         whole = report.memory_json(needs)
         whole["fullest_stage"] = {
@@ -121,26 +121,26 @@ def _memory(args: Namespace) -> int:
     return 0
 
 
-def _longest(args: Namespace) -> int:
+def _max_length(args: Namespace) -> int:
     for name in ("memory_gib", "host_memory_gib"):
         _check_positive(args, name)
-    split, model = _split(args), load_model(args.model)
+    config, model = _parallel_config(args), load_model(args.model)
     cluster, named = _load_cluster(args)
     if args.host_memory_gib is not None:
         cluster = replace(cluster, host_memory_bytes=args.host_memory_gib * GIB)
     budget = cluster.budget_bytes if args.memory_gib is None else args.memory_gib * GIB
     searched = bool(args.gpus) and all(getattr(args, name) is None for name in _DEGREES)
     if searched:
-        splits = every_split(model, split.but(dp=args.dp or 1), args.gpus, cluster)
+        configs = all_configs(model, config.replace(dp=args.dp or 1), args.gpus, cluster)
     else:
-        check(shortest(model, split), split, args.gpus)
-        splits = [split]
-    found = furthest(model, splits, cluster, budget, _workspace(args, cluster))
+        require_feasible(min_workload(model, config), config, args.gpus)
+        configs = [config]
+    found = max_lengths_over(model, configs, cluster, budget, _workspace(args, cluster))
     if args.json:
-        print(json.dumps([report.longest_json(each) for each in found], indent=2))
+        print(json.dumps([report.max_length_json(each) for each in found], indent=2))
     else:
         print(named)
-        print(report.longest_text(model, cluster.name, budget, found, searched))
+        print(report.max_length_text(model, cluster.name, budget, found, searched))
     return 0 if any(each.seq_len for each in found) else 1
 
 
@@ -151,57 +151,59 @@ def _plan(args: Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top {args.top} must be 1 or more")
     work = Workload(load_model(args.model), args.seq_len, args.global_batch, args.documents or ())
-    found = _search(args, cluster, work, _engine(args))
-    emitted = emit(args.emit, work, found.plans[0].split) if args.emit and found.plans else None
+    result = _search(args, cluster, work, _framework(args))
+    emitted = emit(args.emit, work, result.plans[0].config) if args.emit and result.plans else None
     if args.svg:
-        _draw(args.svg, found, args.top)
+        _draw(args.svg, result, args.top)
     if args.json:
-        whole = plan_report.found_json(found, args.top)
+        whole = plan_report.search_result_json(result, args.top)
         if args.explain:
-            whole["explanation"] = explain(found)
+            whole["explanation"] = explain(result)
         if emitted:
             whole["emitted"] = emitted
         print(json.dumps(whole, indent=2))
-        return 0 if found.plans else 1
-    print(emitted or f"{named}\n{plan_report.plans_text(found, args.top)}")
-    if args.explain and found.plans:
-        why = "\n".join(explain(found))
+        return 0 if result.plans else 1
+    print(emitted or f"{named}\n{plan_report.plans_text(result, args.top)}")
+    if args.explain and result.plans:
+        why = "\n".join(explain(result))
         print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
-    return 0 if found.plans else 1
+    return 0 if result.plans else 1
 
 
-def _engine(args: Namespace) -> Engine:
+def _framework(args: Namespace) -> FrameworkCaps:
     """The framework whose rules hold: that of what is emitted, if something is."""
     if not args.emit:
-        return engine(args.engine or "any")
-    name = ENGINE_OF[args.emit]
+        return framework_caps(args.engine or "any")
+    name = FRAMEWORK_OF[args.emit]
     if args.engine not in (None, name):
         raise ConfigError(
             f"--emit {args.emit} is what {name} can run, not --engine {args.engine}: leave one out"
         )
-    return engine(name)
+    return framework_caps(name)
 
 
-def _draw(path: Path, found: Found, top: int) -> None:
-    if not found.plans:
+def _draw(path: Path, result: SearchResult, top: int) -> None:
+    if not result.plans:
         print(f"--svg {path}: not written, because there is no plan to draw", file=sys.stderr)
         return
     try:
-        path.write_text(picture(found, top), encoding="utf-8")
+        path.write_text(picture(result, top), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
 
 
-def _search(args: Namespace, cluster: Cluster, work: Workload, how: Engine) -> Found:
+def _search(
+    args: Namespace, cluster: Cluster, work: Workload, framework: FrameworkCaps
+) -> SearchResult:
     fixed = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
     budget = None if args.memory_gib is None else args.memory_gib * GIB
-    base = Split(fused_activation=args.fused_activation, fused_loss=args.fused_loss)
-    return search(cluster, work, args.gpus, how, budget, fixed, base)
+    base = ParallelConfig(fused_activation=args.fused_activation, fused_loss=args.fused_loss)
+    return search(cluster, work, args.gpus, framework, budget, fixed, base)
 
 
 def _comm(args: Namespace) -> int:
     tp, ulysses, ring, pp, dp = (_given_or_1(args, name) for name in (*_DEGREES, "dp"))
-    split = Split(
+    config = ParallelConfig(
         tp=tp,
         ulysses=ulysses,
         ring=ring,
@@ -214,23 +216,23 @@ def _comm(args: Namespace) -> int:
     )
     batch = dp * args.micro_batch if dp > 0 and args.micro_batch > 0 else 1
     work = Workload(load_model(args.model), args.seq_len, batch)
-    check(work, split)
-    gradients = BYTES[args.grad_dtype or args.dtype]
+    require_feasible(work, config)
+    gradients = BYTES[args.gradient_dtype or args.dtype]
     ranks = [
         attention_bytes(
             work,
-            split,
+            config,
             rank,
             args.layout,
             gradient_bytes=gradients,
             inner_ring=args.inner_ring,
         )
-        for rank in range(split.sp)
+        for rank in range(config.sp)
     ]
     if args.json:
-        print(json.dumps(report.comm_json(work, split, ranks), indent=2))
+        print(json.dumps(report.comm_json(work, config, ranks), indent=2))
     else:
-        print(report.comm_text(work, split, ranks))
+        print(report.comm_text(work, config, ranks))
     return 0
 
 
@@ -252,7 +254,7 @@ def _profile(args: Namespace) -> int:
         models,
         device=args.device,
         seconds=args.seconds,
-        say=lambda line: print(line, file=stream, flush=True),
+        print_line=lambda line: print(line, file=stream, flush=True),
     )
     if cluster and args.json:
         print(args.out.read_text(encoding="utf-8"))
@@ -264,7 +266,7 @@ def _profile(args: Namespace) -> int:
 _COMMANDS: Mapping[str, Callable[[Namespace], int]] = MappingProxyType(
     {
         "memory": _memory,
-        "longest": _longest,
+        "longest": _max_length,
         "plan": _plan,
         "comm": _comm,
         "table": _table,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.explain import explain
-from ds_usp.planner.frameworks import Engine
+from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.parallel_config import Split, Workload
-from ds_usp.planner.search import Found, Plan, search
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.search import Plan, SearchResult, search
 
 AUTO = "auto"
 
@@ -42,7 +42,7 @@ def cluster_name(device: str) -> str | None:
 
 
 def cluster_of(
-    given: str | None, device: str, gpus_per_node: int, memory_bytes: float = 0.0
+    requested: str | None, device: str, gpus_per_node: int, memory_bytes: float = 0.0
 ) -> Cluster:
     """The cluster that the user names, else the built-in one of a device's name.
 
@@ -55,8 +55,8 @@ def cluster_of(
     Raises:
         ConfigError: a cluster that is none, or a device that the table does not have.
     """
-    if given:
-        return load_cluster(given).with_gpus_per_node(gpus_per_node)
+    if requested:
+        return load_cluster(requested).with_gpus_per_node(gpus_per_node)
     name = cluster_name(device)
     if name is None:
         raise ConfigError(
@@ -69,7 +69,7 @@ def cluster_of(
 
 
 def choose_ulysses(
-    cluster: Cluster, work: Workload, engine: Engine, split: Split, gpus: int
+    cluster: Cluster, work: Workload, framework: FrameworkCaps, config: ParallelConfig, gpus: int
 ) -> Choice:
     """The fastest ulysses x ring for a run.
 
@@ -80,30 +80,30 @@ def choose_ulysses(
     Raises:
         ConfigError: no degree is possible, or with none does the run fit.
     """
-    if gpus == split.tp * split.pp * split.dp:
+    if gpus == config.tp * config.pp * config.dp:
         return Choice(1, ("planner: ulysses 1 x ring 1, each rank has whole sequences",))
-    given: Mapping[str, object] = {
-        axis: getattr(split, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
+    fixed: Mapping[str, object] = {
+        axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
     }
-    given = {**given, "order": split.order, "zero": split.zero}
-    stages = (split.zero,)
-    engine = replace(engine, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
-    found = search(cluster, work, gpus, engine, fixed=given, base=split)
-    if not found.plans:
+    fixed = {**fixed, "order": config.order, "zero": config.zero}
+    stages = (config.zero,)
+    framework = replace(framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
+    result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
+    if not result.plans:
         raise ConfigError(
-            "--ulysses-degree auto: " + "; ".join(explain(found)) + ". A degree that is given is "
+            "--ulysses-degree auto: " + "; ".join(explain(result)) + ". A degree that is given is "
             "taken without asking the planner"
         )
-    best = found.plans[0]
-    pairs = sorted(_pairs(found), key=lambda plan: plan.time.total)
-    times = ", ".join(f"{p.split.ulysses} x {p.split.ring} {p.time.total:.3g} s" for p in pairs)
+    best = result.plans[0]
+    pairs = sorted(_pairs(result), key=lambda plan: plan.time.total)
+    times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)
     first = (
-        f"planner: ulysses {best.split.ulysses} x ring {best.split.ring} on {cluster.name} "
+        f"planner: ulysses {best.config.ulysses} x ring {best.config.ring} on {cluster.name} "
         f"(predicted step of ulysses x ring: {times})"
     )
-    return Choice(best.split.ulysses, (first, *(f"planner: {line}" for line in explain(found))))
+    return Choice(best.config.ulysses, (first, *(f"planner: {line}" for line in explain(result))))
 
 
-def _pairs(found: Found) -> list[Plan]:
+def _pairs(result: SearchResult) -> list[Plan]:
     """The plan of every pair of degrees that fits."""
-    return [plan for (axis, _), plan in found.best_with.items() if axis == "ulysses"]
+    return [plan for (axis, _), plan in result.best_with.items() if axis == "ulysses"]

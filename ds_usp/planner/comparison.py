@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ds_usp.planner.formulas import saved_elements, stage_elements
 from ds_usp.planner.memory import states_bytes
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.report import table
 from ds_usp.planner.traffic import layer_traffic, step_traffic
 
@@ -78,22 +78,22 @@ def _row(method: str, printed_parameters: str, printed_activations: str, **degre
     heads = _WIDTH // 2  # as many as there may be ranks
     shape = ModelShape("block", 1, _WIDTH, 4 * _WIDTH, heads, heads, 128, gated=False)
     options = {**degrees, "tp_sequence": bool(degrees.get("tp_sequence", 1))}
-    split = Split(**options, grad_bytes=2)  # type: ignore[arg-type]
-    work = Workload(shape, _LENGTH, split.dp)
+    config = ParallelConfig(**options, grad_bytes=2)  # type: ignore[arg-type]
+    work = Workload(shape, _LENGTH, config.dp)
     activation, square = 2.0 * _LENGTH * _WIDTH, 2.0 * _WIDTH**2
     block = shape.matrix_elements
-    step = step_traffic(work, split)
+    step = step_traffic(work, config)
     # Of the parameters that a rank sends, those of the block: the rest is embedding and head.
-    ours = block / split.tp / max(_held(work, split), 1)
-    weights, gradients, optimizer = states_bytes(block / split.tp, split)
-    saved = 1 / split.sp / split.dp
-    if split.tp > 1:
-        saved = 1 / split.tp if split.tp_sequence else _alpha(shape, split)
+    ours = block / config.tp / max(_held(work, config), 1)
+    weights, gradients, optimizer = states_bytes(block / config.tp, config)
+    saved = 1 / config.sp / config.dp
+    if config.tp > 1:
+        saved = 1 / config.tp if config.tp_sequence else _alpha(shape, config)
     return Row(
         method,
         step.total * ours / square,
-        _sent(work, split, False) / activation,
-        _sent(work, split, True) / activation,
+        _sent(work, config, False) / activation,
+        _sent(work, config, True) / activation,
         printed_parameters,
         printed_activations,
         (weights + gradients) / (4 * block),
@@ -102,20 +102,20 @@ def _row(method: str, printed_parameters: str, printed_activations: str, **degre
     )
 
 
-def _held(work: Workload, split: Split) -> int:
-    return stage_elements(work, split, 0)
+def _held(work: Workload, config: ParallelConfig) -> int:
+    return stage_elements(work, config, 0)
 
 
-def _sent(work: Workload, split: Split, relayed: bool) -> float:
-    traffic = layer_traffic(work, split, relayed)
+def _sent(work: Workload, config: ParallelConfig, relayed: bool) -> float:
+    traffic = layer_traffic(work, config, relayed)
     ring = traffic.ring_forward + traffic.ring_backward
     return traffic.tp_forward + traffic.tp_backward + 2 * traffic.ulysses + ring
 
 
-def _alpha(shape: ModelShape, split: Split) -> float:
+def _alpha(shape: ModelShape, config: ParallelConfig) -> float:
     """The share of activations that plain tensor parallelism leaves: norms are not cut."""
-    cut, whole = saved_elements(shape, split)
-    return (cut / split.tp + whole) / (cut + whole)
+    cut, whole = saved_elements(shape, config)
+    return (cut / config.tp + whole) / (cut + whole)
 
 
 def text(found: Sequence[Row]) -> str:

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 _DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # hosts' defaults are 0.1
 
 
-def emit(kind: str, work: Workload, split: Split) -> str:
+def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
     """A plan in the language of a host.
 
     Args:
@@ -26,12 +26,12 @@ def emit(kind: str, work: Workload, split: Split) -> str:
     """
     if kind not in KINDS:
         raise ConfigError(f"--emit {kind} is none of {', '.join(KINDS)}")
-    if min(split.ulysses, split.ring) > 1 and split.order != DEFAULT_SP_ORDER:
+    if min(config.ulysses, config.ring) > 1 and config.order != DEFAULT_SP_ORDER:
         raise ConfigError(
             f"{kind} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
-            f"{split.order}: leave --order out"
+            f"{config.order}: leave --order out"
         )
-    return KINDS[kind](work, split)
+    return KINDS[kind](work, config)
 
 
 def _joined(flags: list[str]) -> str:
@@ -68,7 +68,7 @@ def _refuse_facts(model: ModelShape, host: str, *, missing: tuple[str, ...] = ()
         )
 
 
-def _shape_flags(work: Workload, split: Split) -> list[str]:
+def _shape_flags(work: Workload, config: ParallelConfig) -> list[str]:
     """What Megatron-DeepSpeed and Megatron-LM call by the same names."""
     model = work.model
     flags = ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)]
@@ -81,21 +81,26 @@ def _shape_flags(work: Workload, split: Split) -> list[str]:
     flags += [] if model.tied else ["--untie-embeddings-and-output-weights"]
     # Both count the end of a document in addition.
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab - 1)]
-    flags += ["--micro-batch-size", str(split.micro_batch)]
+    flags += ["--micro-batch-size", str(config.micro_batch)]
     return [*flags, "--global-batch-size", str(work.global_batch), *_DROPOUT, "--bf16"]
 
 
-def megatron_deepspeed(work: Workload, split: Split) -> str:
+def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     """Flags of ``python -m megatron_patches.run pretrain_gpt.py``."""
     model = work.model
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
-    memory = _memory_flags(work, split)
-    flags = ["--tensor-model-parallel-size", str(split.tp)]
-    flags += ["--ds-sequence-parallel-size", str(split.sp), "--ulysses-degree", str(split.ulysses)]
-    flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(split.pp)]
-    flags += [] if split.pp > 1 else ["--no-pipeline-parallel"]
-    flags += ["--zero-stage", str(split.zero), "--num-key-value-heads", str(model.kv_heads)]
-    flags += _shape_flags(work, split)
+    memory = _memory_flags(work, config)
+    flags = ["--tensor-model-parallel-size", str(config.tp)]
+    flags += [
+        "--ds-sequence-parallel-size",
+        str(config.sp),
+        "--ulysses-degree",
+        str(config.ulysses),
+    ]
+    flags += ["--usp-layout", "zigzag", "--pipeline-model-parallel-size", str(config.pp)]
+    flags += [] if config.pp > 1 else ["--no-pipeline-parallel"]
+    flags += ["--zero-stage", str(config.zero), "--num-key-value-heads", str(model.kv_heads)]
+    flags += _shape_flags(work, config)
     flags += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
     flags += ["--layernorm-epsilon", f"{model.norm_epsilon:g}"]
     if not model.learned_positions:
@@ -106,41 +111,41 @@ def megatron_deepspeed(work: Workload, split: Split) -> str:
     return _joined([*flags, *memory, "--deepspeed", "--deepspeed_config", "ds_config.json"])
 
 
-def _memory_flags(work: Workload, split: Split) -> list[str]:
+def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
     """What else the plan was priced with, in the names that both programs under DeepSpeed share."""
-    if split.virtual_stages(work.model) > 1 or split.recompute == "attention-only":
+    if config.virtual_stages(work.model) > 1 or config.recompute == "attention-only":
         raise ConfigError(
             "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
             "search with --engine megatron-deepspeed"
         )
-    _refuse_zero(split)
-    if split.fused_activation:
+    _refuse_zero(config)
+    if config.fused_activation:
         raise ConfigError(
             "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
         )
-    for flag, given in (("--fused-loss", split.fused_loss), ("--documents", work.documents)):
-        if given and split.pp > 1:
+    for flag, given in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
+        if given and config.pp > 1:
             raise ConfigError(
-                f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {split.pp}: "
+                f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
                 "search with --pp 1"
             )
-    flags = [] if split.recompute == "none" else ["--usp-recompute", split.recompute]
-    flags += ["--usp-offload-ratio", f"{split.offload_ratio:g}"] if split.offload_ratio else []
-    tokens = split.micro_batch * work.seq_len // split.sp
-    flags += ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if split.fused_loss else []
+    flags = [] if config.recompute == "none" else ["--usp-recompute", config.recompute]
+    flags += ["--usp-offload-ratio", f"{config.offload_ratio:g}"] if config.offload_ratio else []
+    tokens = config.micro_batch * work.seq_len // config.sp
+    flags += ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if config.fused_loss else []
     return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
 
 
-def _refuse_zero(split: Split) -> None:
+def _refuse_zero(config: ParallelConfig) -> None:
     """The check of ``ds_usp.training`` for bf16, which is what plans count with."""
-    if split.zero == 0:
+    if config.zero == 0:
         raise ConfigError(
             "DeepSpeed's ZeRO-0 sums gradients of bf16 weights in bf16, and the plan counts fp32: "
             "take --zero 1"
         )
 
 
-def megatron_core(work: Workload, split: Split) -> str:
+def megatron_core(work: Workload, config: ParallelConfig) -> str:
     """Flags of Megatron-LM, whose program calls ``megatron_patches.apply("megatron_core")``.
 
     The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
@@ -149,29 +154,29 @@ def megatron_core(work: Workload, split: Split) -> str:
     """
     model = work.model
     _refuse_facts(model, "Megatron-LM")
-    if split.zero > 1 or split.recompute in ("gemm-last", "attention"):
+    if config.zero > 1 or config.recompute in ("gemm-last", "attention"):
         raise ConfigError(
             "Megatron-LM's flags have neither ZeRO-2 and 3 nor recomputation of all but the "
             "products, or but attention; search with --engine megatron-core"
         )
-    if split.offload_ratio:
-        raise ConfigError(f"Megatron-LM's flags offload no share of {split.offload_ratio:g}")
-    for flag, given in (("--fused-loss", split.fused_loss), ("--documents", work.documents)):
+    if config.offload_ratio:
+        raise ConfigError(f"Megatron-LM's flags offload no share of {config.offload_ratio:g}")
+    for flag, given in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
         if given:
             raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
-    flags = ["--tensor-model-parallel-size", str(split.tp)]
-    flags += ["--sequence-parallel"] if split.tp > 1 and split.tp_sequence else []
-    flags += ["--context-parallel-size", str(split.sp)]
-    if split.sp > 1:
+    flags = ["--tensor-model-parallel-size", str(config.tp)]
+    flags += ["--sequence-parallel"] if config.tp > 1 and config.tp_sequence else []
+    flags += ["--context-parallel-size", str(config.sp)]
+    if config.sp > 1:
         flags += ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
-        flags += [str(split.ulysses), str(split.ring)]
-    flags += ["--pipeline-model-parallel-size", str(split.pp)]
-    if split.virtual_stages(model) > 1:
-        layers = str(split.chunk_layers(model))
+        flags += [str(config.ulysses), str(config.ring)]
+    flags += ["--pipeline-model-parallel-size", str(config.pp)]
+    if config.virtual_stages(model) > 1:
+        layers = str(config.chunk_layers(model))
         flags += ["--num-layers-per-virtual-pipeline-stage", layers]
-    flags += ["--use-distributed-optimizer"] if split.zero == 1 else []
-    flags += ["--overlap-grad-reduce"] if split.overlap_gradients else []
-    flags += _shape_flags(work, split)
+    flags += ["--use-distributed-optimizer"] if config.zero == 1 else []
+    flags += ["--overlap-grad-reduce"] if config.overlap_gradients else []
+    flags += _shape_flags(work, config)
     if model.kv_heads < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
     flags += ["--add-qkv-bias"] if model.qkv_bias else []
@@ -180,29 +185,29 @@ def megatron_core(work: Workload, split: Split) -> str:
     flags += ["--norm-epsilon", f"{model.norm_epsilon:g}"]
     if not model.learned_positions:
         flags += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta))]
-    if split.recompute == "full":
+    if config.recompute == "full":
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
         flags += ["--recompute-num-layers", "1"]
-    elif split.recompute == "attention-only":
+    elif config.recompute == "attention-only":
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
     return _joined(flags)
 
 
-def ds_config(work: Workload, split: Split) -> str:
+def ds_config(work: Workload, config: ParallelConfig) -> str:
     """DeepSpeed's configuration file, for ``initialize_deepspeed`` and for Megatron-DeepSpeed."""
-    _refuse_zero(split)
-    zero: dict[str, object] = {"stage": split.zero}
-    if split.zero in (1, 2):
-        zero |= {"contiguous_gradients": True, "overlap_comm": split.overlap_gradients}
-    config = {
-        "train_micro_batch_size_per_gpu": split.micro_batch,
-        "gradient_accumulation_steps": split.micro_batches(work.global_batch),
+    _refuse_zero(config)
+    zero: dict[str, object] = {"stage": config.zero}
+    if config.zero in (1, 2):
+        zero |= {"contiguous_gradients": True, "overlap_comm": config.overlap_gradients}
+    content = {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": config.micro_batches(work.global_batch),
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32" if split.grad_bytes == 4 else "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32" if config.grad_bytes == 4 else "bf16"},
     }
-    return json.dumps(config, indent=2)
+    return json.dumps(content, indent=2)
 
 
 _SCRIPT = """#!/usr/bin/env bash
@@ -244,7 +249,7 @@ set -- {more} "$@"
 """
 
 
-def script(work: Workload, split: Split) -> str:
+def script(work: Workload, config: ParallelConfig) -> str:
     """A script beside those of ``examples_deepspeed/sequence_parallel``, for either program."""
     model = work.model
     _refuse_facts(model, "the trainer", missing=("qkv_bias", "qk_norm", "head_dim"))
@@ -252,11 +257,11 @@ def script(work: Workload, split: Split) -> str:
     more += [] if model.biases else ["--disable-bias-linear"]
     more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
     more += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
-    more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, split)]
+    more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, config)]
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,
-        num_gpus=split.gpus,
+        num_gpus=config.gpus,
         model_size=round(model.parameters() / 1e9, 1),
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -266,17 +271,17 @@ def script(work: Workload, split: Split) -> str:
         rotary="false" if model.learned_positions else "true",
         rope_theta=int(model.rope_theta),
         global_batch_size=work.global_batch,
-        batch_size=split.micro_batch,
-        mp_size=split.tp,
-        sp_size=split.sp,
-        ulysses_degree=split.ulysses,
-        pp_size=split.pp,
-        zero_stage=split.zero,
+        batch_size=config.micro_batch,
+        mp_size=config.tp,
+        sp_size=config.sp,
+        ulysses_degree=config.ulysses,
+        pp_size=config.pp,
+        zero_stage=config.zero,
         more=" ".join(more),
     ).rstrip()
 
 
-KINDS: Mapping[str, Callable[[Workload, Split], str]] = MappingProxyType(
+KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(
     {
         "megatron-deepspeed": megatron_deepspeed,
         "megatron-core": megatron_core,
@@ -284,7 +289,7 @@ KINDS: Mapping[str, Callable[[Workload, Split], str]] = MappingProxyType(
         "script": script,
     }
 )
-ENGINE_OF: Mapping[str, str] = MappingProxyType(
+FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
     {
         "megatron-deepspeed": "megatron-deepspeed",
         "megatron-core": "megatron-core",

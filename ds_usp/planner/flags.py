@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner.arguments import OneDefault, OneLineParser, lengths, tokens
 from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.frameworks import ENGINES
+from ds_usp.planner.frameworks import FRAMEWORKS
 from ds_usp.planner.legend import LEGENDS
 from ds_usp.planner.parallel_config import RECOMPUTE, SCHEDULES
 from ds_usp.planner.search import AXES
@@ -31,7 +31,7 @@ def build_parser(prog: str = PROG) -> OneLineParser:
     """The command line, as ``prog`` starts it."""
     parser = OneLineParser(prog=prog, description=_COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_memory_parser, _longest_parser, _plan_parser, _comm_parser, _profile_parser):
+    for add in (_memory_parser, _max_length_parser, _plan_parser, _comm_parser, _profile_parser):
         add(commands)
     _command(commands, "table", "what each kind of parallelism sends and holds (USP paper)")
     return parser
@@ -76,7 +76,7 @@ def _fusions(parser: ArgumentParser) -> None:
 def _memory_parser(commands: object) -> None:
     parser = _command(commands, "memory", "bytes that one GPU needs")
     _model_arguments(parser)
-    _split_arguments(parser)
+    _parallel_arguments(parser)
     add = parser.add_argument
     add("--global-batch", type=int, help="sequences of a step (default: enough to fill the stages)")
     add("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
@@ -86,18 +86,18 @@ def _memory_parser(commands: object) -> None:
     _cluster(parser)
 
 
-def _longest_parser(commands: object) -> None:
+def _max_length_parser(commands: object) -> None:
     text = "the longest sequence that fits, for every way to keep less"
     parser = _command(commands, "longest", text)
     _model_arguments(parser, seq_len=False)
-    _split_arguments(parser, "where --gpus is given and no degree is, all are tried; else 1")
+    _parallel_arguments(parser, "where --gpus is given and no degree is, all are tried; else 1")
     _cluster(parser)
     add = parser.add_argument
     add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
     add("--host-memory-gib", type=float, help="of a node (default: the cluster's)")
 
 
-def _split_arguments(parser: ArgumentParser, default: str = "1") -> None:
+def _parallel_arguments(parser: ArgumentParser, default: str = "1") -> None:
     _degrees(parser, "tp", "ulysses", "ring", "pp", default=default)
     add = parser.add_argument
     add("--gpus", type=int, help="all of them; what the degrees leave is dp")
@@ -123,7 +123,7 @@ def _plan_parser(commands: object) -> None:
     add("--documents", type=lengths, help=f"packed into a sequence, with commas, {_TOKENS}")
     add("--top", type=int, default=5, help="how many plans")
     add("--memory-gib", type=float, help="budget of a GPU (default: 96 %% of its memory)")
-    add("--engine", choices=[e.name for e in ENGINES], help="what the framework can do")
+    add("--engine", choices=[e.name for e in FRAMEWORKS], help="what the framework can do")
     _fusions(parser)
     add("--explain", action="store_true", help="why, in words")
     add("--emit", choices=tuple(EMITTED), help=_EMIT)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
-def seen_tokens(seq_len: int, documents: Sequence[int] = ()) -> float:
+def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
     """Keys that a causal query sees on average: half of its document.
 
     Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
@@ -31,7 +31,7 @@ def attention_flop_per_token(
     Two products of q features for each key seen: ``4 q s/2``; backward costs twice as much, and
     flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
     """
-    return 4 * model.q_width * seen_tokens(seq_len, documents)
+    return 4 * model.q_width * mean_visible_keys(seq_len, documents)
 
 
 def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[int] = ()) -> float:
@@ -82,19 +82,19 @@ def mfu_of_tokens(
 # ------------------------------------------------------------------ parameters
 
 
-def embedding_elements(work: Workload, split: Split) -> int:
+def embedding_elements(work: Workload, config: ParallelConfig) -> int:
     """Elements of the word embedding, and of learned positions, on one tensor-parallel rank."""
     model = work.model
-    words = model.padded_vocab(split.tp) * model.hidden // split.tp
-    return words + (work.seq_len * model.hidden if model.learned_positions else 0)
+    table = model.padded_vocab(config.tp) * model.hidden // config.tp
+    return table + (work.seq_len * model.hidden if model.learned_positions else 0)
 
 
-def head_elements(work: Workload, split: Split) -> int:
+def head_elements(work: Workload, config: ParallelConfig) -> int:
     """Elements of the output head and of the last norm on one tensor-parallel rank."""
     model = work.model
-    words = model.padded_vocab(split.tp) * model.hidden // split.tp
-    shared = model.tied and split.pp == 1
-    return model.hidden + (0 if shared else words)
+    table = model.padded_vocab(config.tp) * model.hidden // config.tp
+    shared = model.tied and config.pp == 1
+    return model.hidden + (0 if shared else table)
 
 
 def layer_elements(model: ModelShape, tp: int) -> int:
@@ -102,24 +102,24 @@ def layer_elements(model: ModelShape, tp: int) -> int:
     return model.matrix_elements // tp + model.vector_elements
 
 
-def stage_elements(work: Workload, split: Split, stage: int) -> int:
+def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
     """Elements of the parameters of one rank of a pipeline stage, before ZeRO cuts them.
 
     The first stage has the embedding, the last one the head; tied ones are held twice under pp.
     """
     model = work.model
-    total = split.layers_per_stage(model) * layer_elements(model, split.tp)
+    total = config.layers_per_stage(model) * layer_elements(model, config.tp)
     if stage == 0:
-        total += embedding_elements(work, split)
-    if stage == split.pp - 1:
-        total += head_elements(work, split)
+        total += embedding_elements(work, config)
+    if stage == config.pp - 1:
+        total += head_elements(work, config)
     return total
 
 
 # ------------------------------------------------------------------ activations
 
 
-def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
+def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, float]:
     """What one layer keeps for backward, in elements per token: cut by tp, and not cut by it.
 
     ``none``: norm 1 in and out 2h, queries q, keys and values 2k, attention's output q, norm 2 in
@@ -133,52 +133,54 @@ def saved_elements(model: ModelShape, split: Split) -> tuple[float, float]:
     Without Megatron's sequence parallelism tp does not cut what the norms keep.
     """
     h, f, q, k = model.hidden, model.ffn, model.q_width, model.kv_width
-    if split.recompute == "full":
-        return (h, 0.0) if split.tp_sequence else (0.0, h)
-    users = max(1.0, split.ulysses * split.tp / model.kv_heads)
-    if split.recompute == "attention":
-        core = 3 * q + 2 * k * users if split.ulysses > 1 else q
-        return (h + core, 0.0) if split.tp_sequence else (core, h)
-    attention = 2 * q + 2 * k * (1 if split.recompute == "attention-only" else users)
-    if split.ulysses > 1 and split.recompute != "attention-only":
+    if config.recompute == "full":
+        return (h, 0.0) if config.tp_sequence else (0.0, h)
+    kv_copies = max(1.0, config.ulysses * config.tp / model.kv_heads)
+    if config.recompute == "attention":
+        core = 3 * q + 2 * k * kv_copies if config.ulysses > 1 else q
+        return (h + core, 0.0) if config.tp_sequence else (core, h)
+    attention = 2 * q + 2 * k * (1 if config.recompute == "attention-only" else kv_copies)
+    if config.ulysses > 1 and config.recompute != "attention-only":
         attention += q
     norms, mlp = 4 * h, 4 * f if model.gated else 2 * f
-    if model.gated and split.fused_activation:
+    if model.gated and config.fused_activation:
         mlp = 3 * f
-    if split.recompute == "gemm-last":
+    if config.recompute == "gemm-last":
         norms, mlp = 2 * h, 2 * f if model.gated else f
-    if split.tp_sequence:
+    if config.tp_sequence:
         return norms + attention + mlp, 0.0
     return attention + mlp, norms
 
 
-def statistics_bytes(model: ModelShape, split: Split) -> float:
+def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
     """Bytes per token of one layer that tp x sp ranks keep together in fp32: log-sum-exp, norms."""
-    norms = 0.0 if split.recompute == "attention" else 8.0 * (2 if model.biases else 1)
-    lse = 0.0 if split.recompute == "attention-only" else 4.0 * model.heads
+    norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
+    lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
     return (
-        0.0 if split.recompute == "full" else lse + norms * (1 if split.tp_sequence else split.tp)
+        0.0
+        if config.recompute == "full"
+        else lse + norms * (1 if config.tp_sequence else config.tp)
     )
 
 
-def layer_bytes(work: Workload, split: Split) -> float:
+def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     """Bytes that one layer keeps of one micro batch on one rank (activations of 2 bytes)."""
     model = work.model
-    tokens = split.micro_batch * work.seq_len / split.sp
-    cut, whole = saved_elements(model, split)
-    elements = cut / split.tp + whole
-    return tokens * (elements * split.param_bytes + statistics_bytes(model, split) / split.tp)
+    tokens = config.micro_batch * work.seq_len / config.sp
+    sharded, replicated = saved_elements(model, config)
+    elements = sharded / config.tp + replicated
+    return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
 
 
-def chunks_in_flight(work: Workload, split: Split, stage: int) -> int:
+def chunks_in_flight(work: Workload, config: ParallelConfig, stage: int) -> int:
     """Virtual stages whose activations a rank of a stage holds at the worst moment.
 
     1F1B: ``min(p - rank, m)``; interleaved: ``min(m v, 2 (p - rank - 1) + (v - 1) p + 1)``
     (Megatron's warm-up and one more); DeepSpeed: ``max(2, min(p - rank, m))`` (its pipe buffers).
     """
-    p, m, v = split.pp, split.micro_batches(work.global_batch), split.virtual_stages(work.model)
+    p, m, v = config.pp, config.micro_batches(work.global_batch), config.virtual_stages(work.model)
     if p == 1:
         return 1
     if v > 1:
         return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
-    return max(2, min(p - stage, m)) if split.schedule == "deepspeed" else min(p - stage, m)
+    return max(2, min(p - stage, m)) if config.schedule == "deepspeed" else min(p - stage, m)

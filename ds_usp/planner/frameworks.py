@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import ORDERS
-from ds_usp.planner.parallel_config import RECOMPUTE, Split
+from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class FrameworkCaps:
     """What a training framework can do.
 
     Args:
@@ -39,28 +39,28 @@ class Engine:
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
-    whole_reduction: bool = False
+    unsharded_grad_reduce: bool = False
 
-    def can_chunk_loss(self, split: Split) -> bool:
+    def can_chunk_loss(self, config: ParallelConfig) -> bool:
         """Whether a run that holds its logits whole could hold them in chunks instead."""
-        in_pipeline = split.pp == 1 or self.chunks_loss_in_pipeline
-        return self.chunks_loss and in_pipeline and not split.fused_loss
+        in_pipeline = config.pp == 1 or self.chunks_loss_in_pipeline
+        return self.chunks_loss and in_pipeline and not config.fused_loss
 
-    def refusal(self, split: Split, axis: str, value: object) -> str:
+    def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
         if axis == "micro_batch":
             return f"micro batch {value} does not divide the sequences of a replica"
         if axis == "order" and value in self.orders:
             return f"without both ulysses and ring there is no order {value}"
         if axis == "zero" and value in self.zero:
-            if split.zero_ranks == 1:
+            if config.zero_ranks == 1:
                 return f"ZeRO-{value} has no ranks to share with"
             return f"ZeRO-{value} does not go with a pipeline"
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
-ENGINES = (
-    Engine(
+FRAMEWORKS = (
+    FrameworkCaps(
         "any",
         zero=(0, 1, 2, 3),
         zero_in_pipeline=(0, 1),
@@ -72,7 +72,7 @@ ENGINES = (
         chunks_loss=True,
         chunks_loss_in_pipeline=True,
     ),
-    Engine(
+    FrameworkCaps(
         "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
         zero=(1, 2, 3),
         zero_in_pipeline=(1,),
@@ -83,9 +83,9 @@ ENGINES = (
         chunks_loss=True,
         tp_sequence=False,
         orders=ORDERS[:1],
-        whole_reduction=True,
+        unsharded_grad_reduce=True,
     ),
-    Engine(
+    FrameworkCaps(
         "megatron-core",
         zero=(0, 1),
         zero_in_pipeline=(0, 1),
@@ -98,13 +98,13 @@ ENGINES = (
 )
 
 
-def engine(name: str) -> Engine:
+def framework_caps(name: str) -> FrameworkCaps:
     """A framework by its name.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    for known in ENGINES:
+    for known in FRAMEWORKS:
         if known.name == name:
             return known
-    raise ConfigError(f"no engine {name!r}; there are {', '.join(e.name for e in ENGINES)}")
+    raise ConfigError(f"no engine {name!r}; there are {', '.join(e.name for e in FRAMEWORKS)}")

@@ -15,7 +15,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.profile_rows import (
     MeasuredAttention,
-    MeasuredEnds,
+    MeasuredEmbeddingHead,
     MeasuredExchange,
     MeasuredLayer,
     MeasuredStep,
@@ -89,7 +89,7 @@ class Cluster:
     exchanges: tuple[MeasuredExchange, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
     calls: tuple[MeasuredAttention, ...] = ()
-    ends: tuple[MeasuredEnds, ...] = ()
+    ends: tuple[MeasuredEmbeddingHead, ...] = ()
     steps: tuple[MeasuredStep, ...] = ()
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Cluster:
         """Of a GPU's memory, what a plan may fill."""
         return 0.96 * self.memory_bytes
 
-    def hosts_hold(self, bytes_a_gpu: float, gpus: int) -> bool:
+    def host_memory_fits(self, bytes_a_gpu: float, gpus: int) -> bool:
         """Whether the memory of the hosts has room for so much of each of so many GPUs."""
         return bytes_a_gpu * min(self.gpus_per_node, gpus) <= 0.8 * self.host_memory_bytes
 
@@ -174,7 +174,7 @@ def _check_curve(name: str, curve: Curve) -> None:
         raise ConfigError(f"{name} has {wrong[0]:g}: a share of the peak lies between 0 and 1")
 
 
-def at(curve: Curve, size: float) -> float:
+def interpolate_curve(curve: Curve, size: float) -> float:
     """Value of a curve between its points, linear in the logarithm of the size."""
     if size <= curve[0][0]:
         return curve[0][1]
@@ -260,7 +260,7 @@ _ROWS: Mapping[str, type] = MappingProxyType(
         "exchanges": MeasuredExchange,
         "layers": MeasuredLayer,
         "calls": MeasuredAttention,
-        "ends": MeasuredEnds,
+        "ends": MeasuredEmbeddingHead,
         "steps": MeasuredStep,
     }
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchedWork:
     """Work that the host launches and the GPU then does, in the order in which it is launched.
 
     A flow shop of two machines (Johnson, 1954): nothing synchronizes them, so the GPU ends at the
@@ -20,38 +20,38 @@ class Job:
     """
 
     device_s: float
-    host_s: float = 0.0
+    launch_s: float = 0.0
     wait_s: float = -1.0
 
     def __post_init__(self) -> None:
         if self.wait_s < 0:
-            object.__setattr__(self, "wait_s", self.host_s)
+            object.__setattr__(self, "wait_s", self.launch_s)
 
-    def __add__(self, other: Job) -> Job:
-        wait = max(self.wait_s, self.host_s - self.device_s + other.wait_s)
-        return Job(self.device_s + other.device_s, self.host_s + other.host_s, wait)
+    def __add__(self, other: LaunchedWork) -> LaunchedWork:
+        wait = max(self.wait_s, self.launch_s - self.device_s + other.wait_s)
+        return LaunchedWork(self.device_s + other.device_s, self.launch_s + other.launch_s, wait)
 
-    def __mul__(self, times: int) -> Job:
+    def __mul__(self, times: int) -> LaunchedWork:
         if times == 0:
             return NOTHING
-        behind = max(0.0, (times - 1) * (self.host_s - self.device_s))
-        return Job(times * self.device_s, times * self.host_s, self.wait_s + behind)
+        behind = max(0.0, (times - 1) * (self.launch_s - self.device_s))
+        return LaunchedWork(times * self.device_s, times * self.launch_s, self.wait_s + behind)
 
-    def part(self, of: int) -> Job:
+    def fraction(self, of: int) -> LaunchedWork:
         """One of so many equal launches."""
-        return Job(self.device_s / of, self.host_s / of)
+        return LaunchedWork(self.device_s / of, self.launch_s / of)
 
-    def cut(self, launches: int) -> Job:
+    def in_launches(self, launches: int) -> LaunchedWork:
         """The same work in so many equal launches."""
-        return self.part(launches) * launches
+        return self.fraction(launches) * launches
 
-    def scaled(self, measured: Job, formula: Job) -> Job:
+    def scaled(self, measured: LaunchedWork, formula: LaunchedWork) -> LaunchedWork:
         """This job by what is known of another one; the host launches as much as for that."""
-        return Job(self.device_s * measured.device_s / formula.device_s, measured.host_s)
+        return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
 
-    def unknown(self) -> Job:
+    def without_launch_time(self) -> LaunchedWork:
         """Of a host that is not known."""
-        return Job(self.device_s)
+        return LaunchedWork(self.device_s)
 
 
-NOTHING = Job(0.0)
+NOTHING = LaunchedWork(0.0)

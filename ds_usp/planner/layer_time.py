@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from ds_usp.planner.attention_time import AttentionTime, attention_s
 from ds_usp.planner.formulas import layer_bytes
-from ds_usp.planner.hardware import Cluster, at
-from ds_usp.planner.launch_overhead import NOTHING, Job
-from ds_usp.planner.parallel_config import Split, Workload
-from ds_usp.planner.profile_rows import host_seconds, layer_rows, nearest_tp, seconds_at
+from ds_usp.planner.hardware import Cluster, interpolate_curve
+from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.profile_rows import launch_seconds, layer_rows, nearest_tp, seconds_at
 from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
 from ds_usp.planner.traffic import layer_traffic
 
@@ -39,8 +39,8 @@ class LayerTime:
     tp: float
     sp: float
     recompute: float
-    forward: Job
-    backward: Job
+    forward: LaunchedWork
+    backward: LaunchedWork
     measured: bool = False
 
     @property
@@ -50,63 +50,71 @@ class LayerTime:
         return parts + self.recompute
 
 
-def layer_time(cluster: Cluster, work: Workload, split: Split) -> LayerTime:
+def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> LayerTime:
     """Forward, twice the products backward, 2.5 times the attention, and what is done again.
 
     All but the attention core comes from the cluster's profile if such a layer is in it. Of a layer
     that was measured at another tensor-parallel degree the formula is multiplied by what it took
     there over what the formula says: guesses must not look faster than what is known.
     """
-    core, core_back, outside = _once(cluster, work, split.but(recompute="none"))
-    attention, attention_back = (
-        Job(each.total, each.host).cut(each.parts) for each in (core, core_back)
+    core, core_backward, rest = _layer_once(cluster, work, config.replace(recompute="none"))
+    attention, attention_backward = (
+        LaunchedWork(each.total, each.launch_s).in_launches(each.chunks)
+        for each in (core, core_backward)
     )
-    if not (attention.host_s and outside.forward.host_s):
-        attention, attention_back = attention.unknown(), attention_back.unknown()
-        outside = outside.of_unknown_host()
-    forward = outside.before(attention)
-    again = NOTHING
-    if split.recompute == "full":
-        again = forward
-    elif split.recompute == "attention":
-        again = outside.forward.cut(_PRODUCTS)
-    elif split.recompute == "attention-only":
-        again = attention
-    elif split.recompute == "gemm-last":
-        plain = layer_bytes(work, split.but(recompute="none", fused_activation=True))
-        again = Job(passes_s(cluster, 2 * max(plain - layer_bytes(work, split), 0.0)))
+    if not (attention.launch_s and rest.forward.launch_s):
+        attention, attention_backward = (
+            attention.without_launch_time(),
+            attention_backward.without_launch_time(),
+        )
+        rest = rest.without_launch_time()
+    forward = rest.forward_with(attention)
+    recomputed = NOTHING
+    if config.recompute == "full":
+        recomputed = forward
+    elif config.recompute == "attention":
+        recomputed = rest.forward.in_launches(_PRODUCTS)
+    elif config.recompute == "attention-only":
+        recomputed = attention
+    elif config.recompute == "gemm-last":
+        plain = layer_bytes(work, config.replace(recompute="none", fused_activation=True))
+        recomputed = LaunchedWork(
+            passes_s(cluster, 2 * max(plain - layer_bytes(work, config), 0.0))
+        )
     return LayerTime(
-        matrices=outside.matrices,
-        attention=core.kernel + core_back.kernel,
-        elementwise=outside.elementwise + core.merge + core_back.merge,
-        tp=outside.tp,
-        sp=core.exposed + core_back.exposed,
-        recompute=again.device_s,
+        matrices=rest.matrices,
+        attention=core.kernel + core_backward.kernel,
+        elementwise=rest.elementwise + core.merge + core_backward.merge,
+        tp=rest.tp,
+        sp=core.exposed + core_backward.exposed,
+        recompute=recomputed.device_s,
         forward=forward,
-        backward=again + outside.after(attention_back),
-        measured=outside.measured,
+        backward=recomputed + rest.backward_with(attention_backward),
+        measured=rest.measured,
     )
 
 
 @lru_cache(maxsize=1024)
-def _once(
-    cluster: Cluster, work: Workload, split: Split
-) -> tuple[AttentionTime, AttentionTime, _Outside]:
+def _layer_once(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> tuple[AttentionTime, AttentionTime, _NonAttention]:
     """Attention forward and backward, and the rest: the same whatever is computed again."""
-    there, back = (attention_s(cluster, work, split, backward=each) for each in (False, True))
-    outside = _measured_outside(cluster, work, split) or _scaled_outside(cluster, work, split)
-    return there, back, outside
+    forward, backward = (
+        attention_s(cluster, work, config, backward=direction) for direction in (False, True)
+    )
+    rest = _measured_rest(cluster, work, config) or _scaled_rest(cluster, work, config)
+    return forward, backward, rest
 
 
 @dataclass(frozen=True, slots=True)
-class _Outside:
+class _NonAttention:
     """A layer but for its attention core, part by part and direction by direction."""
 
     matrices: float
     elementwise: float
     tp: float
-    forward: Job
-    backward: Job
+    forward: LaunchedWork
+    backward: LaunchedWork
     measured: bool
 
     @property
@@ -114,60 +122,74 @@ class _Outside:
         """Of the GPU, both directions."""
         return self.forward.device_s + self.backward.device_s
 
-    def before(self, core: Job) -> Job:
+    def forward_with(self, core: LaunchedWork) -> LaunchedWork:
         """Forward of the whole layer: one of four products, attention, the others."""
-        product = self.forward.part(_PRODUCTS)
+        product = self.forward.fraction(_PRODUCTS)
         return product + core + product * (_PRODUCTS - 1)
 
-    def after(self, core: Job) -> Job:
+    def backward_with(self, core: LaunchedWork) -> LaunchedWork:
         """Backward of the whole layer."""
-        product = self.backward.part(_PRODUCTS)
+        product = self.backward.fraction(_PRODUCTS)
         return product * (_PRODUCTS - 1) + core + product
 
-    def of_unknown_host(self) -> _Outside:
+    def without_launch_time(self) -> _NonAttention:
         """The same of a host that is not known."""
-        return replace(self, forward=self.forward.unknown(), backward=self.backward.unknown())
+        return replace(
+            self,
+            forward=self.forward.without_launch_time(),
+            backward=self.backward.without_launch_time(),
+        )
 
 
-def _measured_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside | None:
-    rows = layer_rows(cluster.layers, work.model, split.tp)
+def _measured_rest(
+    cluster: Cluster, work: Workload, config: ParallelConfig
+) -> _NonAttention | None:
+    rows = layer_rows(cluster.layers, work.model, config.tp)
     if not rows:
         return None
-    tokens = split.micro_batch * work.seq_len / split.sp
+    tokens = config.micro_batch * work.seq_len / config.sp
     forward = seconds_at(rows, lambda row: row.tokens, lambda row: row.forward_s, tokens)
     backward = seconds_at(rows, lambda row: row.tokens, lambda row: row.backward_s, tokens)
-    there = host_seconds([(row.tokens, row.forward_host_s) for row in rows], tokens)
-    back = host_seconds([(row.tokens, row.backward_host_s) for row in rows], tokens)
-    jobs = Job(forward, there), Job(backward, back)
-    return _Outside(forward + backward, 0.0, 0.0, *jobs, True)
+    forward_launch_s = launch_seconds([(row.tokens, row.forward_host_s) for row in rows], tokens)
+    backward_launch_s = launch_seconds([(row.tokens, row.backward_host_s) for row in rows], tokens)
+    directions = LaunchedWork(forward, forward_launch_s), LaunchedWork(backward, backward_launch_s)
+    return _NonAttention(forward + backward, 0.0, 0.0, *directions, True)
 
 
-def _scaled_outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
-    found, tp = _outside(cluster, work, split), nearest_tp(cluster.layers, work.model, split.tp)
+def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    predicted, tp = (
+        _predicted_rest(cluster, work, config),
+        nearest_tp(cluster.layers, work.model, config.tp),
+    )
     if tp is None:
-        return found
-    there = split.but(tp=tp)
-    measured, formula = _measured_outside(cluster, work, there), _outside(cluster, work, there)
+        return predicted
+    profiled = config.replace(tp=tp)
+    measured, formula = (
+        _measured_rest(cluster, work, profiled),
+        _predicted_rest(cluster, work, profiled),
+    )
     if measured is None:
-        return found
-    forward = found.forward.scaled(measured.forward, formula.forward)
-    backward = found.backward.scaled(measured.backward, formula.backward)
-    ratio = (forward.device_s + backward.device_s) / found.device_s
-    times = (ratio * found.matrices, ratio * found.elementwise, ratio * found.tp)
-    return _Outside(*times, forward, backward, False)
+        return predicted
+    forward = predicted.forward.scaled(measured.forward, formula.forward)
+    backward = predicted.backward.scaled(measured.backward, formula.backward)
+    ratio = (forward.device_s + backward.device_s) / predicted.device_s
+    times = (ratio * predicted.matrices, ratio * predicted.elementwise, ratio * predicted.tp)
+    return _NonAttention(*times, forward, backward, False)
 
 
-def _outside(cluster: Cluster, work: Workload, split: Split) -> _Outside:
-    tokens = split.micro_batch * work.seq_len / split.sp
-    products = product_s(cluster, tokens, tokens * work.model.matrix_elements / split.tp)
-    plain = layer_bytes(work, split.but(recompute="none", fused_activation=True))
+def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    tokens = config.micro_batch * work.seq_len / config.sp
+    products = product_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
+    plain = layer_bytes(work, config.replace(recompute="none", fused_activation=True))
     passes = passes_s(cluster, 2 * plain)
-    traffic, group = layer_traffic(work, split), group_of(split, "tp")
+    traffic, group = layer_traffic(work, config), group_of(config, "tp")
     tp_forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
     tp_backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
-    there = Job(products + passes + tp_forward)
-    back = Job(2 * products + 2 * passes + tp_backward)
-    return _Outside(3 * products, 3 * passes, tp_forward + tp_backward, there, back, False)
+    forward = LaunchedWork(products + passes + tp_forward)
+    backward = LaunchedWork(2 * products + 2 * passes + tp_backward)
+    return _NonAttention(
+        3 * products, 3 * passes, tp_forward + tp_backward, forward, backward, False
+    )
 
 
 def passes_s(cluster: Cluster, moved_bytes: float) -> float:
@@ -177,4 +199,8 @@ def passes_s(cluster: Cluster, moved_bytes: float) -> float:
 
 def product_s(cluster: Cluster, tokens: float, multiplications: float) -> float:
     """Products of so many tokens: ``2 m n k / (F eta(m))``."""
-    return 2 * multiplications / (cluster.peak_flop_per_s * at(cluster.gemm_efficiency, tokens))
+    return (
+        2
+        * multiplications
+        / (cluster.peak_flop_per_s * interpolate_curve(cluster.gemm_efficiency, tokens))
+    )

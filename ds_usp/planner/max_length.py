@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.families import degrees, refusal
+from ds_usp.planner.degree_configs import degrees, refusal
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import RECOMPUTE, Split, Workload, impossible
+from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload, infeasible_reason
 
 STEP = 1024  # tokens: lengths are multiples of it
-_MOST = 2**30  # tokens; nobody has asked for more
+_MAX_TOKENS = 2**30  # tokens; nobody has asked for more
 
 
 @dataclass(frozen=True, slots=True)
-class Longest:
+class MaxLength:
     """One way to keep less, and how far it goes.
 
     Args:
@@ -27,24 +27,28 @@ class Longest:
         limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
     """
 
-    split: Split
+    config: ParallelConfig
     seq_len: int
-    needs: Memory
+    memory_needed: Memory
     limit: str
 
 
-def shortest(model: ModelShape, split: Split) -> Workload:
+def min_workload(model: ModelShape, config: ParallelConfig) -> Workload:
     """What any split must take: a token for each rank, and micro batches that fill the stages."""
-    return _work(model, split, split.sp * split.tp)
+    return _work(model, config, config.sp * config.tp)
 
 
-def _work(model: ModelShape, split: Split, seq_len: int) -> Workload:
-    return Workload(model, seq_len, 2 * split.pp * split.dp * split.micro_batch)
+def _work(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
+    return Workload(model, seq_len, 2 * config.pp * config.dp * config.micro_batch)
 
 
-def longest(
-    model: ModelShape, base: Split, cluster: Cluster, budget_bytes: float, workspace_bytes: float
-) -> list[Longest]:
+def max_lengths(
+    model: ModelShape,
+    base: ParallelConfig,
+    cluster: Cluster,
+    budget_bytes: float,
+    workspace_bytes: float,
+) -> list[MaxLength]:
     """For each way to recompute, without offload and with as much as it takes.
 
     Activations grow with the sequence and nothing shrinks, so a bisection finds the end.
@@ -54,35 +58,39 @@ def longest(
         budget_bytes: of one GPU.
         workspace_bytes: what no formula sees.
     """
-    return furthest(model, [base], cluster, budget_bytes, workspace_bytes)
+    return max_lengths_over(model, [base], cluster, budget_bytes, workspace_bytes)
 
 
-def furthest(
+def max_lengths_over(
     model: ModelShape,
-    bases: Sequence[Split],
+    bases: Sequence[ParallelConfig],
     cluster: Cluster,
     budget_bytes: float,
     workspace_bytes: float,
-) -> list[Longest]:
+) -> list[MaxLength]:
     """For each way to keep less the degrees that go furthest, of several; of equals the first.
 
     Args:
         bases: at least one; otherwise as for :func:`longest`.
     """
-    found = []
+    results = []
     for recompute in RECOMPUTE:
         for offload in (False, True):
-            best: list[Longest] = []
+            best: list[MaxLength] = []
             for base in bases:
-                split = base.but(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
-                ends = _Ends(model, split, offload, cluster, budget_bytes, workspace_bytes)
-                if not best or ends.goes_beyond(best[0].seq_len):
-                    best = [ends.find()]
-            found += best
-    return found
+                config = base.replace(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
+                search = _LengthSearch(
+                    model, config, offload, cluster, budget_bytes, workspace_bytes
+                )
+                if not best or search.fits_beyond(best[0].seq_len):
+                    best = [search.find()]
+            results += best
+    return results
 
 
-def every_split(model: ModelShape, base: Split, gpus: int, cluster: Cluster) -> list[Split]:
+def all_configs(
+    model: ModelShape, base: ParallelConfig, gpus: int, cluster: Cluster
+) -> list[ParallelConfig]:
     """All degrees of so many GPUs that a model can have, the simplest first.
 
     Data parallel ranks hold sequences of their own and make none longer, so ``base.dp`` stays.
@@ -90,56 +98,58 @@ def every_split(model: ModelShape, base: Split, gpus: int, cluster: Cluster) -> 
     Raises:
         ConfigError: the GPUs are no multiple of ``base.dp``, or no degrees are possible.
     """
-    splits = [
-        base.but(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
+    configs = [
+        base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
         for tp, ulysses, ring, pp, _ in degrees(gpus, {"dp": base.dp})
         if tp <= cluster.gpus_per_node
     ]
-    first = [(split, shortest(model, split)) for split in splits]
-    found = [
-        split for split, work in first if not (refusal(work, split) or impossible(work, split))
+    smallest = [(config, min_workload(model, config)) for config in configs]
+    results = [
+        config
+        for config, work in smallest
+        if not (refusal(work, config) or infeasible_reason(work, config))
     ]
-    if not found:
-        why = next(filter(None, (impossible(work, split) for split, work in first)), "")
+    if not results:
+        why = next(filter(None, (infeasible_reason(work, config) for config, work in smallest)), "")
         raise ConfigError(f"no degrees of {gpus} GPUs are possible: {why}")
-    return sorted(found, key=lambda split: (split.tp, split.pp, split.ring))
+    return sorted(results, key=lambda config: (config.tp, config.pp, config.ring))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
+class _LengthSearch:
     """The search of one way's end."""
 
     model: ModelShape
-    split: Split
+    config: ParallelConfig
     offload: bool
     cluster: Cluster
     budget_bytes: float
     workspace_bytes: float
 
-    def goes_beyond(self, seq_len: int) -> bool:
+    def fits_beyond(self, seq_len: int) -> bool:
         """Whether a longer sequence fits."""
-        return self._at(seq_len + STEP).limit == ""
+        return self._evaluate(seq_len + STEP).limit == ""
 
-    def find(self) -> Longest:
+    def find(self) -> MaxLength:
         """Double until it fails, then halve the gap."""
-        good, bad = 0, STEP
-        while bad < _MOST and self._at(bad).limit == "":
-            good, bad = bad, 2 * bad
-        while bad - good > STEP:
-            middle = (good + bad) // 2 // STEP * STEP
-            good, bad = (middle, bad) if self._at(middle).limit == "" else (good, middle)
-        beyond = self._at(bad)
-        return replace(self._at(good) if good else beyond, seq_len=good, limit=beyond.limit)
+        fits, fails = 0, STEP
+        while fails < _MAX_TOKENS and self._evaluate(fails).limit == "":
+            fits, fails = fails, 2 * fails
+        while fails - fits > STEP:
+            middle = (fits + fails) // 2 // STEP * STEP
+            fits, fails = (middle, fails) if self._evaluate(middle).limit == "" else (fits, middle)
+        beyond = self._evaluate(fails)
+        return replace(self._evaluate(fits) if fits else beyond, seq_len=fits, limit=beyond.limit)
 
-    def _at(self, seq_len: int) -> Longest:
+    def _evaluate(self, seq_len: int) -> MaxLength:
         """What a length needs; its limit is "" where it fits."""
-        split, work = self.split, _work(self.model, self.split, seq_len)
+        config, work = self.config, _work(self.model, self.config, seq_len)
         if self.offload:
-            split, _ = with_offload(work, split, self.budget_bytes, self.workspace_bytes)
-        needs = memory(work, split, self.workspace_bytes)
-        limit = impossible(work, split) or ""
-        if needs.total > self.budget_bytes:
+            config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
+        memory_needed = memory(work, config, self.workspace_bytes)
+        limit = infeasible_reason(work, config) or ""
+        if memory_needed.total > self.budget_bytes:
             limit = limit or "GPU memory"
-        elif not self.cluster.hosts_hold(needs.offloaded, split.gpus):
+        elif not self.cluster.host_memory_fits(memory_needed.offloaded, config.gpus):
             limit = limit or "host memory"
-        return Longest(split, seq_len, needs, limit)
+        return MaxLength(config, seq_len, memory_needed, limit)

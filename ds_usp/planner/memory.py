@@ -11,7 +11,7 @@ from ds_usp.planner.formulas import (
     layer_elements,
     stage_elements,
 )
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 _BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
 
@@ -53,17 +53,17 @@ class Memory:
     def total(self) -> float:
         """Everything on the GPU."""
         states = self.weights + self.gradients + self.optimizer
-        passing = self.logits + self.exchange + self.transient
-        return states + self.activations + passing + self.workspace
+        peak_buffers = self.logits + self.exchange + self.transient
+        return states + self.activations + peak_buffers + self.workspace
 
-    def parts(self) -> dict[str, float]:
+    def components(self) -> dict[str, float]:
         """Name of each part -> its bytes, in the order in which they are told."""
         apart = ("stage", "offloaded")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ModelWideBytes:
     """What every stage has in common, in bytes, whatever is offloaded."""
 
     per_layer: float
@@ -72,38 +72,43 @@ class Shared:
     transient: float
 
 
-def shared_bytes(work: Workload, split: Split) -> Shared:
+def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
     """The part of :func:`memory` that is the same with any offload: a search asks for it once."""
-    transient, one = 0.0, layer_elements(work.model, split.tp)
-    if split.recompute in ("full", "attention"):
-        transient += layer_bytes(work, split.but(recompute="none"))
-    if split.recompute == "attention":  # what it keeps is there already
-        transient -= layer_bytes(work, split)
-    if split.zero == 3 and split.zero_ranks > 1:
-        transient += 2 * one * split.param_bytes + one * split.grad_bytes
-    logits, exchange = logits_bytes(work, split), exchange_bytes(work, split)
-    return Shared(layer_bytes(work, split), logits, exchange, transient)
+    transient, one = 0.0, layer_elements(work.model, config.tp)
+    if config.recompute in ("full", "attention"):
+        transient += layer_bytes(work, config.replace(recompute="none"))
+    if config.recompute == "attention":  # what it keeps is there already
+        transient -= layer_bytes(work, config)
+    if config.zero == 3 and config.zero_ranks > 1:
+        transient += 2 * one * config.param_bytes + one * config.grad_bytes
+    logits, exchange = logits_bytes(work, config), exchange_bytes(work, config)
+    return ModelWideBytes(layer_bytes(work, config), logits, exchange, transient)
 
 
 def memory(
-    work: Workload, split: Split, workspace_bytes: float = 0.0, shared: Shared | None = None
+    work: Workload,
+    config: ParallelConfig,
+    workspace_bytes: float = 0.0,
+    shared: ModelWideBytes | None = None,
 ) -> Memory:
     """The worst pipeline stage's memory.
 
     Args:
         shared: where it is known: :func:`shared_bytes`.
     """
-    parts = shared or shared_bytes(work, split)
-    stages = (_stage(work, split, stage, parts, workspace_bytes) for stage in _stages(split))
+    shared = shared or model_wide_bytes(work, config)
+    stages = (_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config))
     return max(stages, key=lambda found: found.total)
 
 
-def _stages(split: Split) -> tuple[int, ...]:
+def _stages(config: ParallelConfig) -> tuple[int, ...]:
     """Those that can be the worst: most in flight, embedding, head."""
-    return tuple(sorted({0, min(1, split.pp - 1), split.pp - 1}))
+    return tuple(sorted({0, min(1, config.pp - 1), config.pp - 1}))
 
 
-def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: float = 0.0) -> Memory:
+def stage_memory(
+    work: Workload, config: ParallelConfig, stage: int, workspace_bytes: float = 0.0
+) -> Memory:
     """Memory of one pipeline stage.
 
     States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
@@ -116,127 +121,137 @@ def stage_memory(work: Workload, split: Split, stage: int, workspace_bytes: floa
     and what it computes again come, so only the larger of the two counts. Or it is the step, when
     activations are gone and gradients are there once more.
     """
-    return _stage(work, split, stage, shared_bytes(work, split), workspace_bytes)
+    return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
 
 
 def _stage(
-    work: Workload, split: Split, stage: int, parts: Shared, workspace_bytes: float
+    work: Workload,
+    config: ParallelConfig,
+    stage: int,
+    shared: ModelWideBytes,
+    workspace_bytes: float,
 ) -> Memory:
-    elements = stage_elements(work, split, stage)
-    weights, gradients, optimizer = states_bytes(elements, split)
-    units, kept, unit_bytes = _units(work, split, stage, parts)
-    resident = units * (1 - split.offload_ratio) + kept * split.offload_ratio
-    logits = parts.logits if stage == split.pp - 1 else 0.0
-    copies = reduction_bytes(elements, split)
-    passing = max(logits, parts.exchange + parts.transient)
-    if copies > resident * unit_bytes + passing:
-        states = (weights, gradients + copies, optimizer)
+    elements = stage_elements(work, config, stage)
+    weights, gradients, optimizer = states_bytes(elements, config)
+    units, always_resident, unit_bytes = _offload_units(work, config, stage, shared)
+    resident = units * (1 - config.offload_ratio) + always_resident * config.offload_ratio
+    logits = shared.logits if stage == config.pp - 1 else 0.0
+    reduction_copies = reduction_bytes(elements, config)
+    peak_buffers = max(logits, shared.exchange + shared.transient)
+    if reduction_copies > resident * unit_bytes + peak_buffers:
+        states = (weights, gradients + reduction_copies, optimizer)
         return Memory(*states, 0.0, 0.0, 0.0, 0.0, workspace_bytes, stage, 0.0)
-    at_the_loss = logits > parts.exchange + parts.transient
+    peak_at_loss = logits > shared.exchange + shared.transient
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=resident * unit_bytes,
-        logits=logits if at_the_loss else 0.0,
-        exchange=0.0 if at_the_loss else parts.exchange,
-        transient=0.0 if at_the_loss else parts.transient,
+        logits=logits if peak_at_loss else 0.0,
+        exchange=0.0 if peak_at_loss else shared.exchange,
+        transient=0.0 if peak_at_loss else shared.transient,
         workspace=workspace_bytes,
         stage=stage,
         offloaded=(units - resident) * unit_bytes,
     )
 
 
-def _units(work: Workload, split: Split, stage: int, parts: Shared) -> tuple[int, int, float]:
+def _offload_units(
+    work: Workload, config: ParallelConfig, stage: int, shared: ModelWideBytes
+) -> tuple[int, int, float]:
     """Units of offload in flight, those that always stay, and the bytes of one."""
-    layers, chunks = split.chunk_layers(work.model), chunks_in_flight(work, split, stage)
-    if split.offload_unit == "chunk":
-        return chunks, min(4, chunks), layers * parts.per_layer
-    return chunks * layers, min(2, chunks * layers), parts.per_layer
+    layers, chunks = config.chunk_layers(work.model), chunks_in_flight(work, config, stage)
+    if config.offload_unit == "chunk":
+        return chunks, min(4, chunks), layers * shared.per_layer
+    return chunks * layers, min(2, chunks * layers), shared.per_layer
 
 
-def states_bytes(elements: float, split: Split) -> tuple[float, float, float]:
+def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float, float]:
     """Weights, gradients and optimizer states of so many elements on one rank, after ZeRO."""
-    ranks = split.zero_ranks
+    ranks = config.zero_ranks
     return (
-        elements * split.param_bytes / (ranks if split.zero == 3 else 1),
-        elements * split.grad_bytes / (ranks if split.zero >= 2 else 1),
-        elements * 12 / (ranks if split.zero >= 1 else 1),
+        elements * config.param_bytes / (ranks if config.zero == 3 else 1),
+        elements * config.grad_bytes / (ranks if config.zero >= 2 else 1),
+        elements * 12 / (ranks if config.zero >= 1 else 1),
     )
 
 
-def reduction_bytes(elements: float, split: Split) -> float:
+def reduction_bytes(elements: float, config: ParallelConfig) -> float:
     """Copies of all gradients while they are reduced whole: in the parameters' dtype, and as one
     flat tensor, which DeepSpeed makes of what one of its buckets holds."""
-    if not split.whole_reduction or split.zero != 1 or split.zero_ranks == 1:
+    if not config.unsharded_grad_reduce or config.zero != 1 or config.zero_ranks == 1:
         return 0.0
-    flat = split.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
-    return elements * (split.param_bytes + flat)
+    flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
+    return elements * (config.param_bytes + flat)
 
 
-def logits_bytes(work: Workload, split: Split) -> float:
+def logits_bytes(work: Workload, config: ParallelConfig) -> float:
     """The logits in bf16 and the loss's copy in fp32, cut by tp (vocabulary) and sp (tokens); and
     what the last norm and the head keep of their inputs."""
-    if split.fused_loss:
+    if config.fused_loss:
         return 0.0
-    model, tokens = work.model, split.micro_batch * work.seq_len / split.sp
-    logits = tokens * model.padded_vocab(split.tp) / split.tp * (split.param_bytes + 4)
-    inputs = 2 * tokens * model.hidden * split.param_bytes
-    return logits + inputs / (split.tp if split.tp_sequence else 1)
+    model, tokens = work.model, config.micro_batch * work.seq_len / config.sp
+    logits = tokens * model.padded_vocab(config.tp) / config.tp * (config.param_bytes + 4)
+    inputs = 2 * tokens * model.hidden * config.param_bytes
+    return logits + inputs / (config.tp if config.tp_sequence else 1)
 
 
-def exchange_bytes(work: Workload, split: Split) -> float:
+def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     """Buffers of one attention call, in one part, block by block.
 
     Ulysses: what is packed and what has come, of q, k, v. Ring: keys and values packed to be sent,
     two blocks that come, gradients that leave and that come (ARCHITECTURE.md).
     """
-    model, e = work.model, split.param_bytes
-    sequence = split.micro_batch * work.seq_len
-    q, kv = model.q_width / split.tp, kv_share(work, split)
+    model, e = work.model, config.param_bytes
+    sequence = config.micro_batch * work.seq_len
+    q, kv = model.q_width / config.tp, kv_fraction(work, config)
     total = 0.0
-    if split.ulysses > 1:
-        total += 2 * sequence / split.ring * (q / split.ulysses + 2 * kv) * e
-    if split.ring > 1:
-        total += 5 * 2 * sequence / split.ring * kv * e
+    if config.ulysses > 1:
+        total += 2 * sequence / config.ring * (q / config.ulysses + 2 * kv) * e
+    if config.ring > 1:
+        total += 5 * 2 * sequence / config.ring * kv * e
     return total
 
 
-def kv_share(work: Workload, split: Split) -> float:
+def kv_fraction(work: Workload, config: ParallelConfig) -> float:
     """Features of the keys with which one rank computes; a KV head has a rank at least."""
     model = work.model
-    heads = max(model.kv_heads / split.tp / split.ulysses, 1.0)
+    heads = max(model.kv_heads / config.tp / config.ulysses, 1.0)
     return heads * model.head_dim
 
 
 def offload_needed(
     work: Workload,
-    split: Split,
+    config: ParallelConfig,
     budget_bytes: float,
     workspace: float,
-    shared: Shared | None = None,
+    shared: ModelWideBytes | None = None,
 ) -> float:
     """The smallest offload ratio with which all fits, in closed form; more than 1: none does.
 
     Activations are linear in the ratio, so the worst of the stages decides.
     """
-    worst, parts, plain = 0.0, shared or shared_bytes(work, split), split.but(offload_ratio=0.0)
-    for stage in _stages(split):
-        over = _stage(work, plain, stage, parts, workspace).total - budget_bytes
+    worst, shared, plain = (
+        0.0,
+        shared or model_wide_bytes(work, config),
+        config.replace(offload_ratio=0.0),
+    )
+    for stage in _stages(config):
+        over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
         if over > 0:
-            units, kept, unit_bytes = _units(work, split, stage, parts)
-            gain = (units - kept) * unit_bytes
+            units, always_resident, unit_bytes = _offload_units(work, config, stage, shared)
+            gain = (units - always_resident) * unit_bytes
             worst = max(worst, over / gain if gain > 0 else 2.0)
     return worst
 
 
 def with_offload(
     work: Workload,
-    split: Split,
+    config: ParallelConfig,
     budget_bytes: float,
     workspace: float,
-    shared: Shared | None = None,
-) -> tuple[Split, bool]:
+    shared: ModelWideBytes | None = None,
+) -> tuple[ParallelConfig, bool]:
     """The split with as much offload as it takes, to a thousandth, and whether all fits then."""
-    ratio = offload_needed(work, split, budget_bytes, workspace, shared)
-    return split.but(offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1
+    ratio = offload_needed(work, config, budget_bytes, workspace, shared)
+    return config.replace(offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1

@@ -12,7 +12,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.models import ModelShape, built_in, is_built_in
 
 
-def load_model(given: str) -> ModelShape:
+def load_model(model: str) -> ModelShape:
     """A built-in name, ``FILE.json:NAME``, a file with one model, or a HuggingFace config.json.
 
     A file of models maps names to the fields of :class:`ModelShape`, or lists such objects with
@@ -21,15 +21,15 @@ def load_model(given: str) -> ModelShape:
     Raises:
         ConfigError: nothing of that name, or a file that describes no model.
     """
-    path, _, name = given.rpartition(":")
+    path, _, name = model.rpartition(":")
     if path.endswith(".json"):
         if not Path(path).exists() and Path(path).name == "models.json" and is_built_in(name):
             return built_in(name)
         return _from_file(Path(path), name)
-    if given.endswith(".json") or Path(given).is_dir():
-        folder = Path(given)
+    if model.endswith(".json") or Path(model).is_dir():
+        folder = Path(model)
         return _from_file(folder / "config.json" if folder.is_dir() else folder, "")
-    return built_in(given)
+    return built_in(model)
 
 
 def _from_file(path: Path, name: str) -> ModelShape:
@@ -124,12 +124,12 @@ def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
     kind = entry.get("model_type")
     facts = [f"layers of model_type {kind}"] if kind is not None and kind not in _PLAIN else []
     names = ("hidden_act", "activation_function", "hidden_activation")
-    said = {name: entry[name] for name in names if entry.get(name) is not None}
-    if kind == "gpt2" and not said:
-        said = {"activation_function": "gelu_new"}
+    activations = {name: entry[name] for name in names if entry.get(name) is not None}
+    if kind == "gpt2" and not activations:
+        activations = {"activation_function": "gelu_new"}
     usual = _SILU if gated else _GELU
-    facts += [f"{name} {value}" for name, value in said.items() if value not in usual]
-    scaling = entry.get("rope_scaling") or _scaled(entry.get("rope_parameters"))
+    facts += [f"{name} {value}" for name, value in activations.items() if value not in usual]
+    scaling = entry.get("rope_scaling") or _scaled_rope(entry.get("rope_parameters"))
     facts += [f"rope_scaling {json.dumps(scaling)}"] if scaling else []
     for name in ("partial_rotary_factor", "rotary_pct"):
         share = entry.get(name)
@@ -139,7 +139,7 @@ def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
     return tuple(facts)
 
 
-def _scaled(parameters: Any) -> Any:
+def _scaled_rope(parameters: Any) -> Any:
     """The ``rope_parameters`` of newer configurations, if they scale angles."""
     scales = isinstance(parameters, Mapping) and parameters.get("rope_type", "default") != "default"
     return parameters if scales else None
@@ -148,30 +148,30 @@ def _scaled(parameters: Any) -> Any:
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
-    defaults = _family(name, entry, path)
-    found: dict[str, Any] = {}
+    defaults = _architecture_family(name, entry, path)
+    values: dict[str, Any] = {}
     for field, names in _NAMES.items():
         given = [entry[alias] for alias in names if entry.get(alias) is not None]
         if given:
-            found[field] = given[0]
+            values[field] = given[0]
     parameters = entry.get("rope_parameters")
     if isinstance(parameters, Mapping) and parameters.get("rope_theta") is not None:
-        found.setdefault("rope_theta", parameters["rope_theta"])
-    found = {**defaults, **found}
-    found["other_facts"] = _other_facts(entry, found.get("gated", True))
+        values.setdefault("rope_theta", parameters["rope_theta"])
+    values = {**defaults, **values}
+    values["other_facts"] = _other_facts(entry, values.get("gated", True))
     if defaults is _GPT:
-        found.setdefault("ffn", 4 * found.get("hidden", 0))
+        values.setdefault("ffn", 4 * values.get("hidden", 0))
     if entry.get("use_sliding_window", True):
-        found["window"] = entry.get("sliding_window") or entry.get("window") or 0
-    found.setdefault("kv_heads", found.get("heads"))
-    missing = [field for field in ("layers", "hidden", "ffn", "heads") if not found.get(field)]
-    if missing or not found.get("vocab"):
-        missing += [] if found.get("vocab") else ["vocab"]
+        values["window"] = entry.get("sliding_window") or entry.get("window") or 0
+    values.setdefault("kv_heads", values.get("heads"))
+    missing = [field for field in ("layers", "hidden", "ffn", "heads") if not values.get(field)]
+    if missing or not values.get("vocab"):
+        missing += [] if values.get("vocab") else ["vocab"]
         raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
-    return ModelShape(name=name or path.stem, **found)
+    return ModelShape(name=name or path.stem, **values)
 
 
-def _family(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def _architecture_family(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """What is unsaid in a HuggingFace configuration of this kind; nothing without a kind.
 
     Raises:

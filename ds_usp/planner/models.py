@@ -207,17 +207,17 @@ def is_built_in(name: str) -> bool:
     return key in MODELS or key in _ALIASES
 
 
-def built_in(given: str) -> ModelShape:
+def built_in(model: str) -> ModelShape:
     """The built-in model of a name or an alias, in any case.
 
     Raises:
         ConfigError: there is none.
     """
-    key = given.strip().lower().replace("_", "-").replace("gpt3", "gpt")
+    key = model.strip().lower().replace("_", "-").replace("gpt3", "gpt")
     key = _ALIASES.get(key, key)
     if key not in MODELS:
         raise ConfigError(
-            f"no model {given!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
+            f"no model {model!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
             "HuggingFace config.json"
         )
     return MODELS[key]

@@ -48,7 +48,7 @@ class Workload:
 
 
 @dataclass(frozen=True)  # no slots: `but` copies the whole of it at once
-class Split:
+class ParallelConfig:
     """Degrees and settings of one run.
 
     Args:
@@ -92,21 +92,21 @@ class Split:
     overlap_gradients: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
-    whole_reduction: bool = False
+    unsharded_grad_reduce: bool = False
 
-    def but(self, **changes: object) -> Split:
+    def replace(self, **changes: object) -> ParallelConfig:
         """This split with other values: ``dataclasses.replace`` at a sixth of its time, which a
         search of a hundred thousand splits feels.
 
         Raises:
             TypeError: a name that no split has.
         """
-        made, values = object.__new__(Split), self.__dict__ | changes
+        copy, values = object.__new__(ParallelConfig), self.__dict__ | changes
         if len(values) > len(self.__dict__):
             unknown = [name for name in changes if name not in self.__dict__]
             raise TypeError(f"a split has no {', '.join(unknown)}")
-        made.__dict__.update(values)
-        return made
+        copy.__dict__.update(values)
+        return copy
 
     @property
     def sp(self) -> int:
@@ -148,90 +148,92 @@ class Split:
         return ", ".join(parts)
 
 
-def impossible(work: Workload, split: Split, gpus: int | None = None) -> str | None:
+def infeasible_reason(
+    work: Workload, config: ParallelConfig, gpus: int | None = None
+) -> str | None:
     """Why a split cannot be, as text that names the constraint and the numbers; None if it can."""
-    return next(_reasons(work, split, gpus), None)
+    return next(_violations(work, config, gpus), None)
 
 
-def check(work: Workload, split: Split, gpus: int | None = None) -> None:
+def require_feasible(work: Workload, config: ParallelConfig, gpus: int | None = None) -> None:
     """Refuse a split that cannot be.
 
     Raises:
         ConfigError: with the constraint and the numbers.
     """
-    why = impossible(work, split, gpus)
+    why = infeasible_reason(work, config, gpus)
     if why:
         raise ConfigError(why)
 
 
-def _reasons(work: Workload, split: Split, gpus: int | None) -> Iterator[str]:
-    yield from _ranges(split)
-    yield from _heads(work.model, split)
+def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Iterator[str]:
+    yield from _range_violations(config)
+    yield from _head_violations(work.model, config)
     model, seq_len = work.model, work.seq_len
-    if seq_len < split.sp * split.tp:
+    if seq_len < config.sp * config.tp:
         yield (
-            f"{seq_len} tokens are too few for tp {split.tp} x ulysses {split.ulysses} x ring "
-            f"{split.ring}: at least {split.sp * split.tp}"
+            f"{seq_len} tokens are too few for tp {config.tp} x ulysses {config.ulysses} x ring "
+            f"{config.ring}: at least {config.sp * config.tp}"
         )
-    if model.layers % split.pp:
-        yield f"{model.layers} layers do not divide into pp={split.pp} stages"
-    per_stage, chunk = split.layers_per_stage(model), split.chunk_layers(model)
+    if model.layers % config.pp:
+        yield f"{model.layers} layers do not divide into pp={config.pp} stages"
+    per_stage, chunk = config.layers_per_stage(model), config.chunk_layers(model)
     if chunk < 1 or per_stage % chunk:
         yield (
-            f"{per_stage} layers of a stage ({model.layers} / pp {split.pp}) do not divide into "
+            f"{per_stage} layers of a stage ({model.layers} / pp {config.pp}) do not divide into "
             f"virtual stages of {chunk}"
         )
-    if gpus is not None and split.gpus != gpus:
+    if gpus is not None and config.gpus != gpus:
         yield (
-            f"tp {split.tp} x ulysses {split.ulysses} x ring {split.ring} x pp {split.pp} x dp "
-            f"{split.dp} = {split.gpus} ranks, but there are {gpus} GPUs"
+            f"tp {config.tp} x ulysses {config.ulysses} x ring {config.ring} x pp {config.pp} x dp "
+            f"{config.dp} = {config.gpus} ranks, but there are {gpus} GPUs"
         )
-    if work.global_batch % (split.dp * split.micro_batch):
+    if work.global_batch % (config.dp * config.micro_batch):
         yield (
-            f"a global batch of {work.global_batch} does not divide among dp {split.dp} x micro "
-            f"batch {split.micro_batch}"
+            f"a global batch of {work.global_batch} does not divide among dp {config.dp} x micro "
+            f"batch {config.micro_batch}"
         )
-    micro_batches = split.micro_batches(work.global_batch)
-    if split.virtual_stages(model) > 1:
-        if split.pp == 1:
+    micro_batches = config.micro_batches(work.global_batch)
+    if config.virtual_stages(model) > 1:
+        if config.pp == 1:
             yield "virtual stages need a pipeline: pp is 1"
-        if split.schedule == "deepspeed":
+        if config.schedule == "deepspeed":
             yield "DeepSpeed's pipeline has no virtual stages"
-        if micro_batches % split.pp:
+        if micro_batches % config.pp:
             yield (
-                f"interleaving needs micro batches in multiples of pp={split.pp}, there are "
+                f"interleaving needs micro batches in multiples of pp={config.pp}, there are "
                 f"{micro_batches}"
             )
-    if split.zero >= 2 and split.pp > 1:
-        yield f"ZeRO-{split.zero} does not go with a pipeline (pp={split.pp}); use ZeRO-1"
+    if config.zero >= 2 and config.pp > 1:
+        yield f"ZeRO-{config.zero} does not go with a pipeline (pp={config.pp}); use ZeRO-1"
 
 
-def _ranges(split: Split) -> Iterator[str]:
+def _range_violations(config: ParallelConfig) -> Iterator[str]:
     for name in ("tp", "ulysses", "ring", "pp", "dp", "micro_batch"):
-        size = getattr(split, name)
+        size = getattr(config, name)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             yield f"{name}={size!r} must be a whole number of 1 or more"
-    if split.zero not in (0, 1, 2, 3):
-        yield f"zero={split.zero} must be 0, 1, 2 or 3"
-    if not 0 <= split.offload_ratio <= 1:
-        yield f"offload_ratio={split.offload_ratio} must be between 0 and 1"
+    if config.zero not in (0, 1, 2, 3):
+        yield f"zero={config.zero} must be 0, 1, 2 or 3"
+    if not 0 <= config.offload_ratio <= 1:
+        yield f"offload_ratio={config.offload_ratio} must be between 0 and 1"
     known = (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("order", ORDERS))
     for name, values in (*known, ("offload_unit", ("chunk", "layer"))):
-        if getattr(split, name) not in values:
-            yield f"{name}={getattr(split, name)!r} is none of {', '.join(values)}"
+        if getattr(config, name) not in values:
+            yield f"{name}={getattr(config, name)!r} is none of {', '.join(values)}"
 
 
-def _heads(model: ModelShape, split: Split) -> Iterator[str]:
-    if model.heads % split.tp or model.kv_heads % split.tp:
+def _head_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
+    if model.heads % config.tp or model.kv_heads % config.tp:
         yield (
-            f"tp={split.tp} must divide the {model.heads} query heads and the {model.kv_heads} "
+            f"tp={config.tp} must divide the {model.heads} query heads and the {model.kv_heads} "
             "key/value heads"
         )
-    elif model.heads // split.tp < split.ulysses:
+    elif model.heads // config.tp < config.ulysses:
         yield (
-            f"ulysses={split.ulysses} needs at least {split.ulysses} query heads on each "
-            f"tensor-parallel rank, there are {model.heads // split.tp} ({model.heads} heads, "
-            f"tp={split.tp}); the ring may be larger instead"
+            f"ulysses={config.ulysses} needs at least {config.ulysses} query heads on each "
+            f"tensor-parallel rank, there are {model.heads // config.tp} ({model.heads} heads, "
+            f"tp={config.tp}); the ring may be larger instead"
         )
-    if model.ffn % split.tp:
-        yield f"tp={split.tp} must divide the MLP's width of {model.ffn}"
+    if model.ffn % config.tp:
+        yield f"tp={config.tp} must divide the MLP's width of {model.ffn}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_usp.planner.explain import helps, why_nothing_fits
+from ds_usp.planner.explain import infeasibility_report, what_would_help
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
 from ds_usp.planner.profile_rows import (
     MeasuredAttention,
@@ -13,107 +13,107 @@ from ds_usp.planner.profile_rows import (
     nearest_tp,
 )
 from ds_usp.planner.report import Json, memory_json, table
-from ds_usp.planner.search import GIB, Found, Plan
+from ds_usp.planner.search import GIB, Plan, SearchResult
 from ds_usp.planner.ties import stated_error, ties
 
 
-def tokens_per_s(found: Found, plan: Plan) -> float:
+def tokens_per_s(result: SearchResult, plan: Plan) -> float:
     """Of one GPU."""
-    work = found.work
-    return work.global_batch * work.seq_len / plan.split.gpus / plan.time.total
+    work = result.work
+    return work.global_batch * work.seq_len / plan.config.gpus / plan.time.total
 
 
-def plan_json(found: Found, plan: Plan) -> Json:
+def plan_json(result: SearchResult, plan: Plan) -> Json:
     """One plan."""
-    split, model = plan.split, found.work.model
+    config, model = plan.config, result.work.model
     return {
-        "tp": split.tp,
-        "ulysses": split.ulysses,
-        "ring": split.ring,
-        "order": split.order,
-        "pp": split.pp,
-        "virtual_stages": split.virtual_stages(model),
-        "layers_per_virtual_stage": split.chunk_layers(model),
-        "dp": split.dp,
-        "zero": split.zero,
-        "recompute": split.recompute,
-        "offload_ratio": split.offload_ratio,
-        "fused_loss": split.fused_loss,
-        "micro_batch": split.micro_batch,
-        "micro_batches": split.micro_batches(found.work.global_batch),
+        "tp": config.tp,
+        "ulysses": config.ulysses,
+        "ring": config.ring,
+        "order": config.order,
+        "pp": config.pp,
+        "virtual_stages": config.virtual_stages(model),
+        "layers_per_virtual_stage": config.chunk_layers(model),
+        "dp": config.dp,
+        "zero": config.zero,
+        "recompute": config.recompute,
+        "offload_ratio": config.offload_ratio,
+        "fused_loss": config.fused_loss,
+        "micro_batch": config.micro_batch,
+        "micro_batches": config.micro_batches(result.work.global_batch),
         "mfu": plan.mfu,
         "step_s": plan.time.total,
-        "tokens_per_s_per_gpu": tokens_per_s(found, plan),
-        "time_s": plan.time.parts(),
+        "tokens_per_s_per_gpu": tokens_per_s(result, plan),
+        "time_s": plan.time.components(),
         "memory": memory_json(plan.memory),
-        "lacks_bytes": round(plan.lacks_bytes),
+        "lacks_bytes": round(plan.over_budget_bytes),
     }
 
 
-def found_json(found: Found, top: int) -> Json:
+def search_result_json(result: SearchResult, top: int) -> Json:
     """A whole search."""
-    work = found.work
+    work = result.work
     whole: Json = {
         "model": work.model.name,
         "seq_len": work.seq_len,
         "global_batch": work.global_batch,
-        "gpus": found.gpus,
-        "cluster": found.cluster.name,
-        "budget_bytes": round(found.budget_bytes),
+        "gpus": result.gpus,
+        "cluster": result.cluster.name,
+        "budget_bytes": round(result.budget_bytes),
         "model_flop_per_token": model_flop_per_token(work.model, work.seq_len, work.documents),
-        "warnings": _warnings(found),
-        "considered": found.considered,
-        "refused": dict(found.refused),
-        "tie_within": stated_error(found),
-        "plans": [plan_json(found, plan) for plan in found.plans[:top]],
-        "too_large": [plan_json(found, plan) for plan in found.too_large[:3]],
+        "warnings": _warnings(result),
+        "considered": result.considered,
+        "refused": dict(result.refused),
+        "tie_within": stated_error(result),
+        "plans": [plan_json(result, plan) for plan in result.plans[:top]],
+        "too_large": [plan_json(result, plan) for plan in result.over_memory[:3]],
     }
-    if not found.plans and found.nearest:
-        whole["nearest"] = plan_json(found, found.nearest)
-        whole["lacks_gib"] = found.nearest.lacks_bytes / GIB
+    if not result.plans and result.closest_to_fitting:
+        whole["nearest"] = plan_json(result, result.closest_to_fitting)
+        whole["lacks_gib"] = result.closest_to_fitting.over_budget_bytes / GIB
         whole["would_help"] = [
             {"change": what, "saves_bytes": round(saved)}
-            for what, saved in helps(found, found.nearest)
+            for what, saved in what_would_help(result, result.closest_to_fitting)
         ]
     return whole
 
 
-def _plan_row(found: Found, plan: Plan) -> tuple[object, ...]:
-    split, model = plan.split, found.work.model
-    stages = split.virtual_stages(model)
-    order = "" if split.order == "ulysses-ring" else " (ring inside)"
+def _plan_row(result: SearchResult, plan: Plan) -> tuple[object, ...]:
+    config, model = plan.config, result.work.model
+    stages = config.virtual_stages(model)
+    order = "" if config.order == "ulysses-ring" else " (ring inside)"
     return (
-        f"{split.ulysses} x {split.ring}{order}",
-        split.tp,
-        f"{split.pp}" + (f" x {stages}" if stages > 1 else ""),
-        split.dp,
-        split.zero,
-        split.micro_batch,
-        "chunks" if split.fused_loss else "whole",
-        split.recompute,
-        f"{split.offload_ratio:.0%}",
+        f"{config.ulysses} x {config.ring}{order}",
+        config.tp,
+        f"{config.pp}" + (f" x {stages}" if stages > 1 else ""),
+        config.dp,
+        config.zero,
+        config.micro_batch,
+        "chunks" if config.fused_loss else "whole",
+        config.recompute,
+        f"{config.offload_ratio:.0%}",
         f"{plan.mfu:.1%}",
         f"{plan.time.total:.2f}",
-        f"{tokens_per_s(found, plan):.0f}",
+        f"{tokens_per_s(result, plan):.0f}",
         f"{plan.memory.total / GIB:.1f}",
     )
 
 
-def _plan_rows(found: Found, top: int) -> list[tuple[object, ...]]:
+def _plan_rows(result: SearchResult, top: int) -> list[tuple[object, ...]]:
     """The best plans; those that tie with the first one are marked."""
-    plans = found.plans[:top]
-    marks = [n > 0 and ties(found, plan) for n, plan in enumerate(plans)]
+    plans = result.plans[:top]
+    marks = [n > 0 and ties(result, plan) for n, plan in enumerate(plans)]
     marks[0] = any(marks)
     return [
-        (*_plan_row(found, plan), "=" if tie else "")
+        (*_plan_row(result, plan), "=" if tie else "")
         for plan, tie in zip(plans, marks, strict=True)
     ]
 
 
-def _ties_text(found: Found, top: int) -> list[str]:
+def _ties_text(result: SearchResult, top: int) -> list[str]:
     """How many of the listed plans the planner cannot tell from the best one, and by what error."""
-    listed, error = found.plans[:top], stated_error(found)
-    equal = sum(ties(found, plan) for plan in listed)
+    listed, error = result.plans[:top], stated_error(result)
+    equal = sum(ties(result, plan) for plan in listed)
     if equal < 2:
         return []
     return [
@@ -139,34 +139,35 @@ _HEAD = (
 )
 
 
-def plans_text(found: Found, top: int) -> str:
+def plans_text(result: SearchResult, top: int) -> str:
     """The best plans and the fastest that do not fit; the best one broken down."""
-    if not found.plans:
-        return "\n".join(why_nothing_fits(found))
-    work, best = found.work, found.plans[0]
+    if not result.plans:
+        return "\n".join(infeasibility_report(result))
+    work, best = result.work, result.plans[0]
     lines = [
         f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
-        f"{found.gpus} x {found.cluster.name}, {found.budget_bytes / GIB:.1f} GiB each: "
-        f"{found.considered} configurations looked at{_rows_text(found, top)}",
-        *(f"warning: {line}" for line in _warnings(found)),
-        table((*_HEAD, ""), _plan_rows(found, top)),
-        *_ties_text(found, top),
+        f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
+        f"{result.considered} configurations looked at{_rows_text(result, top)}",
+        *(f"warning: {line}" for line in _warnings(result)),
+        table((*_HEAD, ""), _plan_rows(result, top)),
+        *_ties_text(result, top),
     ]
-    larger = [plan for plan in found.too_large[:3] if plan.mfu > best.mfu]
+    larger = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
     if larger:
         rows = [
-            (*_plan_row(found, plan), f"{plan.lacks_bytes / GIB:.1f} too many") for plan in larger
+            (*_plan_row(result, plan), f"{plan.over_budget_bytes / GIB:.1f} too many")
+            for plan in larger
         ]
         lines += ["", "faster, but too large:", table((*_HEAD, ""), rows)]
-    why = ", ".join(f"{why} {count}" for why, count in found.refused.most_common())
-    lines += ["", f"refused: {why or 'none'}", "", _breakdown(found, best)]
+    why = ", ".join(f"{why} {count}" for why, count in result.refused.most_common())
+    lines += ["", f"refused: {why or 'none'}", "", _breakdown(result, best)]
     return "\n".join(lines)
 
 
-def _rows_text(found: Found, top: int) -> str:
+def _rows_text(result: SearchResult, top: int) -> str:
     """What of the times comes from rows of a profile, and of which listed degrees it has none."""
-    cluster, model = found.cluster, found.work.model
-    attention = f"attention{_unmeasured(found, top)}"
+    cluster, model = result.cluster, result.work.model
+    attention = f"attention{_unmeasured(result, top)}"
     served = {
         "exchanges": bool(cluster.exchanges),
         attention: bool(cluster.calls),
@@ -178,20 +179,20 @@ def _rows_text(found: Found, top: int) -> str:
     return f"; measured: {names}" if names else ""
 
 
-def _unmeasured(found: Found, top: int) -> str:
+def _unmeasured(result: SearchResult, top: int) -> str:
     """Pairs of the listed plans on which attention was not measured, if it was on any."""
-    measured = {(row.ulysses, row.ring) for row in found.cluster.calls}
-    listed = {(plan.split.ulysses, plan.split.ring) for plan in found.plans[:top]}
+    measured = {(row.ulysses, row.ring) for row in result.cluster.calls}
+    listed = {(plan.config.ulysses, plan.config.ring) for plan in result.plans[:top]}
     pairs = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in sorted(listed - measured))
     return f" (not on ulysses x ring {pairs})" if pairs else ""
 
 
-def _warnings(found: Found) -> list[str]:
+def _warnings(result: SearchResult) -> list[str]:
     """What a profile knows by half, so that plans are priced without it."""
-    cluster, model = found.cluster, found.work.model
+    cluster, model = result.cluster, result.work.model
     layers = [row for row in cluster.layers if layer_rows([row], model, row.tp)]
-    halves = {f"layers of {model.name}": _hosts_known(layers)}
-    halves["attention"] = _hosts_known(cluster.calls)
+    halves = {f"layers of {model.name}": _launch_times_known(layers)}
+    halves["attention"] = _launch_times_known(cluster.calls)
     if len(set(halves.values())) == 1:
         return []
     there, missing = sorted(halves, key=lambda half: not halves[half])
@@ -201,25 +202,27 @@ def _warnings(found: Found) -> list[str]:
     ]
 
 
-def _hosts_known(rows: Sequence[MeasuredLayer] | Sequence[MeasuredAttention]) -> bool:
+def _launch_times_known(rows: Sequence[MeasuredLayer] | Sequence[MeasuredAttention]) -> bool:
     return bool(rows) and all(min(row.forward_host_s, row.backward_host_s) > 0 for row in rows)
 
 
-def _breakdown(found: Found, plan: Plan) -> str:
+def _breakdown(result: SearchResult, plan: Plan) -> str:
     total = plan.time.total
     times = [
         f"{name} {seconds:.3f} s ({seconds / total:.0%})"
-        for name, seconds in plan.time.parts().items()
+        for name, seconds in plan.time.components().items()
         if seconds > 0
     ]
     sizes = [
-        f"{name} {size / GIB:.1f}" for name, size in plan.memory.parts().items() if size >= 2**20
+        f"{name} {size / GIB:.1f}"
+        for name, size in plan.memory.components().items()
+        if size >= 2**20
     ]
-    model, split = found.work.model, plan.split
+    model, config = result.work.model, plan.config
     again = hardware_flop_per_token(
-        model, found.work.seq_len, split.recompute, found.work.documents
+        model, result.work.seq_len, config.recompute, result.work.documents
     )
-    more = again / model_flop_per_token(model, found.work.seq_len, found.work.documents)
+    more = again / model_flop_per_token(model, result.work.seq_len, result.work.documents)
     return "\n".join(
         (
             f"the best: time: {', '.join(times)}",

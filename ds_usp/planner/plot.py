@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.search import GIB, Found, Plan
+from ds_usp.planner.search import GIB, Plan, SearchResult
 
 _COLORS = ("#1558d6", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0e7490", "#a16207", "#777777")
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP, _LEGEND = 960, 250, 90, 20, 10, 40, 44
@@ -28,19 +28,19 @@ class _Panel:
         return _TOP + len(self.bars) * (_BAR + _GAP) + _LEGEND
 
 
-def picture(found: Found, top: int) -> str:
+def picture(result: SearchResult, top: int) -> str:
     """The best plans; what lies to the right of the line would not fit."""
-    plans = found.plans[:top]
+    plans = result.plans[:top]
     names = [_name(plan) for plan in plans]
-    memory = [{k: v / GIB for k, v in plan.memory.parts().items() if v} for plan in plans]
-    step = [{k: v for k, v in plan.time.parts().items() if v > 0} for plan in plans]
-    layer = [_layer_ms(found, plan) for plan in plans]
+    memory = [{k: v / GIB for k, v in plan.memory.components().items() if v} for plan in plans]
+    step = [{k: v for k, v in plan.time.components().items() if v > 0} for plan in plans]
+    layer = [_layer_ms(result, plan) for plan in plans]
     panels = (
         _Panel(
             "memory of one GPU",
             "GiB",
             list(zip(names, memory, strict=True)),
-            found.budget_bytes / GIB,
+            result.budget_bytes / GIB,
         ),
         _Panel("one step", "s", list(zip(names, step, strict=True))),
         _Panel(
@@ -49,8 +49,8 @@ def picture(found: Found, top: int) -> str:
             list(zip(names, layer, strict=True)),
         ),
     )
-    work = found.work
-    title = f"{work.model.name}, {work.seq_len} tokens, {found.gpus} x {found.cluster.name}"
+    work = result.work
+    title = f"{work.model.name}, {work.seq_len} tokens, {result.gpus} x {result.cluster.name}"
     parts, at = [_text(_LEFT, 24, title, "16")], 34
     for panel in panels:
         parts += _draw(panel, at)
@@ -61,24 +61,28 @@ def picture(found: Found, top: int) -> str:
     return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
 
 
-def _layer_ms(found: Found, plan: Plan) -> dict[str, float]:
+def _layer_ms(result: SearchResult, plan: Plan) -> dict[str, float]:
     """A layer's parts, and its share of what the step waits for the host."""
-    time, work, split = layer_time(found.cluster, found.work, plan.split), found.work, plan.split
+    time, work, config = (
+        layer_time(result.cluster, result.work, plan.config),
+        result.work,
+        plan.config,
+    )
     names = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
     sizes = {name: getattr(time, name) * 1e3 for name in names}
-    times = split.micro_batches(work.global_batch) * split.layers_per_stage(work.model)
+    times = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
     sizes["host"] = plan.time.host / times * 1e3
     return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _name(plan: Plan) -> str:
-    split = plan.split
-    degrees = [f"u{split.ulysses} r{split.ring}"]
+    config = plan.config
+    degrees = [f"u{config.ulysses} r{config.ring}"]
     degrees += [
-        f"{axis}{getattr(split, axis)}" for axis in ("tp", "pp", "dp") if getattr(split, axis) > 1
+        f"{axis}{getattr(config, axis)}" for axis in ("tp", "pp", "dp") if getattr(config, axis) > 1
     ]
-    degrees.append(f"z{split.zero}")
-    degrees += [split.recompute] if split.recompute != "none" else []
+    degrees.append(f"z{config.zero}")
+    degrees += [config.recompute] if config.recompute != "none" else []
     return f"{' '.join(degrees)}: {plan.mfu:.1%}"
 
 

@@ -65,7 +65,7 @@ class MeasuredAttention:
 
 
 @dataclass(frozen=True)
-class MeasuredEnds:
+class MeasuredEmbeddingHead:
     """Seconds of all but the layers, both directions: embedding, last norm, output head, loss.
 
     Args:
@@ -122,7 +122,7 @@ def layer_rows(rows: Iterable[MeasuredLayer], model: ModelShape, tp: int) -> lis
 
 
 def nearest_tp(
-    rows: Iterable[MeasuredLayer] | Iterable[MeasuredEnds], model: ModelShape, tp: int
+    rows: Iterable[MeasuredLayer] | Iterable[MeasuredEmbeddingHead], model: ModelShape, tp: int
 ) -> int | None:
     """The tensor-parallel degree nearest to this one for which a model has rows."""
     measured = set()
@@ -130,7 +130,7 @@ def nearest_tp(
         if isinstance(row, MeasuredLayer):
             mine = layer_rows([row], model, row.tp)
         else:
-            mine = ends_rows([row], model, row.tp)  # type: ignore[assignment]
+            mine = embedding_head_rows([row], model, row.tp)  # type: ignore[assignment]
         measured |= {found.tp for found in mine}
     return min(measured, key=lambda other: abs(log(other / tp)), default=None)
 
@@ -147,7 +147,9 @@ def nearest_step(
     )
 
 
-def ends_rows(rows: Iterable[MeasuredEnds], model: ModelShape, tp: int) -> list[MeasuredEnds]:
+def embedding_head_rows(
+    rows: Iterable[MeasuredEmbeddingHead], model: ModelShape, tp: int
+) -> list[MeasuredEmbeddingHead]:
     """Those of a model's embedding and head, by their tokens."""
     wanted = model.hidden, model.vocab, tp
     return sorted(
@@ -173,7 +175,10 @@ def exchange_rows(
 
 
 def seconds_at(
-    rows: Sequence[Row], size: Callable[[Row], float], seconds: Callable[[Row], float], asked: float
+    rows: Sequence[Row],
+    size: Callable[[Row], float],
+    seconds: Callable[[Row], float],
+    size_wanted: float,
 ) -> float:
     """Time for a size: on the straight line through the two rows around it, or nearest to it.
 
@@ -182,29 +187,31 @@ def seconds_at(
     beyond the last one it does not shrink.
     """
     first = rows[0]
-    in_proportion = seconds(first) * (asked / size(first))  # a measured size has its time, exactly
+    in_proportion = seconds(first) * (
+        size_wanted / size(first)
+    )  # a measured size has its time, exactly
     if len(rows) == 1:
         return in_proportion
-    upper = next((i for i, row in enumerate(rows) if i and size(row) >= asked), len(rows) - 1)
+    upper = next((i for i, row in enumerate(rows) if i and size(row) >= size_wanted), len(rows) - 1)
     low, high = rows[upper - 1], rows[upper]
     slope = (seconds(high) - seconds(low)) / (size(high) - size(low))
-    if asked > size(high):
-        return seconds(high) + max(slope, 0.0) * (asked - size(high))
-    found = seconds(low) + slope * (asked - size(low))
-    return max(found, in_proportion) if asked < size(first) else found
+    if size_wanted > size(high):
+        return seconds(high) + max(slope, 0.0) * (size_wanted - size(high))
+    found = seconds(low) + slope * (size_wanted - size(low))
+    return max(found, in_proportion) if size_wanted < size(first) else found
 
 
-def host_seconds(points: Sequence[tuple[float, float]], asked: float) -> float:
+def launch_seconds(points: Sequence[tuple[float, float]], size_wanted: float) -> float:
     """What the host takes, between (size, seconds) points; 0, if one of them is not known."""
-    return between(points, asked) if all(seconds > 0 for _, seconds in points) else 0.0
+    return interpolate(points, size_wanted) if all(seconds > 0 for _, seconds in points) else 0.0
 
 
-def between(points: Sequence[tuple[float, float]], asked: float) -> float:
+def interpolate(points: Sequence[tuple[float, float]], size_wanted: float) -> float:
     """A value between (size, value) points in order, linear in logarithms; the last one beyond."""
-    if asked <= points[0][0]:
+    if size_wanted <= points[0][0]:
         return points[0][1]
     for (low, first), (high, last) in pairwise(points):
-        if asked <= high:
-            share = log(asked / low) / log(high / low)
+        if size_wanted <= high:
+            share = log(size_wanted / low) / log(high / low)
             return exp(log(first) + (log(last) - log(first)) * share)
     return points[-1][1]

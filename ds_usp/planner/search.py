@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
-from ds_usp.planner.families import asked_for, families, values_of
+from ds_usp.planner.degree_configs import degree_configs, fixed_text, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
-from ds_usp.planner.frameworks import ENGINES, Engine
+from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.memory import Memory, Shared, memory, shared_bytes, states_bytes, with_offload
-from ds_usp.planner.parallel_config import RECOMPUTE, Split, Workload
+from ds_usp.planner.memory import (
+    Memory,
+    ModelWideBytes,
+    memory,
+    model_wide_bytes,
+    states_bytes,
+    with_offload,
+)
+from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload
 from ds_usp.planner.step_time import (
     MicroBatch,
     StepTime,
@@ -26,10 +33,10 @@ from ds_usp.planner.step_time import (
 
 GIB = 2.0**30
 AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
-_NAMED = AXES[:-1]  # for which the best plan of each value is kept
-_TOO_LITTLE = "too little memory"
+_EXPLAINED_AXES = AXES[:-1]  # for which the best plan of each value is kept
+_OVER_MEMORY = "too little memory"
 _SLOWER = "slower than those that are listed"
-_MOST_KEPT, _MOST_TOO_LARGE = 64, 8
+_MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +47,15 @@ class Plan:
         lacks_bytes: how much more than the budget it needs; 0: it fits.
     """
 
-    split: Split
+    config: ParallelConfig
     memory: Memory
     time: StepTime
     mfu: float
-    lacks_bytes: float = 0.0
+    over_budget_bytes: float = 0.0
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -69,22 +76,22 @@ class Found:
     plans: list[Plan] = field(default_factory=list)
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    too_large: list[Plan] = field(default_factory=list)
-    nearest: Plan | None = None
+    over_memory: list[Plan] = field(default_factory=list)
+    closest_to_fitting: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
-    given: Mapping[str, object] = field(default_factory=dict)
-    loss_given: bool = False
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    fused_loss_fixed: bool = False
 
 
 def search(
     cluster: Cluster,
     work: Workload,
     gpus: int,
-    how: Engine = ENGINES[0],
+    framework: FrameworkCaps = FRAMEWORKS[0],
     budget_bytes: float | None = None,
     fixed: Mapping[str, object] | None = None,
-    base: Split | None = None,
-) -> Found:
+    base: ParallelConfig | None = None,
+) -> SearchResult:
     """Look at every configuration.
 
     Args:
@@ -106,242 +113,265 @@ def search(
     budget = cluster.budget_bytes if budget_bytes is None else budget_bytes
     if not 0 < budget < math.inf:
         raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
-    given = fixed or {}
-    base = base or Split()
-    found = Found(cluster, work, gpus, budget, given=given, loss_given=base.fused_loss)
-    collector = _Collector(found, how)
-    every = list(families(cluster, work, gpus, how, given, base, found.refused))
-    for family in every:
-        collector.family(family, given)
-    if collector.unmet and not found.considered:
+    fixed = fixed or {}
+    base = base or ParallelConfig()
+    result = SearchResult(
+        cluster, work, gpus, budget, fixed=fixed, fused_loss_fixed=base.fused_loss
+    )
+    collector = _Collector(result, framework)
+    degree_sets = list(degree_configs(cluster, work, gpus, framework, fixed, base, result.refused))
+    for search_degrees in degree_sets:
+        collector.search_degrees(search_degrees, fixed)
+    if collector.unmet and not result.considered:
         why = ", ".join(why for why, _ in collector.unmet.most_common())
         raise ConfigError(
-            f"no configuration of {gpus} GPUs has {asked_for(given)}: {why}; leave one out"
+            f"no configuration of {gpus} GPUs has {fixed_text(fixed)}: {why}; leave one out"
         )
-    if not found.plans:
-        collector.look_for_the_nearest(every, given)
+    if not result.plans:
+        collector.find_closest(degree_sets, fixed)
     collector.finish()
-    return found
+    return result
 
 
 class _Collector:
     """Evaluates families of configurations and keeps those that reports name."""
 
-    def __init__(self, found: Found, how: Engine) -> None:
-        self._found, self._how = found, how
-        self._worst_kept = 0.0
-        self._ones: dict[tuple[object, ...], MicroBatch] = {}
+    def __init__(self, result: SearchResult, framework: FrameworkCaps) -> None:
+        self._result, self._framework = result, framework
+        self._worst_listed = 0.0
+        self._micro_batches: dict[tuple[object, ...], MicroBatch] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
-        self.thorough = False
+        self.exhaustive = False
         self.unmet: Counter[str] = Counter()  # what is given and none of a family can have
 
-    def family(self, base: Split, fixed: Mapping[str, object]) -> None:
+    def search_degrees(self, base: ParallelConfig, fixed: Mapping[str, object]) -> None:
         """All settings of one set of degrees."""
-        found, how = self._found, self._how
-        known = how.zero_in_pipeline if base.pp > 1 else how.zero
+        result, framework = self._result, self._framework
+        known = framework.zero_in_pipeline if base.pp > 1 else framework.zero
         stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
         both = min(base.ulysses, base.ring) > 1
-        orders = values_of(fixed, "order", how.orders if both else how.orders[:1])
-        recompute = values_of(fixed, "recompute", how.recompute)
-        batches = values_of(fixed, "micro_batch", divisors(found.work.global_batch // base.dp))
+        orders = values_of(fixed, "order", framework.orders if both else framework.orders[:1])
+        recompute = values_of(fixed, "recompute", framework.recompute)
+        batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
         if not (stages and orders and recompute and batches):
             axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
             axis = next(axis for axis, values in axes.items() if not values)
-            why = how.refusal(base, axis, fixed[axis])
+            why = framework.refusal(base, axis, fixed[axis])
             self.unmet[why] += 1
-            found.refused[why] += 1
+            result.refused[why] += 1
             return
-        base = base.but(schedule=how.schedule if base.pp > 1 else "1f1b", zero=max(stages))
-        states = sum(states_bytes(stage_elements(found.work, base, 0), base))
+        base = base.replace(
+            schedule=framework.schedule if base.pp > 1 else "1f1b", zero=max(stages)
+        )
+        states = sum(states_bytes(stage_elements(result.work, base, 0), base))
         for micro_batch in batches:
-            chunks = self._chunks(base, micro_batch)
-            for again in recompute:
+            chunks = self._virtual_stage_layers(base, micro_batch)
+            for recompute_mode in recompute:
                 count = len(orders) * len(stages) * len(chunks)
-                if self._hopeless(base, micro_batch, again, states):
-                    found.considered += count
-                    found.refused[_TOO_LITTLE] += count
+                if self._cannot_fit(base, micro_batch, recompute_mode, states):
+                    result.considered += count
+                    result.refused[_OVER_MEMORY] += count
                     continue
-                split = base.but(micro_batch=micro_batch, recompute=again)
-                for order in self._orders(split, orders):
-                    self._settings(split.but(order=order), stages, chunks)
+                config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
+                for order in self._distinct_orders(config, orders):
+                    self._zero_and_stages(config.replace(order=order), stages, chunks)
 
-    def _orders(self, split: Split, orders: Sequence[str]) -> list[str]:
+    def _distinct_orders(self, config: ParallelConfig, orders: Sequence[str]) -> list[str]:
         """Without those that take as long as the one before: they are the same plan."""
-        times = [self._micro_batch(split.but(order=order)) for order in orders]
+        times = [self._micro_batch(config.replace(order=order)) for order in orders]
         return [order for n, order in enumerate(orders) if not n or times[n] != times[n - 1]]
 
-    def _settings(self, split: Split, stages: Sequence[int], chunks: Sequence[int]) -> None:
+    def _zero_and_stages(
+        self, config: ParallelConfig, stages: Sequence[int], chunks: Sequence[int]
+    ) -> None:
         """What does not change a layer's time."""
-        found = self._found
-        parts = self._micro_batch(split)
+        result = self._result
+        micro_batch_cost = self._micro_batch(config)
         for chunk in chunks:
-            bound = self._best_possible(split, chunk, parts)
-            known = self._known_better(split, bound)
+            bound = self._best_possible(config, chunk, micro_batch_cost)
+            known = self._dominated(config, bound)
             for zero in stages:
-                found.considered += 1
-                if known and self._all_stages_better((zero,), bound):
-                    found.refused[_SLOWER] += 1
+                result.considered += 1
+                if known and self._zero_stages_dominated((zero,), bound):
+                    result.refused[_SLOWER] += 1
                     continue
-                one = split.but(zero=zero, layers_per_virtual_stage=chunk)
-                self._one(one, parts, bound)
+                one = config.replace(zero=zero, layers_per_virtual_stage=chunk)
+                self._evaluate(one, micro_batch_cost, bound)
 
-    def _micro_batch(self, split: Split) -> MicroBatch:
-        degrees = split.tp, split.ulysses, split.ring, split.order
-        key = *degrees, split.micro_batch, split.recompute, split.fused_loss
-        if key not in self._ones:
-            self._ones[key] = micro_batch_time(self._found.cluster, self._found.work, split)
-        return self._ones[key]
+    def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
+        degrees = config.tp, config.ulysses, config.ring, config.order
+        key = *degrees, config.micro_batch, config.recompute, config.fused_loss
+        if key not in self._micro_batches:
+            self._micro_batches[key] = micro_batch_time(
+                self._result.cluster, self._result.work, config
+            )
+        return self._micro_batches[key]
 
-    def _hopeless(self, base: Split, micro_batch: int, again: str, states_bytes: float) -> bool:
+    def _cannot_fit(
+        self, base: ParallelConfig, micro_batch: int, recompute_mode: str, states_bytes: float
+    ) -> bool:
         """Whether not even the fewest layers in flight leave room for the smallest states."""
-        if self.thorough:
+        if self.exhaustive:
             return False
-        found = self._found
-        key = base.tp, base.ulysses, base.ring, micro_batch, again
+        result = self._result
+        key = base.tp, base.ulysses, base.ring, micro_batch, recompute_mode
         if key not in self._bytes:
-            split = base.but(micro_batch=micro_batch, recompute=again)
-            self._bytes[key] = layer_bytes(found.work, split)
-        layers = base.layers_per_stage(found.work.model)
-        least = (min(3, layers) if self._how.offloads else layers) * self._bytes[key]
-        return states_bytes + least + found.cluster.workspace_bytes > found.budget_bytes
+            config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
+            self._bytes[key] = layer_bytes(result.work, config)
+        layers = base.layers_per_stage(result.work.model)
+        min_activations = (min(3, layers) if self._framework.offloads else layers) * self._bytes[
+            key
+        ]
+        return states_bytes + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 
-    def _chunks(self, base: Split, micro_batch: int) -> list[int]:
+    def _virtual_stage_layers(self, base: ParallelConfig, micro_batch: int) -> list[int]:
         """Layers of a virtual stage; 0: a whole stage."""
-        work = self._found.work
+        work = self._result.work
         micro_batches = work.global_batch // (base.dp * micro_batch)
         per_stage = base.layers_per_stage(work.model)
-        if not self._how.interleaves or base.pp == 1 or per_stage == 1:
+        if not self._framework.interleaves or base.pp == 1 or per_stage == 1:
             return [0]
         if micro_batches % base.pp:
-            self._found.refused["interleaving needs micro batches in multiples of pp"] += 1
+            self._result.refused["interleaving needs micro batches in multiples of pp"] += 1
             return [0]
         return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
 
-    def _one(self, split: Split, parts: MicroBatch, bound: float) -> None:
-        found = self._found
-        cluster, work, budget = found.cluster, found.work, found.budget_bytes
-        shared = shared_bytes(work, split)
-        needs = memory(work, split, cluster.workspace_bytes, shared)
-        lacks = needs.total - budget
-        if lacks > 0 and shared.logits and self._how.can_chunk_loss(split):
-            self._in_chunks(split.but(fused_loss=True), bound)
-        dull = len(found.too_large) == _MOST_TOO_LARGE and bound <= found.too_large[-1].mfu
-        if lacks > 0 and self._how.offloads:
-            offloaded = self._offloaded(split, shared, dull and not self.thorough)
+    def _evaluate(self, config: ParallelConfig, micro_batch_cost: MicroBatch, bound: float) -> None:
+        result = self._result
+        cluster, work, budget = result.cluster, result.work, result.budget_bytes
+        shared = model_wide_bytes(work, config)
+        needs = memory(work, config, cluster.workspace_bytes, shared)
+        over_budget = needs.total - budget
+        if over_budget > 0 and shared.logits and self._framework.can_chunk_loss(config):
+            self._evaluate_chunked_loss(config.replace(fused_loss=True), bound)
+        not_worth = (
+            len(result.over_memory) == _MAX_OVER_MEMORY and bound <= result.over_memory[-1].mfu
+        )
+        if over_budget > 0 and self._framework.offloads:
+            offloaded = self._offloaded(config, shared, not_worth and not self.exhaustive)
             if offloaded is not None:
-                split, needs = offloaded
-                lacks = needs.total - budget if split.offload_ratio == 1 else 0.0
-        if lacks > 0:
-            found.refused[_TOO_LITTLE] += 1
-            if dull and not self.thorough:
+                config, needs = offloaded
+                over_budget = needs.total - budget if config.offload_ratio == 1 else 0.0
+        if over_budget > 0:
+            result.refused[_OVER_MEMORY] += 1
+            if not_worth and not self.exhaustive:
                 return
-        time = step_time(cluster, work, split, parts)
-        share = step_mfu(cluster, work, split, time.total)
-        plan = Plan(split, needs, time, share, max(lacks, 0.0))
-        if lacks > 0:
-            self._too_large(plan)
+        time = step_time(cluster, work, config, micro_batch_cost)
+        share_of_peak = step_mfu(cluster, work, config, time.total)
+        plan = Plan(config, needs, time, share_of_peak, max(over_budget, 0.0))
+        if over_budget > 0:
+            self._record_over_memory(plan)
         else:
-            self._keep(plan)
+            self._record(plan)
 
-    def _in_chunks(self, split: Split, bound: float) -> None:
+    def _evaluate_chunked_loss(self, config: ParallelConfig, bound: float) -> None:
         """The same with the loss in chunks, which saves memory and no time.
 
         It is a setting of the configuration, as the offload ratio is, and not counted as another.
         """
-        refused = self._found.refused.copy()
-        self._one(split, self._micro_batch(split), bound)
-        self._found.refused = refused
+        refused = self._result.refused.copy()
+        self._evaluate(config, self._micro_batch(config), bound)
+        self._result.refused = refused
 
-    def _keep(self, plan: Plan) -> None:
-        found, share = self._found, plan.mfu
-        if share > self._worst_kept:
-            found.plans.append(plan)
-            if len(found.plans) > 2 * _MOST_KEPT:
+    def _record(self, plan: Plan) -> None:
+        result, share_of_peak = self._result, plan.mfu
+        if share_of_peak > self._worst_listed:
+            result.plans.append(plan)
+            if len(result.plans) > 2 * _MAX_PLANS:
                 self._trim()
-        for axis in _NAMED:
-            key = axis, getattr(plan.split, axis)
-            best = found.best_with.get(key)
-            if best is None or share > best.mfu:
-                found.best_with[key] = plan
+        for axis in _EXPLAINED_AXES:
+            key = axis, getattr(plan.config, axis)
+            best = result.best_with.get(key)
+            if best is None or share_of_peak > best.mfu:
+                result.best_with[key] = plan
 
-    def _best_possible(self, split: Split, chunk: int, one: MicroBatch) -> float:
+    def _best_possible(self, config: ParallelConfig, chunk: int, one: MicroBatch) -> float:
         """MFU if nothing but the layers, the head and the bubble took time."""
-        work = self._found.work
-        chunk_layers = chunk or split.layers_per_stage(work.model)
-        slots = split.micro_batches(work.global_batch)
-        busy = slots * (split.layers_per_stage(work.model) * one.layer_s + one.head.device_s)
-        total = busy + (split.pp - 1) * chunk_layers * one.layer_s
-        return step_mfu(self._found.cluster, work, split, total)
+        work = self._result.work
+        chunk_layers = chunk or config.layers_per_stage(work.model)
+        slots = config.micro_batches(work.global_batch)
+        busy = slots * (config.layers_per_stage(work.model) * one.layer_s + one.head.device_s)
+        total = busy + (config.pp - 1) * chunk_layers * one.layer_s
+        return step_mfu(self._result.cluster, work, config, total)
 
-    def _known_better(self, split: Split, mfu: float) -> bool:
+    def _dominated(self, config: ParallelConfig, mfu: float) -> bool:
         """Whether the list is full of better plans and each value, ZeRO aside, has a better one."""
-        best = self._found.best_with
-        if mfu > self._worst_kept:
+        best = self._result.best_with
+        if mfu > self._worst_listed:
             return False
-        for axis in _NAMED:
-            plan = best.get((axis, getattr(split, axis)))
+        for axis in _EXPLAINED_AXES:
+            plan = best.get((axis, getattr(config, axis)))
             if axis != "zero" and (plan is None or plan.mfu < mfu):
                 return False
         return True
 
-    def _all_stages_better(self, stages: Iterable[int], mfu: float) -> bool:
+    def _zero_stages_dominated(self, stages: Iterable[int], mfu: float) -> bool:
         """The same for stages of ZeRO."""
-        plans = (self._found.best_with.get(("zero", stage)) for stage in stages)
+        plans = (self._result.best_with.get(("zero", stage)) for stage in stages)
         return all(plan is not None and plan.mfu >= mfu for plan in plans)
 
-    def _offloaded(self, split: Split, shared: Shared, dull: bool) -> tuple[Split, Memory] | None:
+    def _offloaded(
+        self, config: ParallelConfig, shared: ModelWideBytes, not_worth: bool
+    ) -> tuple[ParallelConfig, Memory] | None:
         """With as much offload as it takes; None if the hosts do not hold that.
 
         Args:
             dull: what does not fit even so is not worth knowing: None then.
         """
-        found = self._found
-        work, workspace = found.work, found.cluster.workspace_bytes
-        chunks = split.pp > 2 and self._how.offloads_chunks
-        asked = split.but(offload_unit="chunk" if chunks else "layer")
-        asked, enough = with_offload(work, asked, found.budget_bytes, workspace, shared)
-        if dull and not enough:
+        result = self._result
+        work, workspace = result.work, result.cluster.workspace_bytes
+        chunks = config.pp > 2 and self._framework.offloads_chunks
+        offloading = config.replace(offload_unit="chunk" if chunks else "layer")
+        offloading, enough = with_offload(work, offloading, result.budget_bytes, workspace, shared)
+        if not_worth and not enough:
             return None
-        then = memory(work, asked, workspace, shared)
-        if enough and not found.cluster.hosts_hold(then.offloaded, found.gpus):
-            found.refused["offload beyond the host's memory"] += 1
+        needs = memory(work, offloading, workspace, shared)
+        if enough and not result.cluster.host_memory_fits(needs.offloaded, result.gpus):
+            result.refused["offload beyond the host's memory"] += 1
             return None
-        return asked, then
+        return offloading, needs
 
-    def _too_large(self, plan: Plan) -> None:
-        found = self._found
-        if found.nearest is None or plan.lacks_bytes < found.nearest.lacks_bytes:
-            found.nearest = plan
-        found.too_large = sorted([*found.too_large, plan], key=lambda p: -p.mfu)
-        del found.too_large[_MOST_TOO_LARGE:]
+    def _record_over_memory(self, plan: Plan) -> None:
+        result = self._result
+        if (
+            result.closest_to_fitting is None
+            or plan.over_budget_bytes < result.closest_to_fitting.over_budget_bytes
+        ):
+            result.closest_to_fitting = plan
+        result.over_memory = sorted([*result.over_memory, plan], key=lambda p: -p.mfu)
+        del result.over_memory[_MAX_OVER_MEMORY:]
 
-    def look_for_the_nearest(self, families: Iterable[Split], fixed: Mapping[str, object]) -> None:
+    def find_closest(
+        self, degree_configs: Iterable[ParallelConfig], fixed: Mapping[str, object]
+    ) -> None:
         """Where nothing fits: what saves most on each set of degrees."""
-        self.thorough = True
+        self.exhaustive = True
         saving = {
             "micro_batch": 1,
-            "recompute": "full" if "full" in self._how.recompute else self._how.recompute[-1],
+            "recompute": "full"
+            if "full" in self._framework.recompute
+            else self._framework.recompute[-1],
         }
-        counted = self._found.considered, self._found.refused.copy()
-        for family in families:
-            self.family(family, {**saving, **fixed})
-        self._found.considered, self._found.refused = counted
+        counted = self._result.considered, self._result.refused.copy()
+        for search_degrees in degree_configs:
+            self.search_degrees(search_degrees, {**saving, **fixed})
+        self._result.considered, self._result.refused = counted
 
     def _trim(self) -> None:
-        plans = self._found.plans
+        plans = self._result.plans
         plans.sort(key=_rank)
-        del plans[_MOST_KEPT:]
-        self._worst_kept = plans[-1].mfu
+        del plans[_MAX_PLANS:]
+        self._worst_listed = plans[-1].mfu
 
     def finish(self) -> None:
         """Sort what was kept."""
-        self._found.plans.sort(key=_rank)
-        del self._found.plans[_MOST_KEPT:]
+        self._result.plans.sort(key=_rank)
+        del self._result.plans[_MAX_PLANS:]
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
     """By MFU; among equals (0.01 % of the peak) the simpler one, with more room."""
-    split = plan.split
-    simple = (RECOMPUTE.index(split.recompute), split.zero, split.tp, split.pp)
-    keeps = split.offload_ratio, split.fused_loss
+    config = plan.config
+    simple = (RECOMPUTE.index(config.recompute), config.zero, config.tp, config.pp)
+    keeps = config.offload_ratio, config.fused_loss
     return (-round(plan.mfu, 4), *keeps, *simple, plan.memory.total)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.launch_overhead import Job
+from ds_usp.planner.launch_overhead import LaunchedWork
 from ds_usp.planner.layer_time import layer_time, passes_s, product_s
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import (
-    ends_rows,
-    host_seconds,
+    embedding_head_rows,
+    launch_seconds,
     nearest_step,
     nearest_tp,
     seconds_at,
@@ -55,7 +55,7 @@ class StepTime:
         work = self.layers + self.head + self.host + self.bubble + self.offload
         return work + self.pipeline + self.gradients + self.optimizer
 
-    def parts(self) -> dict[str, float]:
+    def components(self) -> dict[str, float]:
         """Name -> seconds, in the order in which they are told."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
@@ -69,166 +69,175 @@ def head_layers(work: Workload) -> float:
 class MicroBatch:
     """What one micro batch is made of: a layer, each direction, and the output head, both."""
 
-    forward: Job
-    backward: Job
-    head: Job
+    forward: LaunchedWork
+    backward: LaunchedWork
+    head: LaunchedWork
 
     @property
     def layer_s(self) -> float:
         """The GPU's seconds of a layer, both directions."""
         return self.forward.device_s + self.backward.device_s
 
-    def waiting_s(self, micro_batches: int, layers: int) -> float:
+    def launch_wait_s(self, micro_batches: int, layers: int) -> float:
         """What the GPU waits for its host in so many micro batches of so many layers."""
-        one = self.forward * layers + self.head + self.backward * layers
-        return (one * micro_batches).wait_s
+        micro_batch = self.forward * layers + self.head + self.backward * layers
+        return (micro_batch * micro_batches).wait_s
 
 
-def micro_batch_time(cluster: Cluster, work: Workload, split: Split) -> MicroBatch:
+def micro_batch_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> MicroBatch:
     """Predicted; the same for any dp, pp and ZeRO."""
-    layer = layer_time(cluster, work, split)
-    return MicroBatch(layer.forward, layer.backward, head_time(cluster, work, split))
+    layer = layer_time(cluster, work, config)
+    return MicroBatch(layer.forward, layer.backward, head_time(cluster, work, config))
 
 
-def head_time(cluster: Cluster, work: Workload, split: Split) -> Job:
+def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
     """The output head for one micro batch, forward and backward.
 
     From a profile the embedding, the last norm and the loss are part of it. A loss in chunks takes
     as long: its product more is what its fewer passes over logits save (466.8 ms a step against
     466.6, ``step_factors.csv``).
     """
-    measured = _measured_head(cluster, work, split)
+    measured = _measured_head(cluster, work, config)
     if measured is not None:
         return measured
-    found, tp = _head(cluster, work, split), nearest_tp(cluster.ends, work.model, split.tp)
+    predicted, tp = (
+        _predicted_head(cluster, work, config),
+        nearest_tp(cluster.ends, work.model, config.tp),
+    )
     if tp is None:
-        return found
-    there = split.but(tp=tp)
-    known = _measured_head(cluster, work, there) or Job(0.0)
-    return found.scaled(known, _head(cluster, work, there))
+        return predicted
+    profiled = config.replace(tp=tp)
+    known = _measured_head(cluster, work, profiled) or LaunchedWork(0.0)
+    return predicted.scaled(known, _predicted_head(cluster, work, profiled))
 
 
-def _measured_head(cluster: Cluster, work: Workload, split: Split) -> Job | None:
-    rows = ends_rows(cluster.ends, work.model, split.tp)
+def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork | None:
+    rows = embedding_head_rows(cluster.ends, work.model, config.tp)
     if not rows:
         return None
-    tokens = split.micro_batch * work.seq_len / split.sp
+    tokens = config.micro_batch * work.seq_len / config.sp
     seconds = seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
-    return Job(seconds, host_seconds([(row.tokens, row.host_s) for row in rows], tokens))
+    return LaunchedWork(seconds, launch_seconds([(row.tokens, row.host_s) for row in rows], tokens))
 
 
-def _head(cluster: Cluster, work: Workload, split: Split) -> Job:
-    tokens = split.micro_batch * work.seq_len / split.sp
-    logits = tokens * work.model.vocab / split.tp
+def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
+    tokens = config.micro_batch * work.seq_len / config.sp
+    logits = tokens * work.model.vocab / config.tp
     passes = passes_s(cluster, logits * _LOSS_BYTES)
-    return Job(3 * product_s(cluster, tokens, logits * work.model.hidden) + passes)
+    return LaunchedWork(3 * product_s(cluster, tokens, logits * work.model.hidden) + passes)
 
 
 def step_time(
-    cluster: Cluster, work: Workload, split: Split, one: MicroBatch | None = None
+    cluster: Cluster, work: Workload, config: ParallelConfig, micro_batch: MicroBatch | None = None
 ) -> StepTime:
     """``(m + (p-1)/v) v`` slots of the slowest stage, and what sticks out of them.
 
     Args:
         one: micro batch; None: :func:`micro_batch_time`.
     """
-    model, m = work.model, split.micro_batches(work.global_batch)
-    one = one or micro_batch_time(cluster, work, split)
-    layer_s = one.layer_s
-    stage_layers, chunk_layers = split.layers_per_stage(model), split.chunk_layers(model)
+    model, m = work.model, config.micro_batches(work.global_batch)
+    micro_batch = micro_batch or micro_batch_time(cluster, work, config)
+    layer_s = micro_batch.layer_s
+    stage_layers, chunk_layers = config.layers_per_stage(model), config.chunk_layers(model)
     layers = m * stage_layers * layer_s
-    bubble = (split.pp - 1) * chunk_layers * layer_s
+    bubble = (config.pp - 1) * chunk_layers * layer_s
     boundary = exchange_s(
-        cluster, group_of(split, "pp"), stage_boundary_bytes(work, split), DIRECT, 1
+        cluster, group_of(config, "pp"), stage_boundary_bytes(work, config), DIRECT, 1
     )
-    gradients, optimizer = _step_s(cluster, work, split, layers)
+    gradients, optimizer = _step_s(cluster, work, config, layers)
     return StepTime(
         layers=layers,
-        head=m * one.head.device_s,
-        host=one.waiting_s(m, stage_layers),
+        head=m * micro_batch.head.device_s,
+        host=micro_batch.launch_wait_s(m, stage_layers),
         bubble=bubble,
-        pipeline=2 * (split.pp - 1) * boundary,
+        pipeline=2 * (config.pp - 1) * boundary,
         gradients=gradients,
-        offload=_offload_s(cluster, work, split, layers),
+        offload=_offload_s(cluster, work, config, layers),
         optimizer=optimizer,
     )
 
 
-def _step_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> tuple[float, float]:
+def _step_s(
+    cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
+) -> tuple[float, float]:
     """Gradients' exchange and optimizer: measured (all in the second), or the formulas', scaled by
     what is known of another stage or number of ranks."""
-    measured = _measured_step(cluster, work, split)
+    measured = _measured_step(cluster, work, config)
     if measured is not None:
         return 0.0, measured
-    gradients = _gradients_s(cluster, work, split, layers_s)
-    optimizer = _optimizer_s(cluster, work, split)
-    known = nearest_step(cluster.steps, split.zero, split.zero_ranks)
+    gradients = _gradients_s(cluster, work, config, layers_s)
+    optimizer = _optimizer_s(cluster, work, config)
+    known = nearest_step(cluster.steps, config.zero, config.zero_ranks)
     if known is None:
         return gradients, optimizer
     zero, ranks = known
-    there = split.but(zero=zero, ulysses=1, ring=ranks, dp=1)
-    formula = _gradients_s(cluster, work, there, layers_s) + _optimizer_s(cluster, work, there)
-    ratio = (_measured_step(cluster, work, there) or 0.0) / formula
+    profiled = config.replace(zero=zero, ulysses=1, ring=ranks, dp=1)
+    formula = _gradients_s(cluster, work, profiled, layers_s) + _optimizer_s(
+        cluster, work, profiled
+    )
+    ratio = (_measured_step(cluster, work, profiled) or 0.0) / formula
     return ratio * gradients, ratio * optimizer
 
 
-def _measured_step(cluster: Cluster, work: Workload, split: Split) -> float | None:
-    rows = step_rows(cluster.steps, split.zero, split.zero_ranks)
+def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> float | None:
+    rows = step_rows(cluster.steps, config.zero, config.zero_ranks)
     if not rows:
         return None
-    elements = stage_elements(work, split, 0)
+    elements = stage_elements(work, config, 0)
     return seconds_at(rows, lambda row: row.elements, lambda row: row.seconds, elements)
 
 
-def _gradients_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> float:
+def _gradients_s(
+    cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
+) -> float:
     """ZeRO-3 fetches under the layers; the others reduce at the end, or under the last micro
     batch's backward, and gather parameters then. DeepSpeed's bf16 optimizer always does at the
     end."""
-    sent, group = step_traffic(work, split), group_of(split, "zero")
-    micro_batches = split.micro_batches(work.global_batch)
-    if split.zero == 3:
+    sent, group = step_traffic(work, config), group_of(config, "zero")
+    micro_batches = config.micro_batches(work.global_batch)
+    if config.zero == 3:
         times = micro_batches * work.model.layers
         gather = exchange_s(cluster, group, sent.parameters / 2, COLLECTIVE, times)
         reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE, times)
-        return _beneath(cluster, gather, layers_s / 3) + _beneath(
+        return _exposed_s(cluster, gather, layers_s / 3) + _exposed_s(
             cluster, gather + reduce, layers_s * 2 / 3
         )
     parameters = exchange_s(cluster, group, sent.parameters, COLLECTIVE)
     reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
-    at_the_end = split.whole_reduction and split.zero == 1
-    if split.overlap_gradients and not at_the_end:
-        batches = micro_batches if split.zero == 2 else 1
-        reduce = _beneath(cluster, reduce, layers_s * 2 / 3 / micro_batches * batches)
+    not_overlapped = config.unsharded_grad_reduce and config.zero == 1
+    if config.overlap_gradients and not not_overlapped:
+        batches = micro_batches if config.zero == 2 else 1
+        reduce = _exposed_s(cluster, reduce, layers_s * 2 / 3 / micro_batches * batches)
     return reduce + parameters
 
 
-def _beneath(cluster: Cluster, exchange: float, window_s: float) -> float:
+def _exposed_s(cluster: Cluster, exchange: float, overlap_s: float) -> float:
     """What an exchange takes of the time when it runs beneath so much computation."""
-    return max(0.0, exchange - window_s) + cluster.contention * min(exchange, window_s)
+    return max(0.0, exchange - overlap_s) + cluster.contention * min(exchange, overlap_s)
 
 
-def _offload_s(cluster: Cluster, work: Workload, split: Split, layers_s: float) -> float:
+def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float) -> float:
     """What copies to the host, in both directions at once, take beyond the layers.
 
     Under the layers they take a quarter of what exchanges do (assumed): memory bandwidth, no SMs.
     """
-    if not split.offload_ratio:
+    if not config.offload_ratio:
         return 0.0
-    times = split.micro_batches(work.global_batch) * split.layers_per_stage(work.model)
-    copied = times * split.offload_ratio * layer_bytes(work, split)
-    alone = copied / cluster.host_bytes_per_s
-    return max(0.0, alone - layers_s) + cluster.contention / 4 * min(alone, layers_s)
+    times = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
+    copied = times * config.offload_ratio * layer_bytes(work, config)
+    copy_s = copied / cluster.host_bytes_per_s
+    return max(0.0, copy_s - layers_s) + cluster.contention / 4 * min(copy_s, layers_s)
 
 
-def _optimizer_s(cluster: Cluster, work: Workload, split: Split) -> float:
+def _optimizer_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
     """Adam reads and writes its 12 bytes, reads a gradient and writes a weight."""
-    elements = stage_elements(work, split, 0) / (split.zero_ranks if split.zero else 1)
-    moved = elements * (24 + split.grad_bytes + split.param_bytes)
+    elements = stage_elements(work, config, 0) / (config.zero_ranks if config.zero else 1)
+    moved = elements * (24 + config.grad_bytes + config.param_bytes)
     return passes_s(cluster, moved)
 
 
-def step_mfu(cluster: Cluster, work: Workload, split: Split, step_s: float) -> float:
+def step_mfu(cluster: Cluster, work: Workload, config: ParallelConfig, step_s: float) -> float:
     """Share of the peak that the model's own FLOP reach."""
-    tokens = work.global_batch * work.seq_len / split.gpus
+    tokens = work.global_batch * work.seq_len / config.gpus
     flop = tokens * model_flop_per_token(work.model, work.seq_len, work.documents)
     return mfu(flop / step_s, cluster.peak_flop_per_s)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.parallel_config import Split
+from ds_usp.planner.parallel_config import ParallelConfig
 from ds_usp.planner.profile_rows import MeasuredExchange, exchange_rows, seconds_at
 
 DIRECT, RELAY, COLLECTIVE = "direct", "relay", "collective"
@@ -24,7 +24,7 @@ _COLLECTIVES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks ``0, stride, 2 stride, ...``, and all groups beside them."""
 
     size: int
@@ -32,7 +32,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class DomainTraffic:
     """How groups lie on one level's domains, for each byte that every rank sends.
 
     Args:
@@ -48,42 +48,44 @@ class Crossing:
     inside: bool
 
 
-def group_of(split: Split, axis: str) -> Group:
+def group_of(config: ParallelConfig, axis: str) -> RankGroup:
     """The group of an axis; ranks lie in the order tp, (ulysses, ring), dp, pp.
 
     Args:
         axis: tp | ulysses | ring | dp | pp, or ``zero``, which is dp x sp.
     """
-    return _GROUPS[axis](split)
+    return _GROUPS[axis](config)
 
 
-def _within(split: Split, first: str, degree: int) -> int:
+def _within(config: ParallelConfig, first: str, degree: int) -> int:
     """Ranks from one to the next of an axis of sequence parallelism."""
-    return split.tp * (1 if split.order.startswith(first) else degree)
+    return config.tp * (1 if config.order.startswith(first) else degree)
 
 
-_GROUPS: Mapping[str, Callable[[Split], Group]] = MappingProxyType(
+_GROUPS: Mapping[str, Callable[[ParallelConfig], RankGroup]] = MappingProxyType(
     {
-        "tp": lambda split: Group(split.tp, 1),
-        "ulysses": lambda split: Group(split.ulysses, _within(split, "ulysses", split.ring)),
-        "ring": lambda split: Group(split.ring, _within(split, "ring", split.ulysses)),
-        "dp": lambda split: Group(split.dp, split.tp * split.sp),
-        "zero": lambda split: Group(split.zero_ranks, split.tp),
-        "pp": lambda split: Group(split.pp, split.tp * split.sp * split.dp),
+        "tp": lambda config: RankGroup(config.tp, 1),
+        "ulysses": lambda config: RankGroup(
+            config.ulysses, _within(config, "ulysses", config.ring)
+        ),
+        "ring": lambda config: RankGroup(config.ring, _within(config, "ring", config.ulysses)),
+        "dp": lambda config: RankGroup(config.dp, config.tp * config.sp),
+        "zero": lambda config: RankGroup(config.zero_ranks, config.tp),
+        "pp": lambda config: RankGroup(config.pp, config.tp * config.sp * config.dp),
     }
 )
 
 
-def ring_ranks_of_a_node(cluster: Cluster, split: Split) -> int:
+def ring_ranks_per_node(cluster: Cluster, config: ParallelConfig) -> int:
     """Ranks of a ring in a row on one node; all of them where nodes do not hold as many each."""
-    ring = group_of(split, "ring")
-    here, rest = divmod(cluster.gpus_per_node, ring.stride)
+    ring = group_of(config, "ring")
+    ranks, rest = divmod(cluster.gpus_per_node, ring.stride)
     even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
-    return here if even else ring.size
+    return ranks if even else ring.size
 
 
 @lru_cache(maxsize=65536)
-def crossing(group: Group, domain: int, pattern: str) -> Crossing:
+def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic:
     """How much of an exchange leaves the domains of so many GPUs.
 
     ``direct``: everyone to everyone, equally. ``relay``: each rank to the next one. ``collective``:
@@ -91,29 +93,29 @@ def crossing(group: Group, domain: int, pattern: str) -> Crossing:
     """
     block = group.size * group.stride
     if block <= domain and domain % block == 0:
-        return Crossing(0.0, 0.0, True, True)
+        return DomainTraffic(0.0, 0.0, True, True)
     busiest, loads, counts = 0.0, dict[int, float](), set[int]()
     for first in range(0, math.lcm(block, domain), block):
         for offset in range(min(group.stride, domain)):
-            places = [
+            domains = [
                 (first + offset + index * group.stride) // domain for index in range(group.size)
             ]
-            here = Counter(places)
-            counts.update(here.values())
-            for index, place in enumerate(places):
-                out = 0.0
+            ranks_in_domain = Counter(domains)
+            counts.update(ranks_in_domain.values())
+            for index, domain_index in enumerate(domains):
+                leaving = 0.0
                 if pattern == DIRECT:
-                    out = (group.size - here[place]) / (group.size - 1)
-                elif places[(index + 1) % group.size] != place:
-                    out = 1.0
-                busiest = max(busiest, out)
-                loads[place] = loads.get(place, 0.0) + out
+                    leaving = (group.size - ranks_in_domain[domain_index]) / (group.size - 1)
+                elif domains[(index + 1) % group.size] != domain_index:
+                    leaving = 1.0
+                busiest = max(busiest, leaving)
+                loads[domain_index] = loads.get(domain_index, 0.0) + leaving
     even = len(counts) == 1
-    return Crossing(max(loads.values()), busiest, even, max(loads.values()) == 0)
+    return DomainTraffic(max(loads.values()), busiest, even, max(loads.values()) == 0)
 
 
 def exchange_s(
-    cluster: Cluster, group: Group, sent_bytes: float, pattern: str, messages: float = 1
+    cluster: Cluster, group: RankGroup, sent_bytes: float, pattern: str, messages: float = 1
 ) -> float:
     """Seconds of an exchange in which every rank of every such group sends so much.
 
@@ -136,38 +138,38 @@ def exchange_s(
 
 
 @lru_cache(maxsize=65536)
-def _measured(cluster: Cluster, group: Group, pattern: str) -> tuple[MeasuredExchange, ...]:
-    if not crossing(group, cluster.gpus_per_node, RELAY).inside:
+def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[MeasuredExchange, ...]:
+    if not domain_traffic(group, cluster.gpus_per_node, RELAY).inside:
         return ()
     return exchange_rows(cluster.exchanges, _COLLECTIVES[pattern], group.size)
 
 
 @lru_cache(maxsize=65536)
-def _seconds_per_byte(cluster: Cluster, group: Group, pattern: str) -> float:
+def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float:
     slowest = 0.0
     for level in cluster.levels:
-        found = crossing(group, level.gpus, pattern)
-        slowest = max(slowest, 1 / level.port_bytes_per_s if found.inside else 0.0)
-        if found.inside:
+        traffic = domain_traffic(group, level.gpus, pattern)
+        slowest = max(slowest, 1 / level.port_bytes_per_s if traffic.inside else 0.0)
+        if traffic.inside:
             break
         if level.uplink_bytes_per_s:
-            slowest = max(slowest, found.domain / level.uplink_bytes_per_s)
+            slowest = max(slowest, traffic.domain / level.uplink_bytes_per_s)
         if level is cluster.node:
             nic = cluster.nic_bytes_per_s
             # Rings that lie unevenly on nodes get one NIC each; others leave by all they own.
-            alone = found.busiest if pattern != COLLECTIVE or not found.even else 0.0
-            slowest = max(slowest, alone / nic, 1 / level.port_bytes_per_s / 2)
+            busiest = traffic.busiest if pattern != COLLECTIVE or not traffic.even else 0.0
+            slowest = max(slowest, busiest / nic, 1 / level.port_bytes_per_s / 2)
     return slowest
 
 
 @lru_cache(maxsize=65536)
-def _latency_s(cluster: Cluster, group: Group) -> float:
+def _latency_s(cluster: Cluster, group: RankGroup) -> float:
     for level in cluster.levels:
-        if crossing(group, level.gpus, RELAY).inside:
+        if domain_traffic(group, level.gpus, RELAY).inside:
             return level.latency_s
     return cluster.network_latency_s
 
 
-def straddles(cluster: Cluster, group: Group) -> bool:
+def uneven_over_nodes(cluster: Cluster, group: RankGroup) -> bool:
     """Whether the group's ranks lie unevenly on the nodes."""
-    return not crossing(group, cluster.gpus_per_node, COLLECTIVE).even
+    return not domain_traffic(group, cluster.gpus_per_node, COLLECTIVE).even

@@ -15,7 +15,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class AttentionBytes:
 
 def attention_bytes(
     work: Workload,
-    split: Split,
+    config: ParallelConfig,
     rank: int,
     layout: str = "zigzag",
     mask: MaskSpec | None = None,
@@ -85,44 +85,49 @@ def attention_bytes(
     Raises:
         ConfigError: an inner ring that does not divide the ring.
     """
-    tokens = TokenLayout(layout, work.seq_len, split.ulysses, split.ring, split.order)
+    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
     model = work.model
-    heads = HeadSplit(model.heads // split.tp, model.kv_heads // split.tp, split.ulysses)
-    me, ring_rank = tokens.coords(rank)
-    element = split.micro_batch * model.head_dim * split.param_bytes
-    to_heads, to_sequence, queries_there, queries_back = _exchange(tokens, heads, me, ring_rank)
+    heads = HeadSplit(model.heads // config.tp, model.kv_heads // config.tp, config.ulysses)
+    ulysses_rank, ring_rank = tokens.coords(rank)
+    element = config.micro_batch * model.head_dim * config.param_bytes
+    to_heads, to_sequence, queries_to_heads, queries_to_sequence = _exchange(
+        tokens, heads, ulysses_rank, ring_rank
+    )
     ring = _ring_tokens(tokens, mask or MaskSpec.causal(), ring_rank, inner_ring)
-    kv_begin, kv_end = heads.kv_range(me)
-    token = 2 * (kv_end - kv_begin) * split.micro_batch * model.head_dim
-    kv, dkv = token * split.param_bytes, token * (gradient_bytes or split.param_bytes)
+    kv_begin, kv_end = heads.kv_range(ulysses_rank)
+    token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
+    kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
     return AttentionBytes(
-        all_to_all_forward=(to_heads + queries_back) * element,
-        all_to_all_backward=(to_sequence + queries_there) * element,
-        ring_kv_forward=ring.given * kv,
-        ring_kv_backward=ring.given * kv,
-        ring_dkv_backward=ring.taken * dkv,
-        ring_kv_outer=ring.given_outer * kv,
-        ring_dkv_outer=ring.taken_outer * dkv,
+        all_to_all_forward=(to_heads + queries_to_sequence) * element,
+        all_to_all_backward=(to_sequence + queries_to_heads) * element,
+        ring_kv_forward=ring.sent * kv,
+        ring_kv_backward=ring.sent * kv,
+        ring_dkv_backward=ring.received * dkv,
+        ring_kv_outer=ring.sent_outer * kv,
+        ring_dkv_outer=ring.received_outer * dkv,
     )
 
 
 def _exchange(
-    tokens: TokenLayout, heads: HeadSplit, me: int, ring_rank: int
+    tokens: TokenLayout, heads: HeadSplit, ulysses_rank: int, ring_rank: int
 ) -> tuple[int, int, int, int]:
     """Head vectors to the other Ulysses ranks: q, k, v there; all of them back; q; out."""
-    there = back = queries_there = queries_back = 0
-    mine = tokens.length(tokens.sp_rank(me, ring_rank))
-    my_queries, my_kv = _width(heads.query_range(me)), _width(heads.kv_range(me))
-    for other in range(tokens.ulysses):
-        if other == me:
+    to_heads = to_sequence = queries_to_heads = queries_to_sequence = 0
+    local_tokens = tokens.length(tokens.sp_rank(ulysses_rank, ring_rank))
+    local_queries, local_kv = (
+        _width(heads.query_range(ulysses_rank)),
+        _width(heads.kv_range(ulysses_rank)),
+    )
+    for peer in range(tokens.ulysses):
+        if peer == ulysses_rank:
             continue
-        theirs = tokens.length(tokens.sp_rank(other, ring_rank))
-        queries, kv = _width(heads.query_range(other)), _width(heads.kv_range(other))
-        there += mine * (queries + 2 * kv)
-        queries_there += mine * queries
-        back += theirs * (my_queries + 2 * my_kv)
-        queries_back += theirs * my_queries
-    return there, back, queries_there, queries_back
+        peer_tokens = tokens.length(tokens.sp_rank(peer, ring_rank))
+        peer_queries, peer_kv = _width(heads.query_range(peer)), _width(heads.kv_range(peer))
+        to_heads += local_tokens * (peer_queries + 2 * peer_kv)
+        queries_to_heads += local_tokens * peer_queries
+        to_sequence += peer_tokens * (local_queries + 2 * local_kv)
+        queries_to_sequence += peer_tokens * local_queries
+    return to_heads, to_sequence, queries_to_heads, queries_to_sequence
 
 
 def _width(span: tuple[int, int]) -> int:
@@ -132,10 +137,10 @@ def _width(span: tuple[int, int]) -> int:
 class _RingTokens(NamedTuple):
     """Tokens that leave for other ring ranks and that come from them; across the network apart."""
 
-    given: int
-    taken: int
-    given_outer: int = 0
-    taken_outer: int = 0
+    sent: int
+    received: int
+    sent_outer: int = 0
+    received_outer: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +180,7 @@ class LayerBytes:
     ring_backward: float
 
 
-def layer_traffic(work: Workload, split: Split, relayed: bool = False) -> LayerBytes:
+def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False) -> LayerBytes:
     """The sums in closed form, for lengths and heads that divide.
 
     * tp: 2 all-reduces a direction ``4 (t-1)/t x h``; with Megatron's sequence parallelism 2
@@ -185,22 +190,22 @@ def layer_traffic(work: Workload, split: Split, relayed: bool = False) -> LayerB
       ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
       Relayed around the ring they are whole.
     """
-    model, e, t = work.model, split.param_bytes, split.tp
-    x = split.micro_batch * work.seq_len
-    u, r = split.ulysses, split.ring
-    tp = 4 * (t - 1) / t * x / split.sp * model.hidden * e
+    model, e, t = work.model, config.param_bytes, config.tp
+    x = config.micro_batch * work.seq_len
+    u, r = config.ulysses, config.ring
+    tp = 4 * (t - 1) / t * x / config.sp * model.hidden * e
     kv_heads = max(model.kv_heads / t / u, 1.0) * u  # of all Ulysses ranks together
     q, kv = model.q_width / t, kv_heads * model.head_dim
-    ulysses = (u - 1) / u * x / split.sp * (2 * q + 2 * kv) * e
+    ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     ring = (1.0 if relayed else 0.75) * (r - 1) / r * 2 * x * kv / u * e
-    return LayerBytes(tp, tp * (1.5 if split.tp_sequence else 1.0), ulysses, ring, 2 * ring)
+    return LayerBytes(tp, tp * (1.5 if config.tp_sequence else 1.0), ulysses, ring, 2 * ring)
 
 
-def stage_boundary_bytes(work: Workload, split: Split) -> float:
+def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
     """What a pipeline boundary sends for one micro batch, each direction: ``x h / (t sp)``."""
-    tokens = split.micro_batch * work.seq_len / split.sp
-    cut = split.tp if split.tp_sequence else 1
-    return tokens * work.model.hidden * split.param_bytes / cut
+    tokens = config.micro_batch * work.seq_len / config.sp
+    shards = config.tp if config.tp_sequence else 1
+    return tokens * work.model.hidden * config.param_bytes / shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,23 +221,23 @@ class StepBytes:
         return self.gradients + self.parameters
 
 
-def step_traffic(work: Workload, split: Split) -> StepBytes:
+def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
     """Gradients and parameters over dp x sp of z ranks, per step.
 
     ZeRO-0: all-reduce, ``2 w_g P (z-1)/z``. ZeRO-1: reduce-scatter of gradients and all-gather of
     parameters; DeepSpeed's bf16 optimizer all-reduces them. ZeRO-2: DeepSpeed reduces at every
     micro batch (m times). ZeRO-3: two all-gathers and a reduce-scatter, m times.
     """
-    z, m = split.zero_ranks, split.micro_batches(work.global_batch)
+    z, m = config.zero_ranks, config.micro_batches(work.global_batch)
     if z == 1:
         return StepBytes(0.0, 0.0)
-    elements = max(stage_elements(work, split, stage) for stage in {0, split.pp - 1})
+    elements = max(stage_elements(work, config, stage) for stage in {0, config.pp - 1})
     once = elements * (z - 1) / z
-    gradients, parameters = once * split.grad_bytes, once * split.param_bytes
-    if split.zero == 0:
+    gradients, parameters = once * config.grad_bytes, once * config.param_bytes
+    if config.zero == 0:
         return StepBytes(2 * gradients, 0.0)
-    if split.zero == 1:
-        return StepBytes(gradients * (2 if split.whole_reduction else 1), parameters)
-    if split.zero == 2:
+    if config.zero == 1:
+        return StepBytes(gradients * (2 if config.unsharded_grad_reduce else 1), parameters)
+    if config.zero == 2:
         return StepBytes(gradients * m, parameters)
     return StepBytes(gradients * m, 2 * parameters * m)

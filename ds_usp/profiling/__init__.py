@@ -2,6 +2,6 @@
 
 from ds_usp.profiling.layers import layer_times
 from ds_usp.profiling.profile import profile
-from ds_usp.profiling.step_timer import Clock
+from ds_usp.profiling.step_timer import StepTimer
 
-__all__ = ["Clock", "layer_times", "profile"]
+__all__ = ["StepTimer", "layer_times", "profile"]

@@ -10,34 +10,34 @@ from ds_usp.attention.functional import usp_attention
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.planner.profile_rows import MeasuredAttention
-from ds_usp.profiling.problem_sizes import Sizes
-from ds_usp.profiling.step_timer import Clock
+from ds_usp.profiling.problem_sizes import ProblemSizes
+from ds_usp.profiling.step_timer import StepTimer
 
 
-def product_flop_per_s(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
+def product_flop_per_s(timer: StepTimer, sizes: ProblemSizes) -> Iterator[tuple[int, float]]:
     """(tokens, FLOP/s) of a linear layer's three products: forward, and both of backward."""
     width = sizes.width
-    weight = sizes.random(clock, width, width)
+    weight = sizes.random(timer, width, width)
     for tokens in sizes.product_tokens:
-        x, dy = sizes.random(clock, tokens, width), sizes.random(clock, tokens, width)
+        x, dy = sizes.random(timer, tokens, width), sizes.random(timer, tokens, width)
 
         def step(x: torch.Tensor = x, dy: torch.Tensor = dy) -> None:
             x @ weight
             dy @ weight.t()
             x.t() @ dy
 
-        yield tokens, 6 * tokens * width**2 / clock.seconds(step, sizes.most_s)
+        yield tokens, 6 * tokens * width**2 / timer.seconds(step, sizes.max_s)
 
 
 def attention_calls(
-    clock: Clock, sizes: Sizes, mesh: SequenceMesh, lengths: Sequence[int]
+    timer: StepTimer, sizes: ProblemSizes, mesh: SequenceMesh, lengths: Sequence[int]
 ) -> Iterator[MeasuredAttention]:
     """Calls of :func:`usp_attention` on a mesh, each direction, causal zigzag."""
     for length in lengths:
         layout = mesh.layout("zigzag", length)
         shape = (1, layout.length(mesh.rank), sizes.heads, sizes.head_dim)
-        q, k, v = (sizes.random(clock, *shape).requires_grad_() for _ in range(3))
-        dout = sizes.random(clock, *shape)
+        q, k, v = (sizes.random(timer, *shape).requires_grad_() for _ in range(3))
+        dout = sizes.random(timer, *shape)
 
         def forward(
             q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, layout: object = layout
@@ -50,7 +50,7 @@ def attention_calls(
         def both(dout: torch.Tensor = dout) -> None:
             torch.autograd.grad(forward(), (q, k, v), dout)  # noqa: B023 - used at once
 
-        there, back = clock.both_ways(forward, both, sizes.kept_up_s)
+        device_tensor, device_copy = timer.forward_backward(forward, both, sizes.sustained_s)
         yield MeasuredAttention(
             mesh.ulysses_degree,
             mesh.ring_degree,
@@ -58,30 +58,32 @@ def attention_calls(
             sizes.heads,
             sizes.heads,
             sizes.head_dim,
-            there.device_s,
-            back.device_s,
-            there.host_s,
-            back.host_s,
+            device_tensor.device_s,
+            device_copy.device_s,
+            device_tensor.host_s,
+            device_copy.host_s,
         )
 
 
-def memory_bytes_per_s(clock: Clock, sizes: Sizes) -> float:
+def memory_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
     """What an elementwise sum of two tensors reads and writes."""
-    a, b = (sizes.random(clock, sizes.memory_elements) for _ in range(2))
+    a, b = (sizes.random(timer, sizes.memory_elements) for _ in range(2))
     out = torch.empty_like(a)
-    seconds = clock.seconds(lambda: torch.add(a, b, out=out), sizes.most_s)
+    seconds = timer.seconds(lambda: torch.add(a, b, out=out), sizes.max_s)
     return 3 * a.numel() * a.element_size() / seconds
 
 
-def host_bytes_per_s(clock: Clock, sizes: Sizes) -> float:
+def host_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
     """Copies to the host and back at once, on all GPUs at once: each direction's rate."""
-    there = sizes.random(clock, sizes.memory_elements // 4)
-    back = torch.empty_like(there)
-    kept = torch.empty(there.shape, dtype=there.dtype, pin_memory=clock.on_gpu)
-    other = torch.empty(there.shape, dtype=there.dtype, pin_memory=clock.on_gpu)
-    seconds = clock.together(
-        lambda: kept.copy_(there, non_blocking=True),
-        lambda: back.copy_(other, non_blocking=True),
-        sizes.most_s,
+    device_tensor = sizes.random(timer, sizes.memory_elements // 4)
+    device_copy = torch.empty_like(device_tensor)
+    pinned = torch.empty(device_tensor.shape, dtype=device_tensor.dtype, pin_memory=timer.on_gpu)
+    pinned_source = torch.empty(
+        device_tensor.shape, dtype=device_tensor.dtype, pin_memory=timer.on_gpu
     )
-    return there.numel() * there.element_size() / seconds
+    seconds = timer.overlapped(
+        lambda: pinned.copy_(device_tensor, non_blocking=True),
+        lambda: device_copy.copy_(pinned_source, non_blocking=True),
+        sizes.max_s,
+    )
+    return device_tensor.numel() * device_tensor.element_size() / seconds

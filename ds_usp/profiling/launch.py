@@ -17,7 +17,7 @@ from ds_usp.planner.choose_degree import cluster_name
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.profiling.problem_sizes import Sizes
+from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.profile import profile
 
 _UNKNOWN_GPU = "a100"  # whose assumptions serve a GPU that is not in the table
@@ -29,7 +29,7 @@ def run(
     *,
     device: str,
     seconds: float,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> Cluster | None:
     """Join the ranks, measure, and write the file.
 
@@ -45,43 +45,43 @@ def run(
         ConfigError: no GPU where one was asked for, a folder that is not there, or ranks that do
             not fill nodes.
     """
-    here = launched()
+    env = launched()
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    where = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
+    torch_device = torch.device(kind, env.local_rank) if kind == "cuda" else torch.device(kind)
     if models is None:
-        models = [load_model(name) for name in Sizes.of(where).models]
+        models = [load_model(name) for name in ProblemSizes.of(torch_device).models]
     if kind == "cuda":
-        torch.cuda.set_device(where)
-    if here.world > 1:
+        torch.cuda.set_device(torch_device)
+    if env.world > 1:
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
-    name = torch.cuda.get_device_name(where) if kind == "cuda" else ""
+    name = torch.cuda.get_device_name(torch_device) if kind == "cuda" else ""
     base = cluster_name(name)
     try:
         with warnings.catch_warnings():  # torch is about to rename collectives
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
             content = profile(
-                device=where,
+                device=torch_device,
                 models=models,
                 budget_s=seconds,
-                gpus_per_node=here.local_world,
+                gpus_per_node=env.local_world,
                 base=base or _UNKNOWN_GPU,
                 known=base is not None and kind == "cuda",
                 name=out.stem,
-                say=say if here.rank == 0 else _silent,
+                print_line=print_line if env.rank == 0 else _discard,
             )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if here.rank:
+    if env.rank:
         return None
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return load_cluster(str(out))
 
 
-def _silent(line: str) -> None:
+def _discard(line: str) -> None:
     """For the other ranks."""

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.profile_rows import MeasuredEnds, MeasuredLayer
-from ds_usp.profiling.problem_sizes import Sizes
-from ds_usp.profiling.step_timer import Clock
+from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer
+from ds_usp.profiling.problem_sizes import ProblemSizes
+from ds_usp.profiling.step_timer import StepTimer
 
 
 @dataclass(frozen=True)
-class PlainLayer:
+class ReferenceLayer:
     """Norm, projections, MLP and residuals; the queries stand for what attention makes of them.
 
     Under tensor parallelism (Megatron's, 1909.08053) two sums a direction: after the matrices that
@@ -35,8 +35,13 @@ class PlainLayer:
 
     @classmethod
     def make(
-        cls, clock: Clock, sizes: Sizes, model: ModelShape, tp: int, group: dist.ProcessGroup | None
-    ) -> PlainLayer:
+        cls,
+        timer: StepTimer,
+        sizes: ProblemSizes,
+        model: ModelShape,
+        tp: int,
+        group: dist.ProcessGroup | None,
+    ) -> ReferenceLayer:
         """With random weights."""
         h, f = model.hidden, model.ffn // tp
         q, k = model.q_width // tp, model.kv_width // tp
@@ -44,7 +49,7 @@ class PlainLayer:
         shapes |= {"fc1": (2 * f if model.gated else f, h), "fc2": (h, f)}
         shapes |= {"norm1": (h,), "norm2": (h,)}
         weights = {
-            name: (sizes.random(clock, *shape) * 0.02).requires_grad_()
+            name: (sizes.random(timer, *shape) * 0.02).requires_grad_()
             for name, shape in shapes.items()
         }
         return cls(model, tp, group, weights)
@@ -52,81 +57,89 @@ class PlainLayer:
     def __call__(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` in and out."""
         w, model = self.weights, self.model
-        qkv = F.linear(self._shared(self._norm(x, w["norm1"])), w["qkv"])
+        qkv = F.linear(self._reduce_input_grad(self._norm(x, w["norm1"])), w["qkv"])
         core = qkv[:, : model.q_width // self.tp].contiguous()
-        x = x + self._summed(F.linear(core, w["out"]))
-        fc1 = F.linear(self._shared(self._norm(x, w["norm2"])), w["fc1"])
+        x = x + self._all_reduced(F.linear(core, w["out"]))
+        fc1 = F.linear(self._reduce_input_grad(self._norm(x, w["norm2"])), w["fc1"])
         if model.gated:
             gate, value = fc1.chunk(2, -1)
             inner = F.silu(gate) * value
         else:
             inner = F.gelu(fc1)
-        return x + self._summed(F.linear(inner, w["fc2"]))
+        return x + self._all_reduced(F.linear(inner, w["fc2"]))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.model.biases:
             return F.layer_norm(x, (self.model.hidden,), weight)
         return F.rms_norm(x, (self.model.hidden,), weight)
 
-    def _summed(self, x: Tensor) -> Tensor:
+    def _all_reduced(self, x: Tensor) -> Tensor:
         if self.tp > 1:
             dist.all_reduce(x.data, group=self.group)
         return x
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def _reduce_input_grad(self, x: Tensor) -> Tensor:
         if self.tp > 1 and x.requires_grad:
-            x.register_hook(self._sum_gradient)
+            x.register_hook(self._all_reduce_gradient)
         return x
 
-    def _sum_gradient(self, gradient: Tensor) -> Tensor:
+    def _all_reduce_gradient(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=self.group)
         return gradient
 
 
 def layer_times(
-    clock: Clock,
+    timer: StepTimer,
     layer: Callable[[Tensor], Tensor],
     weights: Iterable[Tensor],
     x: Tensor,
-    most_s: float,
+    max_s: float,
 ) -> tuple[float, float, float, float]:
     """Seconds of a layer forward, and backward for its input and weights: of the device in both
     directions, then of the host."""
     dy = torch.randn_like(x)
     x = x.detach().requires_grad_()
-    wanted = (x, *weights)
+    inputs = (x, *weights)
 
     def both() -> None:
-        torch.autograd.grad(layer(x), wanted, dy)
+        torch.autograd.grad(layer(x), inputs, dy)
 
-    there, back = clock.both_ways(lambda: layer(x), both, most_s)
-    return there.device_s, back.device_s, there.host_s, back.host_s
+    forward, backward = timer.forward_backward(lambda: layer(x), both, max_s)
+    return forward.device_s, backward.device_s, forward.host_s, backward.host_s
 
 
 def layers(
-    clock: Clock, sizes: Sizes, model: ModelShape, tp: int, group: dist.ProcessGroup | None
+    timer: StepTimer,
+    sizes: ProblemSizes,
+    model: ModelShape,
+    tp: int,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[MeasuredLayer]:
     """Rows of a model's layers."""
-    layer = PlainLayer.make(clock, sizes, model, tp, group)
+    layer = ReferenceLayer.make(timer, sizes, model, tp, group)
     shape = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
     for tokens in sizes.layer_tokens:
-        x = sizes.random(clock, tokens, model.hidden)
-        times = layer_times(clock, layer, layer.weights.values(), x, sizes.kept_up_s)
+        x = sizes.random(timer, tokens, model.hidden)
+        times = layer_times(timer, layer, layer.weights.values(), x, sizes.sustained_s)
         yield MeasuredLayer(*shape, tokens, *times)
 
 
-def ends(clock: Clock, sizes: Sizes, model: ModelShape) -> Iterator[MeasuredEnds]:
+def embedding_and_head(
+    timer: StepTimer, sizes: ProblemSizes, model: ModelShape
+) -> Iterator[MeasuredEmbeddingHead]:
     """Rows of embedding, last norm, output head and cross entropy, without tensor parallelism."""
-    table = (sizes.random(clock, model.vocab, model.hidden) * 0.02).requires_grad_()
-    norm = sizes.random(clock, model.hidden).requires_grad_()
+    table = (sizes.random(timer, model.vocab, model.hidden) * 0.02).requires_grad_()
+    norm = sizes.random(timer, model.hidden).requires_grad_()
     for tokens in sizes.layer_tokens[:-1]:
-        ids = torch.randint(model.vocab, (tokens,), device=clock.device)
+        ids = torch.randint(model.vocab, (tokens,), device=timer.device)
 
         def step(ids: Tensor = ids) -> None:
             hidden = F.rms_norm(F.embedding(ids, table), (model.hidden,), norm)
             loss = F.cross_entropy(F.linear(hidden, table).float(), ids)
             torch.autograd.grad(loss, (table, norm))
 
-        times = clock.times(step, sizes.kept_up_s)
-        yield MeasuredEnds(model.hidden, model.vocab, 1, tokens, times.device_s, times.host_s)
+        times = timer.times(step, sizes.sustained_s)
+        yield MeasuredEmbeddingHead(
+            model.hidden, model.vocab, 1, tokens, times.device_s, times.host_s
+        )

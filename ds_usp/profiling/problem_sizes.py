@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.profiling.step_timer import Clock
+from ds_usp.profiling.step_timer import StepTimer
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProblemSizes:
     """Sizes of everything that is measured.
 
     Args:
@@ -39,21 +39,21 @@ class Sizes:
     layer_tokens: tuple[int, ...]
     memory_elements: int
     exchange_bytes: tuple[int, ...]
-    most_s: float
-    kept_up_s: float
+    max_s: float
+    sustained_s: float
     models: tuple[str, ...]
 
     @classmethod
-    def of(cls, device: torch.device) -> Sizes:
+    def of(cls, device: torch.device) -> ProblemSizes:
         """Those for a kind of device."""
         return _ON_GPU if device.type == "cuda" else _ON_CPU
 
-    def random(self, clock: Clock, *shape: int) -> torch.Tensor:
+    def random(self, timer: StepTimer, *shape: int) -> torch.Tensor:
         """A normal tensor: products of zeros draw less power and run faster."""
-        return torch.randn(shape, dtype=self.dtype, device=clock.device)
+        return torch.randn(shape, dtype=self.dtype, device=timer.device)
 
 
-_ON_GPU = Sizes(
+_ON_GPU = ProblemSizes(
     dtype=torch.bfloat16,
     width=4096,
     product_tokens=(256, 1024, 4096, 16384, 32768),
@@ -63,11 +63,11 @@ _ON_GPU = Sizes(
     layer_tokens=(3072, 12288, 40960),
     memory_elements=2**28,
     exchange_bytes=(2**16, 2**20, 2**23, 2**26, 2**28),
-    most_s=0.25,
-    kept_up_s=0.6,
+    max_s=0.25,
+    sustained_s=0.6,
     models=("gpt-1.3b", "llama3-8b"),
 )
-_ON_CPU = Sizes(
+_ON_CPU = ProblemSizes(
     dtype=torch.float32,
     width=256,
     product_tokens=(64, 256, 1024),
@@ -77,7 +77,7 @@ _ON_CPU = Sizes(
     layer_tokens=(48, 192),
     memory_elements=2**22,
     exchange_bytes=(2**10, 2**14, 2**18, 2**20),
-    most_s=0.02,
-    kept_up_s=0.02,
+    max_s=0.02,
+    sustained_s=0.02,
     models=(),
 )

@@ -19,8 +19,8 @@ from ds_usp.planner.hardware import VERSION
 from ds_usp.planner.hardware_table import CLUSTERS
 from ds_usp.planner.models import ModelShape
 from ds_usp.profiling import compute, layers, links
-from ds_usp.profiling.problem_sizes import Sizes
-from ds_usp.profiling.step_timer import Clock
+from ds_usp.profiling.problem_sizes import ProblemSizes
+from ds_usp.profiling.step_timer import StepTimer
 
 _ELEMENTWISE_SHARE = 0.8  # of its memory's bandwidth that the planner gives an elementwise kernel
 
@@ -35,27 +35,27 @@ class Profile:
         say: takes lines for the user.
     """
 
-    clock: Clock
-    sizes: Sizes
+    timer: StepTimer
+    sizes: ProblemSizes
     base: str
     peak_flop_per_s: float | None
     gpus_per_node: int
-    say: Callable[[str], None]
-    found: dict[str, Any] = field(default_factory=dict)
+    print_line: Callable[[str], None]
+    numbers: dict[str, Any] = field(default_factory=dict)
 
-    def keep(self, name: str, value: Any, how: str) -> None:
+    def record(self, name: str, value: Any, how: str) -> None:
         """One number of the cluster, with where it is from."""
-        self.found[name] = {"value": value, "origin": "measured", "source": how}
+        self.numbers[name] = {"value": value, "origin": "measured", "source": how}
 
-    def add(self, name: str, row: Any, text: str) -> None:
+    def add_row(self, name: str, row: Any, text: str) -> None:
         """One row of those that ``name`` has."""
-        rows = self.found.setdefault(name, {"value": [], "origin": "measured", "source": ""})
+        rows = self.numbers.setdefault(name, {"value": [], "origin": "measured", "source": ""})
         rows["value"].append(asdict(row))
-        self.tell(text)
+        self.log(text)
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of progress."""
-        self.say(f"[{self.clock.elapsed_s:5.1f} s] {text}")
+        self.print_line(f"[{self.timer.elapsed_s:5.1f} s] {text}")
 
 
 def profile(
@@ -67,7 +67,7 @@ def profile(
     base: str,
     known: bool,
     name: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure; the content of a cluster's file, the same on every rank. Collective.
 
@@ -88,90 +88,90 @@ def profile(
     if not 0 < budget_s < inf:
         raise ConfigError(f"--seconds {budget_s:g} must be more than 0, and finite")
     peak = float(CLUSTERS[base]["peak_flop_per_s"][0]) if known else None
-    sizes = Sizes.of(device)
-    _warm_up(Clock(device, budget_s), sizes)
-    state = Profile(Clock(device, budget_s), sizes, base, peak, gpus_per_node, say)
-    state.tell(f"{world} ranks on {device.type} are warm; {budget_s:g} s to go")
-    products = _products(state)
+    sizes = ProblemSizes.of(device)
+    _warm_up(StepTimer(device, budget_s), sizes)
+    state = Profile(StepTimer(device, budget_s), sizes, base, peak, gpus_per_node, print_line)
+    state.log(f"{world} ranks on {device.type} are warm; {budget_s:g} s to go")
+    products = _gemm_rates(state)
     _memory(state)
-    _shares(state, products, _calls(state))
+    _kernel_efficiencies(state, products, _attention_rows(state))
     if world > 1:
-        _links(state)
+        _link_rows(state)
     _layers(state, models)
-    return {"version": VERSION, "base": base, "name": name, **_finished(state, world)}
+    return {"version": VERSION, "base": base, "name": name, **_finalize(state, world)}
 
 
-def _warm_up(clock: Clock, sizes: Sizes) -> None:
+def _warm_up(timer: StepTimer, sizes: ProblemSizes) -> None:
     """Compile kernels, and bring a GPU to the rate that it keeps under load; not on the budget."""
-    for _ in compute.attention_calls(clock, sizes, SequenceMesh.single(), sizes.lengths[:1]):
+    for _ in compute.attention_calls(timer, sizes, SequenceMesh.single(), sizes.lengths[:1]):
         pass
-    for _ in compute.product_flop_per_s(clock, sizes):
+    for _ in compute.product_flop_per_s(timer, sizes):
         pass
 
 
-def _products(state: Profile) -> list[tuple[int, float]]:
+def _gemm_rates(state: Profile) -> list[tuple[int, float]]:
     """(tokens, FLOP/s) of a linear layer."""
-    rates = sorted(compute.product_flop_per_s(state.clock, state.sizes))
-    state.tell(f"products: up to {max(rate for _, rate in rates) / 1e12:.4g} TFLOP/s")
+    rates = sorted(compute.product_flop_per_s(state.timer, state.sizes))
+    state.log(f"products: up to {max(rate for _, rate in rates) / 1e12:.4g} TFLOP/s")
     return rates
 
 
-def _shares(
+def _kernel_efficiencies(
     state: Profile, products: list[tuple[int, float]], attention: list[tuple[int, float]]
 ) -> None:
     """The curves, as shares of the peak."""
     peak = state.peak_flop_per_s
     if peak is None:
         peak = max(rate for _, rate in (*products, *attention))
-        state.keep("peak_flop_per_s", peak, "what the fastest kernel reaches")
+        state.record("peak_flop_per_s", peak, "what the fastest kernel reaches")
     width = state.sizes.width
     for name, rates, how in (
         ("gemm_efficiency", products, f"linear layer of {width} x {width}, both directions"),
         ("attention_efficiency", attention, "usp_attention on one rank, both directions"),
     ):
-        state.keep(name, [[size, rate / peak] for size, rate in rates], how)
+        state.record(name, [[size, rate / peak] for size, rate in rates], how)
 
 
 def _memory(state: Profile) -> None:
-    clock, sizes = state.clock, state.sizes
-    rate = compute.memory_bytes_per_s(clock, sizes)
+    timer, sizes = state.timer, state.sizes
+    rate = compute.memory_bytes_per_s(timer, sizes)
     how = (
         f"a sum of two tensors reads and writes {rate:.4g} B/s, taken as {_ELEMENTWISE_SHARE} of it"
     )
-    state.keep("hbm_bytes_per_s", rate / _ELEMENTWISE_SHARE, how)
-    host = compute.host_bytes_per_s(clock, sizes)
-    state.keep("host_bytes_per_s", host, "pinned copies there and back at once, all GPUs at once")
-    if clock.on_gpu:
-        total = torch.cuda.get_device_properties(clock.device).total_memory
-        state.keep("memory_bytes", float(total), "what the driver says")
-    state.tell(f"memory {rate / 1e9:.4g} GB/s, host {host / 1e9:.4g} GB/s each direction")
+    state.record("hbm_bytes_per_s", rate / _ELEMENTWISE_SHARE, how)
+    host = compute.host_bytes_per_s(timer, sizes)
+    state.record("host_bytes_per_s", host, "pinned copies there and back at once, all GPUs at once")
+    if timer.on_gpu:
+        total = torch.cuda.get_device_properties(timer.device).total_memory
+        state.record("memory_bytes", float(total), "what the driver says")
+    state.log(f"memory {rate / 1e9:.4g} GB/s, host {host / 1e9:.4g} GB/s each direction")
 
 
-def _calls(state: Profile) -> list[tuple[int, float]]:
+def _attention_rows(state: Profile) -> list[tuple[int, float]]:
     """Attention on every pair of degrees; (tokens, FLOP/s) of the kernels, which is that of one."""
-    alone = []
+    one_rank = []
     for mesh in _meshes(state):
         pair = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
         one = mesh.sp_degree == 1
         lengths = state.sizes.lengths if one else state.sizes.lengths[1:]
-        for row in compute.attention_calls(state.clock, state.sizes, mesh, lengths):
+        for row in compute.attention_calls(state.timer, state.sizes, mesh, lengths):
             flop = 3.5 * 2 * row.seq_len**2 * row.heads * row.head_dim / mesh.sp_degree
             rate = flop / (row.forward_s + row.backward_s)
             if one:
-                alone.append((row.seq_len, rate))
+                one_rank.append((row.seq_len, rate))
             text = f"attention {pair}, {row.seq_len} tokens: {rate / 1e12:.4g} TFLOP/s"
-            state.add("calls", row, text)
+            state.add_row("calls", row, text)
         mesh.release()
-    return alone
+    return one_rank
 
 
 def _meshes(state: Profile) -> list[SequenceMesh]:
     """One rank, and every ulysses x ring of every part of a node that the heads allow."""
     found = [SequenceMesh.single()]
-    if state.clock.world == 1:
+    if state.timer.world == 1:
         return found
     for ranks in divisors(state.gpus_per_node)[1:]:
-        rest = state.clock.world // ranks
+        rest = state.timer.world // ranks
         for ulysses in divisors(ranks):
             if state.sizes.heads % ulysses == 0:
                 sizes = {"ulysses": ulysses, "ring": ranks // ulysses, "dp": rest}
@@ -179,25 +179,25 @@ def _meshes(state: Profile) -> list[SequenceMesh]:
     return found
 
 
-def _links(state: Profile) -> None:
-    clock, sizes, node = state.clock, state.sizes, state.gpus_per_node
+def _link_rows(state: Profile) -> None:
+    timer, sizes, node = state.timer, state.sizes, state.gpus_per_node
     best: dict[int, float] = {}
     latency = 0.0
     for ranks in divisors(node)[1:]:
-        group = links.neighbours(ranks, clock.world)
-        for row in links.exchanges(clock, sizes, group):
+        group = links.intra_node_groups(ranks, timer.world)
+        for row in links.exchanges(timer, sizes, group):
             rate = row.sent_bytes / row.seconds
-            state.add("exchanges", row, f"{_exchange_text(row)}: {rate / 1e9:.4g} GB/s")
+            state.add_row("exchanges", row, f"{_exchange_text(row)}: {rate / 1e9:.4g} GB/s")
             if row.collective == "all_to_all":
                 best[ranks] = max(best.get(ranks, 0.0), rate)
                 latency = row.seconds if row.sent_bytes == sizes.exchange_bytes[0] else latency
     level = _base_level(state)
     if node > 1:
         level[2], level[4] = best[node], latency
-        _contention(state, links.neighbours(node, clock.world))
-    if clock.world > node:
+        _contention(state, links.intra_node_groups(node, timer.world))
+    if timer.world > node:
         level[3] = node * _network(state)
-    state.keep("levels", [level], "all-to-all inside a node; between nodes, if there are some")
+    state.record("levels", [level], "all-to-all inside a node; between nodes, if there are some")
 
 
 def _exchange_text(row: Any) -> str:
@@ -209,25 +209,25 @@ def _base_level(state: Profile) -> list[Any]:
     name, gpus, port, uplink, latency = CLUSTERS[state.base]["levels"][0][-1]
     share = state.gpus_per_node / gpus
     nics = max(1, round(CLUSTERS[state.base]["nics"][0] * share))
-    state.found["nics"] = {"value": nics, "origin": "assumed", "source": f"as {state.base}"}
+    state.numbers["nics"] = {"value": nics, "origin": "assumed", "source": f"as {state.base}"}
     return [name, state.gpus_per_node, port, uplink * share, latency]
 
 
 def _network(state: Profile) -> float:
     """What one GPU sends to other nodes while all of them do."""
-    clock = state.clock
-    group = links.across(clock.world, state.gpus_per_node)
-    rows = [r for r in links.exchanges(clock, state.sizes, group) if r.collective == "all_to_all"]
+    timer = state.timer
+    group = links.inter_node_pairs(timer.world, state.gpus_per_node)
+    rows = [r for r in links.exchanges(timer, state.sizes, group) if r.collective == "all_to_all"]
     rate = max(row.sent_bytes / row.seconds for row in rows)
-    state.keep("network_latency_s", rows[0].seconds, "the smallest all-to-all across nodes")
-    state.tell(f"between nodes {rate / 1e9:.4g} GB/s for each GPU, all at once")
+    state.record("network_latency_s", rows[0].seconds, "the smallest all-to-all across nodes")
+    state.log(f"between nodes {rate / 1e9:.4g} GB/s for each GPU, all at once")
     return rate
 
 
 def _contention(state: Profile, group: dist.ProcessGroup) -> None:
     """Attention above an exchange: what it loses of its time, as a share of the exchange's."""
-    clock, sizes = state.clock, state.sizes
-    q = sizes.random(clock, 1, sizes.lengths[1], sizes.heads, sizes.head_dim)
+    timer, sizes = state.timer, state.sizes
+    q = sizes.random(timer, 1, sizes.lengths[1], sizes.heads, sizes.head_dim)
     mesh = SequenceMesh.single()
     layout = mesh.layout("zigzag", q.shape[1])
 
@@ -236,25 +236,27 @@ def _contention(state: Profile, group: dist.ProcessGroup) -> None:
             q, q, q, mesh=mesh, layout=layout, mask=compute.MaskSpec.causal()
         )
 
-    once = clock.seconds(attend, sizes.most_s)
-    send = links.COLLECTIVES["all_to_all"](clock, sizes, group, sizes.exchange_bytes[-2])
-    sent = clock.seconds(send, sizes.most_s)
+    once = timer.seconds(attend, sizes.max_s)
+    send = links.COLLECTIVES["all_to_all"](timer, sizes, group, sizes.exchange_bytes[-2])
+    sent = timer.seconds(send, sizes.max_s)
     times = max(1, round(1.5 * sent / once))
 
     def enough() -> None:
         for _ in range(times):
             attend()
 
-    alone = clock.seconds(enough, sizes.most_s)
-    both = clock.together(enough, send, sizes.most_s)
-    share = min(1.0, max(0.0, both - max(alone, sent)) / min(alone, sent))
-    state.keep("contention", share, f"attention of {alone:.3g} s over an exchange of {sent:.3g} s")
-    state.tell(f"contention: {share:.0%} of a hidden exchange's time is lost above it")
+    one_rank = timer.seconds(enough, sizes.max_s)
+    both = timer.overlapped(enough, send, sizes.max_s)
+    share = min(1.0, max(0.0, both - max(one_rank, sent)) / min(one_rank, sent))
+    state.record(
+        "contention", share, f"attention of {one_rank:.3g} s over an exchange of {sent:.3g} s"
+    )
+    state.log(f"contention: {share:.0%} of a hidden exchange's time is lost above it")
 
 
 def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
     """Rows of layers and ends, one for each shape: models may have layers in common."""
-    clock, sizes = state.clock, state.sizes
+    timer, sizes = state.timer, state.sizes
     seen: set[tuple[object, ...]] = set()
     for model in models:
         layer = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated
@@ -263,36 +265,36 @@ def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
             if not possible or (*layer, tp) in seen:
                 continue
             seen.add((*layer, tp))
-            group = links.neighbours(tp, clock.world) if tp > 1 else None
-            for row in layers.layers(clock, sizes, model, tp, group):
+            group = links.intra_node_groups(tp, timer.world) if tp > 1 else None
+            for row in layers.layers(timer, sizes, model, tp, group):
                 both = row.forward_s + row.backward_s
                 text = f"layer of {model.name}, tp {tp}, {row.tokens} tokens: {both * 1e3:.4g} ms"
-                state.add("layers", row, text)
+                state.add_row("layers", row, text)
         if (model.hidden, model.vocab) in seen:
             continue
         seen.add((model.hidden, model.vocab))
-        for end in layers.ends(clock, sizes, model):
+        for end in layers.embedding_and_head(timer, sizes, model):
             text = f"ends of {model.name}, {end.tokens} tokens: {end.seconds * 1e3:.4g} ms"
-            state.add("ends", end, text)
+            state.add_row("ends", end, text)
 
 
-def _finished(state: Profile, world: int) -> dict[str, Any]:
+def _finalize(state: Profile, world: int) -> dict[str, Any]:
     """The numbers, with what all of them have in common."""
-    gpu = torch.cuda.get_device_name(state.clock.device) if state.clock.on_gpu else "CPU"
+    gpu = torch.cuda.get_device_name(state.timer.device) if state.timer.on_gpu else "CPU"
     versions = f"torch {torch.__version__}"
-    if state.clock.on_gpu:
+    if state.timer.on_gpu:
         versions += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     where = f"{world} x {gpu}, {versions}, {datetime.date.today()}"
-    for number in state.found.values():
+    for number in state.numbers.values():
         number["source"] = "; ".join(filter(None, (where, number["source"])))
-    state.found["gpus_per_node"] = {
+    state.numbers["gpus_per_node"] = {
         "value": state.gpus_per_node,
         "origin": "measured",
         "source": where,
     }
-    if "levels" not in state.found:  # one rank
+    if "levels" not in state.numbers:  # one rank
         level = _base_level(state)
         source = f"as {state.base}: one rank has no links to measure"
-        state.found["levels"] = {"value": [level], "origin": "assumed", "source": source}
-    state.tell("done")
-    return state.found
+        state.numbers["levels"] = {"value": [level], "origin": "assumed", "source": source}
+    state.log("done")
+    return state.numbers

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 Step = Callable[[], object]
 
-_LAPS, _MOST_STEPS = 3, 200
-_HELD_LAPS, _HELD_STEPS, _MOST_HELD_S, _CYCLES_PER_S = 5, 2, 0.15, 2e9
+_REPEATS, _MAX_STEPS = 3, 200
+_HELD_REPEATS, _HELD_STEPS, _MAX_HELD_S, _CYCLES_PER_S = 5, 2, 0.15, 2e9
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Times:
     host_s: float
 
 
-class Clock:
+class StepTimer:
     """Measures steps in a row, within a budget that all ranks see alike.
 
     Collective: every rank measures the same steps in the same order.
@@ -53,7 +53,7 @@ class Clock:
         """Since this clock was made, on this rank."""
         return time.perf_counter() - self._begin
 
-    def seconds(self, step: Step, most_s: float = 0.3) -> float:
+    def seconds(self, step: Step, max_s: float = 0.3) -> float:
         """One step's time on the slowest rank: the median of some laps of many steps in a row.
 
         The host runs ahead of a GPU, as it does in training.
@@ -61,14 +61,16 @@ class Clock:
         Args:
             most_s: what the laps may take together, after a warm-up.
         """
-        one, left = self._warm(step, most_s)
-        if left <= 0:
-            return one
-        steps = max(1, min(_MOST_STEPS, int(left / _LAPS / one)))
-        laps = _LAPS if _LAPS * one < 4 * most_s else 1
-        return statistics.median(self._most([self._lap(step, steps)])[0] for _ in range(laps))
+        step_s, remaining_s = self._warm_up(step, max_s)
+        if remaining_s <= 0:
+            return step_s
+        steps = max(1, min(_MAX_STEPS, int(remaining_s / _REPEATS / step_s)))
+        repeats = _REPEATS if _REPEATS * step_s < 4 * max_s else 1
+        return statistics.median(
+            self._max_over_ranks([self._time_once(step, steps)])[0] for _ in range(repeats)
+        )
 
-    def times(self, step: Step, most_s: float = 0.3) -> Times:
+    def times(self, step: Step, max_s: float = 0.3) -> Times:
         """What a step takes of the device, and what of its host: the slowest rank's.
 
         A GPU is held back while the host launches, so that neither waits for the other. What takes
@@ -76,73 +78,79 @@ class Clock:
         when it never rests.
         """
         if not self.on_gpu:
-            return Times(self.seconds(step, most_s), 0.0)
-        one, left = self._warm(step, most_s)
-        held = _HELD_LAPS if left > 0 else 1
-        laps = [self._held(step, min(4 * one, _MOST_HELD_S)) for _ in range(held)]
+            return Times(self.seconds(step, max_s), 0.0)
+        step_s, remaining_s = self._warm_up(step, max_s)
+        repeats = _HELD_REPEATS if remaining_s > 0 else 1
+        held = [
+            self._time_with_gpu_held(step, min(4 * step_s, _MAX_HELD_S)) for _ in range(repeats)
+        ]
         # A rank's median, then the slowest rank: a hiccup of any rank is no rank's pace.
-        device, host = self._most([statistics.median(times) for times in zip(*laps, strict=True)])
-        steps = int(left / max(device, host))
+        device, host = self._max_over_ranks(
+            [statistics.median(times) for times in zip(*held, strict=True)]
+        )
+        steps = int(remaining_s / max(device, host))
         if device <= host or steps < 1:
             return Times(device, host)
-        self._lap(step, -(-steps // 2))
-        return Times(self._most([self._lap(step, steps)])[0], host)
+        self._time_once(step, -(-steps // 2))
+        return Times(self._max_over_ranks([self._time_once(step, steps)])[0], host)
 
-    def both_ways(self, forward: Step, both: Step, most_s: float) -> tuple[Times, Times]:
+    def forward_backward(
+        self, forward: Step, both_steps: Step, max_s: float
+    ) -> tuple[Times, Times]:
         """Times of a forward step, and of the backward that ``both`` adds to it."""
-        there, all_of_it = self.times(forward, most_s), self.times(both, most_s)
-        back = (
-            max(whole - part, 0.1 * part)
-            for whole, part in (
-                (all_of_it.device_s, there.device_s),
-                (all_of_it.host_s, there.host_s),
+        forward_times, total = self.times(forward, max_s), self.times(both_steps, max_s)
+        backward = (
+            max(total_s - forward_s, 0.1 * forward_s)
+            for total_s, forward_s in (
+                (total.device_s, forward_times.device_s),
+                (total.host_s, forward_times.host_s),
             )
         )
-        return there, Times(*back)
+        return forward_times, Times(*backward)
 
-    def together(self, first: Step, second: Step, most_s: float = 0.3) -> float:
+    def overlapped(self, first: Step, second: Step, max_s: float = 0.3) -> float:
         """Seconds of two steps that begin at once, on a GPU each on a stream of its own."""
         if not self.on_gpu:
-            return self.seconds(lambda: (first(), second()), most_s)
+            return self.seconds(lambda: (first(), second()), max_s)
         side, main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
 
-        def both() -> None:
+        def both_steps() -> None:
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 second()
             first()
             main.wait_stream(side)
 
-        return self.seconds(both, most_s)
+        return self.seconds(both_steps, max_s)
 
     def synchronize(self) -> None:
         """Wait for this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _warm(self, step: Step, most_s: float) -> tuple[float, float]:
+    def _warm_up(self, step: Step, max_s: float) -> tuple[float, float]:
         """Seconds of a lap after one that warms up, and what is left for more of them."""
-        self._lap(step, 1)
-        one, spent = self._most([self._lap(step, 1), self.elapsed_s])
-        return one, min(most_s, self._budget_s - spent)
+        self._time_once(step, 1)
+        step_s, spent = self._max_over_ranks([self._time_once(step, 1), self.elapsed_s])
+        return step_s, min(max_s, self._budget_s - spent)
 
-    def _lap(self, step: Step, steps: int) -> float:
+    def _time_once(self, step: Step, steps: int) -> float:
         self.synchronize()
-        self._most([0.0])  # ranks begin together
+        self._max_over_ranks([0.0])  # ranks begin together
         begin = time.perf_counter()
         for _ in range(steps):
             step()
         self.synchronize()
         return (time.perf_counter() - begin) / steps
 
-    def _held(self, step: Step, hold_s: float) -> tuple[float, float]:
+    def _time_with_gpu_held(self, step: Step, hold_s: float) -> tuple[float, float]:
         """Seconds of device and host for a step; all ranks' devices begin at once.
 
         The host's are those of the faster step: the first one finds its caches cold.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
-        self._most([0.0])
+        self._max_over_ranks([0.0])
         torch.cuda._sleep(int(hold_s * _CYCLES_PER_S))
         if self.world > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))
@@ -156,10 +164,10 @@ class Clock:
         host = min(later - earlier for earlier, later in pairwise(launched))
         return begin.elapsed_time(end) / 1e3 / _HELD_STEPS, host
 
-    def _most(self, values: list[float]) -> list[float]:
+    def _max_over_ranks(self, values: list[float]) -> list[float]:
         if self.world == 1:
             return values
         tensor = torch.tensor(values, device=self.device, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        found: list[float] = tensor.tolist()
-        return found
+        maxima: list[float] = tensor.tolist()
+        return maxima

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ds_usp.config import streams_share_a_queue
 from ds_usp.errors import ConfigError
 from ds_usp.planner.memory import offload_needed
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.warn_once import notice
 
 AUTO = "auto"
@@ -35,7 +35,7 @@ def offload_ratio(text: str) -> float | str:
 def solved_ratio(
     asked: float | str,
     work: Workload,
-    split: Split,
+    split: ParallelConfig,
     device: torch.device,
     memory_bytes: float | None = None,
 ) -> float:

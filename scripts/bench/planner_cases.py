@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
-from ds_usp.planner import ModelShape, Split, Workload, engine, load_model
+from ds_usp.planner import ModelShape, ParallelConfig, Workload, framework_caps, load_model
 
 VOCABULARY = 50257
 
@@ -43,17 +43,17 @@ class Case:
         """The model as the planner knows it."""
         return replace(shape_of(self.model), layers=self.layers)
 
-    def plan(self) -> tuple[Workload, Split]:
+    def plan(self) -> tuple[Workload, ParallelConfig]:
         """What the planner is asked."""
-        split = Split(
+        config = ParallelConfig(
             tp=self.tp,
             ulysses=self.ulysses,
             ring=self.ring,
             recompute=self.recompute,
             tp_sequence=False,
-            whole_reduction=engine("megatron-deepspeed").whole_reduction,
+            unsharded_grad_reduce=framework_caps("megatron-deepspeed").unsharded_grad_reduce,
         )
-        return Workload(self.shape(), self.seq_len), split
+        return Workload(self.shape(), self.seq_len), config
 
     def flags(self, device: str) -> list[str]:
         """The trainer's command line."""
@@ -82,7 +82,7 @@ def shape_of(model: str) -> ModelShape:
     return replace(gpt, name="tiny", layers=2, hidden=64, ffn=256, heads=4, kv_heads=4, head_dim=16)
 
 
-def _cuts(
+def _configs(
     model: str, layers: int, seq_len: int, recompute: str, *meshes: tuple[int, int, int]
 ) -> list[Case]:
     return [Case(model, layers, seq_len, *mesh, recompute) for mesh in meshes]
@@ -92,25 +92,28 @@ _U4, _U2R2, _R4, _T2U2, _T2R2 = (1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 
 K = 1024
 # Held out: no length is one that a profile measures.
 CASES = (
-    *_cuts("gpt-1.3b", 8, 16 * K, "none", _U4, _U2R2, _R4),
-    *_cuts("gpt-1.3b", 8, 32 * K, "full", _U4, _U2R2, _T2U2, _T2R2),
-    *_cuts("gpt-1.3b", 8, 128 * K, "none", _U4, _U2R2, _R4),
-    *_cuts("gpt-6.7b", 4, 32 * K, "none", _U4, _U2R2, _R4, _T2U2),
-    *_cuts("gpt-6.7b", 4, 64 * K, "none", _U2R2, _T2U2),
-    *_cuts("gpt-6.7b", 4, 128 * K, "full", _U4, _U2R2, _T2R2),
+    *_configs("gpt-1.3b", 8, 16 * K, "none", _U4, _U2R2, _R4),
+    *_configs("gpt-1.3b", 8, 32 * K, "full", _U4, _U2R2, _T2U2, _T2R2),
+    *_configs("gpt-1.3b", 8, 128 * K, "none", _U4, _U2R2, _R4),
+    *_configs("gpt-6.7b", 4, 32 * K, "none", _U4, _U2R2, _R4, _T2U2),
+    *_configs("gpt-6.7b", 4, 64 * K, "none", _U2R2, _T2U2),
+    *_configs("gpt-6.7b", 4, 128 * K, "full", _U4, _U2R2, _T2R2),
 )
 # From these comes what a step costs beside its layers; their length is nobody's else, and long
 # enough for GPUs not to wait for their hosts.
 FITTED = (
-    *_cuts("gpt-1.3b", 2, 36 * K, "none", _U4, _T2U2),
-    *_cuts("gpt-1.3b", 8, 36 * K, "none", _U4, _T2U2),
-    *_cuts("gpt-6.7b", 4, 36 * K, "none", _U4, _T2U2),
+    *_configs("gpt-1.3b", 2, 36 * K, "none", _U4, _T2U2),
+    *_configs("gpt-1.3b", 8, 36 * K, "none", _U4, _T2U2),
+    *_configs("gpt-6.7b", 4, 36 * K, "none", _U4, _T2U2),
 )
 TINY_CASES = (
-    *_cuts("tiny", 2, 256, "none", _U4, _U2R2, _R4, _T2U2),
-    *_cuts("tiny", 2, 512, "full", _U2R2, _T2R2),
+    *_configs("tiny", 2, 256, "none", _U4, _U2R2, _R4, _T2U2),
+    *_configs("tiny", 2, 512, "full", _U2R2, _T2R2),
 )
-TINY_FITTED = (*_cuts("tiny", 1, 320, "none", _U4, _T2U2), *_cuts("tiny", 3, 320, "none", _U4))
+TINY_FITTED = (
+    *_configs("tiny", 1, 320, "none", _U4, _T2U2),
+    *_configs("tiny", 3, 320, "none", _U4),
+)
 
 
 @dataclass(frozen=True)

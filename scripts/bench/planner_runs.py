@@ -54,17 +54,17 @@ import megatron_patches  # noqa: E402
 from ds_usp.planner import Cluster, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
 from ds_usp.planner.memory import memory  # noqa: E402
-from ds_usp.planner.profile_rows import MeasuredEnds, MeasuredLayer, MeasuredStep  # noqa: E402
+from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer, MeasuredStep  # noqa: E402
 from ds_usp.planner.step_time import step_time  # noqa: E402
-from ds_usp.profiling import Clock, layer_times  # noqa: E402
+from ds_usp.profiling import StepTimer, layer_times  # noqa: E402
 from ds_usp.training import SequenceBatch, prepare_deepspeed  # noqa: E402
 
-LAYER_TOKENS, ENDS_TOKENS = (3072, 12288, 40960), (3072, 12288, 24576)
+LAYER_TOKENS, HEAD_TOKENS = (3072, 12288, 40960), (3072, 12288, 24576)
 TINY_TOKENS = (48, 192)
-KEPT_UP_S = 0.4  # of every measurement, so that the GPU runs at the rate that it keeps
+SUSTAINED_S = 0.4  # of every measurement, so that the GPU runs at the rate that it keeps
 
 
-class Host:
+class FrameworkRun:
     """The trainer's parts on one mesh."""
 
     def __init__(self, session: Session, mesh: tuple[int, int, int]) -> None:
@@ -95,7 +95,7 @@ class Host:
 
         args = self.arguments(case)
         config = trainer_model.transformer_config
-        plain = partial(_without_drawing, config)
+        plain = partial(_without_init, config)
         layout = self.mesh.layout("zigzag", case.seq_len)
         with mock.patch.object(trainer_model, "transformer_config", plain), self._session.device:
             gpt = trainer_model.build_model(
@@ -123,22 +123,22 @@ class Host:
             self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
         )
         batch = self.batch(case)
-        clock = Clock(session.device, 3600.0)
+        timer = StepTimer(session.device, 3600.0)
         for _ in range(2):
             trainer.train([batch], 1e-5)
         if session.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = []
         for _ in range(steps):
-            clock.synchronize()
+            timer.synchronize()
             dist.barrier()
-            begin = clock.elapsed_s
+            begin = timer.elapsed_s
             trainer.train([batch], 1e-5)
-            clock.synchronize()
-            seconds.append(session.all_reduced([clock.elapsed_s - begin], dist.ReduceOp.MAX)[0])
+            timer.synchronize()
+            seconds.append(session.all_reduced([timer.elapsed_s - begin], dist.ReduceOp.MAX)[0])
         most = torch.cuda.max_memory_allocated() - left if session.on_gpu else 0
         most = int(session.all_reduced([most], dist.ReduceOp.MAX)[0])
-        _let_go(trainer.engine)
+        _free_memory(trainer.engine)
         return Measured(case, statistics.median(seconds), most)
 
     def batch(self, case: Case) -> TrainingBatch:
@@ -149,7 +149,9 @@ class Host:
 
     # -------------------------------------------------------------- what the host adds
 
-    def layers(self, case: Case, tokens: Sequence[int], clock: Clock) -> Iterator[MeasuredLayer]:
+    def layers(
+        self, case: Case, tokens: Sequence[int], timer: StepTimer
+    ) -> Iterator[MeasuredLayer]:
         """Rows of one layer, of which the queries stand for what attention makes of them."""
         from usp_trainer.model import Layer
 
@@ -160,10 +162,12 @@ class Host:
         sizes = shape.hidden, shape.ffn, shape.q_width, shape.kv_width, shape.gated, case.tp
         for count in tokens:
             x = torch.randn(count, 1, shape.hidden, dtype=dtype, device=self._session.device)
-            times = layer_times(clock, layer, list(layer.parameters()), x, KEPT_UP_S)
+            times = layer_times(timer, layer, list(layer.parameters()), x, SUSTAINED_S)
             yield MeasuredLayer(*sizes, count, *times)
 
-    def ends(self, case: Case, tokens: Sequence[int], clock: Clock) -> Iterator[MeasuredEnds]:
+    def embedding_and_head(
+        self, case: Case, tokens: Sequence[int], timer: StepTimer
+    ) -> Iterator[MeasuredEmbeddingHead]:
         """Rows of embedding, last norm, head and loss: the model without its layers."""
         from usp_trainer.model import Layer
 
@@ -182,10 +186,10 @@ class Host:
             ) -> None:
                 torch.autograd.grad(gpt(ids, ids, torch.ones_like(ids)), wanted)
 
-            times = clock.times(step, KEPT_UP_S)
+            times = timer.times(step, SUSTAINED_S)
             shape = case.shape()
             sizes = shape.hidden, shape.vocab, case.tp, count
-            yield MeasuredEnds(*sizes, times.device_s, times.host_s)
+            yield MeasuredEmbeddingHead(*sizes, times.device_s, times.host_s)
 
 
 class _Queries(nn.Module):
@@ -195,7 +199,7 @@ class _Queries(nn.Module):
         return query.contiguous().flatten(2)
 
 
-def _let_go(engine: Any) -> None:
+def _free_memory(engine: Any) -> None:
     """DeepSpeed's bf16 optimizer leaves a parameter alive, and with it all flat buffers."""
     engine.destroy()
     for p in engine.module.parameters():
@@ -204,7 +208,7 @@ def _let_go(engine: Any) -> None:
         p.data = p.data.new_empty(0)
 
 
-def _without_drawing(config: Any, args: Namespace) -> Any:
+def _without_init(config: Any, args: Namespace) -> Any:
     return replace(config(args), perform_initialization=False)
 
 
@@ -231,11 +235,11 @@ def add_rows(profile: dict[str, Any], name: str, rows: Iterable[object], source:
 
 def step_row(cluster: Cluster, run: Measured) -> MeasuredStep:
     """What a run took beside its layers, embedding and head as the profile has them."""
-    work, split = run.case.plan()
-    predicted = step_time(replace(cluster, steps=()), work, split)
+    work, config = run.case.plan()
+    predicted = step_time(replace(cluster, steps=()), work, config)
     rest = max(run.seconds - predicted.layers - predicted.head - predicted.host, 1e-6)
-    elements = stage_elements(work, split, 0)
-    return MeasuredStep(elements, split.zero, split.zero_ranks, rest)
+    elements = stage_elements(work, config, 0)
+    return MeasuredStep(elements, config.zero, config.zero_ranks, rest)
 
 
 def workspace_bytes(runs: Sequence[Measured]) -> float:
@@ -243,27 +247,29 @@ def workspace_bytes(runs: Sequence[Measured]) -> float:
     return statistics.fmean(run.memory_bytes - memory(*run.case.plan()).formula for run in runs)
 
 
-def measure_host(
+def measure_framework(
     session: Session, profile: dict[str, Any], fitted: Sequence[Case], tiny: bool, path: Path
 ) -> None:
     """Layers, ends, steps and workspace of the trainer into the profile's file."""
-    source, clock = "the trainer of examples_deepspeed", Clock(session.device, 3600.0)
-    layers, ends, runs = [], [], []
+    source, timer = "the trainer of examples_deepspeed", StepTimer(session.device, 3600.0)
+    layers, embedding_and_head, runs = [], [], []
     for mesh, cases in by_mesh(fitted):
-        host = Host(session, mesh)
+        framework_run = FrameworkRun(session, mesh)
         for model in sorted({case.model for case in cases}):
             case = next(case for case in cases if case.model == model)
             one = replace(case, layers=1)
-            layers += list(host.layers(one, TINY_TOKENS if tiny else LAYER_TOKENS, clock))
-            ends += list(host.ends(one, TINY_TOKENS if tiny else ENDS_TOKENS, clock))
-            session.print0(f"[{clock.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
+            layers += list(framework_run.layers(one, TINY_TOKENS if tiny else LAYER_TOKENS, timer))
+            embedding_and_head += list(
+                framework_run.embedding_and_head(one, TINY_TOKENS if tiny else HEAD_TOKENS, timer)
+            )
+            session.print0(f"[{timer.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
             _cleared(session)
         for case in cases:
-            runs.append(host.run(case, 3))
-            session.print0(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")
-        host.mesh.release()
+            runs.append(framework_run.run(case, 3))
+            session.print0(f"[{timer.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")
+        framework_run.mesh.release()
     add_rows(profile, "layers", layers, source)
-    add_rows(profile, "ends", ends, source)
+    add_rows(profile, "ends", embedding_and_head, source)
     _write(session, profile, path)
     cluster = load_cluster(str(path))
     add_rows(profile, "steps", [step_row(cluster, run) for run in runs], source)
@@ -319,10 +325,10 @@ def main() -> None:
     torch.manual_seed(session.rank)
     if not session.on_gpu:
         torch.set_num_threads(1)
-    clock = Clock(session.device, 3600.0)
+    timer = StepTimer(session.device, 3600.0)
     fitted, held_out = (TINY_FITTED, TINY_CASES) if args.tiny else (FITTED, CASES)
     profile = json.loads(args.profile.read_text(encoding="utf-8"))
-    measure_host(session, profile, fitted, args.tiny, args.out_profile)
+    measure_framework(session, profile, fitted, args.tiny, args.out_profile)
     runs: list[Measured] = []
     where = torch.cuda.get_device_name() if session.on_gpu else "CPU"
     comment = (
@@ -331,16 +337,16 @@ def main() -> None:
         "bf16, ZeRO-1, one sequence a step"
     )
     for mesh, cases in by_mesh(held_out):
-        host = Host(session, mesh)
+        framework_run = FrameworkRun(session, mesh)
         for case in cases:
-            if session.all_reduced([clock.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
+            if session.all_reduced([timer.elapsed_s], dist.ReduceOp.MAX)[0] > args.seconds:
                 session.print0(f"left out, after {args.seconds:g} s: {case}")
                 continue
-            runs.append(host.run(case, args.steps))
-            session.print0(f"[{clock.elapsed_s:5.1f} s] {line(runs[-1])}")
+            runs.append(framework_run.run(case, args.steps))
+            session.print0(f"[{timer.elapsed_s:5.1f} s] {line(runs[-1])}")
             if session.rank == 0:
                 write(args.out, comment, runs)
-        host.mesh.release()
+        framework_run.mesh.release()
     dist.barrier()
     session.close()
 

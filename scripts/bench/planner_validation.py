@@ -3,8 +3,8 @@
     python scripts/bench/planner_validation.py --profile trainer.json --out validation.csv runs.csv
 
 Reads tables of ``planner_runs.py``, asks the planner for the same runs on the profile's cluster and
-writes both side by side: seconds of a step, bytes of the fullest GPU, and the place of each cut
-among those of its workload (the same model and length, recomputed or not). No torch.
+writes both side by side: seconds of a step, bytes of the fullest GPU, and each config's
+position among those of its workload (the same model and length, recomputed or not). No torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A run and what was said of it; places count from 1 among the runs of its workload."""
+class Evaluated:
+    """A run and what was said of it; positions count from 1 among the runs of its workload."""
 
     run: Measured
     seconds: float
     memory_bytes: float
-    place: int = 0
-    predicted_place: int = 0
+    position: int = 0
+    predicted_position: int = 0
 
     @property
     def time_error(self) -> float:
@@ -48,46 +48,50 @@ class Judged:
         return self.memory_bytes / measured - 1 if measured else None
 
 
-def judge(cluster: Cluster, runs: Iterable[Measured]) -> list[Judged]:
+def evaluate(cluster: Cluster, runs: Iterable[Measured]) -> list[Evaluated]:
     """The planner's word on every run, in the order of the runs."""
     found = []
     for run in runs:
-        work, split = run.case.plan()
-        small = cluster.with_gpus_per_node(min(split.gpus, cluster.gpus_per_node))
-        needs = memory(work, split, small.workspace_bytes).total
-        found.append(Judged(run, step_time(small, work, split).total, needs))
-    return _with_places(found)
+        work, config = run.case.plan()
+        small = cluster.with_gpus_per_node(min(config.gpus, cluster.gpus_per_node))
+        needs = memory(work, config, small.workspace_bytes).total
+        found.append(Evaluated(run, step_time(small, work, config).total, needs))
+    return _with_positions(found)
 
 
-def _with_places(found: Sequence[Judged]) -> list[Judged]:
+def _with_positions(found: Sequence[Evaluated]) -> list[Evaluated]:
     groups = workloads(found)
-    placed = []
-    for judged in found:
-        group = groups[judged.run.case.workload]
-        place = 1 + sum(other.run.seconds < judged.run.seconds for other in group)
-        predicted = 1 + sum(other.seconds < judged.seconds for other in group)
-        placed.append(Judged(judged.run, judged.seconds, judged.memory_bytes, place, predicted))
-    return placed
+    results = []
+    for evaluated in found:
+        group = groups[evaluated.run.case.workload]
+        position = 1 + sum(other.run.seconds < evaluated.run.seconds for other in group)
+        predicted = 1 + sum(other.seconds < evaluated.seconds for other in group)
+        results.append(
+            Evaluated(evaluated.run, evaluated.seconds, evaluated.memory_bytes, position, predicted)
+        )
+    return results
 
 
-def workloads(found: Iterable[Judged]) -> Mapping[tuple[str, int, int], list[Judged]]:
+def workloads(found: Iterable[Evaluated]) -> Mapping[tuple[str, int, int], list[Evaluated]]:
     """The runs of each model and length."""
-    groups: dict[tuple[str, int, int], list[Judged]] = defaultdict(list)
-    for judged in found:
-        groups[judged.run.case.workload].append(judged)
+    groups: dict[tuple[str, int, int], list[Evaluated]] = defaultdict(list)
+    for evaluated in found:
+        groups[evaluated.run.case.workload].append(evaluated)
     return groups
 
 
-def summary(found: Sequence[Judged]) -> list[str]:
+def summary(found: Sequence[Evaluated]) -> list[str]:
     """What the issue asks of the planner, with the numbers."""
-    times = [abs(judged.time_error) for judged in found]
+    times = [abs(evaluated.time_error) for evaluated in found]
     close = sum(error <= 0.05 for error in times) / len(times)
     lines = [
         f"{len(found)} held-out runs",
         f"time: error {fmean(times):.1%} in the mean, {max(times):.1%} at most, {close:.0%} within "
         "5 % (wanted: 3 %, 90 %)",
     ]
-    sizes = [abs(judged.memory_error) for judged in found if judged.memory_error is not None]
+    sizes = [
+        abs(evaluated.memory_error) for evaluated in found if evaluated.memory_error is not None
+    ]
     if sizes:
         within = sum(error <= 0.03 for error in sizes)
         lines.append(
@@ -95,10 +99,10 @@ def summary(found: Sequence[Judged]) -> list[str]:
             f"{len(sizes)} within 3 % (wanted: all)"
         )
     for (model, layers, seq_len), group in workloads(found).items():
-        fastest = min(group, key=lambda judged: judged.run.seconds)
+        fastest = min(group, key=lambda evaluated: evaluated.run.seconds)
         lines.append(
             f"{model} x {layers}, {seq_len} tokens: the fastest of {len(group)} is predicted to be "
-            f"number {fastest.predicted_place} (wanted: 3 or better)"
+            f"number {fastest.predicted_position} (wanted: 3 or better)"
         )
     return lines
 
@@ -110,23 +114,23 @@ COLUMNS = (
 )
 
 
-def write(path: Path, comment: Sequence[str], found: Iterable[Judged]) -> None:
+def write(path: Path, comment: Sequence[str], found: Iterable[Evaluated]) -> None:
     """The table, with the summary above it."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {line}\n" for line in comment)
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
-        for judged in found:
-            memory_error = judged.memory_error
+        for evaluated in found:
+            memory_error = evaluated.memory_error
             table.writerow(
                 [
-                    *astuple(judged.run.case),
-                    *(f"{judged.run.seconds:.5f}", f"{judged.seconds:.5f}"),
-                    f"{judged.time_error:+.3f}",
-                    f"{judged.run.memory_bytes / GIB:.3f}",
-                    f"{judged.memory_bytes / GIB:.3f}",
+                    *astuple(evaluated.run.case),
+                    *(f"{evaluated.run.seconds:.5f}", f"{evaluated.seconds:.5f}"),
+                    f"{evaluated.time_error:+.3f}",
+                    f"{evaluated.run.memory_bytes / GIB:.3f}",
+                    f"{evaluated.memory_bytes / GIB:.3f}",
                     "" if memory_error is None else f"{memory_error:+.3f}",
-                    *(judged.place, judged.predicted_place),
+                    *(evaluated.position, evaluated.predicted_position),
                 ]
             )
 
@@ -140,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", type=Path, required=True, help="the table of predicted and measured")
     args = parser.parse_args(argv)
     cluster = load_cluster(args.profile)
-    found = judge(cluster, [run for path in args.runs for run in read(path)])
+    found = evaluate(cluster, [run for path in args.runs for run in read(path)])
     lines = summary(found)
     where = cluster.origins["gpus_per_node"][1]
     given = [args.profile, *map(str, args.runs)]

@@ -15,7 +15,7 @@ from test_planner_comm import LEDGER, model, over, told
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
 from ds_usp.attention.functional import plan_call
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import attention_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -98,7 +98,7 @@ def test_the_ledger_is_what_the_planner_says(
     tunings = [
         Tuning(chunks, gather, inner_ring=inner) for chunks, gather in ((1, False), (2, True))
     ]
-    split = Split(ulysses=ulysses, ring=world // ulysses, micro_batch=2)
+    split = ParallelConfig(ulysses=ulysses, ring=world // ulysses, micro_batch=2)
     results = pool.run(ledgers, world, ulysses=ulysses, inner=inner, tunings=tunings)
     for rank, found in enumerate(results):
         for (layout, seq_len), each in zip(SENT, found, strict=True):

@@ -10,7 +10,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import AttentionBytes, attention_bytes
 
 B, D, HEADS = 2, 16, 8
@@ -107,11 +107,11 @@ def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
     pool: WorkerPool, world: int, tp: int, ulysses: int
 ) -> None:
     shape = model(HEADS, 8)
-    split = Split(tp=tp, ulysses=ulysses, ring=world // tp // ulysses, micro_batch=B)
+    config = ParallelConfig(tp=tp, ulysses=ulysses, ring=world // tp // ulysses, micro_batch=B)
     results = pool.run(on_the_grid, world, tp=tp, ulysses=ulysses, shape=shape, seq_len=96)
     for rank, (place, ledgers) in enumerate(results):
         assert place == rank // tp
-        assert ledgers == told(attention_bytes(Workload(shape, 96), split, place, "zigzag"))
+        assert ledgers == told(attention_bytes(Workload(shape, 96), config, place, "zigzag"))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])
@@ -133,7 +133,9 @@ def compare(
     layout: str,
     order: str,
 ) -> None:
-    split = Split(tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order)
+    config = ParallelConfig(
+        tp=tp, ulysses=ulysses, ring=world // ulysses, micro_batch=B, order=order
+    )
     work = Workload(shape, seq_len)
     results = pool.run(
         counted,
@@ -146,4 +148,4 @@ def compare(
         order=order,
     )
     for rank, result in enumerate(results):
-        assert result == told(attention_bytes(work, split, rank, layout)), rank
+        assert result == told(attention_bytes(work, config, rank, layout)), rank

@@ -14,14 +14,14 @@ import torch
 from harness import RankContext, WorkerPool
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner import Split, Workload, load_cluster, search
+from ds_usp.planner import ParallelConfig, Workload, load_cluster, search
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.step_time import head_time
-from ds_usp.planner.topology import COLLECTIVE, Group, exchange_s
-from ds_usp.profiling import Clock, profile
+from ds_usp.planner.topology import COLLECTIVE, RankGroup, exchange_s
+from ds_usp.profiling import StepTimer, profile
 from ds_usp.profiling.step_timer import Step
 
 MODEL = ModelShape("tiny", 2, 64, 128, 4, 2, 100)
@@ -38,7 +38,7 @@ def on_rank(ctx: RankContext, gpus_per_node: int) -> tuple[dict[str, Any], list[
         base="cpu",
         known=False,
         name="mine",
-        say=lines.append,
+        print_line=lines.append,
     )
     return found, lines
 
@@ -90,24 +90,27 @@ def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
     for row in cluster.calls:
         width = row.heads * row.head_dim
         shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 8)
-        split = Split(ulysses=row.ulysses, ring=row.ring)
+        config = ParallelConfig(ulysses=row.ulysses, ring=row.ring)
         for backward, seconds in ((False, row.forward_s), (True, row.backward_s)):
-            found = attention_s(cluster, Workload(shape, row.seq_len), split, backward=backward)
+            found = attention_s(cluster, Workload(shape, row.seq_len), config, backward=backward)
             assert found.total == pytest.approx(seconds)
     for row in cluster.layers:
-        split = Split(tp=row.tp)
-        found = layer_time(cluster, Workload(MODEL, row.tokens), split)
+        config = ParallelConfig(tp=row.tp)
+        found = layer_time(cluster, Workload(MODEL, row.tokens), config)
         assert found.measured and found.matrices == pytest.approx(row.forward_s + row.backward_s)
     for row in cluster.ends:
         shape = replace(MODEL, vocab=row.vocab)
-        assert head_time(cluster, Workload(shape, row.tokens), Split()).device_s == row.seconds
+        assert (
+            head_time(cluster, Workload(shape, row.tokens), ParallelConfig()).device_s
+            == row.seconds
+        )
     for row in cluster.exchanges:
         if row.collective == "all_gather":
-            found = exchange_s(cluster, Group(row.ranks, 1), row.sent_bytes, COLLECTIVE)
+            found = exchange_s(cluster, RankGroup(row.ranks, 1), row.sent_bytes, COLLECTIVE)
             assert found == pytest.approx(row.seconds)
 
 
-def count_steps(ctx: RankContext, budget_s: float, most_s: float) -> tuple[int, float]:
+def count_steps(ctx: RankContext, budget_s: float, max_s: float) -> tuple[int, float]:
     """Steps that one measurement runs, of which each takes 10 ms on rank 1 and none elsewhere."""
     steps = 0
 
@@ -116,27 +119,27 @@ def count_steps(ctx: RankContext, budget_s: float, most_s: float) -> tuple[int, 
         steps += 1
         time.sleep(0.01 * ctx.rank)
 
-    seconds = Clock(torch.device("cpu"), budget_s).seconds(step, most_s)
+    seconds = StepTimer(torch.device("cpu"), budget_s).seconds(step, max_s)
     return steps, seconds
 
 
 def test_the_clock_reads_the_slowest_rank(pool: WorkerPool) -> None:
-    (steps, seconds), other = pool.run(count_steps, 2, budget_s=60, most_s=0.15)
+    (steps, seconds), other = pool.run(count_steps, 2, budget_s=60, max_s=0.15)
     assert (steps, seconds) == other and 0.01 < seconds < 0.05
     assert 2 + 3 * 1 < steps <= 2 + 3 * 5
 
 
 def test_a_spent_budget_leaves_one_lap(pool: WorkerPool) -> None:
     """After one that warms up; also of a step that ``most_s`` would hold many times."""
-    (steps, seconds), other = pool.run(count_steps, 2, budget_s=0, most_s=0.5)
+    (steps, seconds), other = pool.run(count_steps, 2, budget_s=0, max_s=0.5)
     assert (steps, seconds) == other and steps == 2 and seconds > 0.01
 
 
 def test_a_clock_alone() -> None:
-    clock = Clock(torch.device("cpu"), 10)
+    timer = StepTimer(torch.device("cpu"), 10)
     step: Step = lambda: time.sleep(0.005)  # noqa: E731
-    assert 0.01 < clock.together(step, step, 0.1) < 0.05  # one after the other on a CPU
-    assert clock.elapsed_s > 0.05
+    assert 0.01 < timer.overlapped(step, step, 0.1) < 0.05  # one after the other on a CPU
+    assert timer.elapsed_s > 0.05
 
 
 def refused(ctx: RankContext) -> str:

@@ -16,7 +16,7 @@ from ds_usp.memory import keep_attention, recompute_before
 from ds_usp.memory.saved_tensor_hooks import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 SHAPE = ModelShape("layer", 1, 256, 704, 8, 4, 100)
 SEQ_LEN, B = 64, 2
@@ -82,7 +82,7 @@ class Layer(torch.nn.Module):
             gate, value = y.chunk(2, -1)
             return F.silu(gate) * value
 
-        qkv = self.before(norm("norm1"), linear("qkv"), x).split((q_width, k_width, k_width), -1)
+        qkv = self.before(norm("norm1"), linear("qkv"), x).config((q_width, k_width, k_width), -1)
         # Rotary embeddings and the like make tensors of their own out of the split.
         heads = [part.unflatten(-1, (-1, self.shape.head_dim)).clone() for part in qkv]
         mixed = self.again("attention-only", self.attention, *heads)
@@ -126,9 +126,11 @@ def test_saved_bytes_are_the_formula(
     pool: WorkerPool, world: int, ulysses: int, recompute: str
 ) -> None:
     work = Workload(SHAPE, SEQ_LEN)
-    split = Split(ulysses=ulysses, ring=world // ulysses, recompute=recompute, micro_batch=B)
+    config = ParallelConfig(
+        ulysses=ulysses, ring=world // ulysses, recompute=recompute, micro_batch=B
+    )
     for counted in pool.run(saved_bytes, world, ulysses=ulysses, recompute=recompute):
-        assert counted == pytest.approx(layer_bytes(work, split), rel=0.01)
+        assert counted == pytest.approx(layer_bytes(work, config), rel=0.01)
 
 
 def test_gemm_last_keeps_the_part_that_the_formula_says(pool: WorkerPool) -> None:

@@ -33,7 +33,7 @@ from planner_cases import (  # noqa: E402
 from ds_usp.planner import ModelShape, load_cluster  # noqa: E402
 from ds_usp.planner.formulas import stage_elements  # noqa: E402
 from ds_usp.planner.memory import memory, states_bytes  # noqa: E402
-from ds_usp.planner.parallel_config import check  # noqa: E402
+from ds_usp.planner.parallel_config import require_feasible  # noqa: E402
 from ds_usp.planner.profile_rows import MeasuredAttention  # noqa: E402
 from ds_usp.planner.step_time import step_time  # noqa: E402
 
@@ -59,8 +59,8 @@ def on_rank(ctx: RankContext, path: str) -> tuple[list[Measured], int]:
 
     prepare_deepspeed()
     session = Session(torch.device("cpu"), ctx.rank, ctx.world)
-    planner_runs.measure_host(session, dict(PROFILE), TINY_FITTED[-1:], True, Path(path))
-    host = planner_runs.Host(session, TINY_CASES[-1].mesh)
+    planner_runs.measure_framework(session, dict(PROFILE), TINY_FITTED[-1:], True, Path(path))
+    host = planner_runs.FrameworkRun(session, TINY_CASES[-1].mesh)
     before = large_storages()
     with mock.patch.object(Case, "flags", in_bf16):  # DeepSpeed's other optimizer, as on GPUs
         runs = [host.run(case, 1) for case in TINY_CASES[-1:]]
@@ -132,7 +132,7 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
         mock.patch.object(Case, "flags", in_bf16),
     ):
         for case in PEAKS:
-            host = planner_runs.Host(session, case.mesh)
+            host = planner_runs.FrameworkRun(session, case.mesh)
             model, args = host.model(case), host.arguments(case)
             trainer = Trainer(args, model, host.groups, session.device, 50257)
             batch = host.batch(case)
@@ -173,11 +173,11 @@ def test_errors_and_places() -> None:
     true = step_time(cluster, work, split).total
     size = round(memory(work, split, cluster.workspace_bytes).total)
     runs = [case(true, size), case(true / 1.1, 2 * size), case(9.0, 0, ulysses=2, ring=2)]
-    first, second, third = planner_validation.judge(cluster, runs)
+    first, second, third = planner_validation.evaluate(cluster, runs)
     assert first.time_error == pytest.approx(0) and second.time_error == pytest.approx(0.1)
     assert second.memory_error == pytest.approx(-0.5) and third.memory_error is None
-    assert [judged.place for judged in (first, second, third)] == [2, 1, 3]
-    assert [judged.predicted_place for judged in (first, second, third)] == [1, 1, 3]
+    assert [evaluated.position for evaluated in (first, second, third)] == [2, 1, 3]
+    assert [evaluated.predicted_position for evaluated in (first, second, third)] == [1, 1, 3]
     text = "\n".join(planner_validation.summary([first, second]))
     assert "error 5.0% in the mean, 10.0% at most, 50% within 5 %" in text
     assert "memory: error 25.0% in the mean, 50.0% at most, 1 of 2 within 3 %" in text
@@ -198,7 +198,7 @@ def test_what_is_held_out_is_possible_and_held_out() -> None:
     assert {c.recompute for c in CASES} == {"none", "full"} and {c.tp for c in CASES} == {1, 2}
     for held_out in (*CASES, *TINY_CASES):
         work, split = held_out.plan()
-        check(work, split, 4)
+        require_feasible(work, split, 4)
     assert not {c.seq_len for c in CASES} & {c.seq_len for c in FITTED}
     assert len(set(CASES)) == len(CASES)
     # What a step costs is measured for every number of ranks that share a sequence.

@@ -30,19 +30,19 @@ from trainer_runs import (
 )
 
 import megatron_patches
-from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
 
 LIMIT = 1e-5
 SHAPE = ModelShape("tiny", 2, 32, 64, 4, 2, 64, rope_theta=500000.0, norm_epsilon=1e-3)
 GPT = replace(SHAPE, gated=False, tied=True, learned_positions=True, biases=True)
-PLAIN = Split(tp_sequence=False)
-SPREAD = PLAIN.but(
+PLAIN = ParallelConfig(tp_sequence=False)
+SPREAD = PLAIN.replace(
     ulysses=2, ring=2, recompute="gemm-last", offload_ratio=0.5, offload_unit="layer"
 )
 
 
-def command(work: Workload, split: Split, folder: Path) -> list[str]:
+def command(work: Workload, split: ParallelConfig, folder: Path) -> list[str]:
     """The trainer's flags that the emitted script comes to, as ``launch.sh`` prints them."""
     for name in ("launch.sh", "settings.awk", "ds_config_gpt_TEMPLATE.json"):
         (folder / name).write_text((TRAINER / name).read_text())
@@ -91,7 +91,7 @@ def test_the_script_starts_the_trainer(tmp_path: Path) -> None:
     runs = {}
     for world, split in ((1, PLAIN), (4, SPREAD)):
         commands = [
-            command(Workload(shape, 64, 2), split.but(fused_loss=world > 1), tmp_path)
+            command(Workload(shape, 64, 2), split.replace(fused_loss=world > 1), tmp_path)
             for shape in (SHAPE, GPT)
         ]
         ranks = fork_world(trained, world, runs=commands, folder=str(tmp_path))
@@ -119,7 +119,7 @@ def stated(config: str, args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_configuration_starts_deepspeed(tmp_path: Path, zero: int) -> None:
     """Through ``initialize_deepspeed``, as the trainer's own configuration does."""
-    config = emit("ds-config", Workload(SHAPE, 64, 4), PLAIN.but(ulysses=2, dp=2, zero=zero))
+    config = emit("ds-config", Workload(SHAPE, 64, 4), PLAIN.replace(ulysses=2, dp=2, zero=zero))
     assert "train_batch_size" not in config
     flags = degrees(sp=2, u=2, zero=zero) + PLAIN_SGD + " --bf16 --clip-grad 1.0"
     (own,) = train(4, flags, output_dir=tmp_path)
@@ -299,7 +299,7 @@ def test_the_flags_of_megatron_core_run_ours() -> None:
         emit(
             "megatron-core",
             Workload(MODELS[name], stock_megatron_core.S, 2),
-            Split(ulysses=u, ring=r, recompute=splits[u, r], micro_batch=2),
+            ParallelConfig(ulysses=u, ring=r, recompute=splits[u, r], micro_batch=2),
         )
         for name, (u, r) in pairs
     ]

@@ -10,7 +10,7 @@ from trainer_runs import TRAINER
 
 import megatron_patches
 from ds_usp import TokenLayout
-from ds_usp.planner import Split, Workload
+from ds_usp.planner import ParallelConfig, Workload
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.training import prepare_deepspeed
 
@@ -48,7 +48,7 @@ def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
     from usp_trainer.validate_args import validate_and_derive
 
     args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
-    split = Split(
+    split = ParallelConfig(
         tp=tp,
         ulysses=ulysses,
         ring=ring,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from host_runs import HostServer, numbers, relative_difference
 
-from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
 
 LIMIT = 1e-5
@@ -26,15 +26,17 @@ LLAMA = ModelShape("tiny", 2, 64, 96, 8, 2, 257, head_dim=16, rope_theta=500000.
 GPT = ModelShape(
     "gpt", 2, 64, 256, 8, 8, 257, gated=False, tied=True, learned_positions=True, biases=True
 )
-PLAIN = Split(tp_sequence=False)
+PLAIN = ParallelConfig(tp_sequence=False)
 CASES = {
-    "memory": (LLAMA, PLAIN.but(ulysses=2, ring=2, recompute="gemm-last", fused_loss=True)),
-    "full": (LLAMA, PLAIN.but(ring=2, dp=2, zero=3, recompute="full", offload_ratio=0.5)),
-    "pipeline": (GPT, PLAIN.but(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),
+    "memory": (LLAMA, PLAIN.replace(ulysses=2, ring=2, recompute="gemm-last", fused_loss=True)),
+    "full": (LLAMA, PLAIN.replace(ring=2, dp=2, zero=3, recompute="full", offload_ratio=0.5)),
+    "pipeline": (GPT, PLAIN.replace(ulysses=2, pp=2, recompute="attention", offload_ratio=1.0)),
 }
 
 
-def planned(server: HostServer, split: Split, shape: ModelShape) -> Callable[..., tuple[str, ...]]:
+def planned(
+    server: HostServer, split: ParallelConfig, shape: ModelShape
+) -> Callable[..., tuple[str, ...]]:
     """What stands in for the server's own flags."""
 
     def arguments(_: str, folder: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ds_usp.memory.pinned_transfer import HostDeviceCopier, PinnedBlockPool
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.planner.memory import memory
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 CPU = torch.device("cpu")
 MESH = SequenceMesh.single()
@@ -206,7 +206,7 @@ def test_what_is_resident_is_the_planners_formula(seen: Seen, ratio: float) -> N
     assert seen.now <= one + (layers - 1) * (1 - ratio) * one + 512 * layers
     loss.backward()
     shape = ModelShape("stack", layers, H, FFN, HEADS, HEADS, 100)
-    work, split = Workload(shape, S), Split(offload_unit="layer", offload_ratio=ratio)
+    work, split = Workload(shape, S), ParallelConfig(offload_unit="layer", offload_ratio=ratio)
     planned = memory(work, split).activations / layer_bytes(work, split)
     assert seen.most / one == pytest.approx(planned, rel=0.02)
     assert seen.now == 0

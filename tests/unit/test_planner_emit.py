@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner import Split, Workload, load_model
+from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.emit import KINDS, emit
-from ds_usp.planner.frameworks import engine
+from ds_usp.planner.frameworks import framework_caps
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 H200 = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster h200"
@@ -47,7 +47,7 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
     finally:
         sys.path.pop(0)
     work = Workload(load_model("llama3-8b"), 131072, documents=(100000, 31072))
-    split = Split(
+    config = ParallelConfig(
         ulysses=2,
         ring=4,
         recompute="attention",
@@ -59,7 +59,7 @@ def test_the_flags_that_we_added_are_taken_by_both_programs() -> None:
     host = ArgumentParser()
     add_flags(host, MeshSettings())
     for parser in (host, build_parser()):
-        args, _ = parser.parse_known_args(words(emit("megatron-deepspeed", work, split)))
+        args, _ = parser.parse_known_args(words(emit("megatron-deepspeed", work, config)))
         assert (args.ulysses_degree, args.usp_layout) == (2, "zigzag")
         assert (args.usp_recompute, args.usp_offload_ratio) == ("attention", 0.25)
         assert args.usp_loss_chunks == 16  # of 16K tokens of a rank, 1K each
@@ -107,18 +107,18 @@ def test_what_a_host_has_no_switch_for_is_not_emitted(
 
 def test_an_order_that_no_host_has_is_not_emitted() -> None:
     work = Workload(load_model("llama3-8b"), 131072)
-    split = Split(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
+    config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
     for kind in KINDS:
         with pytest.raises(ConfigError, match="has no switch for ring-ulysses"):
-            emit(kind, work, split)
-        assert emit(kind, work, replace(split, ring=1))  # which is the same in both orders
+            emit(kind, work, config)
+        assert emit(kind, work, replace(config, ring=1))  # which is the same in both orders
 
 
 @pytest.mark.parametrize("kind", ["script", "megatron-deepspeed", "ds-config"])
 def test_zero_0_is_not_emitted(kind: str) -> None:
     with pytest.raises(ConfigError, match="sums gradients of bf16 weights in bf16"):
-        emit(kind, Workload(load_model("llama3-8b"), 8192), Split(zero=0))
-    assert 0 not in engine("megatron-deepspeed").zero
+        emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
+    assert 0 not in framework_caps("megatron-deepspeed").zero
 
 
 FACTS = {
@@ -143,16 +143,18 @@ def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind: str, fac
     other = Workload(replace(shape, **{fact: value}), 8192)
     if fact in FACTS[kind]:
         with pytest.raises(ConfigError, match="has no flag for") as error:
-            emit(kind, other, Split())
+            emit(kind, other, ParallelConfig())
         assert name in str(error.value)
     else:
-        assert emit(kind, other, Split()) != emit(kind, Workload(shape, 8192), Split())
+        assert emit(kind, other, ParallelConfig()) != emit(
+            kind, Workload(shape, 8192), ParallelConfig()
+        )
 
 
 @pytest.mark.parametrize("kind", FACTS)
 def test_what_both_kinds_of_models_are_made_of_is_in_the_flags(kind: str) -> None:
-    llama = words(emit(kind, Workload(load_model("llama3-8b"), 8192), Split()))
-    gpt = words(emit(kind, Workload(load_model("gpt-1.3b"), 8192), Split()))
+    llama = words(emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig()))
+    gpt = words(emit(kind, Workload(load_model("gpt-1.3b"), 8192), ParallelConfig()))
     for flag in ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"):
         assert flag in llama and flag not in gpt
     epsilon = "--norm-epsilon" if kind == "megatron-core" else "--layernorm-epsilon"

@@ -29,7 +29,12 @@ from ds_usp.planner.memory import (
 )
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload, check, impossible
+from ds_usp.planner.parallel_config import (
+    ParallelConfig,
+    Workload,
+    infeasible_reason,
+    require_feasible,
+)
 from ds_usp.planner.step_time import step_time
 from ds_usp.planner.traffic import attention_bytes, layer_traffic, step_traffic
 
@@ -95,8 +100,8 @@ def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> Non
             total += int(number or 1) * names.get(name, 1)
         return total
 
-    split = replace(Split(), **options)
-    assert saved_elements(SMALL, split) == (value(cut), value(whole))
+    config = replace(ParallelConfig(), **options)
+    assert saved_elements(SMALL, config) == (value(cut), value(whole))
 
 
 @pytest.mark.parametrize(
@@ -113,15 +118,15 @@ def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> Non
 def test_chunks_in_flight(
     pp: int, layers: int, schedule: str, micro_batches: int, expected: list[int]
 ) -> None:
-    split = Split(pp=pp, layers_per_virtual_stage=layers, schedule=schedule)
+    config = ParallelConfig(pp=pp, layers_per_virtual_stage=layers, schedule=schedule)
     work = Workload(SMALL, 512, micro_batches)
-    assert [chunks_in_flight(work, split, stage) for stage in range(pp)] == expected
+    assert [chunks_in_flight(work, config, stage) for stage in range(pp)] == expected
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_shares_states_over_dp_and_sp(zero: int) -> None:
-    split = Split(ulysses=2, ring=2, dp=2, zero=zero)
-    weights, gradients, optimizer = states_bytes(1000, split)
+    config = ParallelConfig(ulysses=2, ring=2, dp=2, zero=zero)
+    weights, gradients, optimizer = states_bytes(1000, config)
     assert weights == 2000 / (8 if zero == 3 else 1)
     assert gradients == 4000 / (8 if zero >= 2 else 1)
     assert optimizer == 12000 / (8 if zero >= 1 else 1)
@@ -130,8 +135,8 @@ def test_zero_shares_states_over_dp_and_sp(zero: int) -> None:
 def test_stages_hold_all_parameters() -> None:
     for name in ("llama3-8b", "gpt-1.3b"):
         work = Workload(load_model(name), 1024, 4)
-        split = Split(pp=4)
-        held = sum(stage_elements(work, split, stage) for stage in range(4))
+        config = ParallelConfig(pp=4)
+        held = sum(stage_elements(work, config, stage) for stage in range(4))
         tied = work.model.padded_vocab(1) * work.model.hidden if work.model.tied else 0
         padding = work.model.padded_vocab(1) - work.model.vocab
         extra = padding * work.model.hidden * (1 if tied else 2)
@@ -142,25 +147,25 @@ def test_stages_hold_all_parameters() -> None:
 @pytest.mark.parametrize("pp", [1, 4])
 def test_offload_meets_the_budget(unit: str, pp: int) -> None:
     work = Workload(load_model("llama-7b"), 32768, 8)
-    split = Split(pp=pp, ring=4, offload_unit=unit)
-    none, full = (memory(work, replace(split, offload_ratio=a), 1e9).total for a in (0.0, 1.0))
+    config = ParallelConfig(pp=pp, ring=4, offload_unit=unit)
+    none, full = (memory(work, replace(config, offload_ratio=a), 1e9).total for a in (0.0, 1.0))
     if none == full:
-        assert offload_needed(work, split, none - 1, 1e9) > 1
+        assert offload_needed(work, config, none - 1, 1e9) > 1
         return
     budget = (none + 2 * full) / 3
-    ratio = offload_needed(work, split, budget, 1e9)
+    ratio = offload_needed(work, config, budget, 1e9)
     assert 0 < ratio <= 1
-    assert memory(work, replace(split, offload_ratio=ratio), 1e9).total <= budget * (1 + 1e-9)
-    assert offload_needed(work, split, none, 1e9) == 0
-    assert offload_needed(work, split, full * 0.9, 1e9) > 1
+    assert memory(work, replace(config, offload_ratio=ratio), 1e9).total <= budget * (1 + 1e-9)
+    assert offload_needed(work, config, none, 1e9) == 0
+    assert offload_needed(work, config, full * 0.9, 1e9) > 1
 
 
 def test_more_ring_less_memory() -> None:
     work = Workload(load_model("llama3-8b"), 131072)
-    totals = [memory(work, Split(ring=ring)).total for ring in (1, 2, 4, 8)]
+    totals = [memory(work, ParallelConfig(ring=ring)).total for ring in (1, 2, 4, 8)]
     assert totals == sorted(totals, reverse=True)
-    needs = stage_memory(work, Split(ring=8), 0, 5.0)
-    assert needs.total == pytest.approx(sum(needs.parts().values()))
+    needs = stage_memory(work, ParallelConfig(ring=8), 0, 5.0)
+    assert needs.total == pytest.approx(sum(needs.components().values()))
     assert needs.formula == needs.total - 5
 
 
@@ -171,9 +176,12 @@ def test_more_ring_less_memory() -> None:
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_the_closed_form_is_the_mean_of_the_ranks(ulysses: int, ring: int) -> None:
     shape = ModelShape("wide", 1, 512, 1024, 16, 4, 100)
-    work, split = Workload(shape, 96 * 16), Split(ulysses=ulysses, ring=ring, micro_batch=2)
-    ranks = [attention_bytes(work, split, rank) for rank in range(split.sp)]
-    mean = layer_traffic(work, split)
+    work, config = (
+        Workload(shape, 96 * 16),
+        ParallelConfig(ulysses=ulysses, ring=ring, micro_batch=2),
+    )
+    ranks = [attention_bytes(work, config, rank) for rank in range(config.sp)]
+    mean = layer_traffic(work, config)
     assert fmean(r.all_to_all_forward for r in ranks) == pytest.approx(mean.ulysses)
     assert fmean(r.all_to_all_backward for r in ranks) == pytest.approx(mean.ulysses)
     assert fmean(r.ring_kv_forward for r in ranks) == pytest.approx(mean.ring_forward)
@@ -187,21 +195,21 @@ def test_the_closed_form_of_zigzag_is_the_schedule(ring: int) -> None:
     token = 2 * 4 * 8 * 2
     for rank in range(ring):
         steps = ring_schedule(layout, MaskSpec.causal(), rank).steps[1:]
-        sent = attention_bytes(work, Split(ring=ring), rank)
+        sent = attention_bytes(work, ParallelConfig(ring=ring), rank)
         assert sent.ring_kv_forward == sum(step.given for step in steps) * token
         assert sent.ring_dkv_backward == sum(step.columns for step in steps) * token
 
 
 def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes() -> None:
-    work, split = Workload(SMALL, 256), Split(ring=4)
-    plain, wide = (attention_bytes(work, split, 1, gradient_bytes=size) for size in (2, 4))
+    work, config = Workload(SMALL, 256), ParallelConfig(ring=4)
+    plain, wide = (attention_bytes(work, config, 1, gradient_bytes=size) for size in (2, 4))
     assert wide.ring_dkv_backward == 2 * plain.ring_dkv_backward
     assert wide.ring_kv_backward == plain.ring_kv_backward
 
 
 def test_step_traffic() -> None:
     work = Workload(SMALL, 256, 8)
-    elements = stage_elements(work, Split(), 0)
+    elements = stage_elements(work, ParallelConfig(), 0)
     once = elements * 3 / 4
     for zero, gradients, parameters in (
         (0, 8 * once, 0),
@@ -209,9 +217,9 @@ def test_step_traffic() -> None:
         (2, 2 * 4 * once, 2 * once),
         (3, 2 * 4 * once, 2 * 2 * 2 * once),
     ):
-        sent = step_traffic(work, Split(dp=4, zero=zero))
+        sent = step_traffic(work, ParallelConfig(dp=4, zero=zero))
         assert (sent.gradients, sent.parameters) == (gradients, parameters), zero
-    assert step_traffic(work, Split(zero=1)).total == 0
+    assert step_traffic(work, ParallelConfig(zero=1)).total == 0
 
 
 def test_the_table_of_the_usp_paper() -> None:
@@ -269,17 +277,17 @@ def test_the_table_of_the_usp_paper() -> None:
     ],
 )
 def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: str | None) -> None:
-    work, split = Workload(SMALL, 512, 4), replace(Split(), **options)
+    work, config = Workload(SMALL, 512, 4), replace(ParallelConfig(), **options)
     if says is None:
-        assert impossible(work, split) is None
+        assert infeasible_reason(work, config) is None
         return
     with pytest.raises(ConfigError, match=says):
-        check(work, split)
+        require_feasible(work, config)
 
 
 def test_degrees_must_use_all_gpus() -> None:
     with pytest.raises(ConfigError, match="= 4 ranks, but there are 8 GPUs"):
-        check(Workload(SMALL, 512, 4), Split(ring=4), 8)
+        require_feasible(Workload(SMALL, 512, 4), ParallelConfig(ring=4), 8)
     with pytest.raises(ConfigError, match="do not fill a sequence"):
         Workload(SMALL, 512, 1, (100,))
     with pytest.raises(ConfigError, match="seq_len=0"):
@@ -288,33 +296,33 @@ def test_degrees_must_use_all_gpus() -> None:
 
 def test_the_worst_moment_is_the_loss_or_a_layers_backward() -> None:
     """Logits and a layer's buffers are never there together."""
-    split = Split(ulysses=2, ring=2)
+    config = ParallelConfig(ulysses=2, ring=2)
     work = Workload(load_model("gpt-1.3b"), 32768)
-    loss = memory(work, split)
+    loss = memory(work, config)
     kept = 2 * 2 * work.model.hidden  # the last norm's input and the head's
     assert loss.logits == 8192 * (50304 * 6 + kept)
     assert loss.exchange == loss.transient == 0
-    layer = memory(work, replace(split, fused_loss=True))
+    layer = memory(work, replace(config, fused_loss=True))
     one = 16384 * 1024 * 2  # q, k or v of a ring rank's tokens and a Ulysses rank's heads
     assert layer.logits == 0 and layer.exchange == 2 * 3 * one + 5 * 2 * one
-    again = memory(work, replace(split, fused_loss=True, recompute="full"))
-    kept = memory(work, replace(split, fused_loss=True)).activations / 24
+    again = memory(work, replace(config, fused_loss=True, recompute="full"))
+    kept = memory(work, replace(config, fused_loss=True)).activations / 24
     assert again.transient == pytest.approx(kept)
 
 
 @pytest.mark.parametrize("tp_sequence", [True, False])
 def test_only_megatrons_sequence_parallelism_cuts_what_the_head_keeps(tp_sequence: bool) -> None:
-    work, split = Workload(SMALL, 1024), Split(tp=2, ring=2, tp_sequence=tp_sequence)
+    work, config = Workload(SMALL, 1024), ParallelConfig(tp=2, ring=2, tp_sequence=tp_sequence)
     logits = 512 * SMALL.padded_vocab(2) / 2 * 6
     kept = 512 * 2 * 2 * 64 / (2 if tp_sequence else 1)  # the last norm's input and the head's
-    assert logits_bytes(work, split) == logits + kept
+    assert logits_bytes(work, config) == logits + kept
 
 
 def test_or_the_worst_moment_is_the_step() -> None:
     """DeepSpeed's bf16 optimizer: gradients in bf16 too, and flat once more where a bucket holds
     them, when the activations are gone."""
-    plain = Split(dp=8, zero=1)
-    copied = replace(plain, whole_reduction=True)
+    plain = ParallelConfig(dp=8, zero=1)
+    copied = replace(plain, unsharded_grad_reduce=True)
     for model, copies in ((replace(load_model("gpt-1.3b"), layers=4), 6), (load_model("6.7b"), 2)):
         work = Workload(model, 256, 8)
         elements = stage_elements(work, plain, 0)
@@ -334,4 +342,6 @@ def test_documents_may_be_any_sequence() -> None:
     listed, cluster = Workload(shape, 64, documents=[24, 40]), load_cluster("h200")  # type: ignore[arg-type]
     packed = Workload(shape, 64, documents=(24, 40))
     assert listed == packed and hash(listed) == hash(packed)
-    assert step_time(cluster, listed, Split()) == step_time(cluster, packed, Split())
+    assert step_time(cluster, listed, ParallelConfig()) == step_time(
+        cluster, packed, ParallelConfig()
+    )

@@ -19,10 +19,10 @@ from planner_expectations import (
 from ds_usp.planner.attention_time import YUNCHANG, attention_s
 from ds_usp.planner.formulas import mfu, mfu_of_tokens
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.launch_overhead import Job
+from ds_usp.planner.launch_overhead import LaunchedWork
 from ds_usp.planner.memory import stage_memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import Split, Workload, impossible
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.step_time import MicroBatch, head_layers, step_mfu, step_time
 
 
@@ -61,12 +61,17 @@ def test_memory_with_one_constant() -> None:
     assert load_cluster("h800").workspace_bytes == pytest.approx(constant, rel=0.01)
 
 
-def affine(work: Workload, split: Split) -> tuple[float, float]:
+def affine(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     """Seconds of a step are ``a`` times those of a layer, plus ``b``."""
     cluster = load_cluster("h800")
     one, two = (
         step_time(
-            cluster, work, split, MicroBatch(Job(s / 3), Job(s * 2 / 3), Job(s * head_layers(work)))
+            cluster,
+            work,
+            config,
+            MicroBatch(
+                LaunchedWork(s / 3), LaunchedWork(s * 2 / 3), LaunchedWork(s * head_layers(work))
+            ),
         ).total
         for s in (1.0, 2.0)
     )
@@ -77,9 +82,9 @@ def test_throughput_leave_one_out() -> None:
     """A layer's time is known from the other runs of the same tp and recomputation; all else is
     formula: the pipeline, the head, gradients on the nodes' NICs, the optimizer."""
     groups = defaultdict(list)
-    for work, split, true in throughput_runs():
-        assert impossible(work, split) is None
-        groups[split.tp, split.ring, split.recompute].append((*affine(work, split), true))
+    for work, config, true in throughput_runs():
+        assert infeasible_reason(work, config) is None
+        groups[config.tp, config.ring, config.recompute].append((*affine(work, config), true))
     found = []
     for runs in groups.values():
         for index, (a, b, true) in enumerate(runs):
@@ -103,8 +108,10 @@ def test_llama3_on_two_nodes_from_formulas_alone() -> None:
     cluster, long, every = load_cluster("a800"), [], []
     for row in rows("usp_llama3_8b_a800.csv"):
         work = Workload(load_model("llama3-8b"), int(row["seq_len_k"]) * 1024)
-        split = Split(tp=int(row["tp"]), ulysses=int(row["ulysses"]), ring=int(row["ring"]))
-        found = step_mfu(cluster, work, split, step_time(cluster, work, split).total)
+        config = ParallelConfig(
+            tp=int(row["tp"]), ulysses=int(row["ulysses"]), ring=int(row["ring"])
+        )
+        found = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
         every.append(abs(found * 312 / float(row["tflops_per_gpu"]) - 1))
         if int(row["seq_len_k"]) > 100:
             long.append(every[-1])
@@ -119,9 +126,9 @@ def test_the_best_pair_of_degrees_on_pcie() -> None:
             (u, r): attention_s(
                 cluster,
                 work,
-                Split(ulysses=u, ring=r, micro_batch=batch),
+                ParallelConfig(ulysses=u, ring=r, micro_batch=batch),
                 backward=False,
-                engine=YUNCHANG,
+                impl=YUNCHANG,
             ).total
             for u, r in rates
         }
@@ -133,8 +140,8 @@ def test_own_attention_on_h200() -> None:
     """The kernel's and the links' rates are of these machines; how they meet is formula."""
     cluster, runs = load_cluster("h200").with_gpus_per_node(4), own_attention_runs("cudnn")
     predicted = [
-        sum(attention_s(cluster, work, split, backward=way).total for way in (False, True))
-        for work, split, _ in runs
+        sum(attention_s(cluster, work, config, backward=way).total for way in (False, True))
+        for work, config, _ in runs
     ]
     found = errors(predicted, [true for *_, true in runs])
     assert len(found) == 6
@@ -145,7 +152,7 @@ def test_own_training_on_h200_in_the_order_of_speed() -> None:
     """Seconds are a fifth too few: what that host does beside products and attention is in no
     formula, only in a profile of it. The order holds of those that are 6 % apart."""
     cluster, runs = load_cluster("h200").with_gpus_per_node(4), own_training_runs()
-    pairs = [(step_time(cluster, work, split).total, true) for work, split, true in runs]
+    pairs = [(step_time(cluster, work, config).total, true) for work, config, true in runs]
     apart = [(a, b) for a in pairs for b in pairs if b[1] > 1.06 * a[1]]
     assert len(apart) > 4 and all(a[0] < b[0] for a, b in apart)
     assert max(abs(time / true - 1) for time, true in pairs) < 0.25

@@ -12,23 +12,23 @@ import pytest
 from ds_usp.errors import ConfigError
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.hardware import ORIGINS, Cluster, at, load_cluster
+from ds_usp.planner.hardware import ORIGINS, Cluster, interpolate_curve, load_cluster
 from ds_usp.planner.hardware_table import CLUSTERS
-from ds_usp.planner.launch_overhead import NOTHING, Job
+from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import seconds_at
 from ds_usp.planner.step_time import MicroBatch, head_time, step_time
 from ds_usp.planner.topology import (
     COLLECTIVE,
     DIRECT,
     RELAY,
-    Group,
-    crossing,
+    RankGroup,
+    domain_traffic,
     exchange_s,
     group_of,
-    straddles,
+    uneven_over_nodes,
 )
 
 
@@ -84,16 +84,16 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
     assert cluster.name == "mine"
     assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
     assert cluster.peak_flop_per_s == load_cluster("h200").peak_flop_per_s
-    work, split = Workload(load_model("llama3-8b"), 65536), Split(ulysses=2, ring=2)
-    found = layer_time(cluster, work, split)
+    work, config = Workload(load_model("llama3-8b"), 65536), ParallelConfig(ulysses=2, ring=2)
+    found = layer_time(cluster, work, config)
     # 16384 tokens of a rank lie a third of the way between the two rows.
     assert found.measured and found.matrices == pytest.approx(0.030 + (0.102 - 0.030) / 3)
     assert found.elementwise < found.matrices / 20 and found.tp == found.recompute == 0
-    again = layer_time(cluster, work, replace(split, recompute="full")).recompute
-    forward = attention_s(cluster, work, split, backward=False).total
+    again = layer_time(cluster, work, replace(config, recompute="full")).recompute
+    forward = attention_s(cluster, work, config, backward=False).total
     assert again == pytest.approx(0.018 + forward)
-    assert not layer_time(cluster, work, Split(tp=2, ulysses=2)).measured
-    assert not layer_time(cluster, Workload(load_model("7b"), 65536), split).measured
+    assert not layer_time(cluster, work, ParallelConfig(tp=2, ulysses=2)).measured
+    assert not layer_time(cluster, Workload(load_model("7b"), 65536), config).measured
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,11 @@ def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
 def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
     """Else a host that is slower than the formulas would look faster wherever it was not run."""
     cluster, plain = profiled(tmp_path), load_cluster("h200")
-    work, known, guessed = Workload(load_model("llama3-8b"), 65536), Split(), Split(tp=2)
+    work, known, guessed = (
+        Workload(load_model("llama3-8b"), 65536),
+        ParallelConfig(),
+        ParallelConfig(tp=2),
+    )
     formula, measured = layer_time(plain, work, known), layer_time(cluster, work, known)
     ratio = measured.matrices / (formula.matrices + formula.elementwise)
     assert ratio != pytest.approx(1, abs=0.05)
@@ -123,18 +127,18 @@ def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) ->
 
 def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
-    split = Split(ulysses=2, ring=2)
+    config = ParallelConfig(ulysses=2, ring=2)
     for length, forward in ((32768, 0.005), (131072, 0.064)):
         for backward, seconds in ((False, forward), (True, 2.5 * forward)):
-            found = attention_s(cluster, Workload(model, length), split, backward=backward)
+            found = attention_s(cluster, Workload(model, length), config, backward=backward)
             assert found.total == pytest.approx(seconds)
-    between = attention_s(cluster, Workload(model, 65536), split, backward=False).total
-    assert 0.005 * 4 * 0.8 < between < 0.064 / 4 * 1.2
+    interpolate = attention_s(cluster, Workload(model, 65536), config, backward=False).total
+    assert 0.005 * 4 * 0.8 < interpolate < 0.064 / 4 * 1.2
     for links in (1, 2):  # nodes too small for the group that was measured: other links
         small = cluster.with_gpus_per_node(links)
         work = Workload(model, 65536)
-        found = attention_s(small, work, split, backward=False)
-        assert found == attention_s(replace(small, calls=()), work, split, backward=False)
+        found = attention_s(small, work, config, backward=False)
+        assert found == attention_s(replace(small, calls=()), work, config, backward=False)
 
 
 def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path: Path) -> None:
@@ -147,59 +151,63 @@ def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path
     one = replace(row, ulysses=1, ring=1, forward_s=1e-6)
     cluster = replace(cluster, calls=(*calls, one))
     plain = replace(cluster, calls=())
-    known = Split(ulysses=2, ring=2)
+    known = ParallelConfig(ulysses=2, ring=2)
     ratio = (
         attention_s(cluster, work, known, backward=False).total
         / attention_s(plain, work, known, backward=False).total
     )
-    for guessed in (Split(ulysses=4), Split(ring=8), Split(ulysses=4, ring=4)):
+    for guessed in (
+        ParallelConfig(ulysses=4),
+        ParallelConfig(ring=8),
+        ParallelConfig(ulysses=4, ring=4),
+    ):
         found, formula = (attention_s(c, work, guessed, backward=False) for c in (cluster, plain))
-        assert found.host == 0.5 and formula.host == 0
+        assert found.launch_s == 0.5 and formula.launch_s == 0
         assert found.total > formula.total and ratio > 1
     # Of one rank the row of one rank, and only its host's time is that of the nearest known one.
-    alone = attention_s(cluster, work, Split(), backward=False)
-    assert alone.total < 1e-3 and alone.host == 0.5
+    alone = attention_s(cluster, work, ParallelConfig(), backward=False)
+    assert alone.total < 1e-3 and alone.launch_s == 0.5
 
 
 def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: Path) -> None:
     cluster, plain = profiled(tmp_path), load_cluster("h200")
     middle, slope = (2**20 + 2**26) / 2, 9e-4 / (2**26 - 2**20)
     for stride in (1, 2):
-        found = exchange_s(cluster, Group(4, stride), middle, COLLECTIVE)
+        found = exchange_s(cluster, RankGroup(4, stride), middle, COLLECTIVE)
         assert found == pytest.approx((1e-4 + 1e-3) / 2)
-    assert exchange_s(cluster, Group(4, 1), 2**27, COLLECTIVE) == pytest.approx(
+    assert exchange_s(cluster, RankGroup(4, 1), 2**27, COLLECTIVE) == pytest.approx(
         1e-3 + slope * 2**26
     )
     # Cut into messages, each of them has its latency.
-    twice = exchange_s(cluster, Group(4, 1), 2 * middle, COLLECTIVE, 2)
+    twice = exchange_s(cluster, RankGroup(4, 1), 2 * middle, COLLECTIVE, 2)
     assert twice == pytest.approx(2 * (1e-4 + 1e-3) / 2)
     for group, pattern in (
-        (Group(4, 4), COLLECTIVE),
-        (Group(2, 1), COLLECTIVE),
-        (Group(4, 1), RELAY),
+        (RankGroup(4, 4), COLLECTIVE),
+        (RankGroup(2, 1), COLLECTIVE),
+        (RankGroup(4, 1), RELAY),
     ):
         assert exchange_s(cluster, group, 1e6, pattern) == exchange_s(plain, group, 1e6, pattern)
 
 
 def test_measured_ends_and_steps(tmp_path: Path) -> None:
     cluster, model = profiled(tmp_path), load_model("llama3-8b")
-    split = Split(ulysses=2, ring=2, zero=1)
-    assert head_time(cluster, Workload(model, 65536), split).device_s == pytest.approx(0.06)
+    config = ParallelConfig(ulysses=2, ring=2, zero=1)
+    assert head_time(cluster, Workload(model, 65536), config).device_s == pytest.approx(0.06)
     work = Workload(replace(model, layers=8), 65536)
-    elements = stage_elements(work, split, 0)
-    time = step_time(cluster, work, split)
+    elements = stage_elements(work, config, 0)
+    time = step_time(cluster, work, config)
     assert time.optimizer == pytest.approx(0.02 + (elements - 1e9) / 2e9 * 0.03)
     assert time.gradients == 0
     # Another stage, ranks and degree: the formula, as much slower as it is where it is known.
     plain = replace(cluster, steps=(), ends=())
-    formula = step_time(plain, work, split)
+    formula = step_time(plain, work, config)
     ratio = time.optimizer / (formula.gradients + formula.optimizer)
-    for other in (replace(split, zero=3), Split(ulysses=2, zero=1)):
-        one = MicroBatch(Job(0.4), Job(0.6), Job(0.1))
+    for other in (replace(config, zero=3), ParallelConfig(ulysses=2, zero=1)):
+        one = MicroBatch(LaunchedWork(0.4), LaunchedWork(0.6), LaunchedWork(0.1))
         found, alone = step_time(cluster, work, other, one), step_time(plain, work, other, one)
         assert found.optimizer == pytest.approx(ratio * alone.optimizer)
         assert found.gradients == pytest.approx(ratio * alone.gradients)
-    tp, alone = replace(split, tp=2), head_time(plain, Workload(model, 65536), split)
+    tp, alone = replace(config, tp=2), head_time(plain, Workload(model, 65536), config)
     formula = head_time(plain, Workload(model, 65536), tp).device_s
     assert head_time(cluster, Workload(model, 65536), tp).device_s == pytest.approx(
         0.06 / alone.device_s * formula
@@ -223,12 +231,12 @@ def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
         total, row = NOTHING, list[tuple[float, float]]()
         for _ in range(draw.randint(1, 4)):
             times, launches = draw.randint(0, 4), draw.randint(1, 5)
-            job = Job(draw.random() * draw.choice((0.1, 1)), draw.random() * 0.5)
-            other = Job(draw.random(), draw.random())
-            total += (job.cut(launches) + other) * times
+            job = LaunchedWork(draw.random() * draw.choice((0.1, 1)), draw.random() * 0.5)
+            other = LaunchedWork(draw.random(), draw.random())
+            total += (job.in_launches(launches) + other) * times
             row += [
-                *[(job.device_s / launches, job.host_s / launches)] * launches,
-                (other.device_s, other.host_s),
+                *[(job.device_s / launches, job.launch_s / launches)] * launches,
+                (other.device_s, other.launch_s),
             ] * times
         assert total.wait_s == pytest.approx(launched(row), abs=1e-12)
         assert total.device_s == pytest.approx(sum(device for device, _ in row))
@@ -238,33 +246,33 @@ def test_a_gpu_waits_for_its_host_as_in_a_flow_shop() -> None:
 
 def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> None:
     cluster, model = profiled(tmp_path), replace(load_model("llama3-8b"), layers=8)
-    work, split = Workload(model, 65536), Split(ulysses=2, ring=2)
-    assert step_time(cluster, work, split).host == 0
+    work, config = Workload(model, 65536), ParallelConfig(ulysses=2, ring=2)
+    assert step_time(cluster, work, config).host == 0
     slow = {"forward_host_s": 2.0, "backward_host_s": 3.0}
     calls = tuple(replace(row, **slow) for row in cluster.calls)
     layers = tuple(replace(row, **slow) for row in cluster.layers)
-    assert step_time(replace(cluster, calls=calls), work, split).host == 0
+    assert step_time(replace(cluster, calls=calls), work, config).host == 0
     known = replace(cluster, calls=calls, layers=layers)
-    layer, time = layer_time(known, work, split), step_time(known, work, split)
-    assert (layer.forward.host_s, layer.backward.host_s) == pytest.approx((4, 6))
+    layer, time = layer_time(known, work, config), step_time(known, work, config)
+    assert (layer.forward.launch_s, layer.backward.launch_s) == pytest.approx((4, 6))
     assert layer.forward.device_s + layer.backward.device_s == pytest.approx(layer.total)
     # All launches, then the GPU's last product: one of four, all but the first behind attention.
     busy = time.layers + time.head
     assert time.host + busy > 8 * 10
     assert time.host + busy < 8 * 10 + layer.backward.device_s
-    assert sum(time.parts().values()) == pytest.approx(time.total)
-    two = step_time(known, replace(work, global_batch=2), split)
+    assert sum(time.components().values()) == pytest.approx(time.total)
+    two = step_time(known, replace(work, global_batch=2), config)
     assert two.host + two.layers + two.head > 2 * 8 * 10
-    again = layer_time(known, work, replace(split, recompute="full"))
-    assert again.backward.host_s == pytest.approx(10)
-    scaled = layer_time(known, work, replace(split, tp=2))
-    assert (scaled.forward.host_s, scaled.backward.host_s) == pytest.approx((4, 6))
+    again = layer_time(known, work, replace(config, recompute="full"))
+    assert again.backward.launch_s == pytest.approx(10)
+    scaled = layer_time(known, work, replace(config, tp=2))
+    assert (scaled.forward.launch_s, scaled.backward.launch_s) == pytest.approx((4, 6))
     assert scaled.forward.device_s + scaled.backward.device_s == pytest.approx(scaled.total)
     longer = tuple(replace(r, forward_host_s=r.tokens * 1e-3) for r in known.layers)
-    at_length = layer_time(replace(known, layers=longer), work, split).forward.host_s - 2
+    at_length = layer_time(replace(known, layers=longer), work, config).forward.launch_s - 2
     assert min(r.tokens for r in longer) * 1e-3 < at_length < max(r.tokens for r in longer) * 1e-3
     ends = tuple(replace(r, host_s=7.0) for r in known.ends)
-    late = step_time(replace(known, ends=ends), work, split)
+    late = step_time(replace(known, ends=ends), work, config)
     assert late.host == pytest.approx(time.host + 7, rel=1e-3)
 
 
@@ -319,32 +327,32 @@ def test_smaller_nodes_have_fewer_nics() -> None:
 
 def test_curves_are_linear_in_the_logarithm() -> None:
     curve = ((1024.0, 0.2), (4096.0, 0.6))
-    assert [at(curve, size) for size in (1, 1024, 4096, 1e9)] == [0.2, 0.2, 0.6, 0.6]
-    assert at(curve, 2048) == pytest.approx(0.4)
+    assert [interpolate_curve(curve, size) for size in (1, 1024, 4096, 1e9)] == [0.2, 0.2, 0.6, 0.6]
+    assert interpolate_curve(curve, 2048) == pytest.approx(0.4)
 
 
 def test_groups_lie_in_the_order_of_the_ranks() -> None:
-    split = Split(tp=2, ulysses=4, ring=3, dp=5, pp=7)
-    found = {axis: group_of(split, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
-    assert found["ulysses"] == Group(4, 2) and found["ring"] == Group(3, 8)
-    assert found["zero"] == Group(60, 2) and found["dp"] == Group(5, 24)
-    assert found["pp"] == Group(7, 120)
-    turned = Split(tp=2, ulysses=4, ring=3, order="ring-ulysses")
-    assert group_of(turned, "ring") == Group(3, 2)
-    assert group_of(turned, "ulysses") == Group(4, 6)
+    config = ParallelConfig(tp=2, ulysses=4, ring=3, dp=5, pp=7)
+    found = {axis: group_of(config, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
+    assert found["ulysses"] == RankGroup(4, 2) and found["ring"] == RankGroup(3, 8)
+    assert found["zero"] == RankGroup(60, 2) and found["dp"] == RankGroup(5, 24)
+    assert found["pp"] == RankGroup(7, 120)
+    turned = ParallelConfig(tp=2, ulysses=4, ring=3, order="ring-ulysses")
+    assert group_of(turned, "ring") == RankGroup(3, 2)
+    assert group_of(turned, "ulysses") == RankGroup(4, 6)
 
 
 def test_what_leaves_a_domain() -> None:
     # Two groups of 8 ranks, all in one node of 8 each.
-    assert crossing(Group(8, 1), 8, DIRECT).inside
+    assert domain_traffic(RankGroup(8, 1), 8, DIRECT).inside
     # 16 in a row: each rank sends 8/15 to the other node, a relay leaves it once.
-    assert crossing(Group(16, 1), 8, DIRECT).domain == pytest.approx(8 * 8 / 15)
-    assert crossing(Group(16, 1), 8, RELAY).domain == 1
+    assert domain_traffic(RankGroup(16, 1), 8, DIRECT).domain == pytest.approx(8 * 8 / 15)
+    assert domain_traffic(RankGroup(16, 1), 8, RELAY).domain == 1
     # Pairs across nodes: everything leaves.
-    assert crossing(Group(2, 8), 8, RELAY).domain == 8
-    assert crossing(Group(2, 8), 8, DIRECT).busiest == 1
+    assert domain_traffic(RankGroup(2, 8), 8, RELAY).domain == 8
+    assert domain_traffic(RankGroup(2, 8), 8, DIRECT).busiest == 1
     # Rings of 4 with a stride of 2, seen by pairs of GPUs: both leave each pair.
-    assert crossing(Group(4, 2), 2, RELAY).domain == 2
+    assert domain_traffic(RankGroup(4, 2), 2, RELAY).domain == 2
 
 
 @pytest.mark.parametrize(
@@ -352,8 +360,8 @@ def test_what_leaves_a_domain() -> None:
     [(16, 2, False), (12, 2, False), (6, 2, True), (7, 2, True), (7, 4, True), (10, 4, False)],
 )
 def test_groups_that_straddle_nodes_get_one_nic(size: int, stride: int, uneven: bool) -> None:
-    cluster, group = load_cluster("h800"), Group(size, stride)
-    assert straddles(cluster, group) == uneven
+    cluster, group = load_cluster("h800"), RankGroup(size, stride)
+    assert uneven_over_nodes(cluster, group) == uneven
     nics = 1 if uneven else 8 // stride
     rate = 1e9 / exchange_s(cluster, group, 1e9, COLLECTIVE, 0)
     assert rate == pytest.approx(nics * 12.5e9)
@@ -361,7 +369,7 @@ def test_groups_that_straddle_nodes_get_one_nic(size: int, stride: int, uneven: 
 
 def test_nothing_is_sent_for_nothing() -> None:
     cluster = load_cluster("a100")
-    assert exchange_s(cluster, Group(1, 1), 1e9, DIRECT) == 0
-    assert exchange_s(cluster, Group(8, 1), 0, DIRECT) == 0
-    assert exchange_s(cluster, Group(8, 1), 1.0, DIRECT) >= 25e-6
-    assert exchange_s(cluster, Group(2, 8), 1.0, DIRECT) >= 30e-6
+    assert exchange_s(cluster, RankGroup(1, 1), 1e9, DIRECT) == 0
+    assert exchange_s(cluster, RankGroup(8, 1), 0, DIRECT) == 0
+    assert exchange_s(cluster, RankGroup(8, 1), 1.0, DIRECT) >= 25e-6
+    assert exchange_s(cluster, RankGroup(2, 8), 1.0, DIRECT) >= 30e-6

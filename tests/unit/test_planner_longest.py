@@ -11,42 +11,42 @@ import pytest
 
 from ds_usp.planner.__main__ import main
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.max_length import STEP, Longest, every_split, longest
+from ds_usp.planner.max_length import STEP, MaxLength, all_configs, max_lengths
 from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import RECOMPUTE, Split, Workload
+from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload
 
 GIB = 2**30
 H200 = load_cluster("h200")
 CASES = {
-    "one GPU": ("gpt-1.3b", Split()),
-    "ulysses 4": ("gpt-6.7b", Split(ulysses=4, fused_loss=True)),
-    "2 x 2, ZeRO-3": ("llama3-8b", Split(ulysses=2, ring=2, zero=3)),
+    "one GPU": ("gpt-1.3b", ParallelConfig()),
+    "ulysses 4": ("gpt-6.7b", ParallelConfig(ulysses=4, fused_loss=True)),
+    "2 x 2, ZeRO-3": ("llama3-8b", ParallelConfig(ulysses=2, ring=2, zero=3)),
     "tp, pp, virtual stages": (
         "gpt-6.7b",
-        Split(tp=2, ring=2, pp=2, dp=2, layers_per_virtual_stage=4, micro_batch=2),
+        ParallelConfig(tp=2, ring=2, pp=2, dp=2, layers_per_virtual_stage=4, micro_batch=2),
     ),
 }
 
 
-def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[Longest]:
-    model, split = CASES[case]
+def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[MaxLength]:
+    model, config = CASES[case]
     cluster = replace(H200, host_memory_bytes=host_gib * GIB)
-    return longest(load_model(model), split, cluster, budget_gib * GIB, GIB)
+    return max_lengths(load_model(model), config, cluster, budget_gib * GIB, GIB)
 
 
-def fits(case: str, end: Longest, seq_len: int, budget_gib: float, host_gib: float) -> bool:
+def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
     """Whether any offload ratio will do, tried one by one."""
-    model, split = CASES[case]
-    work = Workload(load_model(model), seq_len, 2 * split.pp * split.dp * split.micro_batch)
-    ratios = [n / 1000 for n in range(1001)] if end.split.offload_ratio else [0.0]
+    model, config = CASES[case]
+    work = Workload(load_model(model), seq_len, 2 * config.pp * config.dp * config.micro_batch)
+    ratios = [n / 1000 for n in range(1001)] if end.config.offload_ratio else [0.0]
     for ratio in ratios:
         asked = replace(
-            split, recompute=end.split.recompute, offload_ratio=ratio, offload_unit="layer"
+            config, recompute=end.config.recompute, offload_ratio=ratio, offload_unit="layer"
         )
-        needs = memory(work, asked, GIB)
-        on_host = needs.offloaded * min(split.gpus, H200.gpus_per_node)
-        if needs.total <= budget_gib * GIB and on_host <= 0.8 * host_gib * GIB:
+        memory_needed = memory(work, asked, GIB)
+        on_host = memory_needed.offloaded * min(config.gpus, H200.gpus_per_node)
+        if memory_needed.total <= budget_gib * GIB and on_host <= 0.8 * host_gib * GIB:
             return True
     return False
 
@@ -55,34 +55,34 @@ def fits(case: str, end: Longest, seq_len: int, budget_gib: float, host_gib: flo
 @pytest.mark.parametrize("case", CASES)
 def test_it_fits_to_the_end_and_not_a_step_further(case: str, host_gib: float) -> None:
     found = ends(case, 135.0, host_gib)
-    assert [(end.split.recompute, end.split.offload_ratio > 0) for end in found] == [
+    assert [(end.config.recompute, end.config.offload_ratio > 0) for end in found] == [
         (recompute, offload) for recompute in RECOMPUTE for offload in (False, True)
     ]
     for end in found:
         assert end.seq_len and end.seq_len % STEP == 0
         assert fits(case, end, end.seq_len, 135.0, host_gib)
         assert not fits(case, end, end.seq_len + STEP, 135.0, host_gib)
-        assert end.needs.total <= 135 * GIB
-        assert end.limit in ("GPU memory", "host memory" if end.split.offload_ratio else "")
+        assert end.memory_needed.total <= 135 * GIB
+        assert end.limit in ("GPU memory", "host memory" if end.config.offload_ratio else "")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_who_keeps_less_goes_further(case: str) -> None:
-    far = {(end.split.recompute, end.split.offload_ratio > 0): end.seq_len for end in ends(case)}
+    far = {(end.config.recompute, end.config.offload_ratio > 0): end.seq_len for end in ends(case)}
     for recompute in RECOMPUTE:
         assert far[recompute, True] >= far[recompute, False]
     for offload in (False, True):
         assert far["none", offload] < far["gemm-last", offload] < far["attention", offload]
         assert far["attention", offload] < far["full", offload]
     more = {
-        (end.split.recompute, end.split.offload_ratio > 0): end.seq_len for end in ends(case, 140)
+        (end.config.recompute, end.config.offload_ratio > 0): end.seq_len for end in ends(case, 140)
     }
     assert all(more[way] > far[way] for way in far if not way[1])
 
 
 def test_where_nothing_fits_the_memory_says_why() -> None:
     for end in ends("ulysses 4", budget_gib=20.0):
-        assert end.seq_len == 0 and end.limit == "GPU memory" and end.needs.total > 20 * GIB
+        assert end.seq_len == 0 and end.limit == "GPU memory" and end.memory_needed.total > 20 * GIB
 
 
 def test_the_command_says_it_in_words_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,15 +116,15 @@ def test_without_degrees_those_that_go_furthest_are_found(
     line = "longest --model llama3-8b --zero 3 --gpus 4 --json"
     assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
-    model, base = load_model("llama3-8b"), Split(zero=3)
+    model, base = load_model("llama3-8b"), ParallelConfig(zero=3)
     cluster = load_cluster("h800")
-    splits = every_split(model, base, 4, cluster)
-    assert {(s.tp, s.ulysses, s.ring, s.pp) for s in splits} == {
+    configs = all_configs(model, base, 4, cluster)
+    assert {(s.tp, s.ulysses, s.ring, s.pp) for s in configs} == {
         cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
     }
     alone = [
-        longest(model, split, cluster, cluster.budget_bytes, cluster.workspace_bytes)
-        for split in splits
+        max_lengths(model, config, cluster, cluster.budget_bytes, cluster.workspace_bytes)
+        for config in configs
     ]
     for row, ways in zip(found, zip(*alone, strict=True), strict=True):
         assert row["seq_len"] == max(way.seq_len for way in ways)

@@ -10,7 +10,7 @@ from planner_expectations import own_attention_runs, own_training_runs, rows
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.model_files import load_model
-from ds_usp.planner.parallel_config import Split, Workload
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.step_time import step_mfu, step_time
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
@@ -26,8 +26,10 @@ def test_llama3_on_two_nodes() -> None:
     for at, run in enumerate(rows("usp_llama3_8b_a800.csv")):
         length = int(run["seq_len_k"])
         work = Workload(load_model("llama3-8b"), length * 1024)
-        split = Split(tp=int(run["tp"]), ulysses=int(run["ulysses"]), ring=int(run["ring"]))
-        found = step_mfu(cluster, work, split, step_time(cluster, work, split).total)
+        config = ParallelConfig(
+            tp=int(run["tp"]), ulysses=int(run["ulysses"]), ring=int(run["ring"])
+        )
+        found = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
         errors[at, length] = abs(found * 312 / float(run["tflops_per_gpu"]) - 1)
     long = fmean(error for (_, length), error in errors.items() if length >= 120)
     text = row(f"MFU of {len(errors)} LLAMA3-8B runs")
@@ -47,8 +49,8 @@ def test_own_training() -> None:
 
 def test_own_attention() -> None:
     cluster, errors = load_cluster("h200").with_gpus_per_node(4), []
-    for work, split, true in own_attention_runs("cudnn"):
-        both = (attention_s(cluster, work, split, backward=way).total for way in (False, True))
+    for work, config, true in own_attention_runs("cudnn"):
+        both = (attention_s(cluster, work, config, backward=way).total for way in (False, True))
         errors.append(abs(sum(both) / true - 1))
     text = row(f"attention of this package on 4 H200, {len(errors)} cases")
     assert f"| {100 * min(errors):.0f} to {100 * max(errors):.0f} % |" in text

@@ -8,14 +8,14 @@ from xml.etree import ElementTree
 import pytest
 
 from ds_usp.planner.explain import explain
-from ds_usp.planner.frameworks import engine
+from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import Workload
-from ds_usp.planner.plan_report import found_json, plans_text
+from ds_usp.planner.plan_report import plans_text, search_result_json
 from ds_usp.planner.plot import picture
 from ds_usp.planner.profile_rows import MeasuredAttention, MeasuredLayer
-from ds_usp.planner.search import Found, Plan, search
+from ds_usp.planner.search import Plan, SearchResult, search
 from ds_usp.planner.step_time import StepTime
 from ds_usp.planner.ties import stated_error
 
@@ -27,32 +27,32 @@ HOST = {"forward_host_s": 1e-3, "backward_host_s": 2e-3}
 
 def found_on(
     layers: tuple[MeasuredLayer, ...] = (), calls: tuple[MeasuredAttention, ...] = ()
-) -> Found:
+) -> SearchResult:
     cluster = replace(load_cluster("h200"), layers=layers, calls=calls)
     return search(cluster, Workload(MODEL, 131072), 4, fixed={"tp": 1, "pp": 1, "dp": 1})
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return found_on()
 
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
-def test_whatever_a_plan_loses_with_has_a_name(found: Found, part: str) -> None:
+def test_whatever_a_plan_loses_with_has_a_name(found: SearchResult, part: str) -> None:
     """The layers' time is told by its own parts, so where it alone is more, one of these is."""
     best = found.plans[0]
     more = getattr(best.time, part) + 1e3
     other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))
     (line,) = (
         line
-        for line in explain(replace(found, best_with={("zero", "other"): other}, given={}))
+        for line in explain(replace(found, best_with={("zero", "other"): other}, fixed={}))
         if "because zero other" in line
     )
     assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
 
 
-def test_pairs_that_were_not_measured_are_named(found: Found) -> None:
-    pairs = {(plan.split.ulysses, plan.split.ring) for plan in found.plans}
+def test_pairs_that_were_not_measured_are_named(found: SearchResult) -> None:
+    pairs = {(plan.config.ulysses, plan.config.ring) for plan in found.plans}
     assert pairs == {(4, 1), (2, 2), (1, 4)}
     assert "measured" not in plans_text(found, 99)
     text = plans_text(found_on(calls=(CALL,)), 99)
@@ -62,11 +62,11 @@ def test_pairs_that_were_not_measured_are_named(found: Found) -> None:
     all_of_them = [replace(CALL, ulysses=u, ring=r) for u, r in pairs]
     assert "; measured: attention\n" in plans_text(found_on(calls=tuple(all_of_them)), 99)
     alone = found_on(calls=(CALL,))
-    listed = alone.plans[0].split.ulysses, alone.plans[0].split.ring
+    listed = alone.plans[0].config.ulysses, alone.plans[0].config.ring
     assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
 
 
-def test_ties_are_marked_and_counted(found: Found) -> None:
+def test_ties_are_marked_and_counted(found: SearchResult) -> None:
     best = found.plans[0]
     near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
     text = plans_text(replace(found, plans=[best, near, far]), 3)
@@ -77,15 +77,15 @@ def test_ties_are_marked_and_counted(found: Found) -> None:
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
     profiled = replace(found.cluster, layers=(LAYER,), calls=(CALL,))
     assert stated_error(replace(found, cluster=profiled)) == 0.03
-    assert found_json(found, 1)["tie_within"] == 0.06
+    assert search_result_json(found, 1)["tie_within"] == 0.06
 
 
-def test_orders_that_do_not_differ_are_one_plan(found: Found) -> None:
+def test_orders_that_do_not_differ_are_one_plan(found: SearchResult) -> None:
     """Inside one node no link tells them apart; across nodes some do."""
-    assert {plan.split.order for plan in found.plans} == {"ulysses-ring"}
+    assert {plan.config.order for plan in found.plans} == {"ulysses-ring"}
     wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
-    assert {plan.split.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
-    seen = [replace(plan.split, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
+    assert {plan.config.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
+    seen = [replace(plan.config, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
     assert len(seen) == len(set(seen))
 
 
@@ -98,17 +98,19 @@ def test_no_line_is_said_twice() -> None:
 def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
     work = Workload(MODEL, 131072)
     for how in ("any", "megatron-deepspeed"):
-        found = search(load_cluster("h100"), work, 8, engine(how))
-        best = found.plans[0].split
+        found = search(load_cluster("h100"), work, 8, framework_caps(how))
+        best = found.plans[0].config
         assert best.fused_loss and not best.offload_ratio
-        assert found_json(found, 1)["plans"][0]["fused_loss"]
+        assert search_result_json(found, 1)["plans"][0]["fused_loss"]
         assert any(line.startswith("loss in chunks: all logits") for line in explain(found))
-        whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, engine(how)).plans[0]
-        assert not whole.split.fused_loss
+        whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)).plans[
+            0
+        ]
+        assert not whole.config.fused_loss
     for how in ("megatron-deepspeed", "megatron-core"):
-        plans = search(load_cluster("h100"), work, 16, engine(how)).plans
-        chunked = [plan.split for plan in plans if plan.split.fused_loss]
-        assert all(split.pp == 1 for split in chunked) and (how[-4:] != "core" or not chunked)
+        plans = search(load_cluster("h100"), work, 16, framework_caps(how)).plans
+        chunked = [plan.config for plan in plans if plan.config.fused_loss]
+        assert all(config.pp == 1 for config in chunked) and (how[-4:] != "core" or not chunked)
 
 
 HOSTED_LAYER, HOSTED_CALL = replace(LAYER, **HOST), replace(CALL, **HOST)
@@ -137,7 +139,7 @@ def test_host_times_of_one_half_are_no_host_times(
     layers: tuple[MeasuredLayer, ...], calls: tuple[MeasuredAttention, ...], says: str | None
 ) -> None:
     found = found_on(layers, calls)
-    text, warnings = plans_text(found, 1), found_json(found, 1)["warnings"]
+    text, warnings = plans_text(found, 1), search_result_json(found, 1)["warnings"]
     if says is None:
         assert warnings == [] and "warning" not in text
     else:
@@ -150,15 +152,15 @@ def hints(drawn: str, part: str) -> list[str]:
     return [hint.text for hint in root.iter() if (hint.text or "").startswith(f"{part}: ")]
 
 
-def test_the_pictures_layer_waits_for_its_host(found: Found) -> None:
+def test_the_pictures_layer_waits_for_its_host(found: SearchResult) -> None:
     best = found.plans[0]
     assert hints(picture(replace(found, plans=[replace_host(found, 0.0)]), 1), "host") == []
     drawn = picture(replace(found, plans=[replace_host(found, 0.64)]), 1)
     # 32 layers and one micro batch
-    assert best.split.micro_batches(1) == 1 and MODEL.layers == 32
+    assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
     assert hints(drawn, "host") == ["host: 0.64 s", "host: 20 ms"]
 
 
-def replace_host(found: Found, seconds: float) -> Plan:
+def replace_host(found: SearchResult, seconds: float) -> Plan:
     best = found.plans[0]
     return replace(best, time=replace(best.time, host=seconds))

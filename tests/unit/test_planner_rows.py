@@ -12,7 +12,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.profile_rows import (
     MeasuredAttention,
-    MeasuredEnds,
+    MeasuredEmbeddingHead,
     MeasuredExchange,
     MeasuredLayer,
     MeasuredStep,
@@ -21,7 +21,7 @@ from ds_usp.planner.profile_rows import (
 KINDS = {
     "layers": MeasuredLayer(64, 128, 64, 32, True, 1, 48, 0.1, 0.2, 0.01, 0.02),
     "calls": MeasuredAttention(2, 1, 96, 4, 2, 16, 0.1, 0.2),
-    "ends": MeasuredEnds(64, 100, 1, 48, 0.1),
+    "ends": MeasuredEmbeddingHead(64, 100, 1, 48, 0.1),
     "steps": MeasuredStep(1000, 0, 4, 0.1),
     "exchanges": MeasuredExchange("all_to_all", 2, 1024, 0.1),
 }

@@ -10,14 +10,14 @@ from itertools import product
 import pytest
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.explain import explain, helps
-from ds_usp.planner.frameworks import ENGINES, engine
+from ds_usp.planner.explain import explain, what_would_help
+from ds_usp.planner.frameworks import FRAMEWORKS, framework_caps
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import Split, Workload, impossible
-from ds_usp.planner.search import GIB, Found, search
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.search import GIB, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
 
@@ -29,11 +29,11 @@ def find(
     cluster: str = "a800",
     how: str = "any",
     **fixed: object,
-) -> Found:
+) -> SearchResult:
     budget = fixed.pop("budget_gib", None)
     room = None if budget is None else float(str(budget)) * GIB
     work = Workload(load_model(name), seq_len, batch)
-    return search(load_cluster(cluster), work, gpus, engine(how), room, fixed)
+    return search(load_cluster(cluster), work, gpus, framework_caps(how), room, fixed)
 
 
 RUNS = [
@@ -46,25 +46,27 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("how", [e.name for e in ENGINES])
+@pytest.mark.parametrize("how", [e.name for e in FRAMEWORKS])
 def test_every_plan_is_possible_and_fits(run: tuple[str, int, int, int], how: str) -> None:
     found = find(*run, how=how)
-    assert found.plans or (found.nearest and run[0] == "llama-70b" and how == "megatron-core")
+    assert found.plans or (
+        found.closest_to_fitting and run[0] == "llama-70b" and how == "megatron-core"
+    )
     for plan in found.plans:
-        assert impossible(found.work, plan.split, found.gpus) is None
-        needs = memory(found.work, plan.split, found.cluster.workspace_bytes)
+        assert infeasible_reason(found.work, plan.config, found.gpus) is None
+        needs = memory(found.work, plan.config, found.cluster.workspace_bytes)
         assert needs.total == pytest.approx(plan.memory.total)
         assert needs.total <= found.budget_bytes * (1 + 1e-9)
-        again = step_time(found.cluster, found.work, plan.split)
+        again = step_time(found.cluster, found.work, plan.config)
         assert again.total == pytest.approx(plan.time.total)
         assert 0 < plan.mfu < 1
         assert plan.mfu == pytest.approx(
-            step_mfu(found.cluster, found.work, plan.split, again.total)
+            step_mfu(found.cluster, found.work, plan.config, again.total)
         )
     speeds = [round(plan.mfu, 4) for plan in found.plans]
     assert speeds == sorted(speeds, reverse=True)
-    for plan in found.too_large:
-        assert plan.lacks_bytes > 0
+    for plan in found.over_memory:
+        assert plan.over_budget_bytes > 0
 
 
 def test_what_is_left_out_is_slower() -> None:
@@ -81,54 +83,54 @@ def test_what_is_left_out_is_slower() -> None:
 def test_dp_before_sp() -> None:
     """With enough sequences and short ones, nothing is cut but the batch."""
     for name, cluster in (("gpt-1.3b", "a100"), ("llama-7b", "h100"), ("gpt-1.3b", "l20")):
-        best = find(name, 4096, 64, 16, cluster).plans[0].split
+        best = find(name, 4096, 64, 16, cluster).plans[0].config
         assert (best.dp, best.sp, best.tp) == (16, 1, 1)
 
 
 def test_ulysses_inside_the_node_and_the_ring_across() -> None:
     for gpus in (16, 32):
-        best = find("llama3-8b", 131072, 1, gpus).plans[0].split
+        best = find("llama3-8b", 131072, 1, gpus).plans[0].config
         assert best.ring > 1 and best.ulysses > 1
         assert best.tp * best.ulysses <= 8 and best.order == "ulysses-ring"
 
 
 def test_sp_goes_with_zero() -> None:
-    best = find("llama3-8b", 131072, 1, 16).plans[0].split
+    best = find("llama3-8b", 131072, 1, 16).plans[0].config
     assert best.sp > 1 and best.zero >= 1
 
 
 def test_a_large_ring_where_heads_are_few() -> None:
     shape = ModelShape("few heads", 32, 4096, 14336, 2, 2, 32000)
     found = search(load_cluster("a800"), Workload(shape, 131072), 16)
-    assert found.plans[0].split.ring >= 8
+    assert found.plans[0].config.ring >= 8
     assert "ulysses beyond the heads of a tensor-parallel rank" in found.refused
 
 
 def test_less_room_more_tricks() -> None:
     plenty, little = (find("llama3-8b", 131072, 1, 16, budget_gib=gib).plans[0] for gib in (75, 30))
     assert plenty.mfu > little.mfu
-    saving = little.split.recompute != "none" or little.split.offload_ratio > 0
+    saving = little.config.recompute != "none" or little.config.offload_ratio > 0
     assert saving and little.memory.total <= 30 * GIB
 
 
 def test_engines_are_kept() -> None:
     for plan in find("llama-65b", 8192, 128, 64, how="megatron-deepspeed").plans:
-        split = plan.split
-        assert split.virtual_stages(load_model("65b")) == 1 and split.zero >= 1
-        assert not split.offload_ratio or split.offload_unit == "layer"
-        assert split.recompute != "attention-only" and not split.tp_sequence
-        assert split.schedule == ("deepspeed" if split.pp > 1 else "1f1b")
+        config = plan.config
+        assert config.virtual_stages(load_model("65b")) == 1 and config.zero >= 1
+        assert not config.offload_ratio or config.offload_unit == "layer"
+        assert config.recompute != "attention-only" and not config.tp_sequence
+        assert config.schedule == ("deepspeed" if config.pp > 1 else "1f1b")
     for plan in find("llama-65b", 8192, 128, 64, how="megatron-core").plans:
-        assert plan.split.zero <= 1
+        assert plan.config.zero <= 1
     with pytest.raises(ConfigError, match="no engine 'fsdp'; there are any"):
-        engine("fsdp")
+        framework_caps("fsdp")
 
 
 def test_fixed_axes() -> None:
     found = find("llama3-8b", 65536, 4, 16, tp=2, ring=4, recompute="full")
     assert found.plans
     for plan in found.plans:
-        assert (plan.split.tp, plan.split.ring, plan.split.recompute) == (2, 4, "full")
+        assert (plan.config.tp, plan.config.ring, plan.config.recompute) == (2, 4, "full")
 
 
 def test_impossible_requests() -> None:
@@ -197,36 +199,40 @@ def test_every_cut_is_refused_or_looked_at() -> None:
 
 def test_nothing_fits() -> None:
     found = find("llama-175b", 1048576, 1, 8, "h100")
-    assert not found.plans and found.nearest is not None
-    lacks = found.nearest.lacks_bytes
-    assert lacks == pytest.approx(found.nearest.memory.total - found.budget_bytes)
+    assert not found.plans and found.closest_to_fitting is not None
+    lacks = found.closest_to_fitting.over_budget_bytes
+    assert lacks == pytest.approx(found.closest_to_fitting.memory.total - found.budget_bytes)
     text = "\n".join(explain(found))
     assert f"lacks {lacks / GIB:.1f} GiB" in text and "twice the GPUs, ring" in text
-    helping = helps(found, found.nearest)
+    helping = what_would_help(found, found.closest_to_fitting)
     assert helping and all(saved > 0 for _, saved in helping)
     assert [saved for _, saved in helping] == sorted((s for _, s in helping), reverse=True)
 
 
 def test_hosts_that_hold_too_little_are_named() -> None:
     found = find("llama3-8b", 524288, 1, 8, how="megatron-deepspeed", tp=1, recompute="gemm-last")
-    assert not found.plans and found.nearest is not None and found.nearest.split.offload_ratio == 1
-    gib = found.nearest.memory.offloaded / GIB
+    assert (
+        not found.plans
+        and found.closest_to_fitting is not None
+        and found.closest_to_fitting.config.offload_ratio == 1
+    )
+    gib = found.closest_to_fitting.memory.offloaded / GIB
     assert f"nor do the hosts hold the {gib:.1f} GiB" in explain(found)[1]
 
 
 def test_nothing_is_possible() -> None:
     found = find("llama3-8b", 8192, 1, 8, tp=1, ulysses=1, ring=1, pp=1)
-    assert not found.plans and found.nearest is None
+    assert not found.plans and found.closest_to_fitting is None
     assert "no configuration of 8 GPUs is possible" in explain(found)[0]
 
 
 def test_help_is_true() -> None:
     """Twice the GPUs and ring give what they promise."""
     found = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
-    near = found.nearest
+    near = found.closest_to_fitting
     assert near is not None
-    promised = dict(helps(found, near))
-    larger = replace(near.split, ring=2 * near.split.ring)
+    promised = dict(what_would_help(found, near))
+    larger = replace(near.config, ring=2 * near.config.ring)
     what = f"twice the GPUs, ring {larger.ring}"
     after = memory(found.work, larger, found.cluster.workspace_bytes).total
     assert promised[what] == pytest.approx(near.memory.total - after)
@@ -256,14 +262,16 @@ def test_a_hundred_thousand_cuts_in_seconds() -> None:
 
 
 def test_another_split_is_what_replace_makes_of_one() -> None:
-    split = Split(tp=2, ulysses=4)
-    changed = split.but(recompute="full", offload_ratio=0.5)
-    assert changed == replace(split, recompute="full", offload_ratio=0.5)
-    assert hash(changed) == hash(Split(tp=2, ulysses=4, recompute="full", offload_ratio=0.5))
-    assert split == Split(tp=2, ulysses=4), "the one it is made of stays"
+    config = ParallelConfig(tp=2, ulysses=4)
+    changed = config.replace(recompute="full", offload_ratio=0.5)
+    assert changed == replace(config, recompute="full", offload_ratio=0.5)
+    assert hash(changed) == hash(
+        ParallelConfig(tp=2, ulysses=4, recompute="full", offload_ratio=0.5)
+    )
+    assert config == ParallelConfig(tp=2, ulysses=4), "the one it is made of stays"
     with pytest.raises(TypeError, match="a split has no sequence"):
-        split.but(tp=1, sequence=2)
+        config.replace(tp=1, sequence=2)
 
 
 def test_split_prints() -> None:
-    assert str(Split(ulysses=2, ring=4, offload_ratio=0.25)).endswith("offload 0.25")
+    assert str(ParallelConfig(ulysses=2, ring=4, offload_ratio=0.25)).endswith("offload 0.25")

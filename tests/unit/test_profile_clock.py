@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_usp.profiling import Clock, layer_times, step_timer
+from ds_usp.profiling import StepTimer, layer_times, step_timer
 from ds_usp.profiling.step_timer import Step, Times
 
 CYCLES_PER_S = 1.98e9  # an H200's
@@ -69,8 +69,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def clock_of(machine: Machine, budget_s: float = 60.0) -> Clock:
-    found = Clock(torch.device("cpu"), budget_s)
+def timer_of(machine: Machine, budget_s: float = 60.0) -> StepTimer:
+    found = StepTimer(torch.device("cpu"), budget_s)
     found.on_gpu = True
     return found
 
@@ -78,11 +78,11 @@ def clock_of(machine: Machine, budget_s: float = 60.0) -> Clock:
 @pytest.mark.parametrize(("device_s", "host_s"), [(8e-3, 1e-3), (1e-3, 8e-3), (2e-3, 2e-3)])
 def test_device_and_host_are_told_apart(machine: Machine, device_s: float, host_s: float) -> None:
     """In a row such steps take the slower one's time; held back, a GPU shows its own."""
-    found = clock_of(machine).times(machine.step(device_s, host_s), 0.2)
+    found = timer_of(machine).times(machine.step(device_s, host_s), 0.2)
     # In a row the first launch is not hidden: one of the 25 steps that 0.2 s hold.
     assert found.device_s == pytest.approx(device_s, rel=0.02)
     assert found.host_s == pytest.approx(host_s)
-    assert clock_of(machine).seconds(machine.step(device_s, host_s), 0.2) == pytest.approx(
+    assert timer_of(machine).seconds(machine.step(device_s, host_s), 0.2) == pytest.approx(
         max(device_s, host_s), rel=0.1
     )
 
@@ -92,13 +92,13 @@ def test_the_first_launch_finds_its_caches_cold(machine: Machine) -> None:
         machine.run(1e-2, 5e-3 if machine.cold else 1e-3)
         machine.cold = False
 
-    assert clock_of(machine).times(step, 0.2).host_s == pytest.approx(1e-3)
+    assert timer_of(machine).times(step, 0.2).host_s == pytest.approx(1e-3)
 
 
 def test_a_spent_budget_leaves_one_held_lap(machine: Machine) -> None:
     for budget_s, held in ((60.0, 5), (0.0, 1)):
         machine.launches = machine.holds = 0
-        found = clock_of(machine, budget_s).times(machine.step(4e-3, 1e-3), 0.1)
+        found = timer_of(machine, budget_s).times(machine.step(4e-3, 1e-3), 0.1)
         assert machine.holds == held
         assert found == Times(pytest.approx(4e-3, rel=0.05), pytest.approx(1e-3))  # type: ignore[arg-type]
     assert machine.launches == 2 + 2  # one that warms up, one to hold it for, and the lap's two
@@ -106,7 +106,7 @@ def test_a_spent_budget_leaves_one_held_lap(machine: Machine) -> None:
 
 def test_backward_is_what_both_take_beyond_forward(machine: Machine) -> None:
     forward, both = machine.step(1e-3, 2e-3), machine.step(4e-3, 7e-3)
-    there, back = clock_of(machine).both_ways(forward, both, 0.05)
+    there, back = timer_of(machine).forward_backward(forward, both, 0.05)
     assert (there.device_s, there.host_s) == (pytest.approx(1e-3), pytest.approx(2e-3))
     assert (back.device_s, back.host_s) == (pytest.approx(3e-3), pytest.approx(5e-3))
 
@@ -114,7 +114,7 @@ def test_backward_is_what_both_take_beyond_forward(machine: Machine) -> None:
 def test_backward_takes_a_tenth_of_forward_at_the_least(machine: Machine) -> None:
     """Noise must not make it free, or less."""
     forward, both = machine.step(1e-3, 2e-3), machine.step(0.9e-3, 1.9e-3)
-    _, back = clock_of(machine).both_ways(forward, both, 0.05)
+    _, back = timer_of(machine).forward_backward(forward, both, 0.05)
     assert (back.device_s, back.host_s) == (pytest.approx(1e-4), pytest.approx(2e-4))
 
 
@@ -127,5 +127,5 @@ def test_a_layers_times_are_device_there_and_back_then_host(machine: Machine) ->
         out.register_hook(lambda _: machine.run(3e-3, 5e-3))
         return out
 
-    found: Any = layer_times(clock_of(machine), layer, [weight], torch.ones(2, 3), 0.05)
+    found: Any = layer_times(timer_of(machine), layer, [weight], torch.ones(2, 3), 0.05)
     assert found == pytest.approx((1e-3, 3e-3, 2e-3, 5e-3))

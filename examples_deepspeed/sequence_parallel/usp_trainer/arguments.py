@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from ds_usp.planner import AUTO, engine
+from ds_usp.planner import AUTO, framework_caps
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
 
@@ -143,7 +143,7 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--usp-recompute",
-        choices=engine("megatron-deepspeed").recompute,
+        choices=framework_caps("megatron-deepspeed").recompute,
         default="none",
         help="recomputed in backward: nothing, norms and activation functions (gemm-last), all but "
         "attention and its exchanges (attention), or everything (full)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
-from ds_usp.planner import AUTO, Choice, choose_ulysses, engine
+from ds_usp.planner import AUTO, Choice, choose_ulysses, framework_caps
 from ds_usp.training import this_cluster
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.memory import planner_inputs
@@ -37,5 +37,7 @@ def choose_degree(args: Namespace, world_size: int) -> Choice:
     cluster = this_cluster(args.usp_cluster, world_size, on_gpu=args.device == "cuda")
     work, split = planner_inputs(args)
     # An offload ratio "auto" is resolved after the degrees are known; a number is fixed.
-    framework = replace(engine("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto")
+    framework = replace(
+        framework_caps("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto"
+    )
     return choose_ulysses(cluster, work, framework, replace(split, ulysses=1, ring=1), world_size)

@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 
 from ds_usp.memory import LayerMemory, Offload
-from ds_usp.planner import ModelShape, Split, Workload
+from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.training import solved_ratio
 
 BYTE_VOCABULARY = 257  # of text files; that of encoded data is --vocab-size
@@ -19,9 +19,9 @@ def layer_memory(args: Namespace, device: torch.device) -> LayerMemory:
     return LayerMemory(args.usp_recompute, Offload(ratio, device))
 
 
-def planner_inputs(args: Namespace) -> tuple[Workload, Split]:
+def planner_inputs(args: Namespace) -> tuple[Workload, ParallelConfig]:
     """The run as the planner's workload and parallel config."""
-    split = Split(
+    split = ParallelConfig(
         tp=args.tensor_model_parallel_size,
         ulysses=args.ulysses_degree,
         ring=args.ring_degree,

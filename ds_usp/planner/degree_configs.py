@@ -9,22 +9,22 @@ from typing import TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
-from ds_usp.planner.frameworks import Engine
+from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.parallel_config import Split, Workload, impossible
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 
 _T = TypeVar("_T")
 
 
-def families(
+def degree_configs(
     cluster: Cluster,
     work: Workload,
     gpus: int,
-    how: Engine,
+    framework: FrameworkCaps,
     fixed: Mapping[str, object],
-    base: Split,
+    base: ParallelConfig,
     refused: Counter[str],
-) -> Iterator[Split]:
+) -> Iterator[ParallelConfig]:
     """Degrees that multiply to the GPUs, with what decides a layer's time.
 
     Args:
@@ -36,22 +36,22 @@ def families(
         ConfigError: no degrees have what is given.
     """
     model = work.model
-    plain = base.but(
-        grad_bytes=how.grad_bytes,
-        whole_reduction=how.whole_reduction,
-        tp_sequence=how.tp_sequence,
+    defaults = base.replace(
+        grad_bytes=framework.grad_bytes,
+        unsharded_grad_reduce=framework.unsharded_grad_reduce,
+        tp_sequence=framework.tp_sequence,
     )
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
-        split = plain.but(tp=tp, ulysses=ulysses, ring=ring)
-        why = "tp beyond a node" if tp > cluster.gpus_per_node else refusal(work, split)
-        if why:
-            refused[why] += 1
+        config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
+        reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal(work, config)
+        if reason:
+            refused[reason] += 1
         elif model.layers % pp:
             refused["layers do not divide into stages"] += 1
         elif work.global_batch % dp:
             refused["the global batch does not divide among dp"] += 1
         else:
-            yield split.but(pp=pp, dp=dp, overlap_gradients=pp == 1)
+            yield config.replace(pp=pp, dp=dp, overlap_gradients=pp == 1)
 
 
 def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
@@ -60,40 +60,42 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
     Raises:
         ConfigError: there are none with those that are given.
     """
-    some: list[tuple[int, ...]] = [()]
+    prefixes: list[tuple[int, ...]] = [()]
     for axis in ("tp", "ulysses", "ring", "pp"):
-        some = [
-            (*part, degree)
-            for part in some
-            for degree in values_of(fixed, axis, divisors(gpus // math.prod(part)))
+        prefixes = [
+            (*prefix, degree)
+            for prefix in prefixes
+            for degree in values_of(fixed, axis, divisors(gpus // math.prod(prefix)))
         ]
-    every = [(*part, gpus // math.prod(part)) for part in some]
-    every = [one for one in every if fixed.get("dp") in (None, one[-1])]
-    if not every:
+    combinations = [(*prefix, gpus // math.prod(prefix)) for prefix in prefixes]
+    combinations = [
+        combination for combination in combinations if fixed.get("dp") in (None, combination[-1])
+    ]
+    if not combinations:
         raise ConfigError(
-            f"no configuration of {gpus} GPUs has {asked_for(fixed)}: degrees multiply to the "
+            f"no configuration of {gpus} GPUs has {fixed_text(fixed)}: degrees multiply to the "
             "number of GPUs; leave one out"
         )
-    return every
+    return combinations
 
 
-def asked_for(given: Mapping[str, object]) -> str:
+def fixed_text(fixed: Mapping[str, object]) -> str:
     """The axes that are given, for a message."""
-    return ", ".join(f"{axis} {value}" for axis, value in given.items())
+    return ", ".join(f"{axis} {value}" for axis, value in fixed.items())
 
 
-def refusal(work: Workload, split: Split) -> str | None:
+def refusal(work: Workload, config: ParallelConfig) -> str | None:
     """The same as ``impossible`` says of tp, ulysses and ring, as a short heading."""
     model = work.model
-    if model.heads % split.tp or model.kv_heads % split.tp:
+    if model.heads % config.tp or model.kv_heads % config.tp:
         return "tp does not divide the heads"
-    if model.ffn % split.tp:
+    if model.ffn % config.tp:
         return "tp does not divide the MLP"
-    if model.heads // split.tp < split.ulysses:
+    if model.heads // config.tp < config.ulysses:
         return "ulysses beyond the heads of a tensor-parallel rank"
-    if model.heads // split.tp % split.ulysses:
+    if model.heads // config.tp % config.ulysses:
         return "ulysses leaves ranks with unequal heads"
-    return "too few tokens for a rank" if impossible(work, split) else None
+    return "too few tokens for a rank" if infeasible_reason(work, config) else None
 
 
 def values_of(fixed: Mapping[str, object], axis: str, values: Iterable[_T]) -> list[_T]:
