@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from ds_usp.attention.pipeline import _Belt
+from ds_usp.attention.pipeline import _ChunkPipeline
 from ds_usp.comm import copy_engine
 from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
 from ds_usp.comm.cuda_driver import WordJob
@@ -235,23 +235,23 @@ class Call:
     def __init__(self, world: World, rank: int, draw: random.Random, name: int) -> None:
         self.world, self.rank, self.draw, self.name = world, rank, draw, name
         self.share = draw.choice([0.1, 0.5, 1.0])
-        self.with_lse = draw.random() < 0.3
+        self.return_lse = draw.random() < 0.3
         # Ulysses and a ring, Ulysses alone, a ring alone.
-        self.rings_travel, self.stays = draw.choice([(True, False), (False, False), (True, True)])
+        self.has_ring, self.local_heads = draw.choice([(True, False), (False, False), (True, True)])
         self.backward = draw.random() < 0.5
         self.sent: dict[int, Trip] = {}
 
     def run(self, parts: int, steps: int) -> None:
-        made = _Belt(self, range(parts), self.send, self.walk, backward=self.backward)  # type: ignore[arg-type]
+        made = _ChunkPipeline(self, range(parts), self.send, self.kv_stream, backward=self.backward)  # type: ignore[arg-type]
 
-        def compute(part: int, come: Any) -> None:
-            assert come.trip is self.sent[part], "another part's trip"
-            come.trip.take()
+        def compute(part: int, chunk: Any) -> None:
+            assert chunk.exchange is self.sent[part], "another part's trip"
+            chunk.exchange.take()
             home = None
-            if not self.rings_travel and self.early(part):
+            if not self.has_ring and self.early(part):
                 home = self.channel("all_to_all", "home", part)
-            grads = self.compute(part, come.walk, belt, steps if self.rings_travel else 0)
-            belt.leave(partial(self.leave, part, grads, home))
+            grads = self.compute(part, chunk.kv_stream, belt, steps if self.has_ring else 0)
+            belt.return_chunk(partial(self.return_chunk, part, grads, home))
 
         with contextlib.closing(made) as belt:
             belt.run(compute)
@@ -268,33 +268,35 @@ class Call:
     def channel(self, kind: str, *name: Any) -> FakeChannel:
         return FakeChannel(self.world, self.rank, kind).room(*name, self.name)
 
-    def trip(self, name: str, part: int, heads: FakeChannel | None = None) -> Trip:
-        if self.stays:
+    def exchange(self, name: str, part: int, heads: FakeChannel | None = None) -> Trip:
+        if self.local_heads:
             return Trip(tuple)
         heads = heads or self.channel("all_to_all", name, part)
         heads.post(some(self.world, self.draw, 1.0), name, self.name, part)
         return Trip(tuple, heads)  # type: ignore[arg-type]
 
     def send(self, part: int) -> Trip:
-        self.sent[part] = self.trip("come", part)
+        self.sent[part] = self.exchange("come", part)
         return self.sent[part]
 
-    def walk(self, part: int, trip: Trip) -> Any:
+    def kv_stream(self, part: int, trip: Trip) -> Any:
         if not self.backward:  # else keys are there already
             trip.take()
-        if self.rings_travel:
+        if self.has_ring:
             keys = self.channel("ring_kv", "keys", part)
             self.post(keys, "keys", part, 0)
             return keys
         return None
 
-    def compute(self, part: int, keys: FakeChannel, belt: _Belt, steps: int) -> FakeChannel | None:
+    def compute(
+        self, part: int, keys: FakeChannel, belt: _ChunkPipeline, steps: int
+    ) -> FakeChannel | None:
         grads = FakeChannel(self.world, self.rank, "ring_dkv")
         work = self.world.current.operations
         middle = self.middle(part)
         for step in range(steps):
             if not step and not middle:
-                belt.between()
+                belt.mid_chunk()
             direct = self.backward and self.early(part, step)
             if direct:
                 grads.room("grads", part, step, self.name)
@@ -302,7 +304,7 @@ class Call:
             for half in (1, 2):
                 work.append(("work",))
                 if not step and middle == half:
-                    belt.between()
+                    belt.mid_chunk()
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
             if not self.backward:
@@ -316,13 +318,13 @@ class Call:
             work.append(("work",))
         return grads if steps and self.backward else None
 
-    def leave(self, part: int, grads: FakeChannel | None, home: FakeChannel | None) -> Trip:
+    def return_chunk(self, part: int, grads: FakeChannel | None, home: FakeChannel | None) -> Trip:
         if grads is not None:
             grads.take()
-        trip = self.trip("home", part, home)
-        if self.with_lse:
+        trip = self.exchange("home", part, home)
+        if self.return_lse:
             trip.take()
-            return self.trip("lse", part)
+            return self.exchange("lse", part)
         return trip
 
     def post(self, channel: FakeChannel, *cell: Any) -> None:

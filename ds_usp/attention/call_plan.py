@@ -10,18 +10,18 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.pipeline import USPCall, staging
+from ds_usp.attention.pipeline import AttentionPlan, staging_bytes_by_kind
 from ds_usp.attention.ring import RingCall
-from ds_usp.attention.score_mod import NO_SCORES, Scores, check_scores
-from ds_usp.attention.tuning import AUTO_TUNING, Cut, Tuning, check_tuning
+from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores, check_score_mod
+from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning, Tuning, check_tuning
 from ds_usp.attention.validation import (
-    check_keys,
+    check_kv,
     check_layout,
     check_mask,
     check_tensors,
     checked_scale,
     head_split,
-    head_traffic,
+    plan_head_exchanges,
     refuse_dropout,
     token_layout,
 )
@@ -35,8 +35,8 @@ from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
 from ds_usp.warn_once import notice
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
-_MOST_PLANS = 1024
-_MOST_PLANS_OF_DOCUMENTS = 32
+_MAX_CACHED_PLANS = 1024
+_MAX_CACHED_DOCUMENT_PLANS = 32
 
 
 def plan_call(
@@ -50,11 +50,11 @@ def plan_call(
     softmax_scale: float | None,
     dropout_p: float,
     kernel: str,
-    with_lse: bool = False,
+    return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORES,
+    scores: Scores = NO_SCORE_MOD,
     kv_layout: TokenLayout | str | None = None,
-) -> tuple[str, USPCall]:
+) -> tuple[str, AttentionPlan]:
     """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
     not checked again.
 
@@ -62,17 +62,17 @@ def plan_call(
         A description, which must be the same on every rank, and the plan.
     """
     sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, with_lse, tuning
+    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     modes = torch.is_grad_enabled(), _is_deterministic(), capturing
-    kind = scores.kind if isinstance(scores, Scores) else scores
+    kind = scores.plan_key if isinstance(scores, Scores) else scores
     key = sizes, modes, type(softmax_scale), type(dropout_p), options, kind
     try:
-        found: tuple[str, USPCall] | None = mesh.plans.get(key)
+        cached: tuple[str, AttentionPlan] | None = mesh.plans.get(key)
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
-        found = None
-    if found is None:
-        found = _new_plan(
+        cached = None
+    if cached is None:
+        cached = _new_plan(
             q,
             k,
             v,
@@ -82,15 +82,17 @@ def plan_call(
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
             kernel=kernel,
-            with_lse=with_lse,
+            return_lse=return_lse,
             tuning=tuning,
             scores=scores,
         )
-        if len(mesh.plans) >= (_MOST_PLANS_OF_DOCUMENTS if mask.documents else _MOST_PLANS):
+        if len(mesh.plans) >= (_MAX_CACHED_DOCUMENT_PLANS if mask.documents else _MAX_CACHED_PLANS):
             mesh.plans.clear()
-        mesh.plans[key] = found
-    text, call = found
-    return (f"{text}, dropout seed {scores.dropout_seed}" if call.spec.dropout_p else text), call
+        mesh.plans[key] = cached
+    signature, plan = cached
+    if plan.score_mod.dropout_p:  # not part of the key: a new seed is no new plan
+        signature = f"{signature}, dropout seed {scores.dropout_seed}"
+    return signature, plan
 
 
 def _new_plan(
@@ -104,19 +106,19 @@ def _new_plan(
     softmax_scale: float | None,
     dropout_p: float,
     kernel: str,
-    with_lse: bool,
+    return_lse: bool,
     tuning: Tuning,
     scores: Scores,
-) -> tuple[str, USPCall]:
+) -> tuple[str, AttentionPlan]:
     """:func:`plan_call` of a call like no earlier one."""
     check_tuning(tuning)
-    texts = [check_tensors(q, k, v)]
+    signature = [check_tensors(q, k, v)]
     layout = token_layout(layouts[0], q, mesh)
     kv_layout = layout if layouts[1] is None else token_layout(layouts[1], k, mesh)
-    texts.append(check_layout(q, "queries", mesh, layout))
+    signature.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
-    texts.append(check_keys(q, k, mesh, (layout, kv_layout), mask))
-    spec = check_scores(scores, dropout_p, q, one_sequence=layout == kv_layout)
+    signature.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
+    score_mod = check_score_mod(scores, dropout_p, q, one_sequence=layout == kv_layout)
     if scores.dropout_seed is None:
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
@@ -128,24 +130,31 @@ def _new_plan(
         mask.band,
         documents=bool(mask.documents),
         value_dim=v.shape[3],
-        score_mod=spec,
+        score_mod=score_mod,
         deterministic=_is_deterministic(),
     )
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
-    _tell(q, mesh, tuning, missing, _imbalance(layout, mask))
-    cut = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
+    _warn_slow_path(q, mesh, tuning, missing, _imbalance(layout, mask))
+    resolved = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
     # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
-    held = cast(SequenceMesh, weakref.proxy(mesh))
-    parts = head_traffic(split, held, layout, kv_layout, cut.chunks, cut.copies)
-    texts.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
+    mesh_ref = cast(SequenceMesh, weakref.proxy(mesh))
+    exchanges = plan_head_exchanges(
+        split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
+    )
+    signature.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
     sinks = scores.sinks
-    learned = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-    texts.append(f"{spec}, {'no' if sinks is None else 'learned' if learned else 'fixed'} sinks")
-    texts += [str(cut), "with lse" if with_lse else "without lse"]
-    plans = _schedules(mesh, (layout, kv_layout), mask, chosen, cut)
-    rings = tuple(RingCall(held, each, chosen, scale, cut.copies) for each in plans)
-    return ", ".join(texts), USPCall(parts, rings, with_lse, staging(parts, rings, q, v), spec)
+    trainable = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
+    signature.append(f"{score_mod}, {sinks_text} sinks")
+    signature += [str(resolved), "with lse" if return_lse else "without lse"]
+    ring_calls = tuple(
+        RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
+        for schedule in _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
+    )
+    staging_bytes = staging_bytes_by_kind(exchanges, ring_calls, q, v)
+    plan = AttentionPlan(exchanges, ring_calls, return_lse, staging_bytes, score_mod)
+    return ", ".join(signature), plan
 
 
 def _schedules(
@@ -153,7 +162,7 @@ def _schedules(
     layouts: tuple[TokenLayout, TokenLayout],
     mask: MaskSpec,
     kernel: AttentionKernel,
-    cut: Cut,
+    resolved: ResolvedTuning,
 ) -> list[RingSchedule]:
     """The ring's steps for each part. Backward goes from the last to the first."""
     plan = partial(
@@ -162,18 +171,21 @@ def _schedules(
         mask,
         mesh.ring_rank,
         kernel.caps.tiles,
-        cut.gather,
+        resolved.gather_kv,
         kv_layout=layouts[1],
-        inner=cut.inner,
+        inner=resolved.inner_ring,
     )
-    pairs = [(plan(place=there), plan(place=back)) for there, back in cut.places]
+    pairs = [
+        (plan(place=forward), plan(place=backward))
+        for forward, backward in resolved.chunk_positions
+    ]
     return [
         replace(
-            there,
-            backward_steps=back.backward_steps,
-            most_mixed_anywhere=back.most_mixed_anywhere,
+            forward,
+            backward_steps=backward.backward_steps,
+            most_mixed_anywhere=backward.most_mixed_anywhere,
         )
-        for there, back in pairs
+        for forward, backward in pairs
     ]
 
 
@@ -192,18 +204,18 @@ def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
     )
 
 
-def _tell(
+def _warn_slow_path(
     q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
 ) -> None:
     """Say what would make such calls faster, once."""
-    texts = [slow_path_notice(q.device), missing, work]
+    messages = [slow_path_notice(q.device), missing, work]
     if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
-        texts.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
-    for text in filter(None, texts):
+        messages.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
+    for text in filter(None, messages):
         notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
 
 
 def _is_deterministic() -> bool:
     """Whether torch is asked for the same bits every time, and not only to warn."""
-    asked = torch.are_deterministic_algorithms_enabled()
-    return asked and not torch.is_deterministic_algorithms_warn_only_enabled()
+    requested = torch.are_deterministic_algorithms_enabled()
+    return requested and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -17,10 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_usp.attention.call_plan import plan_call
-from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
+from ds_usp.attention.pipeline import (
+    AttentionPlan,
+    SavedChunk,
+    pipelined_backward,
+    pipelined_forward,
+)
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import Tuning
-from ds_usp.attention.validation import agreed, check_default_layout, on_host
+from ds_usp.attention.validation import check_default_layout, check_on_all_ranks, is_on_cpu
 from ds_usp.comm.mesh import MESHES, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
@@ -30,7 +35,7 @@ from ds_usp.memory.saved_attention import is_saving, results_or_replay
 Sizes = Sequence[Sequence[int]]
 
 
-class Ask(NamedTuple):
+class AttentionOpSpec(NamedTuple):
     """One call of attention without its tensors, in values that an op takes.
 
     Args:
@@ -55,7 +60,7 @@ class Ask(NamedTuple):
     softmax_scale: float | None
     dropout_p: float
     kernel: str
-    with_lse: bool
+    return_lse: bool
     chunks: int | None
     gather: bool | None
     copies: bool | None
@@ -83,7 +88,7 @@ class Ask(NamedTuple):
             sinks = sinks.detach().requires_grad_(self.sinks_learn)
         return Scores(self.softcap, slopes, sinks, self.dropout_seed)
 
-    def plan(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, USPCall]:
+    def plan(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, AttentionPlan]:
         """See :func:`plan_call`.
 
         Args:
@@ -103,7 +108,7 @@ class Ask(NamedTuple):
                 softmax_scale=self.softmax_scale,
                 dropout_p=self.dropout_p,
                 kernel=self.kernel,
-                with_lse=self.with_lse,
+                return_lse=self.return_lse,
                 tuning=Tuning(
                     chunks=_auto(self.chunks),
                     gather=_auto(self.gather),
@@ -115,7 +120,9 @@ class Ask(NamedTuple):
             )
         return self.caller + text, call
 
-    def checked(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, USPCall]:
+    def checked(
+        self, like: torch.Tensor, sizes: Sizes, scores: Scores
+    ) -> tuple[str, AttentionPlan]:
         """:meth:`plan` of a call that runs now."""
         if not self.named:
             degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
@@ -131,7 +138,7 @@ layout_of = lru_cache(maxsize=1024)(TokenLayout)
 _ASK = (
     "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
     "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
-    "bool with_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
+    "bool return_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
     "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, bool named, "
     "str caller"
 )
@@ -166,8 +173,8 @@ def attention(
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
-    ask, inputs = Ask(*plain), [x for x in (q, k, v, sinks, slopes) if x is not None]
-    shown = 2 if ask.with_lse else 1
+    ask, inputs = AttentionOpSpec(*plain), [x for x in (q, k, v, sinks, slopes) if x is not None]
+    shown = 2 if ask.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     key = "attention in a graph", ask._replace(learns=False, sinks_learn=False)
     asked = ask._replace(learns=True) if is_saving() else ask
@@ -176,7 +183,7 @@ def attention(
 
 
 def _attend(
-    ask: Ask,
+    ask: AttentionOpSpec,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -185,14 +192,16 @@ def _attend(
 ) -> list[torch.Tensor]:
     """:func:`attention`, every time."""
     scores = ask.scores(sinks, slopes)
-    call = agreed(ask.on, lambda: ask.checked(q, (q.shape, k.shape, v.shape), scores), q)
+    call = check_on_all_ranks(
+        ask.on, lambda: ask.checked(q, (q.shape, k.shape, v.shape), scores), q
+    )
     number = ask.on.agreement.number
     saves = ask.has_backward
-    out, lse, kept = attend(call, scores, q, k, v, keep=saves)
+    out, lse, kept = pipelined_forward(call, scores, q, k, v, save_for_backward=saves)
     found = [out] if lse is None else [out, lse]
-    if saves and call.stays and lse is None:
+    if saves and call.local_heads and lse is None:
         found.append(torch.cat([part.lse for part in kept], dim=1))
-    if saves and not call.stays:
+    if saves and not call.local_heads:
         found += [x for part in kept for x in part]
     if saves:
         found.append(torch.tensor(number, device="cpu"))
@@ -208,27 +217,27 @@ def _(
     slopes: torch.Tensor | None,
     *plain: Any,
 ) -> list[torch.Tensor]:
-    ask = Ask(*plain)
+    ask = AttentionOpSpec(*plain)
     batch, tokens, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     found = [q.new_empty(batch, tokens, heads, v.shape[3])]
-    stays = ask.on.ulysses_degree == 1
-    if ask.with_lse or (stays and ask.has_backward):
+    local_heads = ask.on.ulysses_degree == 1
+    if ask.return_lse or (local_heads and ask.has_backward):
         found.append(q.new_empty(batch, heads, tokens, dtype=wide))
     if not ask.has_backward:
         return found
     number = torch.empty((), dtype=torch.int64, device="cpu")
-    if stays:
+    if local_heads:
         return [*found, number]
     # What the exchange brings depends on the plan, and a plan is made of numbers, which are
     # constants of the graph.
-    sizes = [constants(x.shape) for x in (q, k, v)]
-    ask = Ask(*constants(ask))
+    sizes = [guard_ints(x.shape) for x in (q, k, v)]
+    ask = AttentionOpSpec(*guard_ints(ask))
     try:
         _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         return [*found, q.new_empty(q.shape), number]
-    for part in call.parts:
+    for part in call.chunks:
         places, widths = part.qkv.layouts, part.qkv.widths()
         length = [place.ring_length(ask.on.ring_rank) for place in places]
         each = zip(length, widths, (q, k, v), strict=True)
@@ -265,27 +274,27 @@ def attention_backward(
             of the call.
         kv_length, kv_heads: t and g.
     """
-    ask = Ask(*plain)
+    ask = AttentionOpSpec(*plain)
     *saved, number = saved
-    ask.on.agreement.before_backward(int(number), wait=on_host(dout))
+    ask.on.agreement.before_backward(int(number), wait=is_on_cpu(dout))
     scores = ask.scores(sinks, slopes)
     sizes = _sizes(dout, saved, kv_length, kv_heads)
     _, call = ask.plan(dout, sizes, scores)
-    if call.stays:
+    if call.local_heads:
         kept = [
-            Kept._make(
+            SavedChunk._make(
                 (
                     *part.qkv.to_heads(saved[:3]),
                     *part.out.to_heads(saved[3:4]),
                     saved[4][:, slice(*part.out.ranges[0][0])].contiguous(),
                 )
             )
-            for part in call.parts
+            for part in call.chunks
         ]
     else:
-        kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
+        kept = [SavedChunk._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
     shapes = [torch.Size(size) for size in sizes]
-    grads = attend_backward(call, scores, dout.contiguous(), shapes, kept)
+    grads = pipelined_backward(call, scores, dout.contiguous(), shapes, kept)
     return own([x for x in grads if x is not None], (dout, *saved))
 
 
@@ -300,7 +309,7 @@ def _(
     *plain: Any,
 ) -> list[torch.Tensor]:
     found = [dout.new_empty(size) for size in _sizes(dout, saved, kv_length, kv_heads)]
-    if sinks is not None and Ask(*plain).sinks_learn:
+    if sinks is not None and AttentionOpSpec(*plain).sinks_learn:
         found.append(sinks.new_empty(sinks.shape))
     return found
 
@@ -315,7 +324,7 @@ def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads
     )
 
 
-def constants(values: Iterable[Any]) -> list[Any]:
+def guard_ints(values: Iterable[Any]) -> list[Any]:
     """Values without symbols: those that a compiler has seen, to which it then holds."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
@@ -335,12 +344,12 @@ def own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     q, k, v, sinks, slopes, *plain = inputs
-    ctx.ask = Ask(*plain)
+    ctx.ask = AttentionOpSpec(*plain)
     ctx.keys = k.shape[1], k.shape[2]
     if ctx.ask.on.ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
-        saved = tuple(output[2 if ctx.ask.with_lse else 1 :])
+        saved = tuple(output[2 if ctx.ask.return_lse else 1 :])
     ctx.save_for_backward(sinks, slopes, *saved)
     ctx.set_materialize_grads(False)
 

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.functional import exchange
+from ds_usp.attention.functional import head_exchange
 from ds_usp.attention.local_attention import LocalAttention
-from ds_usp.attention.pipeline import USPCall
+from ds_usp.attention.pipeline import AttentionPlan
 from ds_usp.attention.rotary import Rotary
-from ds_usp.attention.validation import HeadTraffic
+from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import borders_of
 from ds_usp.warn_once import notice
 
 
-class Arguments(NamedTuple):
+class CallArguments(NamedTuple):
     """What a call is given besides its tensors; see ``USPAttention.forward``."""
 
     batch_dim_idx: int | torch.Tensor | None
@@ -33,19 +33,19 @@ class Arguments(NamedTuple):
 class DropInPlan:
     """One call, checked: how its tensors lie, and what will be done with them."""
 
-    swap: bool
+    batch_second: bool
     layout: TokenLayout
     args: tuple[Any, ...]
     rotary: Rotary | None
-    call: USPCall | HeadTraffic
+    call: AttentionPlan | ChunkExchanges
     attention: LocalAttention | None
 
 
-def exchange_step(
-    traffic: HeadTraffic, call: int, to_heads: bool, *tensors: torch.Tensor
+def exchange_heads(
+    traffic: ChunkExchanges, call: int, to_heads: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v with all tokens of some heads, or the output the way back."""
-    return exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
+    return head_exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
 
 
 def batch_dim_text(dim: object) -> str:
@@ -53,7 +53,7 @@ def batch_dim_text(dim: object) -> str:
     return f"batch dim {dim}"
 
 
-def comparable_documents(documents: Any) -> object:
+def hashable_documents(documents: Any) -> object:
     """Documents as a value; what is refused later is none."""
     try:
         return None if documents is None else borders_of(documents)
@@ -61,7 +61,7 @@ def comparable_documents(documents: Any) -> object:
         return None
 
 
-def say_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
+def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
     """Tell the user, once for each class and place, that a local attention is not called.
 
     Args:

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_usp.attention.custom_ops import OP_TAGS, constants, layout_of, own
+from ds_usp.attention.custom_ops import OP_TAGS, guard_ints, layout_of, own
 from ds_usp.attention.validation import (
-    HeadTraffic,
-    agreed,
+    ChunkExchanges,
     check_default_layout,
+    check_on_all_ranks,
     check_tensors,
-    exchange_name,
-    local_call,
-    on_host,
+    exchange_label,
+    is_on_cpu,
+    plan_local_attention,
 )
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import MESHES, SequenceMesh
@@ -22,7 +22,7 @@ from ds_usp.errors import USPError
 from ds_usp.memory.saved_attention import refuse_saving
 
 
-class Trip(NamedTuple):
+class ExchangeOpSpec(NamedTuple):
     """One exchange without its tensors, in values that an op takes.
 
     Args:
@@ -56,7 +56,7 @@ class Trip(NamedTuple):
         """The mesh."""
         return MESHES.find(self.mesh)
 
-    def plan(self, tensors: list[torch.Tensor]) -> tuple[str, HeadTraffic]:
+    def plan(self, tensors: list[torch.Tensor]) -> tuple[str, ChunkExchanges]:
         """What the ranks compare, and how heads travel."""
         mesh = self.on
         degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
@@ -64,7 +64,7 @@ class Trip(NamedTuple):
         kv_layout = layout_of(self.kv_layout, self.kv_tokens, *degrees)
         x, said = tensors[0], self.caller
         with torch.set_grad_enabled(self.learns):
-            sizes = [constants(each.shape) for each in tensors]
+            sizes = [guard_ints(each.shape) for each in tensors]
             like = [x.new_empty(()).expand(size).requires_grad_(self.learns) for size in sizes]
             if self.begins:
                 said += check_tensors(like[0], like[1], like[2]) + ", "
@@ -74,10 +74,10 @@ class Trip(NamedTuple):
         )
         if self.begins:
             q, k = like[:2]
-        text, traffic = local_call(q, k, mesh, layout, kv_layout)
+        text, traffic = plan_local_attention(q, k, mesh, layout, kv_layout)
         return said + text, traffic
 
-    def checked(self, tensors: list[torch.Tensor]) -> tuple[str, HeadTraffic]:
+    def checked(self, tensors: list[torch.Tensor]) -> tuple[str, ChunkExchanges]:
         """:meth:`plan`, where it can run now."""
         refuse_saving("a local attention in a graph")
         if not self.named:
@@ -85,7 +85,7 @@ class Trip(NamedTuple):
             check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))
         return self.plan(tensors)
 
-    def of(self, traffic: HeadTraffic, tensors: list[torch.Tensor]) -> HeadExchange:
+    def of(self, traffic: ChunkExchanges, tensors: list[torch.Tensor]) -> HeadExchange:
         """The exchange of q, k and v, or that of the output."""
         return traffic.qkv if len(tensors) == 3 else traffic.out
 
@@ -113,15 +113,15 @@ def exchange_op(
     Raises:
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
     """
-    trip = Trip(*plain)
+    trip = ExchangeOpSpec(*plain)
     agreement = trip.on.agreement
     if trip.begins:
-        traffic = agreed(trip.on, lambda: trip.checked(tensors), tensors[0])
+        traffic = check_on_all_ranks(trip.on, lambda: trip.checked(tensors), tensors[0])
         number = torch.tensor(agreement.number, device="cpu")
         return [*own(trip.of(traffic, tensors).to_heads(tensors), tensors), number]
     if trip.backward and call is not None:
-        part = exchange_name(not trip.to_heads)
-        agreement.before_backward(int(call), part, wait=on_host(tensors[0]))
+        part = exchange_label(not trip.to_heads)
+        agreement.before_backward(int(call), part, wait=is_on_cpu(tensors[0]))
     _, traffic = trip.plan(tensors)
     exchange = trip.of(traffic, tensors)
     if trip.to_heads:
@@ -133,7 +133,7 @@ def exchange_op(
 
 @exchange_op.register_fake
 def _(tensors: list[torch.Tensor], call: torch.Tensor | None, *plain: Any) -> list[torch.Tensor]:
-    trip = Trip(*constants(plain))
+    trip = ExchangeOpSpec(*guard_ints(plain))
     begun = [torch.empty((), dtype=torch.int64, device="cpu")] if trip.begins else []
     try:
         _, traffic = trip.plan(tensors)
@@ -152,7 +152,7 @@ def _(tensors: list[torch.Tensor], call: torch.Tensor | None, *plain: Any) -> li
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.trip = Trip(*inputs[2:])
+    ctx.trip = ExchangeOpSpec(*inputs[2:])
     ctx.save_for_backward(output[-1] if ctx.trip.begins else inputs[1])
 
 

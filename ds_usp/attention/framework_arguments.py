@@ -16,12 +16,12 @@ _MASKS = ("attention_mask", "attn_mask", "mask")
 _CAUSAL = ("causal", "is_causal")
 _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4
-_COMPARED_AT_ONCE = 1 << 24  # elements of a mask
+_COMPARE_BLOCK = 1 << 24  # elements of a mask
 
 NO_ARGUMENTS = "0 extra arguments, no keywords"
 
 
-class HostArguments:
+class FrameworkArguments:
     """Refuses every argument that would change the result, accepts those that say the same.
 
     Args:
@@ -42,14 +42,16 @@ class HostArguments:
         """
         scale = self.attention.softmax_scale or head_dim**-0.5
         for index, value in enumerate(args):
-            self._check_one(f"extra argument {index}", "attention_mask", value, seq_len, scale)
+            self._check_argument(f"extra argument {index}", "attention_mask", value, seq_len, scale)
         for name, value in kwargs.items():
-            self._check_one(name, name, value, seq_len, scale)
+            self._check_argument(name, name, value, seq_len, scale)
         if not args and not kwargs:
             return NO_ARGUMENTS
         return f"{len(args)} extra arguments, {', '.join(sorted(kwargs)) or 'no keywords'}"
 
-    def _check_one(self, label: str, name: str, value: Any, seq_len: int, scale: float) -> None:
+    def _check_argument(
+        self, label: str, name: str, value: Any, seq_len: int, scale: float
+    ) -> None:
         attention = self.attention
         if value is None:
             return
@@ -66,7 +68,7 @@ class HostArguments:
             fits = False
         if not fits:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else value
-            means = "hides a pair" if attention.true_hides else "lets a pair attend"
+            means = "hides a pair" if attention.true_means_masked else "lets a pair attend"
             raise UnsupportedAttentionError(
                 f"{label}={shown!s} asks for something else than the ring's {attention.mask} mask "
                 f"(True {means}), scale {scale:.6g}, dropout {attention.dropout_p}. Leave it out, "
@@ -86,16 +88,16 @@ class HostArguments:
             return False
         if self.attention.mask.documents:  # which were given instead of a tensor that says them
             return False
-        rows = max(1, _COMPARED_AT_ONCE // seq_len)  # row blocks: masks are large
+        rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
         same = all(
-            self._are_rows(mask[..., start : start + rows, :], start)
+            self._is_per_row(mask[..., start : start + rows, :], start)
             for start in range(0, seq_len, rows)
         )
         if same and not mask.is_inference():  # those keep no version
             self._seen = weakref.ref(mask), mask._version, seq_len
         return same
 
-    def _are_rows(self, mask: torch.Tensor, start: int) -> bool:
+    def _is_per_row(self, mask: torch.Tensor, start: int) -> bool:
         rows, tokens = mask.shape[-2:]
         queries = torch.arange(start, start + rows, device=mask.device, dtype=torch.int32)
         keys = torch.arange(tokens, device=mask.device, dtype=torch.int32)
@@ -107,6 +109,6 @@ class HostArguments:
             allowed &= distance <= self.attention.mask.right
         allowed |= keys < self.attention.mask.prefix
         if mask.dtype == torch.bool:
-            return bool((mask == (allowed ^ self.attention.true_hides)).all())
+            return bool((mask == (allowed ^ self.attention.true_means_masked)).all())
         hidden = mask <= _ADDITIVE_MINUS_INFINITY
         return bool((hidden != allowed).all()) and not bool(mask[~hidden].any())

@@ -9,11 +9,16 @@ import torch
 
 from ds_usp.attention.call_plan import plan_call
 from ds_usp.attention.custom_ops import attention
-from ds_usp.attention.pipeline import Kept, USPCall, attend, attend_backward
-from ds_usp.attention.score_mod import NO_SCORES, Scores
-from ds_usp.attention.tracing import ask_of, not_plain, told_layout
+from ds_usp.attention.pipeline import (
+    AttentionPlan,
+    SavedChunk,
+    pipelined_backward,
+    pipelined_forward,
+)
+from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
+from ds_usp.attention.tracing import graph_break, layout_spec, make_op_spec
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import agreed, exchange_name, on_host
+from ds_usp.attention.validation import check_on_all_ranks, exchange_label, is_on_cpu
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
@@ -28,21 +33,21 @@ class SeqAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
+        ctx: Any, head_exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`HeadExchange` for the shapes; ``call`` is the number of the call."""
-        ctx.exchange, ctx.to_heads, ctx.call = exchange, to_heads, call
+        ctx.exchange, ctx.to_heads, ctx.call = head_exchange, to_heads, call
         if to_heads:
-            return tuple(x.contiguous() for x in exchange.to_heads(tensors))
-        places = exchange.places(tensors)
-        exchange.to_sequence(tensors, places)
+            return tuple(x.contiguous() for x in head_exchange.to_heads(tensors))
+        places = head_exchange.places(tensors)
+        head_exchange.to_sequence(tensors, places)
         return places
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        agreement, part = ctx.exchange.mesh.agreement, exchange_name(ctx.to_heads)
-        agreement.before_backward(ctx.call, part, wait=on_host(grads[0]))
+        agreement, part = ctx.exchange.mesh.agreement, exchange_label(ctx.to_heads)
+        agreement.before_backward(ctx.call, part, wait=is_on_cpu(grads[0]))
         back = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call, *grads)
         return None, None, None, *back
 
@@ -54,7 +59,7 @@ class UnifiedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         mesh: SequenceMesh,
-        call: USPCall,
+        call: AttentionPlan,
         scores: Scores,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -63,11 +68,13 @@ class UnifiedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :func:`ds_usp.attention.pipeline.attend` for the shapes; ``sinks`` are those of
         ``scores``, which autograd sees as an argument only."""
-        out, lse, kept = attend(call, scores, q, k, v, keep=any(ctx.needs_input_grad))
+        out, lse, kept = pipelined_forward(
+            call, scores, q, k, v, save_for_backward=any(ctx.needs_input_grad)
+        )
         ctx.mesh, ctx.call, ctx.scores = mesh, call, replace(scores, sinks=None)
-        ctx.number, ctx.on_host = mesh.agreement.number, on_host(q)
+        ctx.number, ctx.is_on_cpu = mesh.agreement.number, is_on_cpu(q)
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
-        if call.stays:  # a part's tensors are views of these
+        if call.local_heads:  # a part's tensors are views of these
             ctx.save_for_backward(sinks, q, k, v, out, *(part.lse for part in kept))
         else:
             ctx.save_for_backward(sinks, *(x for part in kept for x in part))
@@ -84,36 +91,36 @@ class UnifiedAttention(torch.autograd.Function):
                 "the gradient of attention was asked to be differentiable itself "
                 "(create_graph=True), which no kernel here computes"
             )
-        call: USPCall = ctx.call
-        ctx.mesh.agreement.before_backward(ctx.number, wait=ctx.on_host)
+        call: AttentionPlan = ctx.call
+        ctx.mesh.agreement.before_backward(ctx.number, wait=ctx.is_on_cpu)
         sinks, *saved = ctx.saved_tensors
-        if call.stays:
+        if call.local_heads:
             whole, lses = saved[:4], saved[4:]
             views = (
                 (*part.qkv.to_heads(whole[:3]), *part.out.to_heads(whole[3:]))
-                for part in call.parts
+                for part in call.chunks
             )
-            kept = [Kept._make((*each, lse)) for each, lse in zip(views, lses, strict=True)]
+            kept = [SavedChunk._make((*each, lse)) for each, lse in zip(views, lses, strict=True)]
         else:
-            kept = [Kept._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
+            kept = [SavedChunk._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
         if dout is None:  # the other ranks wait for this one's part
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = replace(ctx.scores, sinks=sinks)
-        grads = attend_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
+        grads = pipelined_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
         return None, None, None, *grads
 
 
-def exchange(
-    exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
+def head_exchange(
+    head_exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Differentiable head exchange; with one Ulysses rank the tensors themselves.
 
     Args:
         call: the number of the call it is part of, which its backward pass says to the ranks.
     """
-    if exchange.mesh.ulysses_degree == 1:
+    if head_exchange.mesh.ulysses_degree == 1:
         return tensors
-    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(exchange, to_heads, call, *tensors)
+    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(head_exchange, to_heads, call, *tensors)
     return exchanged
 
 
@@ -168,7 +175,7 @@ def usp_attention(
     kernel: str = AUTO,
     return_lse: bool = False,
     tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORES,
+    scores: Scores = NO_SCORE_MOD,
     kv_layout: TokenLayout | str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a mesh.
@@ -222,16 +229,16 @@ def usp_attention(
         "kv_layout": kv_layout,
     }
     if torch.compiler.is_compiling() and isinstance(mesh, SequenceMesh):
-        told = {**options, "layout": told_layout(layout, q, mesh)}
-        told["kv_layout"] = None if kv_layout is None else told_layout(kv_layout, k, mesh)
-        ask = ask_of(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **told)
+        told = {**options, "layout": layout_spec(layout, q, mesh)}
+        told["kv_layout"] = None if kv_layout is None else layout_spec(kv_layout, k, mesh)
+        ask = make_op_spec(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **told)
         if ask is not None:
             out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
             return (out, rest[0].detach()) if return_lse else out
     return _usp_attention(q, k, v, mesh, scores, return_lse, options)
 
 
-@not_plain
+@graph_break
 def _usp_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -245,9 +252,9 @@ def _usp_attention(
 
     def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
-        call = agreed(
+        call = check_on_all_ranks(
             mesh,
-            lambda: plan_call(*qkv, mesh=mesh, scores=learned, with_lse=return_lse, **options),
+            lambda: plan_call(*qkv, mesh=mesh, scores=learned, return_lse=return_lse, **options),
             q,
             options["layout"],
         )
@@ -255,9 +262,9 @@ def _usp_attention(
         return (out, lse) if return_lse else (out,)
 
     # What is no Scores is refused with the rest, on every rank.
-    known = scores if isinstance(scores, Scores) else NO_SCORES
+    known = scores if isinstance(scores, Scores) else NO_SCORE_MOD
     inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
     outputs = compute_or_replay(
-        compute, inputs, (mesh, return_lse, *options.values(), known.values)
+        compute, inputs, (mesh, return_lse, *options.values(), known.static_values)
     )
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_usp.attention.functional import exchange, usp_attention
-from ds_usp.attention.score_mod import NO_SCORES, Scores
-from ds_usp.attention.tracing import not_plain
+from ds_usp.attention.functional import head_exchange, usp_attention
+from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
+from ds_usp.attention.tracing import graph_break
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
-from ds_usp.attention.validation import agreed, check_layout, token_layout
+from ds_usp.attention.validation import check_layout, check_on_all_ranks, token_layout
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
@@ -17,10 +17,10 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@not_plain
+@graph_break
 def usp_joint_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -37,7 +37,7 @@ def usp_joint_attention(
     dropout_p: float = 0.0,
     kernel: str = AUTO,
     tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORES,
+    scores: Scores = NO_SCORE_MOD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`usp_attention` over a sequence and tokens that every rank has, as one sequence.
 
@@ -71,28 +71,28 @@ def usp_joint_attention(
     """
 
     def check() -> tuple[str, JointLayout]:
-        joint = _checked((q, k, v), (joint_q, joint_k, joint_v))
-        own = token_layout(layout, q, mesh)
-        check_layout(q, "queries", mesh, own)
+        joint = _validate((q, k, v), (joint_q, joint_k, joint_v))
+        main = token_layout(layout, q, mesh)
+        check_layout(q, "queries", mesh, main)
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
-        both = JointLayout.of(own, joint, joint_front)
-        return f"{both}, {both.parts[0]}", both
+        combined = JointLayout.of(main, joint, joint_front)
+        return f"{combined}, {combined.parts[0]}", combined
 
-    both = agreed(mesh, check, q, layout)
+    combined = check_on_all_ranks(mesh, check, q, layout)
     call = mesh.agreement.number
-    share = both.parts[0]
+    joint_layout = combined.parts[0]
     pieces = [
-        (share.shard(mine, 1, mesh.rank), x)
-        for mine, x in ((joint_q, q), (joint_k, k), (joint_v, v))
+        (joint_layout.shard(joint_x, 1, mesh.rank), x)
+        for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
     ]
-    whole = [torch.cat(each if joint_front else each[::-1], dim=1) for each in pieces]
+    joined = [torch.cat(pair if joint_front else pair[::-1], dim=1) for pair in pieces]
     out = usp_attention(
-        whole[0],
-        whole[1],
-        whole[2],
+        joined[0],
+        joined[1],
+        joined[2],
         mesh=mesh,
-        layout=both,
+        layout=combined,
         mask=mask,
         softmax_scale=softmax_scale,
         dropout_p=dropout_p,
@@ -100,17 +100,17 @@ def usp_joint_attention(
         tuning=tuning,
         scores=scores,
     )
-    lengths = [each.shape[1] for each in (pieces[0] if joint_front else pieces[0][::-1])]
+    lengths = [pair.shape[1] for pair in (pieces[0] if joint_front else pieces[0][::-1])]
     parts = out.split(lengths, dim=1)
-    joint_out, own = parts if joint_front else parts[::-1]
+    joint_out, main = parts if joint_front else parts[::-1]
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
-    gather = HeadExchange(mesh.flat(), (ShardsInOrder.of(share),), (every_head,))
-    (shares,) = exchange(gather, True, call, joint_out)
-    lengths = [share.length(rank) for rank in range(mesh.sp_degree)]
-    return own, share.gather(shares.split(lengths, dim=1), 1)
+    gather = HeadExchange(mesh.flat(), (ShardsInOrder.of(joint_layout),), (every_head,))
+    (joint_shards,) = head_exchange(gather, True, call, joint_out)
+    lengths = [joint_layout.length(rank) for rank in range(mesh.sp_degree)]
+    return main, joint_layout.gather(joint_shards.split(lengths, dim=1), 1)
 
 
-def _checked(own: Triple, joint: Triple) -> int:
+def _validate(main: QKV, joint: QKV) -> int:
     """Check that joint tensors fit the others; how many tokens they have.
 
     Raises:
@@ -121,12 +121,12 @@ def _checked(own: Triple, joint: Triple) -> int:
         x.ndim == y.ndim == 4
         and (x.shape[0], *x.shape[2:], x.dtype, x.device)
         == (y.shape[0], *y.shape[2:], y.dtype, y.device)
-        for x, y in zip(own, joint, strict=True)
+        for x, y in zip(main, joint, strict=True)
     )
     if not fits or len(tokens) != 1:
         shown = "; ".join(
             f"{name} {list(x.shape)}, joint_{name} {list(y.shape)}"
-            for name, x, y in zip("qkv", own, joint, strict=True)
+            for name, x, y in zip("qkv", main, joint, strict=True)
         )
         raise ConfigError(
             "joint tensors must share everything but the tokens with q, k and v, dtype and device "

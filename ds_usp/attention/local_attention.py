@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ds_usp.attention.score_mod import NO_SCORES, Scores
+from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 
 
-def _no_scores(device: torch.device) -> Scores:
-    return NO_SCORES
+def _no_score_mod(device: torch.device) -> Scores:
+    return NO_SCORE_MOD
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,30 @@ class LocalAttention:
     softmax_scale: float | None
     dropout_p: float
     flat_output: bool = False
-    true_hides: bool = False
-    scores: Callable[[torch.device], Scores] = _no_scores
+    true_means_masked: bool = False
+    scores: Callable[[torch.device], Scores] = _no_score_mod
 
 
-def known_attention(module: Any) -> LocalAttention | None:
+def detect_local_attention(module: Any) -> LocalAttention | None:
     """What the module computes, if its class is known here and its forward is that class's own.
 
     Raises:
         UnsupportedAttentionError: a known class that computes what the ring does not.
     """
     for cls in type(module).__mro__:
-        reader = _READERS.get((cls.__module__.split(".")[0], cls.__name__))
-        own = getattr(cls, "forward", None)
-        if reader is not None and type(module).forward is own:  # else it computes something else
+        inspect = _INSPECTORS.get((cls.__module__.split(".")[0], cls.__name__))
+        own_forward = getattr(cls, "forward", None)
+        if (
+            inspect is not None and type(module).forward is own_forward
+        ):  # else it computes something else
             megatron = cls.__module__.split(".")[0] == "megatron"
-            return replace(reader(module), true_hides=megatron)
+            return replace(inspect(module), true_means_masked=megatron)
     return None
 
 
-def ring_attention(
+def resolve_ring_attention(
     module: Any,
-    known: LocalAttention | None,
+    detected: LocalAttention | None,
     mask: MaskSpec | None,
     softmax_scale: float | None,
     dropout_p: float | None,
@@ -73,8 +75,8 @@ def ring_attention(
             parameters.
         ConfigError: what was given is not what the module shows.
     """
-    if known is not None:
-        return known
+    if detected is not None:
+        return detected
     if mask is None or dropout_p is None:
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
@@ -83,7 +85,7 @@ def ring_attention(
             "(ring 1), which runs it as it is."
         )
     if isinstance(module, torch.nn.Module):
-        _check_said(module, mask, dropout_p)
+        _check_unknown_module(module, mask, dropout_p)
     own_scale = getattr(module, "softmax_scale", None)
     if softmax_scale is None and isinstance(own_scale, float):
         softmax_scale = own_scale
@@ -95,7 +97,7 @@ def ring_attention(
     return LocalAttention(mask, softmax_scale, dropout_p)
 
 
-def _check_said(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
+def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
     """Check what was said of an unknown module, which a ring never calls, against what it shows.
 
     Raises:
@@ -103,10 +105,10 @@ def _check_said(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> No
         ConfigError: it drops, or is causal, in another way.
     """
     name = type(module).__name__
-    learned = [parameter for parameter, _ in module.named_parameters()]
-    if learned:
+    trainable = [parameter for parameter, _ in module.named_parameters()]
+    if trainable:
         raise UnsupportedAttentionError(
-            f"{name} has parameters ({', '.join(learned[:4])}), and a ring computes attention "
+            f"{name} has parameters ({', '.join(trainable[:4])}), and a ring computes attention "
             "without calling it: they would have no effect and no gradient. Apply them outside of "
             "the local attention, or use ulysses_degree = sequence-parallel size (ring 1)"
         )
@@ -125,8 +127,8 @@ def _check_said(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> No
             )
 
 
-def check_given(
-    known: LocalAttention | None,
+def check_overrides(
+    detected: LocalAttention | None,
     mask: MaskSpec | None,
     softmax_scale: float | None,
     dropout_p: float | None,
@@ -148,21 +150,21 @@ def check_given(
             f"mask={mask} was given to the module, and documents belong to a batch: give "
             "documents=borders to each call"
         )
-    given = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
-    for name, value in given.items():
-        found = value if known is None else getattr(known, name)
-        if value is not None and value != found:
-            computed = "head_dim ** -0.5" if found is None else found
+    overrides = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+    for name, value in overrides.items():
+        computed = value if detected is None else getattr(detected, name)
+        if value is not None and value != computed:
+            computed = "head_dim ** -0.5" if computed is None else computed
             raise ConfigError(
                 f"{name}={value} was given, but the local attention computes with {computed}. "
                 f"Leave {name} out, or change the local attention"
             )
 
 
-def _scores_of(module: Any, device: torch.device, **attributes: str) -> Scores:
+def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Scores:
     """Scores from the tensors that a module keeps under some names, where it does."""
-    found = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
-    return Scores(**{name: x if x is None else x.to(device) for name, x in found.items()})
+    tensors = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
+    return Scores(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
 
 
 def _flash_self_attention(module: Any) -> LocalAttention:
@@ -180,7 +182,7 @@ def _flash_self_attention(module: Any) -> LocalAttention:
         mask = MaskSpec(mask.left, 0)
     dropout = getattr(module, "drop", None)
     dropout_p = module.dropout_p if dropout is None else dropout.p
-    scores = partial(_scores_of, module, alibi_slopes="alibi_slopes")
+    scores = partial(_read_score_mod, module, alibi_slopes="alibi_slopes")
     return LocalAttention(mask, module.softmax_scale, float(dropout_p), scores=scores)
 
 
@@ -208,7 +210,7 @@ def _dot_product_attention(module: Any) -> LocalAttention:
         mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)
-    scores = partial(_scores_of, module, sinks="softmax_offset")
+    scores = partial(_read_score_mod, module, sinks="softmax_offset")
     return LocalAttention(mask, scale, dropout_p, flat_output=True, scores=scores)
 
 
@@ -224,7 +226,7 @@ def _megatron_mask(kind: Any) -> MaskSpec:
 
 
 # One row a class: (top-level package, class name) -> reader.
-_READERS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
+_INSPECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
     {
         ("megatron", "FlashSelfAttention"): _flash_self_attention,
         ("megatron", "FlashSelfAttentionTriton"): _flash_self_attention_triton,

@@ -12,38 +12,38 @@ import torch.distributed as dist
 
 from ds_usp.attention.call_plan import plan_call
 from ds_usp.attention.drop_in import (
-    Arguments,
+    CallArguments,
     DropInPlan,
     batch_dim_text,
-    comparable_documents,
-    exchange_step,
-    say_not_called,
+    exchange_heads,
+    hashable_documents,
+    warn_not_called,
 )
-from ds_usp.attention.framework_arguments import NO_ARGUMENTS, HostArguments
+from ds_usp.attention.framework_arguments import NO_ARGUMENTS, FrameworkArguments
 from ds_usp.attention.functional import UnifiedAttention
 from ds_usp.attention.local_attention import (
     LocalAttention,
-    check_given,
-    known_attention,
-    ring_attention,
+    check_overrides,
+    detect_local_attention,
+    resolve_ring_attention,
 )
-from ds_usp.attention.pipeline import USPCall
-from ds_usp.attention.rotary import Rotary, check_rotary, rotary_of
+from ds_usp.attention.pipeline import AttentionPlan
+from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
 from ds_usp.attention.tracing import (
-    not_plain,
-    told_layout,
+    graph_break,
+    layout_spec,
     traced_attention,
     traced_exchange,
 )
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
-    HeadTraffic,
-    agreed,
+    ChunkExchanges,
     check_default_layout,
     check_dims,
     check_layout_kind,
+    check_on_all_ranks,
     check_tensors,
-    local_call,
+    plan_local_attention,
     token_layout,
 )
 from ds_usp.comm.mesh import SequenceMesh
@@ -133,29 +133,28 @@ class USPAttention(torch.nn.Module):
                 "sequence_process_group, ulysses_degree and order out"
             )
 
-        def check() -> tuple[str, HostArguments | None]:
+        def check() -> tuple[str, FrameworkArguments | None]:
             check_dims(scatter_idx, gather_idx)
             check_layout_kind(layout, mesh)
             check_kernel_name(kernel)
             check_tuning(tuning)
-            known = known_attention(local_attention)
-            check_given(known, mask, softmax_scale, dropout_p)
+            detected = detect_local_attention(local_attention)
+            check_overrides(detected, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
                 return "a USPAttention", None
-            return "a USPAttention", HostArguments(self._computed())
+            return "a USPAttention", FrameworkArguments(self._resolve_local_attention())
 
         self.local_attn = local_attention
-        self._given = mask, softmax_scale, dropout_p
-        self._host = agreed(mesh, check)
-        if self._host is not None:
-            say_not_called(local_attention, self._host.attention, "with a ring")
+        self._overrides = mask, softmax_scale, dropout_p
+        self._framework = check_on_all_ranks(mesh, check)
+        if self._framework is not None:
+            warn_not_called(local_attention, self._framework.attention, "with a ring")
         self.mesh = mesh
         self.gather_idx = gather_idx or 0
-        self._says_batch_dim = gather_idx is None  # every call does
+        self._batch_dim_required = gather_idx is None  # every call does
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
-        self.kernel = kernel
-        self.tuning = tuning
+        self.kernel, self.tuning = kernel, tuning
 
     def forward(
         self,
@@ -185,19 +184,19 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked to say
                 nothing else than what the ring computes.
         """
-        given = Arguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
+        given = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
         if torch.compiler.is_compiling():
-            out = self._traced(query, key, value, given)
+            out = self._forward_traced(query, key, value, given)
             if out is not None:
                 return out
         return self._forward(query, key, value, given)
 
-    def _traced(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
+    def _forward_traced(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
         dim: Any = given.batch_dim_idx
-        if dim is None and not self._says_batch_dim:
+        if dim is None and not self._batch_dim_required:
             dim = 1 - self.gather_idx
         plain = (
             type(dim) is int
@@ -209,19 +208,19 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        layouts = tuple(told_layout(self._layout, x, self.mesh) for x in (q, k))
+        layouts = tuple(layout_spec(self._layout, x, self.mesh) for x in (q, k))
         named, caller = self._names_layout, f"{batch_dim_text(dim)}, "
         out: torch.Tensor | None = None
-        if self._host is None:
-            exchanged = traced_exchange(q, k, v, self.mesh, layouts, named, caller)
-            if exchanged is not None:
-                out = self._local(q, k, v, exchanged, dim == 1, None, given.args, given.kwargs)
+        if self._framework is None:
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layouts, named, caller)
+            if exchange_fn is not None:
+                out = self._local(q, k, v, exchange_fn, dim == 1, None, given.args, given.kwargs)
         elif not given.args and not given.kwargs:
             out = traced_attention(
                 q,
                 k,
                 v,
-                self._host.attention,
+                self._framework.attention,
                 mesh=self.mesh,
                 layouts=layouts,
                 training=self._in_training,
@@ -232,45 +231,47 @@ class USPAttention(torch.nn.Module):
             )
         return out.transpose(0, 1) if dim and out is not None else out
 
-    @not_plain
+    @graph_break
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
     ) -> torch.Tensor:
         """:meth:`forward` outside of graphs."""
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self._attend(q, k, v, given),)
+            return (self._run_checked(q, k, v, given),)
 
         extra = (*given.args, *given.kwargs.values(), given.batch_dim_idx)
         check_only_inputs_require_grad(self.local_attn, extra)
         dim = given.batch_dim_idx if isinstance(given.batch_dim_idx, int) else None
-        comparable = dim, comparable_documents(given.documents)
+        comparable = dim, hashable_documents(given.documents)
         wait_for_stream(self.sp_stream, query, key, value)
         (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
         return out
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
+    def _run_checked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
     ) -> torch.Tensor:
         def check() -> tuple[str, DropInPlan]:
             return self._plan(query, key, value, given)
 
-        plan = agreed(self.mesh, check, query, self._layout)
+        plan = check_on_all_ranks(self.mesh, check, query, self._layout)
         call = self.mesh.agreement.number
-        q, k, v = (x.transpose(0, 1) if plan.swap else x for x in (query, key, value))
-        if isinstance(plan.call, HeadTraffic):
-            exchanged = partial(exchange_step, plan.call, call)
-            out = self._local(q, k, v, exchanged, plan.swap, plan.rotary, plan.args, given.kwargs)
+        q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
+        if isinstance(plan.call, ChunkExchanges):
+            exchange_fn = partial(exchange_heads, plan.call, call)
+            out = self._local(
+                q, k, v, exchange_fn, plan.batch_second, plan.rotary, plan.args, given.kwargs
+            )
         else:
-            out = self._ring(q, k, v, plan, plan.call)
-        return out.transpose(0, 1) if plan.swap else out
+            out = self._ring(q, k, v, plan)
+        return out.transpose(0, 1) if plan.batch_second else out
 
     def _plan(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Arguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
     ) -> tuple[str, DropInPlan]:
         """All checks of one call on this rank, and its description for the others."""
         batch_dim_idx, rotary, documents, args, kwargs = given
-        if batch_dim_idx is None and self._says_batch_dim:
+        if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
                 f"nothing says which dim of {list(query.shape)} is the batch: call "
                 "attn(q, k, v, 0) for [b, s, h, d], attn(q, k, v, 1) for [s, b, h, d], or give "
@@ -288,14 +289,14 @@ class USPAttention(torch.nn.Module):
                 f"num_kv_heads={self.num_kv_heads}, but the keys are {list(key.shape)}: their "
                 "dim 2 is the heads"
             )
-        swap = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
-        q, k, v = (x.transpose(0, 1) if swap else x for x in (query, key, value))
+        batch_second = batch_dim_idx == 1 and query.ndim == key.ndim == value.ndim == 4
+        q, k, v = (x.transpose(0, 1) if batch_second else x for x in (query, key, value))
         tensors = check_tensors(q, k, v)
-        texts = [batch_dim_text(batch_dim_idx)]
+        signature = [batch_dim_text(batch_dim_idx)]
         layout = self._layout_of(q)
         if not self._names_layout:
             check_default_layout(self.mesh, layout)
-        host = self._host if documents is None else self._within(documents)
+        framework = self._framework if documents is None else self._with_documents(documents)
         if rotary is not None:
             if q.shape[1] != k.shape[1]:
                 raise ConfigError(
@@ -303,31 +304,32 @@ class USPAttention(torch.nn.Module):
                     f"{q.shape[1]} queries and {k.shape[1]} keys on this rank: turn them before"
                 )
             check_rotary(rotary, layout.seq_len, q.shape[3])
-            texts.append("rotary")
-            rotary = rotary_of(rotary, layout, None if host is None else self.mesh.rank)
-        if host is not None and self._host is None:
-            say_not_called(self.local_attn, host.attention, "with documents=")
-        call: USPCall | HeadTraffic
-        if host is None:
-            text, call = local_call(q, k, self.mesh, layout, self._layout_of(k))
-            texts += [tensors, text]
+            signature.append("rotary")
+            rotary = local_rotary(rotary, layout, None if framework is None else self.mesh.rank)
+        if framework is not None and self._framework is None:
+            warn_not_called(self.local_attn, framework.attention, "with documents=")
+        call: AttentionPlan | ChunkExchanges
+        if framework is None:
+            text, call = plan_local_attention(q, k, self.mesh, layout, self._layout_of(k))
+            signature += [tensors, text]
         else:
-            texts.append(host.check(layout.seq_len, q.shape[3], args, kwargs))
-            text, call = self._plan_ring(q, k, v, layout, host)
-            texts.append(text)
-        attention = None if host is None else host.attention
-        return ", ".join(texts), DropInPlan(swap, layout, args, rotary, call, attention)
+            signature.append(framework.check(layout.seq_len, q.shape[3], args, kwargs))
+            text, call = self._plan_ring(q, k, v, layout, framework)
+            signature.append(text)
+        attention = None if framework is None else framework.attention
+        return ", ".join(signature), DropInPlan(batch_second, layout, args, rotary, call, attention)
 
-    def _computed(self) -> LocalAttention:
+    def _resolve_local_attention(self) -> LocalAttention:
         """What the local attention computes."""
-        known = known_attention(self.local_attn)
-        return ring_attention(self.local_attn, known, *self._given)
+        detected = detect_local_attention(self.local_attn)
+        return resolve_ring_attention(self.local_attn, detected, *self._overrides)
 
-    def _within(self, documents: Any) -> HostArguments:
+    def _with_documents(self, documents: Any) -> FrameworkArguments:
         """What the local attention computes, within documents."""
-        attention = self._computed() if self._host is None else self._host.attention
+        known = self._framework
+        attention = known.attention if known else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
-        return HostArguments(replace(attention, mask=mask))
+        return FrameworkArguments(replace(attention, mask=mask))
 
     def _plan_ring(
         self,
@@ -335,9 +337,9 @@ class USPAttention(torch.nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         layout: TokenLayout,
-        host: HostArguments,
-    ) -> tuple[str, USPCall]:
-        attention = host.attention
+        framework: FrameworkArguments,
+    ) -> tuple[str, AttentionPlan]:
+        attention = framework.attention
         return plan_call(
             q,
             k,
@@ -362,33 +364,33 @@ class USPAttention(torch.nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        exchanged: Callable[..., tuple[torch.Tensor, ...]],
-        swap: bool,
+        exchange_fn: Callable[..., tuple[torch.Tensor, ...]],
+        batch_second: bool,
         rotary: Rotary | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """Ring 1: the local attention between two exchanges, as DeepSpeed does it."""
-        q, k, v = exchanged(True, q, k, v)
+        q, k, v = exchange_fn(True, q, k, v)
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
         heads = q.shape[2]
-        if swap:
+        if batch_second:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         out = self.local_attn(q, k, v, *args, **kwargs)
         flat = out.ndim == 3
         out = out.unflatten(2, (heads, -1)) if flat else out
-        out = out.transpose(0, 1) if swap else out
-        (out,) = exchanged(False, out)
+        out = out.transpose(0, 1) if batch_second else out
+        (out,) = exchange_fn(False, out)
         return out.flatten(2) if flat else out
 
     def _ring(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan, call: USPCall
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
         """With a ring: what the local attention would compute, on the package's kernels."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
-        attention = cast(LocalAttention, plan.attention)
+        call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)
         scores = attention.scores(q.device)
         out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
         return out.flatten(2) if attention.flat_output else out

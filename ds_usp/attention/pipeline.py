@@ -21,15 +21,15 @@ from typing import NamedTuple
 import torch
 
 from ds_usp.attention.ring import (
-    BlockWalk,
+    KVStream,
     RingCall,
-    RingGradients,
-    nothing,
+    RingGradReducer,
+    noop,
     ring_backward,
     ring_forward,
 )
-from ds_usp.attention.score_mod import PartScores, Scores
-from ds_usp.attention.validation import HeadTraffic
+from ds_usp.attention.score_mod import ChunkScoreMod, Scores
+from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.all_to_all import HeadExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.uniform_all_to_all import Departure, Trip
@@ -39,7 +39,7 @@ from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
 
 @dataclass(frozen=True)
-class USPCall:
+class AttentionPlan:
     """Everything that one attention over a mesh needs besides its tensors.
 
     Args:
@@ -50,55 +50,55 @@ class USPCall:
         spec: what the kernel does to scores.
     """
 
-    parts: tuple[HeadTraffic, ...]
-    rings: tuple[RingCall, ...]
-    with_lse: bool
-    staging: Mapping[str, int]
-    spec: ScoreMod = PLAIN
+    chunks: tuple[ChunkExchanges, ...]
+    ring_calls: tuple[RingCall, ...]
+    return_lse: bool
+    staging_bytes: Mapping[str, int]
+    score_mod: ScoreMod = PLAIN
 
     @property
-    def stays(self) -> bool:
+    def local_heads(self) -> bool:
         """The heads of this rank's tokens are all computed here: no exchange, all ring or none."""
         return self.mesh.ulysses_degree == 1
 
     @property
     def mesh(self) -> SequenceMesh:
         """The ranks."""
-        return self.rings[0].mesh
+        return self.ring_calls[0].mesh
 
     @property
-    def in_place(self) -> bool:
+    def single_shot(self) -> bool:
         """All of it is computed at once, where the tensors are."""
-        return self.stays and len(self.parts) == 1
+        return self.local_heads and len(self.chunks) == 1
 
-    def prepare(self, device: torch.device) -> None:
+    def reserve_resources(self, device: torch.device) -> None:
         """Make room for copy engines and groups for a double ring; collective where there is not
         enough yet."""
-        if self.rings[0].schedule.windows:
+        if self.ring_calls[0].schedule.windows:
             self.mesh.open_outer()
-        if self.staging and self.mesh.lacks(self.staging):
+        if self.staging_bytes and self.mesh.lacks(self.staging_bytes):
             with without_multicast():
-                self.mesh.reserve(self.staging, device)
-        if self.staging:
+                self.mesh.reserve(self.staging_bytes, device)
+        if self.staging_bytes:
             self.mesh.agreement.begin_pass()
 
-    def passed(self) -> None:
+    def mark_pass_done(self) -> None:
         """Note that a pass has ended well."""
-        if self.staging:
+        if self.staging_bytes:
             self.mesh.agreement.end_pass()
 
-    def scores_of(self, index: int, scores: Scores, x: torch.Tensor) -> PartScores:
+    def score_mod_for_chunk(self, index: int, scores: Scores, x: torch.Tensor) -> ChunkScoreMod:
         """The scores of one part of a call on tensors of this batch and device."""
-        part = self.parts[index]
-        return PartScores(self.mesh, part, self.spec, scores, x.shape[0], x.device)
+        chunk = self.chunks[index]
+        return ChunkScoreMod(self.mesh, chunk, self.score_mod, scores, x.shape[0], x.device)
 
     @property
-    def rings_travel(self) -> bool:
+    def has_ring(self) -> bool:
         """Keys and values of other ring ranks come here, or go there."""
-        return self.rings[0].schedule.ring_degree > 1
+        return self.ring_calls[0].schedule.ring_degree > 1
 
 
-class Kept(NamedTuple):
+class SavedChunk(NamedTuple):
     """What backward needs of one part: q ``[b, S, h, d]``, k ``[b, S, g, d]``, v ``[b, S, g, e]``,
     out ``[b, S, h, e]``, lse ``[b, h, S]``."""
 
@@ -109,21 +109,21 @@ class Kept(NamedTuple):
     lse: torch.Tensor
 
 
-class _Come(NamedTuple):
+class _InflightChunk(NamedTuple):
     """One part: its exchange, taken when it is computed at the latest, and its keys and values."""
 
-    trip: Trip
-    walk: BlockWalk
+    exchange: Trip
+    kv_stream: KVStream
 
     def close(self) -> None:
         """After an error: nothing may stay under way."""
         try:
-            self.trip.close()
+            self.exchange.close()
         finally:
-            self.walk.close()
+            self.kv_stream.close()
 
 
-class _Belt:
+class _ChunkPipeline:
     """Brings the parts of the heads to where they are computed, ahead of it, and takes them home.
 
     All that computes and packs is on the current stream; copy engines and messages run beside it.
@@ -146,222 +146,244 @@ class _Belt:
 
     def __init__(
         self,
-        call: USPCall,
+        plan: AttentionPlan,
         order: Sequence[int],
-        send: Callable[[int], Trip],
-        walk: Callable[[int, Trip], BlockWalk],
+        post_exchange: Callable[[int], Trip],
+        start_kv: Callable[[int, Trip], KVStream],
         *,
         backward: bool,
     ) -> None:
-        self._order, self._send, self._walk = order, send, walk
-        self._travels = call.rings_travel
-        self._goes_late = self._travels and backward
-        self._keys_are_here = self._travels and (backward or call.stays)
-        self._ahead = 2 if self._travels and not self._keys_are_here else 1
-        self._at = self._sent = self._arrived = 0
-        self._coming: list[Trip] = []
-        self._here: list[_Come] = []
-        self._home: list[Trip] = []
-        self._late: tuple[Callable[[], Trip], Callable[[], None]] | None = None
+        self._chunk_order, self._post_exchange, self._start_kv = order, post_exchange, start_kv
+        self._has_ring = plan.has_ring
+        self._defer_return = self._has_ring and backward
+        self._kv_early = self._has_ring and (backward or plan.local_heads)
+        self._lookahead = 2 if self._has_ring and not self._kv_early else 1
+        self._current = self._num_posted = self._num_started = 0
+        self._in_flight: list[Trip] = []
+        self._ready: list[_InflightChunk] = []
+        self._returning: list[Trip] = []
+        self._deferred_return: tuple[Callable[[], Trip], Callable[[], None]] | None = None
 
-    def run(self, compute: Callable[[int, _Come], None]) -> None:
+    def run(self, compute: Callable[[int, _InflightChunk], None]) -> None:
         """Compute each part, which :meth:`leave` is to be told of. What it has needed is free
         before the next ones come."""
-        for at, index in enumerate(self._order):
-            self._at = at
-            self._set_out(at + 1)
-            self._arrive(at)
-            self._set_out(at + self._ahead)
-            if self._keys_are_here or (self._travels and at > 1):  # it had a part's time to come
-                self._arrive(at + 1)
-            compute(index, self._here[0])
-            del self._here[0]
-        for trip in self._home:
-            trip.take()
+        for position, index in enumerate(self._chunk_order):
+            self._current = position
+            self._post_until(position + 1)
+            self._start_kv_of(position)
+            self._post_until(position + self._lookahead)
+            if self._kv_early or (self._has_ring and position > 1):  # it had a part's time to come
+                self._start_kv_of(position + 1)
+            compute(index, self._ready[0])
+            del self._ready[0]
+        for exchange in self._returning:
+            exchange.take()
 
-    def between(self) -> None:
+    def mid_chunk(self) -> None:
         """In the middle of a part's computation."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._go(*late)
-        if self._travels:
-            self._arrive(self._at + 1)
-        while not self._goes_late and self._home:  # it went home beside this part
-            self._home.pop(0).take()
+        if self._deferred_return is not None:
+            deferred, self._deferred_return = self._deferred_return, None
+            self._post_return(*deferred)
+        if self._has_ring:
+            self._start_kv_of(self._current + 1)
+        while not self._defer_return and self._returning:  # it went home beside this part
+            self._returning.pop(0).take()
 
-    def leave(self, task: Callable[[], Trip], undo: Callable[[], None] = nothing) -> None:
+    def return_chunk(self, post: Callable[[], Trip], on_error: Callable[[], None] = noop) -> None:
         """A part is computed and may go home.
 
         Args:
             task: begins the exchange.
             undo: for it, after an error.
         """
-        if self._goes_late and self._at + 1 < len(self._order):
-            self._late = task, undo
+        if self._defer_return and self._current + 1 < len(self._chunk_order):
+            self._deferred_return = post, on_error
         else:
-            self._go(task, undo)
+            self._post_return(post, on_error)
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
         with ExitStack() as stack:  # all of it, whatever fails
-            for trip in (*self._home, *self._coming):
-                stack.callback(trip.close)
-            for come in self._here:
-                stack.callback(come.close)
-            if self._late is not None:
-                stack.callback(self._late[1])
+            for exchange in (*self._returning, *self._in_flight):
+                stack.callback(exchange.close)
+            for chunk in self._ready:
+                stack.callback(chunk.close)
+            if self._deferred_return is not None:
+                stack.callback(self._deferred_return[1])
 
-    def _set_out(self, last: int) -> None:
+    def _post_until(self, last: int) -> None:
         """All parts up to this one, those that have not."""
-        for index in self._order[self._sent : last + 1]:
-            self._coming.append(self._send(index))
-            self._sent += 1
+        for index in self._chunk_order[self._num_posted : last + 1]:
+            self._in_flight.append(self._post_exchange(index))
+            self._num_posted += 1
 
-    def _arrive(self, at: int) -> None:
+    def _start_kv_of(self, position: int) -> None:
         """A part that comes next, if it has not: its keys and values travel."""
-        if self._arrived <= at < len(self._order):
-            trip = self._coming[0]
-            self._here.append(_Come(trip, self._walk(self._order[at], trip)))
-            self._coming.pop(0)
-            self._arrived += 1
+        if self._num_started <= position < len(self._chunk_order):
+            exchange = self._in_flight[0]
+            self._ready.append(
+                _InflightChunk(exchange, self._start_kv(self._chunk_order[position], exchange))
+            )
+            self._in_flight.pop(0)
+            self._num_started += 1
 
-    def _go(self, task: Callable[[], Trip], undo: Callable[[], None]) -> None:
+    def _post_return(self, post: Callable[[], Trip], on_error: Callable[[], None]) -> None:
         """Begin the trip home; the one before it must have ended, so that its memory is free."""
         try:
-            self._home.append(task())
+            self._returning.append(post())
         except BaseException:
-            undo()
+            on_error()
             raise
-        while len(self._home) > 1:
-            self._home.pop(0).take()
+        while len(self._returning) > 1:
+            self._returning.pop(0).take()
 
 
-def attend(
-    call: USPCall, scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, list[Kept]]:
+def pipelined_forward(
+    plan: AttentionPlan,
+    scores: Scores,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    save_for_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, list[SavedChunk]]:
     """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
 
-    def send(index: int) -> Trip:
-        return call.parts[index].qkv.send_to_heads((q, k, v))
+    def post_exchange(index: int) -> Trip:
+        return plan.chunks[index].qkv.send_to_heads((q, k, v))
 
-    def walk(index: int, trip: Trip) -> BlockWalk:
-        ring = call.rings[index]
-        return BlockWalk(ring, ring.schedule.steps, *trip.take()[1:])
+    def start_kv(index: int, exchange: Trip) -> KVStream:
+        ring = plan.ring_calls[index]
+        return KVStream(ring, ring.schedule.steps, *exchange.take()[1:])
 
-    def leave(part: HeadTraffic, mine: Kept) -> Trip:
-        trip = part.out.send_to_sequence((mine.out,), (out,))
+    def return_chunk(exchanges: ChunkExchanges, saved: SavedChunk) -> Trip:
+        exchange = exchanges.out.send_to_sequence((saved.out,), (out,))
         if lse is None:
-            return trip
-        trip.take()
-        return part.out.send_to_sequence((mine.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
+            return exchange
+        exchange.take()
+        return exchanges.out.send_to_sequence((saved.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
 
-    def compute(index: int, come: _Come) -> None:
-        part, tensors = call.scores_of(index, scores, q), come.trip.take()
-        result = ring_forward(call.rings[index], tensors[0], come.walk, part, belt.between)
+    def compute_chunk(index: int, chunk: _InflightChunk) -> None:
+        score_mod, tensors = plan.score_mod_for_chunk(index, scores, q), chunk.exchange.take()
+        result = ring_forward(
+            plan.ring_calls[index], tensors[0], chunk.kv_stream, score_mod, pipeline.mid_chunk
+        )
         if scores.sinks is not None:
-            result = apply_sinks(*result, part.of_heads(scores.sinks))
-        mine = Kept._make((*tensors, *result))
-        if keep or call.in_place:
-            kept.append(mine)
-        if not call.in_place:
-            belt.leave(partial(leave, call.parts[index], mine))
+            result = apply_sinks(*result, score_mod.slice_heads(scores.sinks))
+        saved = SavedChunk._make((*tensors, *result))
+        if save_for_backward or plan.single_shot:
+            saved_chunks.append(saved)
+        if not plan.single_shot:
+            pipeline.return_chunk(partial(return_chunk, plan.chunks[index], saved))
 
-    call.prepare(q.device)
-    kept: list[Kept] = []
-    out = q if call.in_place else q.new_empty(*q.shape[:3], v.shape[3])
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if call.with_lse else None
-    belt = _Belt(call, range(len(call.parts)), send, walk, backward=False)
-    with closing(belt):
-        belt.run(compute)
-    call.passed()
-    if call.in_place:
-        return kept[0].out, kept[0].lse if call.with_lse else None, kept
-    return out, None if lse is None else lse.squeeze(-1).transpose(1, 2), kept
+    plan.reserve_resources(q.device)
+    saved_chunks: list[SavedChunk] = []
+    out = q if plan.single_shot else q.new_empty(*q.shape[:3], v.shape[3])
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(*q.shape[:3], 1, dtype=acc_dtype) if plan.return_lse else None
+    pipeline = _ChunkPipeline(
+        plan, range(len(plan.chunks)), post_exchange, start_kv, backward=False
+    )
+    with closing(pipeline):
+        pipeline.run(compute_chunk)
+    plan.mark_pass_done()
+    if plan.single_shot:
+        return saved_chunks[0].out, saved_chunks[0].lse if plan.return_lse else None, saved_chunks
+    return out, None if lse is None else lse.squeeze(-1).transpose(1, 2), saved_chunks
 
 
-def attend_backward(
-    call: USPCall,
+def pipelined_backward(
+    plan: AttentionPlan,
     scores: Scores,
     dout: torch.Tensor,
     shapes: Sequence[torch.Size],
-    kept: Sequence[Kept],
+    saved_chunks: Sequence[SavedChunk],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
     and, where sinks are learned, this rank's share of theirs ``[h]``."""
     grads: tuple[torch.Tensor, ...] = ()
 
-    def send(index: int) -> Trip:
-        return call.parts[index].out.send_to_heads((dout,))
+    def post_exchange(index: int) -> Trip:
+        return plan.chunks[index].out.send_to_heads((dout,))
 
-    def walk(index: int, trip: Trip) -> BlockWalk:
-        ring = call.rings[index]
-        return BlockWalk(ring, ring.schedule.backward_steps, *kept[index][1:3])
+    def start_kv(index: int, exchange: Trip) -> KVStream:
+        ring = plan.ring_calls[index]
+        return KVStream(ring, ring.schedule.backward_steps, *saved_chunks[index][1:3])
 
-    def leave(exchange: HeadExchange, mine: RingGradients, departure: Departure | None) -> Trip:
-        return exchange.send_to_sequence(mine.sums(), grads, departure)
+    def return_chunk(
+        exchange: HeadExchange, reducer: RingGradReducer, staging: Departure | None
+    ) -> Trip:
+        return exchange.send_to_sequence(reducer.accumulators(), grads, staging)
 
-    def compute(index: int, come: _Come) -> None:
+    def compute_chunk(index: int, chunk: _InflightChunk) -> None:
         nonlocal grads
-        part, ring = call.scores_of(index, scores, dout), call.rings[index]
-        (share,) = come.trip.take()
-        exchange = call.parts[index].qkv
-        departure = exchange.departure(dout, shapes) if ring.fills(dout.dtype) else None
-        home = departure.parts if departure else ()
-        mine = ring_backward(ring, share, *kept[index], come.walk, part, belt.between, home)
+        score_mod, ring = plan.score_mod_for_chunk(index, scores, dout), plan.ring_calls[index]
+        (dout_heads,) = chunk.exchange.take()
+        saved, exchange = saved_chunks[index], plan.chunks[index].qkv
+        in_place = ring.writes_grads_in_place(dout.dtype)
+        staging = exchange.departure(dout, shapes) if in_place else None
+        buffers = staging.parts if staging else ()
+        reducer = ring_backward(
+            ring, dout_heads, *saved, chunk.kv_stream, score_mod, pipeline.mid_chunk, buffers
+        )
         try:
             if sinks is not None and dsinks is not None:
-                dsink = sink_gradient(share, *kept[index][3:], part.of_heads(sinks))
-                part.of_heads(dsinks).copy_(dsink)
-            if call.in_place:
-                grads = mine.result()
+                dsink = sink_gradient(dout_heads, *saved[3:], score_mod.slice_heads(sinks))
+                score_mod.slice_heads(dsinks).copy_(dsink)
+            if plan.single_shot:
+                grads = reducer.result()
                 return
             if not grads:  # as late as can be: they are as large as all that has come so far
                 grads = tuple(dout.new_empty(shape) for shape in shapes)
         except BaseException:
-            mine.close()
+            reducer.close()
             raise
-        belt.leave(partial(leave, exchange, mine, departure), mine.close)
+        pipeline.return_chunk(partial(return_chunk, exchange, reducer, staging), reducer.close)
 
-    call.prepare(dout.device)
+    plan.reserve_resources(dout.device)
     sinks = scores.sinks
     dsinks = torch.zeros_like(sinks) if sinks is not None and sinks.requires_grad else None
-    belt = _Belt(call, range(len(call.parts))[::-1], send, walk, backward=True)
-    with closing(belt):
-        belt.run(compute)
-    call.passed()
+    pipeline = _ChunkPipeline(
+        plan, range(len(plan.chunks))[::-1], post_exchange, start_kv, backward=True
+    )
+    with closing(pipeline):
+        pipeline.run(compute_chunk)
+    plan.mark_pass_done()
     dq, dk, dv = grads
     return dq, dk, dv, dsinks
 
 
-def staging(
-    parts: Sequence[HeadTraffic], rings: Sequence[RingCall], q: torch.Tensor, v: torch.Tensor
+def staging_bytes_by_kind(
+    chunks: Sequence[ChunkExchanges],
+    ring_calls: Sequence[RingCall],
+    q: torch.Tensor,
+    v: torch.Tensor,
 ) -> dict[str, int]:
     """Bytes of each kind of traffic that a rank packs at most at once, for copy engines.
 
     Args:
         q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
     """
-    ring, schedules = rings[0], [ring.schedule for ring in rings]
-    if not ring.copies:
+    ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
+    if not ring.use_copy_engines:
         return {}
     batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
-    wide = torch.promote_types(q.dtype, torch.float32).itemsize
+    acc_dtype = torch.promote_types(q.dtype, torch.float32).itemsize
     sizes = {
         "all_to_all": max(
             max(
-                part.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
-                part.out.staging_bytes(batch, (value_dim,), q.element_size()),
-                part.out.staging_bytes(batch, (1,), wide),  # the log-sum-exp
+                chunk.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
+                chunk.out.staging_bytes(batch, (value_dim,), q.element_size()),
+                chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
             )
-            for part in parts
+            for chunk in chunks
         )
     }
     if ring.schedule.ring_degree > 1:
-        token = max(part.qkv.widths()[1] for part in parts) * batch * (dim + value_dim)
+        token = max(chunk.qkv.widths()[1] for chunk in chunks) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
         tokens = ring.schedule.most_taken_anywhere
         if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
-            tokens = max(tokens, *(each.most_mixed_anywhere for each in schedules))
+            tokens = max(tokens, *(schedule.most_mixed_anywhere for schedule in schedules))
         sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
     return sizes

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.attention.score_mod import PartScores
+from ds_usp.attention.score_mod import ChunkScoreMod
 from ds_usp.attention.travel import (
-    NO_ARRIVALS,
-    NO_WAY_HOME,
-    Arrivals,
-    WayHome,
-    packed_copy,
-    unpacked,
+    NULL_GRAD_RETURN,
+    NULL_PREFETCHER,
+    GradReturn,
+    KVPrefetcher,
+    pack_kv,
+    unpack_kv,
 )
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.double_ring import Window
@@ -42,14 +42,14 @@ from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def nothing() -> None:
+def noop() -> None:
     """Nothing is to be done in between."""
 
 
-def done(task: Callable[[], None]) -> Callable[[], None]:
+def run_once(hook: Callable[[], None]) -> Callable[[], None]:
     """Do a task; what is to be done next time."""
-    task()
-    return nothing
+    hook()
+    return noop
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class RingCall:
     schedule: RingSchedule
     kernel: AttentionKernel
     scale: float
-    copies: bool = False
+    use_copy_engines: bool = False
 
-    def fills(self, dtype: torch.dtype) -> bool:
+    def writes_grads_in_place(self, dtype: torch.dtype) -> bool:
         """Whether backward is one call of a kernel that writes its gradients where they are wanted,
         in the dtype of the tensors. Beside a ring they wait for others before they can leave."""
         caps, schedule = self.kernel.caps, self.schedule
@@ -76,7 +76,7 @@ class RingCall:
         return calls == 1 and caps.grad_dtype(dtype) == dtype
 
 
-class BlockWalk:
+class KVStream:
     """The keys and values of each step, in order.
 
     The first block that travels is asked for at once, each further one when the caller has taken
@@ -90,56 +90,58 @@ class BlockWalk:
     def __init__(
         self, call: RingCall, steps: Sequence[RingStep], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._steps, self._own, schedule = steps, (k, v), call.schedule
-        self._window, self._held = 0, self._own
-        self._near = self._far = NO_ARRIVALS
-        travelling = [step for step in steps if not step.own]
-        if not (travelling or schedule.windows):
+        self._steps, self._local_kv, schedule = steps, (k, v), call.schedule
+        self._outer_step, self._current_local = 0, self._local_kv
+        self._inner = self._outer = NULL_PREFETCHER
+        remote_steps = [step for step in steps if not step.own]
+        if not (remote_steps or schedule.windows):
             return
-        near = call.mesh.channel("ring_kv", call.copies)
-        self._near = Arrivals(near, travelling, k, v)
-        packed = packed_copy(near, k, v, schedule.packed)
+        inner = call.mesh.channel("ring_kv", call.use_copy_engines)
+        self._inner = KVPrefetcher(inner, remote_steps, k, v)
+        packed = pack_kv(inner, k, v, schedule.packed)
         if schedule.windows:
-            far = call.mesh.channel("ring_kv_outer")
-            self._far = Arrivals(far, schedule.windows, k, v)
-            self._far.begin(schedule.windows, packed)
-        self._near.begin([step for step in travelling if not step.window], packed)
+            outer = call.mesh.channel("ring_kv_outer")
+            self._outer = KVPrefetcher(outer, schedule.windows, k, v)
+            self._outer.start(schedule.windows, packed)
+        self._inner.start([step for step in remote_steps if not step.window], packed)
 
     @property
     def value_dim(self) -> int:
         """Head dim of the values."""
-        return self._own[1].shape[3]
+        return self._local_kv[1].shape[3]
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
-        self._near.close()
-        self._far.close()
+        self._inner.close()
+        self._outer.close()
 
     def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor, torch.Tensor]]:
         for step in self._steps:
-            if step.window != self._window:
-                self._turn(step.window)
+            if step.window != self._outer_step:
+                self._switch_outer_step(step.window)
             if step.own:
-                yield step, *self._held
+                yield step, *self._current_local
                 continue
-            yield step, *unpacked(self._near.take(), *self._own)
+            yield step, *unpack_kv(self._inner.wait_next(), *self._local_kv)
 
-    def _turn(self, window: int) -> None:
+    def _switch_outer_step(self, outer_step: int) -> None:
         """Go on to another window, or back to the own block."""
-        self._window, self._held = window, self._own
-        if window:
-            packed = self._far.take()
-            self._held = unpacked(packed, *self._own)
-            mine = [step for step in self._steps if step.window == window and not step.own]
-            self._near.begin(mine, packed)
+        self._outer_step, self._current_local = outer_step, self._local_kv
+        if outer_step:
+            packed = self._outer.wait_next()
+            self._current_local = unpack_kv(packed, *self._local_kv)
+            remote_steps = [
+                step for step in self._steps if step.window == outer_step and not step.own
+            ]
+            self._inner.start(remote_steps, packed)
 
 
 def ring_forward(
-    call: RingCall,
+    ring_call: RingCall,
     q: torch.Tensor,
-    walk: BlockWalk,
-    scores: PartScores,
-    between: Callable[[], None] = nothing,
+    kv_stream: KVStream,
+    score_mod: ChunkScoreMod,
+    overlap_hook: Callable[[], None] = noop,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this ring rank's queries with the keys and values of the whole ring.
 
@@ -149,31 +151,31 @@ def ring_forward(
     Shapes:
         q ``[B, S, H, D]`` -> out ``[B, S, H, E]``, lse ``[B, H, S]``.
     """
-    total = OutputAccumulator(q, walk.value_dim)
-    with closing(walk):
-        for step, k_block, v_block in walk:
-            kernel = scores.on(call.kernel, step)
-            for each in step.calls:
-                part, lse = kernel.forward((q, k_block, v_block), each, scale=call.scale)
-                between = done(between)
-                total.add(part, lse, each.q_span)
-            between = done(between)  # in the first step on every rank, whatever it computes
-    return total.result()
+    accumulator = OutputAccumulator(q, kv_stream.value_dim)
+    with closing(kv_stream):
+        for step, k_block, v_block in kv_stream:
+            kernel = score_mod.bind(ring_call.kernel, step)
+            for call in step.calls:
+                out, lse = kernel.forward((q, k_block, v_block), call, scale=ring_call.scale)
+                overlap_hook = run_once(overlap_hook)
+                accumulator.add(out, lse, call.q_span)
+            overlap_hook = run_once(overlap_hook)  # on every rank, also where it has no calls
+    return accumulator.result()
 
 
 def ring_backward(
-    call: RingCall,
+    ring_call: RingCall,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    walk: BlockWalk,
-    scores: PartScores,
-    between: Callable[[], None] = nothing,
-    home: Sequence[torch.Tensor] = (),
-) -> RingGradients:
+    kv_stream: KVStream,
+    score_mod: ChunkScoreMod,
+    overlap_hook: Callable[[], None] = noop,
+    grad_buffers: Sequence[torch.Tensor] = (),
+) -> RingGradReducer:
     """The gradients of a ring attention, the last of them still on their way home.
 
     A step's share of ``dk`` and ``dv`` travels in the dtype in which the kernel returns it.
@@ -182,31 +184,35 @@ def ring_backward(
         between: what else is to be done when some of the first step is under way.
         home: where ``dq``, ``dk`` and ``dv`` are wanted, if one call makes them (``call.fills``).
     """
-    with closing(walk):
-        grads = RingGradients(call, q, k, v, home)
+    with closing(kv_stream):
+        grads = RingGradReducer(ring_call, q, k, v, grad_buffers)
         try:
-            for step, k_block, v_block in walk:
-                sums = grads.of_step(step, k_block, v_block)
-                kernel = scores.on(call.kernel, step)
-                for each in step.calls:
-                    places = grads.places(step, each)
+            for step, k_block, v_block in kv_stream:
+                accumulators = grads.accumulators_for(step, k_block, v_block)
+                kernel = score_mod.bind(ring_call.kernel, step)
+                for call in step.calls:
                     inputs = BackwardInputs(dout, q, k_block, v_block, out, lse)
-                    parts = kernel.backward(inputs, each, scale=call.scale, grad_buffers=places)
-                    between = done(between)
-                    spans = each.q_span, each.k_span, each.k_span
-                    for total, part, span in zip(sums, parts, spans, strict=True):
-                        total.add(part, [span])
-                between = done(between)
+                    partials = kernel.backward(
+                        inputs,
+                        call,
+                        scale=ring_call.scale,
+                        grad_buffers=grads.out_buffers_for(step, call),
+                    )
+                    overlap_hook = run_once(overlap_hook)
+                    spans = call.q_span, call.k_span, call.k_span
+                    for accumulator, grad, span in zip(accumulators, partials, spans, strict=True):
+                        accumulator.add(grad, [span])
+                overlap_hook = run_once(overlap_hook)
                 if not step.own:
-                    grads.send(step, sums[1:])
-            grads.gather()
+                    grads.post_step_grads(step, accumulators[1:])
+            grads.drain()
         except BaseException:
             grads.close()
             raise
     return grads
 
 
-class RingGradients:
+class RingGradReducer:
     """``dq``, ``dk`` and ``dv`` of one rank: what it computed, what it sends, what comes to it.
 
     The gradients of what a rank holds for its node are summed here, and sent home as one.
@@ -221,92 +227,103 @@ class RingGradients:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        home: Sequence[torch.Tensor] = (),
+        grad_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._home: GradBuffers | None = (home[0], home[1], home[2]) if home else None
-        self._sums = GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)
-        self._window, self._held = 0, self._sums[1:]
-        dtype, self._fills = (
+        self._grad_buffers: GradBuffers | None = (
+            (grad_buffers[0], grad_buffers[1], grad_buffers[2]) if grad_buffers else None
+        )
+        self._accumulators = GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)
+        self._outer_step, self._relay_accumulators = 0, self._accumulators[1:]
+        dtype, self._writes_in_place = (
             call.kernel.caps.grad_dtype(k.dtype),
             call.kernel.caps.writes_grads_in_place,
         )
         schedule, mesh = call.schedule, call.mesh
-        self._windows = schedule.windows
-        self._ended: tuple[Window, tuple[GradAccumulator, GradAccumulator]] | None = None
-        travelling = [step for step in schedule.backward_steps if not step.own]
-        self._near = self._far = NO_WAY_HOME
-        if travelling:
-            near = mesh.channel("ring_dkv", call.copies)
-            self._near = WayHome(near, travelling, schedule.ring_rank, dtype, k, v)
+        self._outer_steps = schedule.windows
+        self._pending_outer_step: tuple[Window, tuple[GradAccumulator, GradAccumulator]] | None = (
+            None
+        )
+        remote_steps = [step for step in schedule.backward_steps if not step.own]
+        self._inner = self._outer = NULL_GRAD_RETURN
+        if remote_steps:
+            inner = mesh.channel("ring_dkv", call.use_copy_engines)
+            self._inner = GradReturn(inner, remote_steps, schedule.ring_rank, dtype, k, v)
         if schedule.windows:
-            far = mesh.channel("ring_dkv_outer")
-            self._far = WayHome(far, schedule.windows, schedule.ring_rank, dtype, k, v)
+            outer = mesh.channel("ring_dkv_outer")
+            self._outer = GradReturn(outer, schedule.windows, schedule.ring_rank, dtype, k, v)
 
-    def of_step(
+    def accumulators_for(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
     ) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
         """Where a step's gradients are summed."""
-        self._send_sums()
-        if step.window != self._window:
-            self._end_window()
+        self._post_pending_outer_step()
+        if step.window != self._outer_step:
+            self._finish_outer_step()
             if step.window:  # its first step is of all that this rank holds
-                self._window, self._held = (
+                self._outer_step, self._relay_accumulators = (
                     step.window,
                     (GradAccumulator(k_block), GradAccumulator(v_block)),
                 )
             else:
-                self._send_sums()
+                self._post_pending_outer_step()
         if step.own:
-            return self._sums[0], *self._held
-        return self._sums[0], GradAccumulator(k_block), GradAccumulator(v_block)
+            return self._accumulators[0], *self._relay_accumulators
+        return self._accumulators[0], GradAccumulator(k_block), GradAccumulator(v_block)
 
-    def places(self, step: RingStep, each: KernelCall) -> GradBuffers | None:
+    def out_buffers_for(self, step: RingStep, kernel_call: KernelCall) -> GradBuffers | None:
         """Where a kernel is to write the gradients of a call, if that is where they leave from: of
         a step's first call, if it has all of its columns. Those of others are added there."""
-        whole = each is step.calls[0] and each.tile and each.k_span == (0, step.columns)
-        if not (self._fills and whole):
+        all_columns = (
+            kernel_call is step.calls[0]
+            and kernel_call.tile
+            and kernel_call.k_span == (0, step.columns)
+        )
+        if not (self._writes_in_place and all_columns):
             return None
-        return self._home if step.own else (None, *self._near.places(step))
+        return self._grad_buffers if step.own else (None, *self._inner.staging_views(step))
 
-    def send(self, step: RingStep, gradients: Sequence[GradAccumulator]) -> None:
+    def post_step_grads(self, step: RingStep, gradients: Sequence[GradAccumulator]) -> None:
         """Send a step's gradients to those who hold its keys and expect those of what this rank
         holds from their users."""
-        self._near.send(step, gradients, self._held)
+        self._inner.send(step, gradients, self._relay_accumulators)
 
-    def gather(self) -> None:
+    def drain(self) -> None:
         """Take what is still to come now, if its buffer or the sums so far cannot wait."""
-        self._send_sums()
-        self._end_window()
-        self._send_sums()
-        if not self._near.keeps:
-            self._near.settle()
+        self._post_pending_outer_step()
+        self._finish_outer_step()
+        self._post_pending_outer_step()
+        if not self._inner.one_buffer_per_exchange:
+            self._inner.wait_and_accumulate()
 
     def result(self) -> Grads:
         """``dq``, ``dk``, ``dv`` in the dtype and shape of ``q``, ``k`` and ``v``."""
-        dq, dk, dv = (total.result() for total in self.sums())
+        dq, dk, dv = (accumulator.result() for accumulator in self.accumulators())
         return dq, dk, dv
 
-    def sums(self) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
+    def accumulators(self) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
         """The same, when all of it has come and before it is summed."""
-        self._near.settle()
-        self._far.settle()
-        return self._sums
+        self._inner.wait_and_accumulate()
+        self._outer.wait_and_accumulate()
+        return self._accumulators
 
     def close(self) -> None:
         """After an error: nothing may stay under way, or the next call would take it."""
-        self._near.close()
-        self._far.close()
+        self._inner.close()
+        self._outer.close()
 
-    def _end_window(self) -> None:
+    def _finish_outer_step(self) -> None:
         """Go back to the own block. The last of the window's gradients may be under way to here:
         before another window they travel under its first step."""
-        if self._window:
-            self._ended = self._windows[self._window - 1], self._held
-            self._window, self._held = 0, self._sums[1:]
+        if self._outer_step:
+            self._pending_outer_step = (
+                self._outer_steps[self._outer_step - 1],
+                self._relay_accumulators,
+            )
+            self._outer_step, self._relay_accumulators = 0, self._accumulators[1:]
 
-    def _send_sums(self) -> None:
+    def _post_pending_outer_step(self) -> None:
         """Send the sums of a window that has ended, if one waits for it, to their owner."""
-        if self._ended is not None:
-            self._near.settle()
-            self._far.send(*self._ended, self._sums[1:])
-            self._ended = None
+        if self._pending_outer_step is not None:
+            self._inner.wait_and_accumulate()
+            self._outer.send(*self._pending_outer_step, self._accumulators[1:])
+            self._pending_outer_step = None

@@ -31,7 +31,7 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
         )
 
 
-def rotary_of(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
+def local_rotary(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
     """Cos and sin ``[s, rot_dim]`` of the tokens that are rotated here: before an exchange those of
     a rank, after it, where there is none, those of the whole sequence."""
     cos, sin = (part[: layout.seq_len, 0, 0] for part in rotary)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_usp.attention.validation import HeadTraffic
+from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.double_ring import Piece
@@ -51,14 +51,14 @@ class Scores:
 
     def __post_init__(self) -> None:
         cap, seed = self.softcap, self.dropout_seed
-        number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
-        if cap is not None and (not number or not 0 < cap < math.inf):
+        is_number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+        if cap is not None and (not is_number or not 0 < cap < math.inf):
             raise ConfigError(
                 f"softcap={cap!r} must be a finite number above 0; None leaves the scores as they "
                 "are (a library's 0.0 is None here)"
             )
-        whole = isinstance(seed, int) and not isinstance(seed, bool)
-        if seed is not None and (not whole or not 0 <= seed < 2**63):
+        is_int = isinstance(seed, int) and not isinstance(seed, bool)
+        if seed is not None and (not is_int or not 0 <= seed < 2**63):
             raise ConfigError(f"dropout_seed={seed!r} must be a whole number, 0 to 2**63 - 1")
 
         for name in ("alibi_slopes", "sinks"):
@@ -69,12 +69,12 @@ class Scores:
                 )
 
     @property
-    def values(self) -> Hashable:
+    def static_values(self) -> Hashable:
         """All that is no tensor, and which tensors there are."""
         return self.softcap, self.dropout_seed, self.alibi_slopes is None, self.sinks is None
 
     @property
-    def kind(self) -> Hashable:
+    def plan_key(self) -> Hashable:
         """All of it but the values of tensors and of the seed: calls of one kind share a plan."""
         tensors = (
             None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
@@ -83,10 +83,10 @@ class Scores:
         return self.softcap, *tensors, self.dropout_seed is None
 
 
-NO_SCORES = Scores()
+NO_SCORE_MOD = Scores()
 
 
-def check_scores(
+def check_score_mod(
     scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
 ) -> ScoreMod:
     """Check that they fit queries ``[b, s, h, d]``; what a kernel is asked for.
@@ -121,14 +121,14 @@ def check_scores(
         raise UnsupportedAttentionError(
             "alibi_slopes requires a gradient, and slopes are not learned here: detach() them"
         )
-    number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
-    if not number or not 0.0 <= dropout_p < 1.0:
+    is_number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
+    if not is_number or not 0.0 <= dropout_p < 1.0:
         raise ConfigError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
     return ScoreMod(scores.softcap, scores.alibi_slopes is not None, float(dropout_p))
 
 
 @dataclass(frozen=True, eq=False)
-class PartScores:
+class ChunkScoreMod:
     """The scores of one part of the heads on this rank.
 
     Args:
@@ -137,37 +137,37 @@ class PartScores:
     """
 
     mesh: SequenceMesh
-    part: HeadTraffic
-    spec: ScoreMod
+    exchanges: ChunkExchanges
+    score_mod: ScoreMod
     scores: Scores
     batch: int
     device: torch.device
 
-    def on(self, kernel: AttentionKernel, step: RingStep) -> AttentionKernel:
+    def bind(self, kernel: AttentionKernel, step: RingStep) -> AttentionKernel:
         """The kernel for the queries here and the keys of a step."""
-        if self.spec == PLAIN:
+        if self.score_mod == PLAIN:
             return kernel
-        place = self._place(step) if self.spec.needs_positions else None
-        return kernel.with_score_mod(BoundScoreMod(self.spec, place))
+        positions = self._global_positions(step) if self.score_mod.needs_positions else None
+        return kernel.with_score_mod(BoundScoreMod(self.score_mod, positions))
 
-    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def slice_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Of a tensor of all query heads ``[h]`` those of this part, a view."""
-        return x[slice(*self._heads)]
+        return x[slice(*self._head_range)]
 
     @property
-    def _heads(self) -> tuple[int, int]:
-        return self.part.qkv.ranges[0][self.mesh.ulysses_rank]
+    def _head_range(self) -> tuple[int, int]:
+        return self.exchanges.qkv.ranges[0][self.mesh.ulysses_rank]
 
-    def _place(self, step: RingStep) -> GlobalPositions:
-        layout, kv_layout, _ = self.part.qkv.layouts
+    def _global_positions(self, step: RingStep) -> GlobalPositions:
+        layout, kv_layout, _ = self.exchanges.qkv.layouts
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes
         return GlobalPositions(
             torch.arange(self.batch, device=self.device),
             self._positions(layout, [Piece(rank, 0, layout.ring_length(rank))]),
             self._positions(kv_layout, step.takes),
-            torch.arange(*self._heads, device=self.device),
-            None if slopes is None else self.of_heads(slopes),
+            torch.arange(*self._head_range, device=self.device),
+            None if slopes is None else self.slice_heads(slopes),
             self.scores.dropout_seed or 0,
         )
 
@@ -178,5 +178,5 @@ class PartScores:
             for piece in pieces
             for segment in cut(layout.ring_segments(piece.rank), piece.start, piece.stop)
         )
-        parts = [torch.arange(x.start, x.stop, x.step, device=self.device) for x in runs]
-        return torch.cat(parts) if parts else torch.arange(0, device=self.device)
+        positions = [torch.arange(x.start, x.stop, x.step, device=self.device) for x in runs]
+        return torch.cat(positions) if positions else torch.arange(0, device=self.device)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ds_usp.attention.custom_ops import Ask, attention
-from ds_usp.attention.exchange_op import Trip, exchange_op
+from ds_usp.attention.custom_ops import AttentionOpSpec, attention
+from ds_usp.attention.exchange_op import ExchangeOpSpec, exchange_op
 from ds_usp.attention.local_attention import LocalAttention
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import Tuning
@@ -21,24 +21,24 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.memory.compile_guard import disable_in_compile
 
-Told = tuple[str, int]
-Place = TokenLayout | Told
+LayoutSpec = tuple[str, int]
+LayoutLike = TokenLayout | LayoutSpec
 
 
-not_plain = disable_in_compile(
+graph_break = disable_in_compile(
     "only a plain call of attention can be in a graph. Packed documents, joint tokens, and of "
     "USPAttention rotary_pos_emb, sp_stream and, with a ring, extra arguments cannot, nor what is "
     "refused anyway; see README"
 )
 
 
-def ask_of(
+def make_op_spec(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     mesh: SequenceMesh,
-    layout: Place,
+    layout: LayoutLike,
     mask: MaskSpec,
     softmax_scale: float | None,
     dropout_p: float,
@@ -46,10 +46,10 @@ def ask_of(
     return_lse: bool,
     tuning: Tuning,
     scores: Scores,
-    kv_layout: Place | None,
+    kv_layout: LayoutLike | None,
     named: bool = True,
     caller: str = "",
-) -> Ask | None:
+) -> AttentionOpSpec | None:
     """A call in plain values, told while it is traced; None if it has documents, which differ from
     batch to batch, or arguments that are refused.
 
@@ -59,7 +59,7 @@ def ask_of(
     """
     if type(mesh) is not SequenceMesh:
         return None
-    queries, keys = (plain_layout(each, mesh) for each in (layout, kv_layout or layout))
+    queries, keys = (traceable_layout(each, mesh) for each in (layout, kv_layout or layout))
     plain = (
         type(mask) is MaskSpec
         and not mask.documents
@@ -75,7 +75,7 @@ def ask_of(
     if queries is None or keys is None or not plain:
         return None
     sinks, grad = scores.sinks, torch.is_grad_enabled()
-    return Ask(
+    return AttentionOpSpec(
         mesh=mesh.name,
         layout=queries[0],
         tokens=queries[1],
@@ -87,7 +87,7 @@ def ask_of(
         softmax_scale=softmax_scale,
         dropout_p=dropout_p,
         kernel=kernel,
-        with_lse=return_lse,
+        return_lse=return_lse,
         chunks=_number(tuning.chunks),
         gather=_number(tuning.gather),
         copies=_number(tuning.copies),
@@ -105,7 +105,7 @@ def _number(value: Any) -> Any:
     return None if value == "auto" else value
 
 
-def plain_layout(layout: Place, mesh: SequenceMesh) -> Told | None:
+def traceable_layout(layout: LayoutLike, mesh: SequenceMesh) -> LayoutSpec | None:
     """Kind and length of a layout for a mesh, told while it is traced; None if it is another, or of
     documents."""
     if isinstance(layout, tuple):
@@ -120,7 +120,7 @@ def plain_layout(layout: Place, mesh: SequenceMesh) -> Told | None:
     return (layout.kind, layout.seq_len) if plain else None
 
 
-def told_layout(layout: str | TokenLayout, x: torch.Tensor, mesh: SequenceMesh) -> Place:
+def layout_spec(layout: str | TokenLayout, x: torch.Tensor, mesh: SequenceMesh) -> LayoutLike:
     """Where the tokens of ``x [b, s, h, d]`` are; as many on every rank where only a kind is
     given."""
     return layout if isinstance(layout, TokenLayout) else (layout, x.shape[1] * mesh.sp_degree)
@@ -133,7 +133,7 @@ def traced_attention(
     computed: LocalAttention,
     *,
     mesh: SequenceMesh,
-    layouts: Sequence[Place],
+    layouts: Sequence[LayoutLike],
     training: bool,
     kernel: str,
     tuning: Tuning,
@@ -146,7 +146,7 @@ def traced_attention(
         q ``[b, s, h, d]``, k, v ``[b, t, h_kv, d]`` -> ``[b, s, h, d]`` or ``[b, s, h * d]``.
     """
     scores = computed.scores(q.device)
-    ask = ask_of(
+    ask = make_op_spec(
         q,
         k,
         v,
@@ -174,7 +174,7 @@ def traced_exchange(
     k: torch.Tensor,
     v: torch.Tensor,
     mesh: SequenceMesh,
-    layouts: Sequence[Place],
+    layouts: Sequence[LayoutLike],
     named: bool,
     caller: str,
 ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
@@ -186,7 +186,7 @@ def traced_exchange(
         named: the caller has named them.
         caller: what the ranks compare besides.
     """
-    queries, keys = (plain_layout(each, mesh) for each in layouts)
+    queries, keys = (traceable_layout(each, mesh) for each in layouts)
     if queries is None or keys is None:
         return None
     if mesh.ulysses_degree == 1:  # nothing to exchange
@@ -194,7 +194,7 @@ def traced_exchange(
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     places = *queries, *keys
     heads = q.shape[2], k.shape[2]
-    trip = Trip(mesh.name, *places, *heads, True, True, False, learns, named, caller)
+    trip = ExchangeOpSpec(mesh.name, *places, *heads, True, True, False, learns, named, caller)
     return _TracedExchange(trip)
 
 
@@ -205,7 +205,7 @@ def _stay(to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _TracedExchange:
     """The exchanges of one call; the second one is told the number that the first one gave it."""
 
-    def __init__(self, trip: Trip) -> None:
+    def __init__(self, trip: ExchangeOpSpec) -> None:
         self._trip = trip
         self._call: torch.Tensor | None = None
 

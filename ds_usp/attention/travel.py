@@ -19,10 +19,10 @@ from ds_usp.geometry.visibility import Runs
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.strided_copy import dense_copy
 
-Travel = RingStep | Window
+Transfer = RingStep | Window
 
 
-class Arrivals:
+class KVPrefetcher:
     """Keys and values that come one after the other. There are two buffers: while one is in use,
     the other one is filled.
 
@@ -31,24 +31,26 @@ class Arrivals:
     """
 
     def __init__(
-        self, channel: Channel, travels: Sequence[Travel], k: torch.Tensor, v: torch.Tensor
+        self, channel: Channel, transfers: Sequence[Transfer], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self._channel = channel
-        sizes = [max((each.columns for each in travels[i::2]), default=0) for i in range(2)]
-        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes if travels]
-        self._waiting: deque[Travel] = deque()
-        self._packed = self._coming = k[:0]
+        sizes = [
+            max((transfer.columns for transfer in transfers[i::2]), default=0) for i in range(2)
+        ]
+        self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes if transfers]
+        self._queue: deque[Transfer] = deque()
+        self._packed = self._receiving = k[:0]
 
-    def begin(self, travels: Sequence[Travel], packed: torch.Tensor) -> None:
+    def start(self, transfers: Sequence[Transfer], packed: torch.Tensor) -> None:
         """Let the first of these come; others take theirs of what is packed here."""
-        self._waiting.extend(travels)
+        self._queue.extend(transfers)
         self._packed = packed
         self._post()
 
-    def take(self) -> torch.Tensor:
+    def wait_next(self) -> torch.Tensor:
         """What was to come, when it is there; the next one is on its way then."""
         self._channel.take()
-        block = self._coming
+        block = self._receiving
         self._post()
         return block
 
@@ -57,21 +59,24 @@ class Arrivals:
         self._channel.close()
 
     def _post(self) -> None:
-        if not self._waiting:
+        if not self._queue:
             return
-        travel = self._waiting.popleft()
+        transfer = self._queue.popleft()
         self._buffers.reverse()
-        self._coming = self._buffers[1][: travel.columns]
-        token = self._packed.stride(0)  # it is dense
-        arriving = [
-            (piece.rank, place, piece.start * token, 0)
-            for piece, place in _split(self._coming, travel.comes)
+        self._receiving = self._buffers[1][: transfer.columns]
+        token_stride = self._packed.stride(0)  # it is dense
+        recvs = [
+            (token_range.rank, out_buffer, token_range.start * token_stride, 0)
+            for token_range, out_buffer in _split_by_range(self._receiving, transfer.comes)
         ]
-        leaving = [(piece.rank, piece.start, piece.stop) for piece in travel.gives]
-        self._channel.post(self._packed, leaving, arriving)
+        sends = [
+            (token_range.rank, token_range.start, token_range.stop)
+            for token_range in transfer.gives
+        ]
+        self._channel.post(self._packed, sends, recvs)
 
 
-class WayHome:
+class GradReturn:
     """Gradients of keys and values that travel to where they are summed, one exchange in flight.
 
     Attributes:
@@ -82,90 +87,116 @@ class WayHome:
     def __init__(
         self,
         channel: Channel,
-        travels: Sequence[Travel],
+        transfers: Sequence[Transfer],
         rank: int,
         dtype: torch.dtype,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
         self._channel, self._rank, self._dtype, self._like = channel, rank, dtype, (k, v)
-        self.keeps = len(travels) <= 2
-        most = max((each.given for each in travels), default=0)
-        self._buffer = self._room(0 if self.keeps else most) if travels else k[:0]
-        self._coming: list[tuple[Piece, torch.Tensor]] = []
-        self._sums: Sequence[GradAccumulator] = ()
-        self._leaving: Room | None = None  # asked for already
+        self.one_buffer_per_exchange = len(transfers) <= 2
+        max_sent = max((transfer.given for transfer in transfers), default=0)
+        self._buffer = (
+            self._new_recv_buffer(0 if self.one_buffer_per_exchange else max_sent)
+            if transfers
+            else k[:0]
+        )
+        self._receiving: list[tuple[Piece, torch.Tensor]] = []
+        self._accumulators: Sequence[GradAccumulator] = ()
+        self._staged: Room | None = None  # asked for already
 
-    def places(self, travel: Travel) -> tuple[torch.Tensor, torch.Tensor]:
+    def staging_views(self, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the gradients of what came for a step, which they leave from: of all of its
         tokens, this rank's own last, which stay there until they are summed."""
-        self._leaving = self._room_for(travel.columns)
-        return self._parts_of(self._leaving)
+        self._staged = self._staging_for(transfer.columns)
+        return self._views_of(self._staged)
 
     def send(
-        self, travel: Travel, gradients: Sequence[GradAccumulator], sums: Sequence[GradAccumulator]
+        self,
+        transfer: Transfer,
+        gradients: Sequence[GradAccumulator],
+        accumulators: Sequence[GradAccumulator],
     ) -> None:
         """Send the gradients of what came for a step or a window, and expect those of what left.
 
         Args:
             sums: where those are added, and the gradients of what this rank holds itself.
         """
-        self.settle()
-        if self.keeps:
-            self._buffer = self._room(travel.given)
-        comes = [piece for piece in travel.comes if piece.rank != self._rank]
-        away = sum(piece.length for piece in comes)
-        room, self._leaving = self._leaving or self._room_for(away), None
-        for total, place, own in zip(gradients, self._parts_of(room), sums, strict=True):
-            total.write(place[:, :away])
-            if away < travel.columns:  # this rank's own keys come last
-                total.transfer_to(away, own)
-        token = room.whole.stride(0)  # it is dense
-        self._coming, self._sums = _split(self._buffer[: travel.given], travel.gives), sums
+        self.wait_and_accumulate()
+        if self.one_buffer_per_exchange:
+            self._buffer = self._new_recv_buffer(transfer.given)
+        remote_ranges = [
+            token_range for token_range in transfer.comes if token_range.rank != self._rank
+        ]
+        num_remote_tokens = sum(token_range.length for token_range in remote_ranges)
+        staging, self._staged = self._staged or self._staging_for(num_remote_tokens), None
+        for accumulator, out_buffer, local_accumulator in zip(
+            gradients, self._views_of(staging), accumulators, strict=True
+        ):
+            accumulator.write(out_buffer[:, :num_remote_tokens])
+            if num_remote_tokens < transfer.columns:  # this rank's own keys come last
+                accumulator.transfer_to(num_remote_tokens, local_accumulator)
+        token_stride = staging.whole.stride(0)  # it is dense
+        self._receiving, self._accumulators = (
+            _split_by_range(self._buffer[: transfer.given], transfer.gives),
+            accumulators,
+        )
         self._channel.post(
-            room.whole,
-            _rows(comes),
+            staging.whole,
+            _send_rows(remote_ranges),
             [
-                (piece.rank, part, at * token, 0)
-                for (piece, part), at in zip(self._coming, travel.given_at, strict=True)
+                (token_range.rank, view, offset * token_stride, 0)
+                for (token_range, view), offset in zip(
+                    self._receiving, transfer.given_at, strict=True
+                )
             ],
         )
 
-    def settle(self) -> None:
+    def wait_and_accumulate(self) -> None:
         """Add what has come, if anything is to come."""
         if not self._channel.busy:
             return
         self._channel.take()
-        coming, self._coming = self._coming, []
-        sums, self._sums = self._sums, ()  # a window's are not kept longer than it
-        for piece, part in coming:
-            for total, each in zip(sums, unpacked(part, *self._like), strict=True):
-                span = [(piece.start, piece.stop)]
-                total.add(each, span, sum_now=not self.keeps, defer=self.keeps)
+        received, self._receiving = self._receiving, []
+        accumulators, self._accumulators = (
+            self._accumulators,
+            (),
+        )  # a window's are not kept longer than it
+        for token_range, view in received:
+            for accumulator, gradient in zip(
+                accumulators, unpack_kv(view, *self._like), strict=True
+            ):
+                span = [(token_range.start, token_range.stop)]
+                accumulator.add(
+                    gradient,
+                    span,
+                    sum_now=not self.one_buffer_per_exchange,
+                    defer=self.one_buffer_per_exchange,
+                )
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._channel.close()
 
-    def _room_for(self, tokens: int) -> Room:
+    def _staging_for(self, tokens: int) -> Room:
         """To pack what leaves into."""
         shape = _packed_shape(*self._like, tokens)
         return self._channel.room(shape, self._buffer, self._dtype)
 
-    def _parts_of(self, room: Room) -> tuple[torch.Tensor, torch.Tensor]:
-        dk, dv = room.parts(_shapes(*self._like), turned=True)
+    def _views_of(self, staging: Room) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = staging.parts(_shapes(*self._like), turned=True)
         return dk, dv
 
-    def _room(self, tokens: int) -> torch.Tensor:
+    def _new_recv_buffer(self, tokens: int) -> torch.Tensor:
         k, v = self._like
         return k.new_empty(_packed_shape(k, v, tokens), dtype=self._dtype)
 
 
-_NOTHING = torch.empty(0, 0, 0, 0)
-_NOWHERE = RingChannel(None, CommLedger(), "nothing")
+_EMPTY = torch.empty(0, 0, 0, 0)
+_NULL_CHANNEL = RingChannel(None, CommLedger(), "nothing")
 # Of a ring of one, or for a rank that nothing comes to.
-NO_ARRIVALS = Arrivals(_NOWHERE, (), _NOTHING, _NOTHING)
-NO_WAY_HOME = WayHome(_NOWHERE, (), 0, torch.float32, _NOTHING, _NOTHING)
+NULL_PREFETCHER = KVPrefetcher(_NULL_CHANNEL, (), _EMPTY, _EMPTY)
+NULL_GRAD_RETURN = GradReturn(_NULL_CHANNEL, (), 0, torch.float32, _EMPTY, _EMPTY)
 
 # Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
 # one dense message.
@@ -176,20 +207,20 @@ def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, i
     return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
 
 
-def packed_copy(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
+def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
     """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them.
 
     Args:
         runs: of tokens that anyone takes; the others are left out.
     """
-    room = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
-    for place, x in zip(room.parts(_shapes(k, v), turned=True), (k, v), strict=True):
+    staging = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
+    for out_buffer, x in zip(staging.parts(_shapes(k, v), turned=True), (k, v), strict=True):
         for start, stop in runs:
-            dense_copy(place[:, start:stop], x[:, start:stop])
-    return room.whole
+            dense_copy(out_buffer[:, start:stop], x[:, start:stop])
+    return staging.whole
 
 
-def unpacked(
+def unpack_kv(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
@@ -203,18 +234,22 @@ def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[in
     return (heads, dim), (heads, v.shape[3])
 
 
-def _rows(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+def _send_rows(token_ranges: Sequence[Piece]) -> list[tuple[int, int, int]]:
     """Of tensors that lie one after the other: to whom each goes, its first row and the next's."""
-    found, at = [], 0
-    for piece in pieces:
-        found.append((piece.rank, at, at + piece.length))
-        at += piece.length
-    return found
+    rows, offset = [], 0
+    for token_range in token_ranges:
+        rows.append((token_range.rank, offset, offset + token_range.length))
+        offset += token_range.length
+    return rows
 
 
-def _split(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+def _split_by_range(
+    packed: torch.Tensor, token_ranges: Sequence[Piece]
+) -> list[tuple[Piece, torch.Tensor]]:
     """Each piece with its part of a tensor in which they lie one after the other."""
-    if len(pieces) == 1:
-        return [(pieces[0], packed)]
-    parts = packed.split([piece.length for piece in pieces]) if pieces else ()
-    return list(zip(pieces, parts, strict=True))
+    if len(token_ranges) == 1:
+        return [(token_ranges[0], packed)]
+    views = (
+        packed.split([token_range.length for token_range in token_ranges]) if token_ranges else ()
+    )
+    return list(zip(token_ranges, views, strict=True))

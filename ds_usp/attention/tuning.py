@@ -71,7 +71,7 @@ class Tuning:
         mesh: SequenceMesh,
         mask: MaskSpec,
         keys: int | None = None,
-    ) -> Cut:
+    ) -> ResolvedTuning:
         """How a call is cut, the same on every rank.
 
         Args:
@@ -83,41 +83,47 @@ class Tuning:
             ConfigError: more parts than heads allow, copies where there can be none, or an inner
                 ring that does not divide the ring.
         """
-        most = split.most_chunks
-        if self.chunks != "auto" and self.chunks > most:
+        max_chunks = split.most_chunks
+        if self.chunks != "auto" and self.chunks > max_chunks:
             raise ConfigError(
-                f"chunks={self.chunks}, but a rank has only {most} key/value heads to cut "
-                f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {most}"
+                f"chunks={self.chunks}, but a rank has only {max_chunks} key/value heads to cut "
+                f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {max_chunks}"
             )
         batch, _, heads, dim = q.shape
         keys = keys or layout.seq_len
-        alone = q.device.type == "cpu" or layout.degree == 1
+        no_overlap = q.device.type == "cpu" or layout.degree == 1
         flop, chunks = 0.0, 1
-        if not alone:
+        if not no_overlap:
             pairs = visible_pairs(mask, layout.seq_len, keys)
             flop = 4 * batch * heads * dim * pairs / layout.degree
-            chunks = parts_of_heads(flop, most, split.ulysses)
+            chunks = parts_of_heads(flop, max_chunks, split.ulysses)
         if self.chunks != "auto":
             chunks = self.chunks
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-        inner = self._inner(layout.ring, mesh, keys * token // chunks)
+        inner = self._resolve_inner_ring(layout.ring, mesh, keys * token // chunks)
         gather = self.gather
         if gather == "auto":
-            window = inner or layout.ring  # what comes at once at most
-            size = keys * token * window // layout.ring
-            gather = not alone and comes_at_once(size, chunks, window)
-        copies = self._copies(q, mesh, inner)
+            max_ranks_at_once = inner or layout.ring  # what comes at once at most
+            size = keys * token * max_ranks_at_once // layout.ring
+            gather = not no_overlap and comes_at_once(size, chunks, max_ranks_at_once)
+        use_copy_engines = self._resolve_copy_engines(q, mesh, inner)
         sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
-        found = places([end - begin for begin, end in sizes], brief=copies and is_brief(flop))
-        return Cut(chunks, gather and layout.ring > 1, copies, inner, found)
+        positions = places(
+            [end - begin for begin, end in sizes], brief=use_copy_engines and is_brief(flop)
+        )
+        return ResolvedTuning(
+            chunks, gather and layout.ring > 1, use_copy_engines, inner, positions
+        )
 
-    def _inner(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
+    def _resolve_inner_ring(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
         """Ranks of an inner ring; None where blocks go straight to their users."""
         if self.inner_ring == "auto":
             return inner_ring(ring, mesh.node_ring, kv_bytes)
         return checked_inner_ring(ring, self.inner_ring)
 
-    def _copies(self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None) -> bool:
+    def _resolve_copy_engines(
+        self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
+    ) -> bool:
         why_not = mesh.no_copies
         if why_not is None and inner is not None:
             why_not = f"the blocks of a double ring (inner_ring={inner}) are passed on by messages"
@@ -127,35 +133,40 @@ class Tuning:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
-        copies = self.copies is not False and why_not is None
-        if copies and streams_share_a_queue() and torch.cuda.is_current_stream_capturing():
+        use_copy_engines = self.copies is not False and why_not is None
+        if (
+            use_copy_engines
+            and streams_share_a_queue()
+            and torch.cuda.is_current_stream_capturing()
+        ):
             raise ConfigError(
                 "a CUDA graph with exchanges by copy engines may wait for itself where all streams "
                 "share a queue. Unset CUDA_DEVICE_MAX_CONNECTIONS (it is 1), or use "
                 "Tuning(copies=False) here and in the calls that come before the capture"
             )
-        return copies
+        return use_copy_engines
 
 
-class Cut(NamedTuple):
+class ResolvedTuning(NamedTuple):
     """A :class:`Tuning` for one call, nothing left open.
 
     Attributes:
-        inner: ranks of an inner ring; None where blocks go straight to their users.
-        places: each part's place among them, forward and backward.
+        inner_ring: ranks of an inner ring; None where blocks go straight to their users.
+        chunk_positions: each part's place among them, forward and backward.
     """
 
     chunks: int
-    gather: bool
-    copies: bool
-    inner: int | None = None
-    places: Places = (("alone", "alone"),)
+    gather_kv: bool
+    use_copy_engines: bool
+    inner_ring: int | None = None
+    chunk_positions: Places = (("alone", "alone"),)
 
     def __str__(self) -> str:
-        how = "gathered" if self.gather else "block by block"
+        kv_mode = "gathered" if self.gather_kv else "block by block"
         parts = "1 part" if self.chunks == 1 else f"{self.chunks} parts"
-        rings = f", inner ring {self.inner}" if self.inner else ""
-        return f"{parts}, {how}, by {'copy engines' if self.copies else 'messages'}{rings}"
+        rings = f", inner ring {self.inner_ring}" if self.inner_ring else ""
+        carrier = "copy engines" if self.use_copy_engines else "messages"
+        return f"{parts}, {kv_mode}, by {carrier}{rings}"
 
 
 AUTO_TUNING = Tuning()

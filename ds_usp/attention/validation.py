@@ -18,15 +18,15 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 
-Checked = TypeVar("Checked")
+ResultT = TypeVar("ResultT")
 
 
-def agreed(
+def check_on_all_ranks(
     mesh: SequenceMesh,
-    check: Callable[[], tuple[str, Checked]],
+    check: Callable[[], tuple[str, ResultT]],
     like: object = None,
     layout: object = None,
-) -> Checked:
+) -> ResultT:
     """Run a check on every rank and go on only if all passed and described the same call.
 
     Args:
@@ -53,7 +53,7 @@ def agreed(
         mesh.agreement.before_call("", error=error)
         raise
     try:
-        mesh.agreement.before_call(text, wait=on_host(like))
+        mesh.agreement.before_call(text, wait=is_on_cpu(like))
     except MeshError as difference:
         named = isinstance(layout, str)
         uneven = _uneven_shards(difference.said, mesh.sp_degree) if named else None
@@ -66,13 +66,15 @@ def agreed(
 _LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
 
 
-def _uneven_shards(said: Sequence[str], ranks: int) -> LayoutError | None:
+def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
     """The error of ranks that name a layout and hold different numbers of tokens, from what each
     said of its call; None if they differ in something else."""
-    places = {tuple(_LENGTH.findall(text)) for text in said}
-    if len({len(place) for place in places}) != 1:  # one rank is wrong in another way
+    lengths_by_layout = {tuple(_LENGTH.findall(text)) for text in signatures}
+    if (
+        len({len(lengths_of_rank) for lengths_of_rank in lengths_by_layout}) != 1
+    ):  # one rank is wrong in another way
         return None
-    for column in zip(*places, strict=True):
+    for column in zip(*lengths_by_layout, strict=True):
         (kind, _), lengths = column[0], sorted({int(tokens) // ranks for _, tokens in column})
         if len(lengths) > 1 and {other for other, _ in column} == {kind}:
             return LayoutError(
@@ -83,19 +85,19 @@ def _uneven_shards(said: Sequence[str], ranks: int) -> LayoutError | None:
     return None
 
 
-def on_host(like: object) -> bool:
+def is_on_cpu(like: object) -> bool:
     """Whether a call with such a tensor moves data on the host, so that its ranks wait for each
     comparison (see ``Agreement``)."""
     return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
 
 
-def exchange_name(to_heads: bool) -> str:
+def exchange_label(to_heads: bool) -> str:
     """Which of the two exchanges around a local attention; told with its backward pass."""
     return " (q, k, v)" if to_heads else " (output)"
 
 
 @dataclass(frozen=True)
-class HeadTraffic:
+class ChunkExchanges:
     """How q, k, v and the output of some heads travel among the Ulysses ranks."""
 
     qkv: HeadExchange
@@ -113,39 +115,42 @@ def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
     return HeadSplit(heads, kv_heads, ulysses)
 
 
-def head_traffic(
+def plan_head_exchanges(
     split: HeadSplit,
     mesh: SequenceMesh,
     layout: TokenLayout,
     kv_layout: TokenLayout,
     chunks: int = 1,
-    copies: bool = False,
-) -> tuple[HeadTraffic, ...]:
+    use_copy_engines: bool = False,
+) -> tuple[ChunkExchanges, ...]:
     """The exchanges for q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, part by part."""
-    parts = (split.chunk(chunks, index) for index in range(chunks))
+    head_chunks = (split.chunk(chunks, index) for index in range(chunks))
     return tuple(
-        HeadTraffic(
+        ChunkExchanges(
             HeadExchange(
-                mesh, (layout, kv_layout, kv_layout), (part.queries, part.keys, part.keys), copies
+                mesh,
+                (layout, kv_layout, kv_layout),
+                (chunk.queries, chunk.keys, chunk.keys),
+                use_copy_engines,
             ),
-            HeadExchange(mesh, (layout,), (part.queries,), copies),
+            HeadExchange(mesh, (layout,), (chunk.queries,), use_copy_engines),
         )
-        for part in parts
+        for chunk in head_chunks
     )
 
 
-def local_call(
+def plan_local_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     mesh: SequenceMesh,
     layout: TokenLayout,
     kv_layout: TokenLayout,
-) -> tuple[str, HeadTraffic]:
+) -> tuple[str, ChunkExchanges]:
     """Describe a call of a local attention between two exchanges, of ``q [b, s, h, d]`` and
     ``k [b, t, h_kv, d]``, and say how heads travel in it."""
     text = f"{check_layout(q, 'queries', mesh, layout)}, {check_layout(k, 'keys', mesh, kv_layout)}"
     split = head_split(q.shape[2], k.shape[2], mesh)
-    (traffic,) = head_traffic(split, mesh, layout, kv_layout)
+    (traffic,) = plan_head_exchanges(split, mesh, layout, kv_layout)
     return text, traffic
 
 
@@ -213,30 +218,30 @@ def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
     )
 
 
-def check_layout(x: torch.Tensor, what: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
+def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
     """Check that ``x [b, s, ...]`` is this rank's share of a sequence; describe it.
 
     Raises:
         LayoutError: a layout of another mesh, or not this rank's number of tokens in it, as of
             tensors ``[b, h, s, d]``.
     """
-    theirs = (layout.ulysses, layout.ring, layout.order)
-    ours = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
-    if theirs != ours:
+    layout_degrees = (layout.ulysses, layout.ring, layout.order)
+    mesh_degrees = (mesh.ulysses_degree, mesh.ring_degree, mesh.order)
+    if layout_degrees != mesh_degrees:
         raise LayoutError(
-            f"the layout is for ulysses {theirs[0]} x ring {theirs[1]} ({theirs[2]}), the mesh is "
-            f"{ours[0]} x {ours[1]} ({ours[2]}); mesh.layout(kind, seq_len) makes one that fits"
+            "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
+            "mesh.layout(kind, seq_len) makes one that fits".format(*layout_degrees, *mesh_degrees)
         )
     length = layout.length(mesh.rank)
     if x.shape[1] != length:
         if x.ndim == 4 and x.shape[2] == length:
             raise LayoutError(
-                f"expected the {what} as [b, s, h, d] with s = {length} tokens on rank {mesh.rank} "
-                f"({layout}), got {list(x.shape)}, which looks like [b, h, s, d]: give "
+                f"expected the {arg_name} as [b, s, h, d] with s = {length} tokens on rank "
+                f"{mesh.rank} ({layout}), got {list(x.shape)}, which looks like [b, h, s, d]: give "
                 "x.transpose(1, 2)"
             )
         raise LayoutError(
-            f"rank {mesh.rank} holds {x.shape[1]} tokens of the {what}, {layout} gives it "
+            f"rank {mesh.rank} holds {x.shape[1]} tokens of the {arg_name}, {layout} gives it "
             f"{length}; layout.shard(x, dim, rank) cuts the right share, and "
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
@@ -262,7 +267,7 @@ def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
         )
 
 
-def check_keys(
+def check_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     mesh: SequenceMesh,

@@ -211,7 +211,7 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
         kernel="eager",
         tuning=ds_usp.Tuning(3, True),
     )
-    plans = [ring.schedule for ring in call.rings]
+    plans = [ring.schedule for ring in call.ring_calls]
     return (
         [plan.steps[0].own for plan in plans],
         [plan.backward_steps[0].own for plan in plans],

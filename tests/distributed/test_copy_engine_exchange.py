@@ -14,7 +14,7 @@ from cases import Case, attend, errors_of, mesh_of
 from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
-from ds_usp.attention.tuning import Cut
+from ds_usp.attention.tuning import ResolvedTuning
 from ds_usp.comm.channel import Arrivals, Parcels, RingChannel, Room
 from ds_usp.comm.copy_engine import slots_of
 from ds_usp.comm.uniform_all_to_all import Departure
@@ -96,9 +96,9 @@ def packed(
     reserved: Sizes = {}
     used: Sizes = {}
 
-    def resolve(self: Tuning, *args: Any) -> Cut:
-        cut = decide(self, *args)._replace(copies=True)
-        return cut._replace(places=places([1], brief=True)) if brief else cut
+    def resolve(self: Tuning, *args: Any) -> ResolvedTuning:
+        cut = decide(self, *args)._replace(use_copy_engines=True)
+        return cut._replace(chunk_positions=places([1], brief=True)) if brief else cut
 
     def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
         reserved.update(sizes)
@@ -113,7 +113,7 @@ def packed(
         used[self._kind] = max(used.get(self._kind, 0), size)
         return make(self, shape, like, dtype)
 
-    decide: Callable[..., Cut] = Tuning.resolve
+    decide: Callable[..., ResolvedTuning] = Tuning.resolve
     make: Callable[..., Room] = PullingChannel.room
     with (
         mock.patch.object(Tuning, "resolve", resolve),

@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec
-from ds_usp.attention.framework_arguments import HostArguments
+from ds_usp.attention.framework_arguments import FrameworkArguments
 from ds_usp.attention.local_attention import LocalAttention
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)]
@@ -183,7 +183,7 @@ def test_the_drop_in_crosses_sequences(pool: WorkerPool, ulysses: int) -> None:
 
 
 def test_a_hosts_mask_is_held_against_the_prefix() -> None:
-    host = HostArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
+    host = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
     shown = oracle.causal(range(8), range(8))
     shown[:, :5] = True
     assert host.check(8, 16, (shown,), {"is_causal": False}) == "1 extra arguments, is_causal"

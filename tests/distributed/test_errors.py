@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, TokenLayout, Tuning, USPAttention
-from ds_usp.attention.score_mod import NO_SCORES
+from ds_usp.attention.score_mod import NO_SCORE_MOD
 from ds_usp.attention.tuning import AUTO_TUNING
 
 WORLD = 4
@@ -42,7 +42,7 @@ class Call:
     kernel: Any = "auto"
     tuning: Any = AUTO_TUNING
     dropout: Any = 0.0
-    scores: Any = NO_SCORES
+    scores: Any = NO_SCORE_MOD
     batch_dim: Any = 0
     rotary: int = 0  # tokens of cos and sin, 0: none
     num_kv_heads: int | None = None

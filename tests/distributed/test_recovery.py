@@ -60,14 +60,14 @@ def trip_interrupted(
 ) -> tuple[str, float]:
     """As :func:`interrupted`, where an exchange ends."""
     case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
-    real, backward, said = pipeline.attend_backward, forward, ""
+    real, backward, said = pipeline.pipelined_backward, forward, ""
 
     def begin(*args: Any, **more: Any) -> Any:
         nonlocal backward
         backward = True
         return real(*args, **more)
 
-    begins = mock.patch.object(functional, "attend_backward", begin)
+    begins = mock.patch.object(functional, "pipelined_backward", begin)
     try:
         with begins, breaking_trips(stop, lambda: backward):
             attend(mesh_of(ulysses), case)

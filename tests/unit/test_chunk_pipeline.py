@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ds_usp.attention.pipeline import _Belt, _Come
+from ds_usp.attention.pipeline import _ChunkPipeline, _InflightChunk
 from ds_usp.comm.uniform_all_to_all import Trip
 
 
-def orders(*, rings: bool, stays: bool, backward: bool, parts: int) -> list[str]:
+def orders(*, rings: bool, local_heads: bool, backward: bool, parts: int) -> list[str]:
     """What is done for each part, one line from a part's computation to the next one's."""
     lines: list[list[str]] = [[]]
 
@@ -21,21 +21,21 @@ def orders(*, rings: bool, stays: bool, backward: bool, parts: int) -> list[str]
         lines[-1].append(f"{name}{part}")
         return Trip(lambda: (part,))
 
-    def walk(part: int, come: Trip) -> Any:
-        assert come.take() == (part,)
+    def walk(part: int, chunk: Trip) -> Any:
+        assert chunk.take() == (part,)
         lines[-1].append(f"keys{part}")
         return SimpleNamespace(close=lambda: None)
 
-    def compute(part: int, come: _Come) -> None:
-        assert come.trip.take() == (part,)
+    def compute(part: int, chunk: _InflightChunk) -> None:
+        assert chunk.exchange.take() == (part,)
         lines.append([f"{part}:"])
         if rings:
-            belt.between()
+            belt.mid_chunk()
         lines[-1].append("|")
-        belt.leave(partial(trip, "home", part))
+        belt.return_chunk(partial(trip, "home", part))
 
-    call: Any = SimpleNamespace(rings_travel=rings, stays=stays)
-    belt = _Belt(call, range(parts), partial(trip, "heads"), walk, backward=backward)
+    call: Any = SimpleNamespace(has_ring=rings, local_heads=local_heads)
+    belt = _ChunkPipeline(call, range(parts), partial(trip, "heads"), walk, backward=backward)
     with contextlib.closing(belt):
         belt.run(compute)
     return [" ".join(line) for line in lines]
@@ -44,7 +44,7 @@ def orders(*, rings: bool, stays: bool, backward: bool, parts: int) -> list[str]
 # What stands before | is done in the middle of a part.
 ORDERS = {
     "Ulysses": (
-        {"rings": False, "stays": False, "backward": False},
+        {"rings": False, "local_heads": False, "backward": False},
         [
             "heads0 heads1 keys0",
             "0: | home0 heads2 keys1",
@@ -55,7 +55,7 @@ ORDERS = {
         ],
     ),
     "ring": (
-        {"rings": True, "stays": True, "backward": False},
+        {"rings": True, "local_heads": True, "backward": False},
         [
             "heads0 heads1 keys0 keys1",
             "0: | home0 heads2 keys2",
@@ -66,7 +66,7 @@ ORDERS = {
         ],
     ),
     "both": (
-        {"rings": True, "stays": False, "backward": False},
+        {"rings": True, "local_heads": False, "backward": False},
         [
             "heads0 heads1 keys0 heads2",
             "0: keys1 | home0 heads3",
@@ -77,7 +77,7 @@ ORDERS = {
         ],
     ),
     "both, backward": (
-        {"rings": True, "stays": False, "backward": True},
+        {"rings": True, "local_heads": False, "backward": True},
         [
             "heads0 heads1 keys0 keys1",
             "0: | heads2 keys2",

@@ -13,9 +13,9 @@ import torch
 
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.attention.custom_ops import Ask
-from ds_usp.attention.exchange_op import Trip
-from ds_usp.attention.tracing import ask_of
+from ds_usp.attention.custom_ops import AttentionOpSpec
+from ds_usp.attention.exchange_op import ExchangeOpSpec
+from ds_usp.attention.tracing import make_op_spec
 from ds_usp.comm.mesh import MESHES
 
 TOLD_OTHERWISE = {
@@ -29,18 +29,25 @@ TOLD_OTHERWISE = {
 
 @pytest.mark.parametrize("value", TOLD_OTHERWISE)
 def test_an_op_is_told_every_field(value: Any) -> None:
-    left = {field.name for field in fields(value)} - set(Ask._fields)
+    left = {field.name for field in fields(value)} - set(AttentionOpSpec._fields)
     assert left == TOLD_OTHERWISE[value]
 
 
 def test_an_op_is_told_every_argument() -> None:
-    told = {"q", "k", "v", "mask", "tuning", "scores", "return_lse"}
-    assert set(inspect.signature(ds_usp.usp_attention).parameters) - set(Ask._fields) == told
+    told = {"q", "k", "v", "mask", "tuning", "scores"}
+    assert (
+        set(inspect.signature(ds_usp.usp_attention).parameters) - set(AttentionOpSpec._fields)
+        == told
+    )
 
 
 @pytest.mark.parametrize(
     ("op", "tensors", "told"),
-    [("attention", 5, Ask), ("attention_backward", 6, Ask), ("exchange", 2, Trip)],
+    [
+        ("attention", 5, AttentionOpSpec),
+        ("attention_backward", 6, AttentionOpSpec),
+        ("exchange", 2, ExchangeOpSpec),
+    ],
 )
 def test_ops_take_what_they_are_told_in_that_order(op: str, tensors: int, told: Any) -> None:
     schema = getattr(torch.ops.ds_usp, op).default._schema
@@ -65,7 +72,7 @@ def test_other_soft_caps_are_in_the_graph_too() -> None:
         assert torch.equal(compiled(x, cap), attend(x, cap))
 
 
-def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> Ask | None:
+def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | None:
     given = {
         "mesh": on,
         "layout": on.layout("zigzag", 16),
@@ -78,7 +85,7 @@ def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> Ask | None:
         "scores": ds_usp.Scores(),
         "kv_layout": None,
     }
-    return ask_of(x, x, x, **given | changed)
+    return make_op_spec(x, x, x, **given | changed)
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,15 @@ def test_the_simulation_sees_a_word_that_is_put_back_late() -> None:
         assert any(outcome(seed) != (0, True) for seed in (702, 1436, 1942))
 
 
-def seconds_of(rings_travel: bool, backward: bool, steps: int, extra: int) -> int:
+def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
     """How long four ranks compute six parts, with so many more slots than there are."""
-    slots = {kind: slots_of(kind, ring=rings_travel) + extra for kind in KINDS}
+    slots = {kind: slots_of(kind, ring=has_ring) + extra for kind in KINDS}
     world = World(4, slots)
 
     def calls(rank: int) -> None:
         call = Call(world, rank, random.Random(1), 0)
-        call.share, call.with_lse, call.stays = 1.0, False, False
-        call.rings_travel, call.backward = rings_travel, backward
+        call.share, call.return_lse, call.local_heads = 1.0, False, False
+        call.has_ring, call.backward = has_ring, backward
         with world.on(world.main[rank][0]):
             call.run(6, steps)
 
@@ -143,16 +143,14 @@ def seconds_of(rings_travel: bool, backward: bool, steps: int, extra: int) -> in
 WAYS = list(product([False, True], [False, True], [1, 3]))
 
 
-@pytest.mark.parametrize(("rings_travel", "backward", "steps"), WAYS)
-def test_no_rank_waits_for_room(rings_travel: bool, backward: bool, steps: int) -> None:
-    assert seconds_of(rings_travel, backward, steps, 0) == seconds_of(
-        rings_travel, backward, steps, 5
-    )
+@pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
+def test_no_rank_waits_for_room(has_ring: bool, backward: bool, steps: int) -> None:
+    assert seconds_of(has_ring, backward, steps, 0) == seconds_of(has_ring, backward, steps, 5)
 
 
-@pytest.mark.parametrize(("rings_travel", "backward", "steps"), WAYS)
-def test_with_a_slot_less_ranks_wait(rings_travel: bool, backward: bool, steps: int) -> None:
+@pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
+def test_with_a_slot_less_ranks_wait(has_ring: bool, backward: bool, steps: int) -> None:
     """Or a room that is told of again has been given away."""
-    way = rings_travel, backward, steps
+    way = has_ring, backward, steps
     with contextlib.suppress(MeshError):
         assert seconds_of(*way, -1) > seconds_of(*way, 0)

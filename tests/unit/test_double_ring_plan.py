@@ -16,7 +16,7 @@ from test_document_schedules import LAYOUTS, cover, random_borders, wanted
 from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.attention.ring import BlockWalk, RingCall, RingGradients
+from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
 from ds_usp.comm.channel import Arrivals, Room
 from ds_usp.geometry.double_ring import Piece
 from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
@@ -254,7 +254,7 @@ def test_two_buffers_near_and_two_far_serve_any_ring(inner: int) -> None:
         k = torch.zeros(1, 4, 2, 8)
         call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
         blocks = 0
-        for _, keys, values in BlockWalk(call, plan.steps, k, k):
+        for _, keys, values in KVStream(call, plan.steps, k, k):
             blocks += 1
             assert keys.shape == values.shape == k.shape
             busy = {
@@ -277,12 +277,12 @@ def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -
     kernel = SimpleNamespace(caps=KernelCaps(frozenset(), frozenset()))
     call: Any = RingCall(mesh, plan, kernel, 1.0)  # type: ignore[arg-type]
     k = torch.zeros(1, 4, 2, 8)
-    grads, under_way = RingGradients(call, k, k, k), []
-    for step, keys, values in BlockWalk(call, plan.backward_steps, k, k):
-        sums = grads.of_step(step, keys, values)
+    grads, under_way = RingGradReducer(call, k, k, k), []
+    for step, keys, values in KVStream(call, plan.backward_steps, k, k):
+        sums = grads.accumulators_for(step, keys, values)
         under_way.append((step.window, step.own, *(channels[x].busy for x in kinds[2:])))
         if not step.own:
-            grads.send(step, sums[1:])
+            grads.post_step_grads(step, sums[1:])
     near, far = (True, False), (False, True)
     assert under_way == [
         *((0, True, False, False), (0, False, False, False), (0, False, *near)),

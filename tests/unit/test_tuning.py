@@ -12,7 +12,7 @@ import torch
 from cases import ALL_LAYOUTS
 
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
-from ds_usp.attention.tuning import AUTO_TUNING, Cut
+from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning
 from ds_usp.geometry.chunking import Places, places, visible_pairs
 from ds_usp.geometry.heads import HeadSplit
 
@@ -140,7 +140,7 @@ def test_little_work_takes_few_kernel_calls(seq_len: int, place: str) -> None:
     def found(device: str, no_copies: str | None = None) -> Places:
         layout = TokenLayout("zigzag", seq_len, 1, 4)
         q, mesh = tensor(seq_len // 4, 32, device), mesh_of(1, 4, no_copies)
-        return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh, CAUSAL).places
+        return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh, CAUSAL).chunk_positions
 
     assert found("cuda") == ((place, place),)
     # What comes by messages may be long under way: something has to hide it.
@@ -214,7 +214,9 @@ def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> Non
 def copies(tuning: Tuning, no_copies: str | None = None, device: str = "cuda") -> bool:
     layout = TokenLayout("zigzag", 32 * K, 2, 2)
     q = tensor(8 * K, 32, device)
-    return tuning.resolve(HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies), CAUSAL).copies
+    return tuning.resolve(
+        HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies), CAUSAL
+    ).use_copy_engines
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +239,7 @@ def inner(tuning: Tuning, *, ring: int = 8, node: int = 4, tokens: int = 64 * K)
     """The inner ring, of one KV head and bf16, on nodes of so many ring ranks."""
     layout, split = TokenLayout("zigzag", tokens, 1, ring), HeadSplit(8, 1, 1)
     mesh = SequenceMesh(1, ring, rank=0, node_ring=node)
-    return tuning.resolve(split, layout, tensor(tokens // ring, 8, "cpu"), mesh, CAUSAL).inner
+    return tuning.resolve(split, layout, tensor(tokens // ring, 8, "cpu"), mesh, CAUSAL).inner_ring
 
 
 def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() -> None:
@@ -257,21 +259,21 @@ def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() ->
 
 
 def test_a_window_at_once_is_as_small_as_its_node() -> None:
-    def cut(node: int, chunks: int) -> Cut:
+    def cut(node: int, chunks: int) -> ResolvedTuning:
         layout, split = TokenLayout("zigzag", 1024 * K, 1, 8), HeadSplit(8, 8, 1)
         mesh = SequenceMesh(1, 8, rank=0, node_ring=node)
         return Tuning(chunks).resolve(split, layout, tensor(128 * K, 8, "cuda"), mesh, CAUSAL)
 
     # As many parts as the ranks whose blocks come together: 8 straight, 2 of a node.
-    assert [cut(8, chunks).gather for chunks in (2, 4, 8)] == [False, False, True]
-    assert [cut(2, chunks).gather for chunks in (1, 2, 8)] == [False, True, True]
+    assert [cut(8, chunks).gather_kv for chunks in (2, 4, 8)] == [False, False, True]
+    assert [cut(2, chunks).gather_kv for chunks in (1, 2, 8)] == [False, True, True]
 
 
 def test_a_double_ring_goes_by_messages() -> None:
     layout, split = TokenLayout("zigzag", 64 * K, 1, 4), HeadSplit(8, 8, 1)
     mesh, q = mesh_of(1, 4, None), tensor(16 * K, 8, "cuda")
-    assert Tuning().resolve(split, layout, q, mesh, CAUSAL).copies
-    assert not Tuning(inner_ring=2).resolve(split, layout, q, mesh, CAUSAL).copies
+    assert Tuning().resolve(split, layout, q, mesh, CAUSAL).use_copy_engines
+    assert not Tuning(inner_ring=2).resolve(split, layout, q, mesh, CAUSAL).use_copy_engines
     with pytest.raises(ConfigError, match=r"copies=True, but .* double ring \(inner_ring=2\)"):
         Tuning(copies=True, inner_ring=2).resolve(split, layout, q, mesh, CAUSAL)
 
@@ -299,7 +301,9 @@ def test_a_graph_has_no_copies_where_all_streams_share_a_queue(
 
 
 def test_ranks_that_cut_otherwise_say_so() -> None:
-    texts = {str(Cut(*each)) for each in product((1, 2), *[(False, True)] * 2, (None, 2, 4))}
+    texts = {
+        str(ResolvedTuning(*each)) for each in product((1, 2), *[(False, True)] * 2, (None, 2, 4))
+    }
     assert len(texts) == 24
 
 
