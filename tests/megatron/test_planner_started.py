@@ -44,8 +44,7 @@ SPREAD = PLAIN.replace(
 
 def command(work: Workload, split: ParallelConfig, folder: Path) -> list[str]:
     """The trainer's flags that the emitted script comes to, as ``launch.sh`` prints them."""
-    for name in ("launch.sh", "settings.awk", "ds_config_gpt_TEMPLATE.json"):
-        (folder / name).write_text((TRAINER / name).read_text())
+    (folder / "launch.sh").write_text(f'. "{TRAINER}/launch.sh"\n')
     script = folder / "planned.sh"
     script.write_text(emit("script", work, split))
     settings = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable
@@ -158,7 +157,8 @@ SETTINGS: Doors = {
     "when it stops, saves, evaluates and what it writes": "log_interval eval_iters eval_interval "
     "save_interval output_home exit_interval exit_duration_in_mins tensorboard_dir "
     "wandb_project wandb_exp_name wandb_save_dir",
-    "where it runs": "device num_gpus launcher hostfile nnodes node_rank master_addr master_port",
+    "where it runs": "device num_gpus launcher hostfile nnodes node_rank master_addr master_port "
+    "megatron_deepspeed_path dry_run",
 }
 
 
@@ -208,9 +208,9 @@ def flags_of(parser: ArgumentParser) -> list[str]:
 
 
 def test_every_setting_of_the_scripts_has_a_row() -> None:
-    text = (SCRIPTS / "launch.sh").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^defaults=\(\n(.*?)^\)", text, re.DOTALL | re.MULTILINE)
-    same(re.findall(r"(?<!\S)\"?(\w+)=", block), SETTINGS, "launch.sh")
+    from launch_settings import DEFAULTS
+
+    same(DEFAULTS, SETTINGS, "launch_settings.py")
 
 
 def default_of(entry: Any, name: str) -> Any:

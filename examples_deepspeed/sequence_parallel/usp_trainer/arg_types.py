@@ -82,6 +82,9 @@ class KeywordOr:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}, and not {self.keyword!r}") from None
 
+    def __str__(self) -> str:
+        return f"{self.keyword}, or {self.otherwise}"
+
 
 @dataclass(frozen=True)
 class Text:
@@ -107,8 +110,8 @@ class Ratios:
             ratios = []
         finite = all(math.isfinite(ratio) and ratio >= 0 for ratio in ratios)
         if len(ratios) != 3 or not finite or ratios[0] == 0:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not three finite numbers of 0 or more with commas, the first above "
-                "0, such as 95,5,0"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
         return text
+
+    def __str__(self) -> str:
+        return "three finite numbers of 0 or more with commas, the first above 0, such as 95,5,0"

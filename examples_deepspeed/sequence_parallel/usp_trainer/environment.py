@@ -7,6 +7,11 @@ import os
 from ds_usp import ConfigError
 
 
+def variables() -> dict[str, str]:
+    """A copy of the environment."""
+    return dict(os.environ)
+
+
 def under_launcher() -> bool:
     """Whether torchrun, srun or the deepspeed launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

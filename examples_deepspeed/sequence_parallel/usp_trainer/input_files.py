@@ -105,15 +105,14 @@ def _is_number(item: str) -> bool:
     return True
 
 
-def data_files(args: Namespace) -> tuple[list[str], bool]:
+def find_data(items: Sequence[str]) -> tuple[list[str], bool]:
     """The paths of ``--data-path``, and whether they are prefixes of Megatron ``.bin/.idx`` pairs;
     texts otherwise.
 
     Raises:
-        DataError: a path that is neither, paths of both kinds, pairs without ``--vocab-size``, or
-            text with another one than it has.
+        DataError: a path that is neither, or paths of both kinds.
     """
-    paths, _ = parse_blend(args.data_path or ())
+    paths, _ = parse_blend(items)
     indexed = [path for path in paths if Path(f"{path}.idx").is_file()]
     for path in paths:
         if path not in indexed and not Path(path).is_file():
@@ -127,9 +126,19 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
         data = Path(f"{path}.bin")
         if not data.is_file() or not data.stat().st_size:
             raise DataError(f"{path}.bin is missing or empty, but {path}.idx exists")
+    return paths, bool(indexed)
+
+
+def data_files(args: Namespace) -> tuple[list[str], bool]:
+    """:func:`find_data` for the flags, with a check of ``--vocab-size``.
+
+    Raises:
+        DataError: also pairs without ``--vocab-size``, or text with another one than it has.
+    """
+    paths, indexed = find_data(args.data_path or ())
     if indexed and not args.vocab_size:
         raise DataError(
-            f"{indexed[0]}.idx does not contain the number of token ids of its tokenizer. Give "
+            f"{paths[0]}.idx does not contain the number of token ids of its tokenizer. Give "
             "--vocab-size N, where N-1 is the end of document"
         )
     if not indexed and args.vocab_size not in (None, TEXT_VOCAB_SIZE):
@@ -137,4 +146,4 @@ def data_files(args: Namespace) -> tuple[list[str], bool]:
             f"--vocab-size {args.vocab_size} is for .bin/.idx data; text is read as bytes and has "
             f"{TEXT_VOCAB_SIZE} token ids. Leave it out, or give the prefix of encoded data"
         )
-    return paths, bool(indexed)
+    return paths, indexed

@@ -46,7 +46,7 @@ def check_start(args: Namespace) -> None:
     trial = Namespace(**vars(args))
     if args.ulysses_degree == AUTO:
         trial.ulysses_degree = None
-    _check_flags(trial, ranks)
+    validate_flags(trial, ranks)
     environment.check()
     if environment.rank() == 0:
         input_files.check_files(args)
@@ -64,12 +64,13 @@ def validate_and_derive(args: Namespace, world_size: int) -> Namespace:
     from ds_usp.training import check_zero_stage
 
     args = Namespace(**vars(args))
-    _check_flags(args, world_size)
+    validate_flags(args, world_size)
     check_zero_stage(args.zero_stage, stages=args.pipeline_model_parallel_size, bf16=args.bf16)
     return args
 
 
-def _check_flags(args: Namespace, world_size: int) -> None:
+def validate_flags(args: Namespace, world_size: int) -> None:
+    """Validate the flags and fill in what follows from them, in place, without torch."""
     _check_heads(args)
     _check_degrees(args)
     _check_world(args, world_size)

@@ -1,0 +1,396 @@
+"""Builds and runs the launcher's command from the settings of a ``ds_pretrain_gpt_*.sh`` script.
+
+``launch.sh`` passes the script's variables as ``NAME=VALUE``, then ``--``, then the script's
+arguments. A variable of the environment with a setting's name in capitals overrides the setting.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch_settings import (
+    CPU_FLAGS,
+    FLAGS,
+    MEGATRON_FLAGS,
+    OPTIONAL_FLAGS,
+    RECOMPUTE_FLAGS,
+    TENSORBOARD_FLAGS,
+    TOKENIZER_FLAGS,
+    in_settings_names,
+    read_settings,
+)
+from pretrain_gpt_usp import main as check_trainer
+from usp_trainer.arguments import build_parser
+from usp_trainer.environment import variables
+from usp_trainer.input_files import find_data
+from usp_trainer.trackers import check_packages
+from usp_trainer.validate_args import validate_flags
+
+from ds_usp import ConfigError, DataError, USPError
+from ds_usp.planner import AUTO
+
+HERE = Path(__file__).resolve().parent
+ENCODE = (
+    "Make it: python tools/preprocess_data.py (in Megatron-DeepSpeed) with --input text.jsonl "
+    "--output-prefix my --vocab-file VOCAB --merge-file MERGES --tokenizer-type GPT2BPETokenizer "
+    "--append-eod --workers 8, then DATA_PATH=my_text_document"
+)
+
+
+class Job:
+    """The command, files and environment of one training.
+
+    Args:
+        settings: as :func:`read_settings` returns them.
+        arguments: of the script, passed to the training program.
+        environment: of the script.
+
+    Attributes:
+        command: of the launcher.
+        log, config: paths of the log and of DeepSpeed's configuration file.
+
+    Raises:
+        USPError: settings that contradict each other, or files that do not exist.
+    """
+
+    def __init__(
+        self, settings: dict[str, str], arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self.settings, self.arguments, self.environment = settings, arguments, environment
+        self.is_dry_run = settings["dry_run"] == "1"
+        self.framework = settings["megatron_deepspeed_path"]
+        self.is_on_cpu = settings["device"] == "cpu"
+        sizes = (int(settings[name]) for name in ("mp_size", "sp_size", "pp_size"))
+        self.ranks_per_replica = math.prod(sizes)
+        self._count_steps()
+        self._find_nodes()
+        self._count_gpus()
+        self._check_flags()
+        self.data = self._find_data()
+        self._check_program()
+        s = settings
+        name = (
+            f"gpt_{s['model_size']}B_s{s['seq_length']}_gbs{s['global_batch_size']}"
+            f"_mbs{s['batch_size']}_g{self.world_size}_z{s['zero_stage']}_sp{s['sp_size']}"
+            f"_u{s['ulysses_degree']}_mp{s['mp_size']}_pp{s['pp_size']}_seed{s['seed']}"
+        )
+        name += "_mds" if self.framework else ""  # the two programs write other checkpoints
+        output = s["output_home"]
+        node = "" if self.node_rank == "0" else f"_node{self.node_rank}"
+        self.checkpoint, self.output = f"{output}/checkpoint/{name}", f"{output}/{name}"
+        self.config, self.log = f"{output}/config/{name}.json", f"{output}/log/{name}{node}.log"
+        self.flags = [*self._common_flags(), *self._program_flags(), *arguments]
+        self.command = [*self._launcher(), *self._program(), *self.flags]
+
+    def _count_steps(self) -> None:
+        """Convert tokens to steps: both programs count steps."""
+        s = self.settings
+        if s["train_iters"]:
+            s["lr_decay_iters"] = s["lr_decay_iters"] or s["train_iters"]
+            s["lr_warmup_iters"] = s["lr_warmup_iters"] or str(int(s["train_iters"]) // 100)
+        for iters, tokens, unit in (
+            ("train_iters", "train_tokens_in_billion", 10**9),
+            ("lr_decay_iters", "lr_decay_tokens_in_billion", 10**9),
+            ("lr_warmup_iters", "lr_warmup_tokens_in_million", 10**6),
+        ):
+            if not s[iters]:
+                if not s[tokens]:
+                    raise ConfigError(f"{tokens.upper()} is not set; set it or TRAIN_ITERS")
+                tokens_per_step = int(s["seq_length"]) * int(s["global_batch_size"])
+                s[iters] = str(int(s[tokens]) * unit // tokens_per_step)
+        warmup, decay = int(s["lr_warmup_iters"]), int(s["lr_decay_iters"])
+        if self.framework and warmup >= decay:
+            raise ConfigError(
+                f"LR_WARMUP_ITERS={warmup} must be below LR_DECAY_ITERS={decay} "
+                f"(Megatron-DeepSpeed). Use LR_WARMUP_ITERS={decay // 100}"
+            )
+
+    def _find_nodes(self) -> None:
+        s, launcher = self.settings, self.settings["launcher"]
+        self.node_rank, self.nodes = s["node_rank"] or "0", int(s["nnodes"] or 1)
+        self.master_addr = s["master_addr"] or "127.0.0.1"
+        if launcher == "deepspeed":
+            if self.nodes != 1:
+                raise ConfigError(
+                    f"NNODES={self.nodes} is for LAUNCHER=torchrun or srun; DeepSpeed's launcher "
+                    "needs HOSTFILE"
+                )
+            self.node_rank = "0"
+        elif s["hostfile"]:
+            raise ConfigError(f"HOSTFILE is for LAUNCHER=deepspeed, not {launcher}")
+        elif launcher == "srun":
+            self._find_slurm_nodes()
+        elif self.nodes > 1 and not (s["master_addr"] and s["node_rank"]):
+            raise ConfigError(
+                f"NNODES={self.nodes} needs MASTER_ADDR, a name of the first node, and NODE_RANK, "
+                f"from 0 to {self.nodes - 1}; start the script on every node"
+            )
+        elif int(self.node_rank) >= self.nodes:
+            raise ConfigError(f"NODE_RANK={self.node_rank} must be from 0 to {self.nodes - 1}")
+
+    def _find_slurm_nodes(self) -> None:
+        s, env = self.settings, self.environment
+        if not (env.get("SLURM_JOB_ID") or self.is_dry_run):
+            raise ConfigError(
+                "LAUNCHER=srun needs a SLURM job (SLURM_JOB_ID is not set): sbatch slurm.sbatch"
+            )
+        self.node_rank = "0"  # srun starts the tasks of all nodes from this one
+        self.nodes = int(s["nnodes"] or env.get("SLURM_NNODES") or 1)
+        node_list = env.get("SLURM_JOB_NODELIST")
+        self.master_addr = s["master_addr"]
+        if not self.master_addr and node_list:
+            self.master_addr = self._output("scontrol", "show", "hostnames", node_list).split()[0]
+        self.master_addr = self.master_addr or socket.gethostname()
+
+    def _output(self, *command: str) -> str:
+        """What a command prints; nothing if it is not installed or fails."""
+        if not shutil.which(command[0], path=self.environment.get("PATH")):
+            return ""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return subprocess.run(command, env=self.environment, text=True, **pipes).stdout
+
+    def _count_gpus(self) -> None:
+        """Ranks per node, and of all nodes: GPUs of the host file, visible GPUs, this node's GPUs,
+        or CPU processes."""
+        s, dry_run = self.settings, self.is_dry_run
+        per_replica = -(-self.ranks_per_replica // self.nodes)
+        visible = self.environment.get("CUDA_VISIBLE_DEVICES", "")
+        self.leaves_gpus_to_launcher = False
+        if s["hostfile"]:
+            self.world_size = self.ranks_per_node = _count_slots(s["hostfile"], s["num_gpus"])
+            return
+        if self.is_on_cpu:
+            count = int(s["num_gpus"] or per_replica)
+        elif visible:
+            if s["num_gpus"]:
+                raise ConfigError("CUDA_VISIBLE_DEVICES names the GPUs: leave NUM_GPUS out")
+            count = len(visible.split(","))
+            self.leaves_gpus_to_launcher = True
+        else:
+            count = int(
+                s["num_gpus"] or len(self._output("nvidia-smi", "--list-gpus").splitlines())
+            )
+            if not count and not dry_run:
+                raise ConfigError("no GPU here. Set NUM_GPUS, or DEVICE=cpu")
+            count = count or per_replica
+        self.ranks_per_node, self.world_size = count, count * self.nodes
+
+    def _check_flags(self) -> None:
+        """The trainer's checks of flags that both programs have, in the names of the settings."""
+        s = self.settings
+        if int(s["pp_size"]) > 1 and int(s["zero_stage"]) > 1:
+            raise ConfigError(
+                f"ZERO_STAGE={s['zero_stage']} is not supported with a pipeline. Use ZERO_STAGE=1 "
+                "or PP_SIZE=1"
+            )
+        s["num_kv_heads"] = s["num_kv_heads"] or s["num_attn_heads"]
+        degree = s["ulysses_degree"]
+        args = build_parser().parse_args(
+            [word.format(**s | {"ulysses_degree": degree or AUTO}) for word in FLAGS.split()]
+        )
+        args.ulysses_degree = None if degree in ("", AUTO) else int(degree)
+        validate_flags(args, self.world_size)
+        s["ulysses_degree"] = degree or str(args.ulysses_degree)
+
+    def _find_data(self) -> list[str]:
+        """The values of ``--data-path``: texts or prefixes, each perhaps after its weight."""
+        text = self.settings["data_path"]
+        if not text:
+            return self._default_data()
+        is_one_path = Path(text).is_file() or Path(f"{text}.bin").is_file()
+        items = [text] if is_one_path else text.split()
+        paths, self.is_encoded = find_data(items)
+        if self.framework and not self.is_encoded:
+            raise DataError(f"Megatron-DeepSpeed reads encoded data, not {paths[0]!r}")
+        return items
+
+    def _default_data(self) -> list[str]:
+        self.is_encoded = bool(self.framework)
+        if self.framework and not self.is_dry_run:
+            raise DataError("Megatron-DeepSpeed reads encoded data: set DATA_PATH")
+        if not (self.framework or self.is_on_cpu or self.is_dry_run):
+            raise DataError("set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded")
+        return ["my_text_document"] if self.framework else []  # shows its position in a dry run
+
+    def _check_program(self) -> None:
+        s = self.settings
+        if not self.framework:
+            return
+        files = (s["vocab_path"], s["merge_path"])
+        is_gpt2 = s["tokenizer_type"] == "GPT2BPETokenizer" and not self.is_dry_run
+        if is_gpt2 and not all(file and Path(file).is_file() for file in files):
+            raise ConfigError(
+                "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer, or "
+                "TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
+            )
+        if not Path(self.framework, "pretrain_gpt.py").is_file():
+            raise ConfigError(
+                f"MEGATRON_DEEPSPEED_PATH={self.framework} has no pretrain_gpt.py: give the folder "
+                "of a checkout, or unset it to use the trainer of this folder"
+            )
+        if not self.is_dry_run:
+            check_packages(Namespace(**s))
+
+    def _launcher(self) -> list[str]:
+        s, port = self.settings, self.settings["master_port"]
+        if s["launcher"] == "torchrun":
+            words = ["torchrun", "--nnodes", self.nodes, "--node-rank", self.node_rank]
+            words += ["--nproc-per-node", self.ranks_per_node]
+            words += ["--master-addr", self.master_addr, "--master-port", port]
+        elif s["launcher"] == "srun":
+            words = ["env", f"MASTER_ADDR={self.master_addr}", f"MASTER_PORT={port}"]
+            words += [
+                f"LOCAL_WORLD_SIZE={self.ranks_per_node}",
+                f"LOCAL_SIZE={self.ranks_per_node}",
+            ]
+            words += ["srun", "--nodes", self.nodes, "--ntasks-per-node", self.ranks_per_node]
+            words += ["--kill-on-bad-exit=1", "bash", HERE / "srun_rank.sh", "python"]
+        else:
+            words = ["deepspeed", "--log_level", "error", "--master_port", port]
+            if s["hostfile"]:
+                words += ["--hostfile", s["hostfile"]]
+            elif not self.leaves_gpus_to_launcher:  # which reads CUDA_VISIBLE_DEVICES itself
+                words += ["--num_gpus", self.ranks_per_node]
+        return list(map(str, words))
+
+    def _program(self) -> list[str]:
+        if not self.framework:
+            return [str(HERE / "pretrain_gpt_usp.py")]
+        module = "-m" if self.settings["launcher"] == "srun" else "--module"
+        return [module, "megatron_patches.run", f"{self.framework}/pretrain_gpt.py"]
+
+    def _common_flags(self) -> list[str]:
+        s = self.settings
+        flags = [word.format(**s) for word in FLAGS.split()] + ["--save", self.checkpoint]
+        flags += ["--usp-cluster", s["usp_cluster"]] if s["usp_cluster"] else []
+        flags += ["--use-rotary-position-embeddings"] if s["rotary"] == "true" else []
+        flags += ["--bf16"] if s["precision"] == "bf16" else []
+        flags += ["--load", self.checkpoint] if Path(self.checkpoint, "latest").is_file() else []
+        flags += ["--data-path", *self.data] if self.data else []
+        for flag, name in re.findall(r"(--\S+) \{(\w+)\}", OPTIONAL_FLAGS):
+            flags += [flag, s[name]] if s[name] else []
+        if self.is_encoded and s["vocab_size"]:  # of encoded data; text has its own
+            flags += ["--vocab-size", s["vocab_size"]]
+        return flags
+
+    def _program_flags(self) -> list[str]:
+        s, recompute = self.settings, self.settings["activation_checkpoint"] == "true"
+        if not self.framework:
+            flags = ["--rotary-base", s["rope_theta"], "--device", s["device"]]
+            flags += ["--output-dir", self.output]
+            return flags + (["--usp-recompute", "full"] if recompute else [])
+        templates = [
+            MEGATRON_FLAGS,
+            TOKENIZER_FLAGS if s["tokenizer_type"] == "GPT2BPETokenizer" else "",
+            TENSORBOARD_FLAGS if s["tensorboard_dir"] else "",
+            "--no-pipeline-parallel" if s["pp_size"] == "1" else "",
+            CPU_FLAGS if self.is_on_cpu else "",
+            RECOMPUTE_FLAGS if recompute else "",
+        ]
+        words = (word for template in templates for word in template.split())
+        return [word.format(**s, config=self.config) for word in words]
+
+    def deepspeed_config(self) -> str:
+        """The content of DeepSpeed's configuration file, for Megatron-DeepSpeed."""
+        text = (HERE / "ds_config_gpt_TEMPLATE.json").read_text()
+        bf16 = str(self.settings["precision"] == "bf16").lower()
+        for name, value in {**self.settings, "bf16": bf16}.items():
+            text = text.replace(f"@{name.upper()}@", value)
+        return text
+
+    def create_files(self) -> None:
+        """Create the output folders, DeepSpeed's configuration file and the header of the log."""
+        for folder in (Path(self.log).parent, Path(self.config).parent, Path(self.checkpoint)):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.framework:
+            Path(self.config).write_text(self.deepspeed_config())
+        with Path(self.log).open("a") as log:  # logs of earlier starts are kept
+            print("===", time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), file=log)
+
+    def text(self) -> str:
+        """The command with one flag per line, and DeepSpeed's configuration."""
+        lines: list[str] = []
+        for word in self.command:
+            if lines and not (word.startswith("--") or word.endswith(".py")):
+                lines[-1] += f" {shlex.quote(word)}"
+            else:
+                lines.append(shlex.quote(word))
+        text = " \\\n    ".join(lines)
+        config = f"\n\n# {self.config}\n{self.deepspeed_config().rstrip()}"
+        return text + (config if self.framework else "")
+
+    def exports(self) -> dict[str, str]:
+        """Variables for the training processes; those that are set already stay."""
+        # FlashAttention-4 compiles its kernels at the first step; a disk cache makes later starts
+        # seconds faster.
+        variables = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+        # One hardware queue: megatron-core's tensor-parallel all-reduce then starts before the GEMM
+        # that hides it, but copies overlapped with attention wait behind kernels. Under DeepSpeed,
+        # Megatron-DeepSpeed has no such all-reduce; its --sequence-parallel requires the variable.
+        tensor_parallel = not self.framework and int(self.settings["mp_size"]) > 1
+        if tensor_parallel or "--sequence-parallel" in self.arguments:
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        if self.is_on_cpu:
+            variables["OMP_NUM_THREADS"] = "1"
+        kept = {name: value for name, value in variables.items() if name not in self.environment}
+        return kept | ({"DS_ACCELERATOR": "cpu"} if self.is_on_cpu else {})
+
+
+def _count_slots(hostfile: str, num_gpus: str) -> int:
+    """GPUs of all nodes of a DeepSpeed host file."""
+    if num_gpus:
+        raise ConfigError("HOSTFILE counts the GPUs of every node: leave NUM_GPUS out")
+    if not Path(hostfile).is_file():
+        raise ConfigError(f"HOSTFILE={hostfile} does not exist; a line is: worker-0 slots=8")
+    slots = sum(map(int, re.findall(r"slots=(\d+)", Path(hostfile).read_text())))
+    if not slots:
+        raise ConfigError(f"HOSTFILE={hostfile} names no slots; a line is: worker-0 slots=8")
+    return slots
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Print the command, or check everything that can be checked and run it.
+
+    Args:
+        argv: the script's variables as NAME=VALUE, ``--``, and the script's arguments.
+
+    Returns:
+        2 if a setting is refused, or the exit code of the trainer's own checks.
+    """
+    count = argv.index("--")
+    script = dict(word.split("=", 1) for word in argv[:count])
+    try:
+        job = Job(read_settings(script, environment), argv[count + 1 :], environment)
+    except USPError as error:
+        encode = f". {ENCODE}" if isinstance(error, DataError) else ""
+        print(f"error: {in_settings_names(str(error))}{encode}", file=sys.stderr)
+        return 2
+    if job.is_dry_run:
+        print(job.text())
+        return 0
+    launcher = job.settings["launcher"]
+    if not shutil.which(launcher, path=environment.get("PATH")):
+        print(f"error: there is no {launcher} on PATH. Run: . scripts/env.sh", file=sys.stderr)
+        return 2
+    if not job.framework:  # refused before a folder is created and a rank is started
+        code = check_trainer([*job.flags, "--check-only", "--num-processes", str(job.world_size)])
+        if code:
+            return code
+    job.create_files()
+    teed = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | tee -a "$0"', job.log, *job.command]
+    return os.execvpe("bash", teed, {**environment, **job.exports()})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], variables()))
