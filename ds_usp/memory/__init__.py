@@ -1,4 +1,4 @@
-"""Floor 1: what is kept for the backward pass, computed again, or waits on the host."""
+"""Layer 1: what is saved for backward, recomputed, or offloaded to the host."""
 
 from ds_usp.memory.checkpoint_chunks import in_chunks
 from ds_usp.memory.gemm_last import GemmLast, recompute_before

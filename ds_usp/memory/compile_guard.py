@@ -1,4 +1,4 @@
-"""What stays outside of the graphs of ``torch.compile``."""
+"""Functions that ``torch.compile`` must not trace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def disable_in_compile(reason: str) -> Callable[[Function], Function]:
-    """Let no compiler trace a function: it breaks the graph, or with ``fullgraph`` is refused.
+    """``torch.compiler.disable`` with a reason: a graph break, or an error with ``fullgraph``.
 
     Args:
-        reason: what the refusal says.
+        reason: text of the error.
     """
 
     def decorate(function: Function) -> Function:

@@ -1,11 +1,11 @@
-"""GEMM-last recomputation: what is cheap is computed again, in front of the product it is for.
+"""GEMM-last recomputation: backward recomputes the cheap producer of a linear layer's input.
 
 Norms, activation functions and the product of a gated MLP cost next to nothing to compute, and
-what they give and keep is half of what a layer keeps. Here their output is not kept by the linear
-layer that consumes it, and what they save for their own backward is not kept either: when the
-linear layer's backward asks for its input, the producer runs once more, from its own input, which
-is kept anyway. No matrix product runs twice and nothing is sent, whatever class the linear layer
-is of: it is seen by what it saves for backward, not by what it is.
+their outputs and saved tensors are half of what a layer saves. Here the linear layer (the
+consumer) does not save its input, nor does the producer save its own tensors: when the linear
+layer's backward needs its input, the producer runs once more, from its own input, which is saved
+anyway. No matrix product (GEMM) runs twice and nothing is communicated. The linear layer may be of
+any class: it is recognized by the tensor that it saves for backward.
 
 ``torch.utils.checkpoint`` over producer and consumer needs its early stop for that, which comes one
 product too late where the consumer is an autograd function: such a one saves after it has computed.
@@ -25,8 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_usp.errors import RecomputeError
 from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import save_tensor, saved_tensors, storage_id
-from ds_usp.memory.views import StorageView
+from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -36,45 +35,45 @@ Producer = Callable[..., torch.Tensor]
 def recompute_before(
     producer: Producer, consumer: Callable[[torch.Tensor], Result], *inputs: torch.Tensor
 ) -> Result:
-    """``consumer(producer(*inputs))``, of which backward keeps the inputs and the result.
+    """``consumer(producer(*inputs))``, which saves the inputs and not the producer's output.
 
     Gradients are those of the plain call bit for bit: the graph is the same one.
 
     Args:
-        producer: computes again what the consumer needs; deterministic, draws no random numbers.
-            It gets its tensors as ``inputs``, or they are parameters.
+        producer: is recomputed in backward; deterministic, draws no random numbers. Its tensors
+            are its ``inputs``, or parameters.
         consumer: anything that saves the producer's output for backward: a linear layer.
 
     Raises:
-        RecomputeError: the producer draws random numbers; later: it does something else when it
-            runs again.
+        RecomputeError: the producer draws random numbers; in backward: it computes something else
+            when it runs again.
     """
     link = GemmLast()
     return link.consume(consumer)(link.produce(producer)(*inputs))
 
 
 class GemmLast:
-    """:func:`recompute_before` where producer and consumer are called in two places of a host, one
+    """:func:`recompute_before` where a framework calls producer and consumer in two places: one
     link for each pair; :meth:`between` for two modules."""
 
     def __init__(self) -> None:
         self._recomputing = False
-        # Weakly, but so that no other storage gets its address.
+        # Weak, but no other storage gets its address.
         self._produced: tuple[StorageWeakRef, _Recompute] | None = None
 
     @classmethod
     def between(cls, producer: torch.nn.Module, consumer: torch.nn.Module) -> None:
-        """Let the first module run again when the second one's backward needs its output."""
+        """Recompute the first module when the backward of the second one needs its output."""
         link = cls()
         producer.forward = link.produce(producer.forward, producer)
         consumer.forward = link.consume(consumer.forward)
 
     def produce(self, producer: Producer, again: Producer | None = None) -> Producer:
-        """The producer, whose saved tensors are computed again.
+        """The producer, wrapped: its saved tensors are recomputed.
 
         Args:
             again: what to call for that, if not the producer itself: the module that it is the
-                ``forward`` of, whose hooks bring its weights (ZeRO-3).
+                ``forward`` of, whose hooks gather its weights (ZeRO-3).
         """
 
         def run_again(*inputs: torch.Tensor) -> torch.Tensor:
@@ -96,7 +95,7 @@ class GemmLast:
         return run
 
     def consume(self, consumer: Callable[Params, Result]) -> Callable[Params, Result]:
-        """The consumer, which does not keep what was produced; other tensors it keeps as ever."""
+        """The consumer, wrapped: it does not save the producer's output, only its other tensors."""
 
         def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             produced, self._produced = self._produced, None
@@ -110,10 +109,10 @@ class GemmLast:
 
 
 class _Recompute:
-    """How to make a producer's output, and what it saves, once more.
+    """Recomputes a producer's output and saved tensors.
 
-    The graph refers to this, and this to no graph: it goes when the last tensor it makes has been
-    used.
+    The graph refers to this, and this to no graph: it is freed after the last tensor that it
+    recomputes has been used.
     """
 
     def __init__(self, producer: Producer, again: Producer, inputs: Sequence[torch.Tensor]) -> None:
@@ -121,15 +120,14 @@ class _Recompute:
         self._requires_grad = [x.requires_grad for x in inputs]
         self._inputs = [save_tensor(x) for x in inputs]
         self._autocast = _autocast(inputs[0].device.type)
-        self._input_storages: set[int] = set()
+        self._input_storages = {storage_id(x) for x in inputs}
         self._views: list[StorageView] = []
         self._recomputed: list[torch.Tensor] = []
         self._output: torch.Tensor | None = None
 
     def first_run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output; of what is saved the inputs alone stay."""
+        """The output; of the saved tensors only the inputs stay."""
         before = RandomState.capture(inputs[0].device)
-        self._input_storages = {storage_id(x) for x in inputs}
         with saved_tensors(self._pack_index, self._unpack_saved):
             output = self._producer(*inputs)
         if not before.is_unchanged():
@@ -146,31 +144,27 @@ class _Recompute:
         return output
 
     def consumed(self, storage: int) -> AbstractContextManager[None]:
-        """A context in which whoever saves the output saves this recipe."""
+        """A context in which this is saved instead of the output."""
 
         def pack(tensor: torch.Tensor) -> StorageView | None:
             return StorageView.from_tensor(tensor) if storage_id(tensor) == storage else None
 
-        return saved_tensors(pack, self._unpack_output)
+        return saved_tensors(pack, lambda view: view.apply_to(self._recompute()))
 
     def _pack_index(self, tensor: torch.Tensor) -> int | None:
-        """First run: the number of a saved tensor that is not (part of) an input."""
+        """First run: the index of a saved tensor that is not a view of an input."""
         if storage_id(tensor) in self._input_storages:
             return None
         self._views.append(StorageView.from_tensor(tensor))
         return len(self._views) - 1
 
-    def _unpack_saved(self, number: int) -> torch.Tensor:
-        """Backward: a tensor that the producer saves."""
-        self._recompute_output()
-        return self._recomputed[number]
+    def _unpack_saved(self, index: int) -> torch.Tensor:
+        """Backward: a saved tensor of the producer."""
+        self._recompute()
+        return self._recomputed[index]
 
-    def _unpack_output(self, view: StorageView) -> torch.Tensor:
-        """Backward: the producer's output."""
-        return view.apply_to(self._recompute_output())
-
-    def _recompute_output(self) -> torch.Tensor:
-        """What the producer gives; it runs when it is asked first."""
+    def _recompute(self) -> torch.Tensor:
+        """Backward: the producer's output; the first call runs the producer."""
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)
@@ -187,19 +181,19 @@ class _Recompute:
             views = [StorageView.from_tensor(x) for x in (*self._recomputed, self._output)]
             if views != [*self._views, self._output_view]:
                 raise RecomputeError(
-                    f"{_name(self._producer)} does something else when it runs again: it saves "
-                    f"and gives {views}, and did {[*self._views, self._output_view]}. It must do "
-                    "the same both times"
+                    f"{_name(self._producer)} computes something else when it runs again: it saves "
+                    f"and returns {views}, and first {[*self._views, self._output_view]}. It must "
+                    "do the same both times"
                 )
         return self._output
 
 
 def _unreachable_unpack(_: None) -> torch.Tensor:
-    raise RecomputeError("a graph that only collects was walked backward")
+    raise RecomputeError("backward of a graph that only collects its saved tensors")
 
 
 def _autocast(device: str) -> Callable[[], torch.autocast]:
-    """The automatic casts that are on now, for another time."""
+    """Reproduces the autocast state of now."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     cached = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device, dtype, enabled, cached)

@@ -1,4 +1,4 @@
-"""What a host does with each of its transformer layers, by the name of the policy."""
+"""The activation memory policy of a framework's transformer layers, by name."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ds_usp.errors import ConfigError
 from ds_usp.memory.offload import Offload
 from ds_usp.memory.saved_attention import keep_attention
 
-# What is computed again in the backward pass, from nothing to everything.
+# What is recomputed in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")
 
 Checkpoint = Callable[[Callable[..., Any], torch.Tensor], Any]
 
 
 def reentrant_checkpoint(run: Callable[..., Any], hidden: torch.Tensor) -> Any:
-    """torch's checkpoint that suits ZeRO-3, whose parameters have other shapes when they wait."""
+    """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape."""
     return checkpoint(run, hidden, use_reentrant=True)
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What becomes of what a host's transformer layers would keep for backward.
+    """Policy for the activations that a framework's transformer layers save for backward.
 
     Args:
-        recompute: ``none`` and ``gemm-last`` keep what autograd saves; for ``gemm-last`` the
-            layers' linear modules are to be called by :func:`recompute_before` or linked by
-            :class:`GemmLast`. ``attention`` keeps a layer's input and what attention computed,
+        recompute: ``none`` and ``gemm-last`` save what autograd saves; for ``gemm-last`` the
+            layers' linear modules must be called by :func:`recompute_before` or linked by
+            :class:`GemmLast`. ``attention`` saves a layer's input and the results of attention,
             ``full`` the input alone.
-        offload: a share of what is kept waits on the host; None: nothing does.
-        checkpoint: the host's activation checkpoint, which may know more random states.
+        offload: offloads a fraction of what is saved to the host; None: nothing.
+        checkpoint: the framework's activation checkpoint, which may restore more random states.
 
     Raises:
-        ConfigError: another policy.
+        ConfigError: an unknown policy.
     """
 
     recompute: str = "none"
@@ -52,10 +52,10 @@ class LayerMemory:
             )
 
     def run(self, number: int, layer: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
-        """``layer(hidden)``, keeping what the policy says.
+        """``layer(hidden)`` under the policy.
 
         Args:
-            number: the layer's place among those of this rank.
+            number: the layer's index among those of this rank.
             layer: its only input with a gradient is ``hidden``.
         """
         with self.offload.layer(number) if self.offload else nullcontext():

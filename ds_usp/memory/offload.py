@@ -1,18 +1,18 @@
-"""Activations that wait for their backward pass in host memory.
+"""Activation offload: saved tensors of layers wait for their backward pass in host memory.
 
-What a layer saves is copied to the host while the next layer computes, and comes back one layer
+What a layer saves is copied to the host while the next layer computes, and prefetched one layer
 before its backward pass; on the device are those of about three layers, however many there are. A
-ratio says how much of it travels: what the link can carry while the device computes.
+ratio sets the fraction that is offloaded: what the link can copy while the device computes.
 
-Others offer parts of that. torch's ``save_on_cpu`` copies where it saves and computes nothing
-meanwhile. DeepSpeed's ``cpu_checkpointing`` moves the inputs of checkpoints, and fetches them when
-they are asked for. TransformerEngine's ``cpu_offload`` counts layers, not bytes, and needs its
-modules; megatron-core's fine-grained offloading (0.16) has neither a ratio nor dense MLPs, and runs
-in megatron-core's schedules on GPUs alone. None works with DeepSpeed's pipeline and other hooks on
-saved tensors. Use them where they fit; this one asks for layers that are called one by one.
+Alternatives do parts of that. torch's ``save_on_cpu`` copies where it saves, without overlap.
+DeepSpeed's ``cpu_checkpointing`` offloads the inputs of checkpoints, and fetches them without
+prefetch. TransformerEngine's ``cpu_offload`` counts layers, not bytes, and needs its modules;
+megatron-core's fine-grained offloading (0.16) has neither a ratio nor dense MLPs, and runs in
+megatron-core's schedules on GPUs alone. None works with DeepSpeed's pipeline and other hooks on
+saved tensors. Use them where they fit; this one needs layers that are called one by one.
 
 Source: Kuaishou (Yuan et al., ATC 24), section 4.4, with a layer as its unit instead of a pipeline
-chunk, so that it serves a plain engine too.
+chunk, so that it also serves an engine without a pipeline.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ import torch
 
 from ds_usp.errors import ConfigError, RecomputeError
 from ds_usp.memory.pinned_transfer import CopyEvent, HostDeviceCopier, PinnedAllocation
-from ds_usp.memory.saved_tensor_hooks import saved_tensors, storage_id
-from ds_usp.memory.views import StorageView
+from ds_usp.memory.saved_tensor_hooks import StorageView, check_version, saved_tensors, storage_id
 
 _MIN_BYTES = 1 << 16  # copies of less are all latency
-_ALIGNMENT = 512  # of a tensor that is cut in two
+_ALIGNMENT = 512  # of a tensor of which only a part is offloaded
 
 
 @dataclass
 class Counts:
-    """Bytes: saved by layers whose turn to leave came, as far as backward needs them, gone to the
-    host, and of these those that were asked for before anyone had fetched them, so that the device
-    waited."""
+    """Bytes: saved by layers when their offload was due, as far as backward needs them; offloaded
+    of these; and of those the ones that backward needed before a prefetch, so that it stalled."""
 
     saved: int = 0
     offloaded: int = 0
@@ -47,23 +45,23 @@ class Counts:
 
 
 class Offload:
-    """Moves a share of what layers save to the host, and back in time.
+    """Offloads a fraction of what layers save to the host, and prefetches it for backward.
 
     ``with offload.layer(number): hidden = layer(hidden)`` in the forward pass, for each layer.
-    Micro batches may be in flight and go backward in any order: what is not back yet is fetched
-    when it is asked for. Gradients are bitwise those without.
+    Micro batches may be in flight and run backward in any order: what was not prefetched is
+    fetched when backward needs it. Gradients are bitwise those without offload.
 
-    The last layer before a backward pass stays: its turn comes at once. It leaves when another
-    micro batch's forward pass comes first.
+    The last layer before a backward pass stays on the device: it is needed at once. It is
+    offloaded if another micro batch's forward pass comes first.
 
     Args:
-        ratio: share of the saved bytes of layers that leave, from 0 to 1.
+        ratio: fraction of the saved bytes of layers that is offloaded, from 0 to 1.
         device: where the layers compute.
         min_bytes: tensors of fewer bytes stay.
-        copies: how bytes travel; for tests.
+        copier: copies between device and host; for tests.
 
     Attributes:
-        counts: how much was saved, and went.
+        counts: bytes saved and offloaded.
 
     Raises:
         ConfigError: a ratio out of range.
@@ -90,36 +88,35 @@ class Offload:
         """Around the forward pass of one layer.
 
         Args:
-            number: its place; where numbers begin anew another micro batch does.
+            number: its index; an index not above the last call's begins another micro batch.
         """
         if self.ratio == 0 or not torch.is_grad_enabled():
             yield
             return
-        previous = self._last
-        if previous is None or previous.number >= number:
-            previous = None
+        last = self._last
+        same_pass = last is not None and last.number < number
+        if not same_pass:
             self._begin_pass()
-        layer = _Layer(self, number, previous)
+        layer = self._last = _Layer(self, number, last if same_pass else None)
         self._passes[-1].append(layer)
-        offloading, self._last = self._last, layer
-        if offloading is not None:
-            offloading.start_offload()
+        if last is not None:
+            last.start_offload()
         try:
             with saved_tensors(layer.pack, layer.unpack):
                 yield
         finally:
             layer.close()
-            if offloading is not None:
-                offloading.free_device_copies()
+            if last is not None:
+                last.free_device_copies()
 
     @property
     def bytes_away(self) -> int:
-        """Bytes that are on the host and nowhere else, now."""
+        """Bytes that are on the host and not on the device, now."""
         layers = (layer for layers in self._passes for layer in layers)
         return sum(item.host_bytes for layer in layers for item in layer.items if item.data is None)
 
     def _begin_pass(self) -> None:
-        """Forget the micro batches that are done."""
+        """Drop the micro batches whose backward is done."""
         for layers in self._passes:
             for layer in layers:
                 layer.drop_if_unused()
@@ -127,33 +124,28 @@ class Offload:
         self._passes.append([])
 
     def _next_in_backward(self, layer: _Layer) -> _Layer | None:
-        """Whose backward pass is expected after a layer's: the one before it, or, of the micro
-        batches that wait, the oldest one's last."""
+        """The layer whose backward pass is expected next: the previous one, or the last layer of
+        the oldest micro batch that waits."""
         if layer.previous is not None:
             return layer.previous
         last_layers = (layers[-1] for layers in self._passes if layers and layer not in layers)
-        return next(
-            (
-                last_layer
-                for last_layer in last_layers
-                if not last_layer.backward_started and last_layer.items
-            ),
-            None,
-        )
+        waiting = (last for last in last_layers if not last.backward_started and last.items)
+        return next(waiting, None)
 
 
 class _State(Enum):
     OPEN = "its forward pass runs"
     ON_DEVICE = "on the device"
-    OFFLOADING = "on the device, copies to the host under way"
+    OFFLOADING = "on the device, copies to the host in flight"
     ON_HOST = "on the host"
-    PREFETCHING = "on the host, copies to the device under way"
+    PREFETCHING = "on the host, copies to the device in flight"
 
 
 class _Layer:
-    """What one layer saved in one forward pass.
+    """The saved tensors of one layer in one forward pass.
 
-    What is saved refers to this, and this only weakly to what is saved: it goes with the graph.
+    The graph refers to this through the saved tensors, and this only weakly to them: it is freed
+    with the graph.
     """
 
     def __init__(self, offload: Offload, number: int, previous: _Layer | None) -> None:
@@ -164,19 +156,18 @@ class _Layer:
         self._copy_event: CopyEvent = None
         self._small_bytes = 0
         self._items: list[weakref.ref[_OffloadedStorage]] = []
-        self._open: dict[
-            int, _OffloadedStorage
-        ] = {}  # by storage; they hold it, so no address comes twice
+        # By storage id; the references keep ids from being reused.
+        self._open: dict[int, _OffloadedStorage] = {}
         self._small: dict[int, torch.UntypedStorage] = {}
         self._prefetched: list[torch.Tensor] = []
 
     @property
     def items(self) -> list[_OffloadedStorage]:
-        """What is still needed."""
+        """The storages that backward still needs."""
         return [item for ref in self._items if (item := ref()) is not None]
 
     def pack(self, tensor: torch.Tensor) -> _Saved | None:
-        """Take a tensor that autograd saves; None: it stays as it is."""
+        """Autograd's pack hook; None: the tensor is saved as it is."""
         if tensor.device.type != self.copier.device.type or not _is_offloadable(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -192,14 +183,14 @@ class _Layer:
         return None if item is None else _Saved(item, tensor.dtype, StorageView.from_tensor(tensor))
 
     def _shared(self, key: int) -> _OffloadedStorage | None:
-        """The layer before may have saved it too: its output is this one's input."""
-        stored = self.previous.items if self.previous is not None else []
-        return next((x for x in stored if x.data is not None and storage_id(x.data) == key), None)
+        """The previous layer may have saved the storage too: its output is this one's input."""
+        items = self.previous.items if self.previous is not None else []
+        return next((x for x in items if x.data is not None and storage_id(x.data) == key), None)
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
-        """Give back what was packed, from wherever it is."""
+        """Autograd's unpack hook: the tensor, after its copy to the device."""
         layer = saved.item.layer
-        if layer._state is not _State.OPEN:  # the forward pass may look at what it keeps
+        if layer._state is not _State.OPEN:  # the forward pass may read what it saves
             layer.ensure_on_device()
         return saved.tensor()
 
@@ -214,7 +205,7 @@ class _Layer:
         items, counts = self.items, self._offload.counts
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return
-        # What some nodes saved has gone with them: TorchScript's make many that nobody needs.
+        # Of the storages that are still needed: TorchScript's nodes save many that nobody needs.
         counts.saved += self._small_bytes + sum(item.size for item in items)
         budget = round(self._offload.ratio * counts.saved) - counts.offloaded
         offloaded, slices, offset = [], [], 0
@@ -233,7 +224,7 @@ class _Layer:
             self._state = _State.OFFLOADING
 
     def free_device_copies(self) -> None:
-        """The copies have had a layer's time; take the memory, unless backward has come first."""
+        """Free the device memory after the copies, one layer later; not if backward started."""
         if self._state is _State.OFFLOADING:
             self.copier.wait(self._copy_event)
             for item in self.items:
@@ -241,7 +232,7 @@ class _Layer:
             self._state = _State.ON_HOST
 
     def ensure_on_device(self) -> None:
-        """Backward needs what was saved: be here, and let the next one come."""
+        """Backward needs the saved tensors: wait for their prefetch, and start the next layer's."""
         if not self.backward_started:
             self.backward_started = True
             if self._state is _State.OFFLOADING:
@@ -264,11 +255,11 @@ class _Layer:
         if self._state is _State.ON_HOST:
             pairs = [pair for item in self.items for pair in item.begin_prefetch()]
             self._copy_event = self.copier.to_device(pairs)
-            self._prefetched = [into for into, _ in pairs]  # even if the graph goes meanwhile
+            self._prefetched = [dst for dst, _ in pairs]  # alive even if the graph is freed
             self._state = _State.PREFETCHING
 
     def drop_if_unused(self) -> None:
-        """Nothing of it is needed any more, though it may be on its way."""
+        """Release a prefetch in flight whose saved tensors nobody needs any more."""
         if self._state is _State.PREFETCHING and not self.items:
             self.copier.wait(self._copy_event)
             self._prefetched = []
@@ -276,24 +267,22 @@ class _Layer:
 
 
 class _OffloadedStorage:
-    """The memory of one or more saved tensors: on the device, on the host, or cut between both."""
+    """The storage of one or more saved tensors: on the device, on the host, or partly on both."""
 
     def __init__(self, layer: _Layer, tensor: torch.Tensor) -> None:
         self.layer = layer
         storage = tensor.untyped_storage()
         self.size = storage.nbytes()
         self.data: torch.Tensor | None = _storage_as_bytes(storage)
-        self.host_bytes = self.host_offset = (
-            0  # bytes that go to the host, and where they are in the parcel
-        )
+        self.host_bytes = self.host_offset = 0  # bytes on the host, offset in the allocation
         self.allocation: PinnedAllocation | None = None
         self._device_remainder: torch.Tensor | None = None
         self._prefetch_buffer: torch.Tensor | None = None
-        self._probe: torch.Tensor | None = tensor.detach()
+        self._probe: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._version = tensor._version
 
     def set_offload_bytes(self, budget: int) -> torch.Tensor | None:
-        """The bytes that go, at most so many; None: none do."""
+        """The bytes to offload, at most the budget; None: none."""
         self.check_version()
         size = min(self.size, budget)
         if size < self.size:
@@ -305,53 +294,49 @@ class _OffloadedStorage:
         return self.data[:size]
 
     def drop(self) -> None:
-        """Give the memory back, after the copies."""
+        """Free the device memory, after the copies."""
         if self.host_bytes:
             self.data = self._probe = None
 
     def begin_prefetch(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """New memory, and what is to be copied into its parts."""
+        """Allocate device memory; the pairs (destination, source) to copy."""
         if self.allocation is None:
             return []
-        self._prefetch_buffer = torch.empty(
-            self.size, dtype=torch.uint8, device=self.layer.copier.device
-        )
-        slices = self.allocation.slices(self.host_offset, self.host_offset + self.host_bytes)
-        slices += [self._device_remainder] if self._device_remainder is not None else []
-        return list(zip(self._prefetch_buffer.split([len(x) for x in slices]), slices, strict=True))
+        device = self.layer.copier.device
+        self._prefetch_buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
+        sources = self.allocation.slices(self.host_offset, self.host_offset + self.host_bytes)
+        sources += [self._device_remainder] if self._device_remainder is not None else []
+        sizes = [len(x) for x in sources]
+        return list(zip(self._prefetch_buffer.split(sizes), sources, strict=True))
 
     def finish_prefetch(self) -> None:
-        """The copies have arrived."""
+        """After the wait for the copies."""
         if self._prefetch_buffer is not None:
             self.data, self._prefetch_buffer = self._prefetch_buffer, None
             self.allocation = self._device_remainder = None
 
     def check_version(self) -> None:
-        """Raise if the memory was written to since it was saved."""
-        if self._probe is not None and self._probe._version != self._version:
-            raise RecomputeError(
-                f"a tensor {list(self._probe.shape)} that backward needs was changed in place "
-                f"(version {self._probe._version}, saved at {self._version})"
-            )
+        """Raise if the storage was written to since it was saved."""
+        if self._probe is not None:
+            check_version(self._probe, self._version)
 
 
 class _Saved(NamedTuple):
-    """A saved tensor: a view of an item's memory."""
+    """A saved tensor: a view of an offloaded storage."""
 
     item: _OffloadedStorage
     dtype: torch.dtype
     view: StorageView
 
     def tensor(self) -> torch.Tensor:
-        """The tensor; its memory must be here."""
+        """The tensor; its storage must be on the device."""
         item = self.item
         item.check_version()
         if item.data is None:
-            raise RecomputeError("a saved tensor was asked for while its memory is on the host")
+            raise RecomputeError("a saved tensor was unpacked while its storage is on the host")
         empty = torch.empty(0, dtype=self.dtype, device=item.data.device)
-        return empty.set_(
-            item.data.untyped_storage(), self.view.offset, self.view.size, self.view.stride
-        )
+        view = self.view
+        return empty.set_(item.data.untyped_storage(), view.offset, view.size, view.stride)
 
 
 def _is_offloadable(tensor: torch.Tensor) -> bool:

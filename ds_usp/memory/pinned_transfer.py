@@ -1,4 +1,4 @@
-"""Bytes between a device and the host, beside the stream that computes."""
+"""Copies between a device and pinned host memory, overlapped with the computing stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 
 _BLOCK_BYTES = 1 << 26  # a power of two: torch rounds pinned memory up to one
 
+CopyEvent = torch.cuda.Event | None  # None: the copies are done
+
 
 class PinnedBlockPool:
-    """Host memory in blocks of one size, used again: to pin memory takes longer than to fill it.
+    """Host memory in blocks of one size, reused: to pin memory takes longer than to fill it.
 
     Args:
-        pinned: the memory can be reached by a GPU.
+        pinned: page-locked, for copies of a GPU.
     """
 
     def __init__(self, pinned: bool, block_bytes: int = _BLOCK_BYTES) -> None:
@@ -24,12 +26,17 @@ class PinnedBlockPool:
         self.num_blocks = 0
 
     def allocate(self, size: int) -> PinnedAllocation:
-        """Room for so many bytes; free again when nobody refers to it any more."""
+        """Blocks for so many bytes; they return to the pool when the allocation is freed."""
         count = -(-size // self.block_bytes)
         blocks = [self._free.pop() if self._free else self._new() for _ in range(count)]
         allocation = PinnedAllocation(tuple(blocks), self.block_bytes)
         weakref.finalize(allocation, self._free.extend, blocks)
         return allocation
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no allocation uses."""
+        return len(self._free)
 
     def _new(self) -> torch.Tensor:
         self.num_blocks += 1
@@ -43,22 +50,21 @@ class PinnedAllocation:
         self._blocks, self._size = blocks, block_bytes
 
     def slices(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The bytes from start to stop, a piece a block."""
+        """The bytes from start to stop, a slice a block."""
         slices = []
         for index in range(start // self._size, -(-stop // self._size)):
             first = index * self._size
-            slices.append(
-                self._blocks[index][max(start - first, 0) : min(stop - first, self._size)]
-            )
+            block = self._blocks[index]
+            slices.append(block[max(start - first, 0) : min(stop - first, self._size)])
         return slices
 
 
 class HostDeviceCopier:
-    """Copies in both directions, each on a stream of its own; on a CPU at once.
+    """Asynchronous copies, each direction on its own stream; on a CPU synchronous.
 
-    Memory is handed over by events alone: copies start after all that the current stream was given
-    so far, and what they read or write is held by the caller until the current stream has waited
-    for them. So the allocator, which knows the current stream only, is never wrong.
+    Ordered by events alone: copies start after all work queued so far on the current stream, and
+    the caller keeps their sources and destinations alive until the current stream has waited for
+    them. So the caching allocator, which tracks the current stream only, is never wrong.
 
     Args:
         device: where tensors are when they are not on the host.
@@ -66,41 +72,38 @@ class HostDeviceCopier:
 
     def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
         on_gpu = device.type == "cuda"
-        self.blocks = PinnedBlockPool(on_gpu, block_bytes)
+        self.pool = PinnedBlockPool(on_gpu, block_bytes)
         self.device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
 
     def to_host(self, data: Sequence[torch.Tensor]) -> tuple[PinnedAllocation, CopyEvent]:
-        """Copy runs of bytes (uint8, 1-D), one behind the other."""
-        allocation = self.blocks.allocate(sum(len(x) for x in data))
+        """Copy runs of bytes (uint8, 1-D) to the host, concatenated."""
+        allocation = self.pool.allocate(sum(map(len, data)))
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         offset = 0
         for x in data:
             slices = allocation.slices(offset, offset + len(x))
-            pairs += zip(slices, x.split([len(block_slice) for block_slice in slices]), strict=True)
+            pairs += zip(slices, x.split([len(block) for block in slices]), strict=True)
             offset += len(x)
         return allocation, self._run(0, pairs)
 
     def to_device(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
-        """Copy into each first tensor the second one."""
+        """Copy for each pair (destination, source)."""
         return self._run(1, pairs)
 
-    def wait(self, done: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Let the current stream wait for copies."""
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
         if not self._streams:
-            for into, data in pairs:
-                into.copy_(data)
+            for dst, src in pairs:
+                dst.copy_(src)
             return None
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for into, data in pairs:
-                into.copy_(data, non_blocking=True)
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
             return stream.record_event()
-
-
-CopyEvent = torch.cuda.Event | None

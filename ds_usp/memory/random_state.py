@@ -1,4 +1,4 @@
-"""The random generators that code may draw from without saying so."""
+"""States of torch's default random generators, which any code may draw from."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """The states of this moment; the host knows both, nothing waits for the GPU."""
+        """The current states; the CPU knows both, nothing waits for the GPU."""
         gpu = None
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             gpu = torch.cuda.get_rng_state(device)
         return cls(device, torch.get_rng_state(), gpu)
 
     def is_unchanged(self) -> bool:
-        """Whether nothing was drawn since."""
+        """Whether no random numbers were drawn since."""
         current = RandomState.capture(self.device)
         same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
         return same and torch.equal(self.cpu, current.cpu)
 
     def restore(self) -> None:
-        """Draw from here on as if it were that moment."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu, self.device)

@@ -1,14 +1,14 @@
-"""Recomputation that does not compute attention again.
+"""Activation checkpoints that save attention's results instead of recomputing attention.
 
-An activation checkpoint runs a function twice: in the forward pass, keeping nothing, and again in
-the backward pass. Under :func:`keep_attention` the first run keeps what attention computed, and
-what its backward needs; the second one is handed that: no kernel runs, nothing is sent, no rank is
-asked. It works with every checkpoint (torch's two, DeepSpeed's, Megatron's), because all of them
-call the function they are given, once and once more.
+A checkpoint runs a function twice: in the forward pass, saving nothing, and again in the backward
+pass. Under :func:`keep_attention` the first run saves the outputs of attention and what its
+backward needs; the second run replays them: no kernel, no exchange and no consistency check runs.
+It works with every checkpoint (torch's two, DeepSpeed's, Megatron's), because all of them call the
+function that they are passed, twice.
 
-What is kept in place of nothing, in elements per token: the output, and with Ulysses also what the
-exchange brought, ``q + 2 k`` features, and the output before the way home, because to bring them
-again is an exchange. Without Ulysses the recomputed q, k and v serve.
+Memory that it adds, in elements per token: the output, and with Ulysses also the results of the
+all-to-all, ``q + 2 k`` features, and the output before the return all-to-all. Without Ulysses the
+recomputed q, k and v are reused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from ds_usp.errors import RecomputeError, UnsupportedAttentionError
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.memory.random_state import RandomState
-from ds_usp.memory.saved_tensor_hooks import save_tensor, saved_tensors, storage_id
-from ds_usp.memory.views import StorageView
+from ds_usp.memory.saved_tensor_hooks import StorageView, save_tensor, saved_tensors, storage_id
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -34,23 +33,23 @@ CallT = TypeVar("CallT", bound="_Call")
 
 
 def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
-    """What to give to an activation checkpoint instead of ``run``.
+    """What to pass to an activation checkpoint instead of ``run``.
 
     ``checkpoint(keep_attention(layer), hidden)``: make a new one for each call of the checkpoint.
     Every :func:`ds_usp.usp_attention` and :class:`ds_usp.USPAttention` that runs in it is computed
-    once. Where gradients are switched off nothing will be computed again, and ``run`` comes back.
+    once. Where gradients are disabled nothing will be recomputed, and ``run`` is returned.
     Checkpoints inside of ``run`` need one of their own.
 
     Args:
         run: what the checkpoint runs: deterministic, as any checkpoint demands.
 
     Raises:
-        RecomputeError: later, in the backward pass: the second run attends otherwise than the
-            first, an output was changed in place, or one graph is walked twice
+        RecomputeError: later, in the backward pass: the second run calls attention otherwise than
+            the first, an output was changed in place, or backward runs twice
             (``retain_graph=True``).
 
     Source: selective recomputation (Korthikanti et al., 2205.05198) turned around: attention is
-    what is not computed again.
+    what is not recomputed.
     """
     return _CheckpointedFunction(run) if torch.is_grad_enabled() else run
 
@@ -62,14 +61,14 @@ def compute_or_replay(
 
     Args:
         compute: differentiable in its inputs alone.
-        key: what must be the same in both runs, besides shapes and dtypes.
+        key: what must be equal in both runs, besides shapes and dtypes.
     """
     run = _CURRENT_RUN.get()
     if run is None:
         return compute(*inputs)
     signature = key, _signature(inputs)
-    entry = run.entry(lambda: SavedCall(compute, inputs, signature), signature)
-    outputs: Outputs = Replay.apply(entry, *inputs)
+    call = run.record_or_replay(lambda: SavedCall(compute, inputs, signature), signature)
+    outputs: Outputs = Replay.apply(call, *inputs)
     return outputs
 
 
@@ -79,29 +78,30 @@ def results_or_replay(
     key: object,
     num_visible: int,
 ) -> Sequence[torch.Tensor]:
-    """The results of an op, which has a backward op of its own: computed once for both runs of a
-    checkpoint under :func:`keep_attention`.
+    """The results of a custom op, which has a backward op of its own: computed once for both runs
+    of a checkpoint under :func:`keep_attention`.
 
     Args:
-        inputs, key: as for :func:`kept`.
-        shown: as many of the first results are seen by the code around the op, which a compiler
-            may let write over them; it gets copies. The others are for backward.
+        inputs, key: as for :func:`compute_or_replay`.
+        num_visible: the first results that the code around the op gets; a compiler may overwrite
+            them, so they are copied. The others are for backward.
     """
     run = _CURRENT_RUN.get()
     if run is None:
         return compute()
-    # Not their places in memory, which a compiler may choose anew in the second run.
+    # Not their strides and offsets, which a compiler may choose anew in the second run.
     signature = key, *((x.dtype, x.device, x.shape) for x in inputs)
-    return run.entry(lambda: SavedResults(compute(), signature), signature).num_visible(num_visible)
+    call = run.record_or_replay(lambda: SavedResults(compute(), signature), signature)
+    return call.results(num_visible)
 
 
 def is_saving() -> bool:
-    """Whether a call now is one of a run under :func:`keep_attention`."""
+    """Whether this call is part of a run under :func:`keep_attention`."""
     return _CURRENT_RUN.get() is not None
 
 
 def refuse_saving(feature: str) -> None:
-    """Refuse what cannot be kept.
+    """Refuse what cannot be saved.
 
     Raises:
         UnsupportedAttentionError: it runs under :func:`keep_attention`.
@@ -114,91 +114,92 @@ def refuse_saving(feature: str) -> None:
 
 
 def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
-    """Refuse to keep an attention that has weights, or is given what has a gradient.
+    """Refuse to save an attention with trainable parameters or further arguments that require grad.
 
     Raises:
-        UnsupportedAttentionError: its gradient would get lost, under :func:`keep_attention`.
+        UnsupportedAttentionError: their gradient would be lost, under :func:`keep_attention`.
     """
-    if _CURRENT_RUN.get() is None:
+    if not is_saving():
         return
     weights = attention.parameters() if isinstance(attention, torch.nn.Module) else ()
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*weights, *args)):
         raise UnsupportedAttentionError(
-            f"{type(attention).__name__} learns, or is given what does, besides q, k and v; under "
-            "keep_attention that gradient would be lost. Checkpoint it without keep_attention"
+            f"{type(attention).__name__} has parameters or arguments that require grad besides q, "
+            "k and v; under keep_attention that gradient would be lost. Checkpoint it without "
+            "keep_attention"
         )
 
 
 class Replay(torch.autograd.Function):
-    """Hands out what an entry kept, and walks its graph in the backward pass."""
+    """Returns the outputs of a :class:`SavedCall`; backward runs its graph."""
 
     @staticmethod
-    def forward(ctx: Any, entry: SavedCall, *inputs: torch.Tensor) -> Outputs:
-        """The outputs of the entry. Saves the inputs that its graph borrows: recomputed ones."""
-        ctx.entry = entry
-        ctx.save_for_backward(*(inputs[i] for i in entry.reused_inputs))
-        outputs = entry.outputs()
+    def forward(ctx: Any, call: SavedCall, *inputs: torch.Tensor) -> Outputs:
+        """The saved outputs. Saves the (recomputed) inputs that the call's graph reuses."""
+        ctx.call = call
+        ctx.save_for_backward(*(inputs[i] for i in call.reused_inputs))
+        outputs = call.outputs()
         ctx.mark_non_differentiable(
-            *(x for x, edge in zip(outputs, entry.edges, strict=True) if edge is None)
+            *(x for x, edge in zip(outputs, call.edges, strict=True) if edge is None)
         )
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """See :meth:`Entry.backward`."""
+        """See :meth:`SavedCall.backward`."""
         if torch.is_grad_enabled():
             raise RecomputeError(
-                "the gradient of kept attention was asked to be differentiable itself "
-                "(create_graph=True), which no kernel here computes"
+                "second derivatives of attention under keep_attention (create_graph=True) are not "
+                "supported: no kernel here computes them"
             )
-        return None, *ctx.entry.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
+        return None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
 
 class _Call:
-    """A call of attention that is kept.
+    """A saved call of attention.
 
     Args:
-        said: what must be the same in both runs.
+        signature: what must be equal in both runs.
     """
 
     def __init__(self, signature: object) -> None:
         self._signature = signature
 
-    def check(self, signature_now: object) -> None:
-        """Raise unless this is the call that was kept."""
-        if self._signature != signature_now:
+    def check(self, signature: object) -> None:
+        """Raise unless the second run's call has the same signature."""
+        if self._signature != signature:
             raise RecomputeError(
-                f"the recomputation attends otherwise than the forward pass: {signature_now} now, "
+                f"the recomputation attends otherwise than the forward pass: {signature} now, "
                 f"{self._signature} then. A checkpointed function must do the same both times"
             )
 
 
 class SavedResults(_Call):
-    """The results of one call of an op; they go when the checkpoint does."""
+    """The results of one call of a custom op; freed with the checkpoint."""
 
     def __init__(self, results: Sequence[torch.Tensor], signature: object) -> None:
         super().__init__(signature)
         self._saved = [save_tensor(x) for x in results]
 
-    def num_visible(self, count: int) -> list[torch.Tensor]:
-        """All of them, so many of the first ones as copies."""
-        results = [x() for x in self._saved]
-        return [x.clone() for x in results[:count]] + results[count:]
+    def results(self, num_visible: int) -> list[torch.Tensor]:
+        """All of them, the first ``num_visible`` as copies."""
+        results = [unpack() for unpack in self._saved]
+        return [x.clone() for x in results[:num_visible]] + results[num_visible:]
 
 
 class SavedCall(_Call):
-    """One result: its outputs, the graph behind them, and the random state that it left.
+    """A call's outputs, their graph, and the random state after it.
 
     Args:
-        compute, inputs: as for :func:`kept`.
-        said: what must be the same in both runs.
+        compute, inputs: as for :func:`compute_or_replay`.
+        signature: what must be equal in both runs.
     """
 
     def __init__(self, compute: Compute, inputs: Sequence[torch.Tensor], signature: object) -> None:
         super().__init__(signature)
         self._reused = _ReusedInputs(inputs)
-        grad_enabled = torch.is_grad_enabled()  # without: a reentrant checkpoint, which asks later
+        grad_enabled = torch.is_grad_enabled()  # not in a reentrant checkpoint's first run
         device = inputs[0].device
         before = RandomState.capture(device)
         with torch.enable_grad(), saved_tensors(self._reused.pack, self._reused.unpack):
@@ -212,39 +213,37 @@ class SavedCall(_Call):
 
     @property
     def reused_inputs(self) -> tuple[int, ...]:
-        """Numbers of the inputs that backward needs."""
-        return tuple(self._reused.wanted)
+        """Indices of the inputs that backward needs."""
+        return tuple(self._reused.indices)
 
     def outputs(self) -> Outputs:
-        """The outputs, without gradients; sets the random state that is right after them."""
-        if self._backward_done:
-            raise RecomputeError(_BACKWARD_TWICE_ERROR)
+        """The outputs, without gradients; sets the random state to that right after the call."""
+        self._check_backward_once()
         if self._random is not None:
             self._random.restore()
-        return tuple(x().detach() for x in self._outputs)
+        return tuple(unpack().detach() for unpack in self._outputs)
 
     def backward(
         self,
-        reused_inputs: Sequence[torch.Tensor],
+        reused: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs, None where they are not needed. Frees what was kept.
+        """Gradients of the inputs, None where they are not needed. Frees the saved tensors.
 
         Args:
-            lent: the inputs that are borrowed.
+            reused: the inputs of :attr:`reused_inputs`.
             grads: of the outputs.
         """
-        if self._backward_done:
-            raise RecomputeError(_BACKWARD_TWICE_ERROR)
+        self._check_backward_once()
         self._backward_done = True
         pairs = zip(self.edges, grads, strict=True)
         edge_grads = [(edge, grad) for edge, grad in pairs if edge and grad is not None]
-        if not edge_grads:  # attention over ranks runs backward on all of them, or they wait
+        if not edge_grads:  # backward of attention is collective: zeros, or other ranks hang
             first = next(i for i, edge in enumerate(self.edges) if edge)
             edge = self.edges[first]
             edge_grads = [(edge, torch.zeros_like(self._outputs[first]()))] if edge else []
-        self._reused.bind(reused_inputs)
+        self._reused.bind(reused)
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         try:
             edges, douts = zip(*edge_grads, strict=True)
@@ -254,38 +253,45 @@ class SavedCall(_Call):
             self.edges, self._outputs = [], []
         return [next(input_grads) if need else None for need in needed]
 
+    def _check_backward_once(self) -> None:
+        if self._backward_done:
+            raise RecomputeError(
+                "backward of kept attention ran already and freed its memory: run backward once, "
+                "without retain_graph=True, or leave keep_attention out"
+            )
+
 
 class _ReusedInputs:
-    """Tensors that a graph needs and does not keep, because they will be there again: its inputs.
+    """Saves a graph's views of its inputs as indices: the recomputation computes the inputs again.
 
-    The graph refers to this, not to its entry, which refers to the graph: no cycle.
+    The graph refers to this, not to its SavedCall, which refers to the graph: no cycle.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.wanted: list[int] = []
+        self.indices: list[int] = []
         self._inputs: Sequence[torch.Tensor] = inputs
 
     def pack(self, tensor: torch.Tensor) -> tuple[int, StorageView] | None:
-        """The place of a tensor in an input."""
+        """The view of an input that a tensor is."""
         storage = storage_id(tensor)
         for index, x in enumerate(self._inputs):
             if storage_id(x) == storage and x.dtype == tensor.dtype:
-                if index not in self.wanted:
-                    self.wanted.append(index)
-                return self.wanted.index(index), StorageView.from_tensor(tensor)
+                if index not in self.indices:
+                    self.indices.append(index)
+                return self.indices.index(index), StorageView.from_tensor(tensor)
         return None
 
     def unpack(self, packed: tuple[int, StorageView]) -> torch.Tensor:
-        """The tensor, from what is lent."""
+        """The tensor, from the bound inputs."""
         index, view = packed
         return view.apply_to(self._inputs[index])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The inputs that are wanted, in that order."""
+        """Set the inputs of :attr:`indices`, in that order."""
         self._inputs = tensors
 
     def release(self) -> None:
-        """Let go of all of them."""
+        """Drop the references to the inputs."""
         self._inputs = ()
 
 
@@ -293,68 +299,64 @@ class _CheckpointRun:
     """One of the two runs of a checkpointed function.
 
     Args:
-        entries: what the first run kept; None: this is the first run.
-        around: the run in which this one takes place.
+        calls: what the first run saved; None: this is the first run.
+        outer: the run inside of which this one runs.
     """
 
-    def __init__(self, entries: Sequence[_Call] | None, outer: _CheckpointRun | None) -> None:
-        self.first, self._outer = entries is None, outer
-        self.entries: list[_Call] = list(entries or ())
+    def __init__(self, calls: Sequence[_Call] | None, outer: _CheckpointRun | None) -> None:
+        self.is_first, self._outer = calls is None, outer
+        self.calls: list[_Call] = list(calls or ())
         self._next = 0
 
-    def entry(self, make: Callable[[], CallT], signature: object) -> CallT:
-        """What the next call of attention gives."""
-        if self.first:  # which may be part of another one's second run
+    def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
+        """The saved call of the next call of attention, made in the first run."""
+        if self.is_first:  # which may be inside of another checkpoint's second run
             outer = self._outer
-            call = outer.entry(make, signature) if outer else make()
-            self.entries.append(call)
+            call = outer.record_or_replay(make, signature) if outer else make()
+            self.calls.append(call)
             return call
-        if self._next == len(self.entries):
+        if self._next == len(self.calls):
             raise RecomputeError(
                 f"the recomputation attends more often than the forward pass, which attended "
-                f"{len(self.entries)} times. A checkpointed function must do the same both times"
+                f"{len(self.calls)} times. A checkpointed function must do the same both times"
             )
-        saved = self.entries[self._next]
+        saved = self.calls[self._next]
         self._next += 1
         saved.check(signature)
         return cast(CallT, saved)  # calls of another kind have another key
 
 
 class _CheckpointedFunction:
-    """A function that a checkpoint runs twice. The checkpoint holds it, and it holds what is kept:
-    both go with the graph."""
+    """A function that a checkpoint runs twice. The checkpoint refers to it, and it to the saved
+    calls: both are freed with the graph."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
-        self._entries: list[_Call] | None = None
+        self._calls: list[_Call] | None = None
 
     @disable_in_compile(
         "keep_attention runs its function itself. In a graph torch's selective checkpoint keeps "
         "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = _CheckpointRun(self._entries, _CURRENT_RUN.get())
+        run = _CheckpointRun(self._calls, _CURRENT_RUN.get())
         token = _CURRENT_RUN.set(run)
         try:
             result = self._run(*args, **kwargs)
         finally:
             _CURRENT_RUN.reset(token)
-        if run.first:
-            self._entries = run.entries
+        if run.is_first:
+            self._calls = run.calls
         return result
 
 
 # Dynamic scope, as the grad mode is: which run a call of attention is part of.
 _CURRENT_RUN: Final[ContextVar[_CheckpointRun | None]] = ContextVar("run", default=None)
-_BACKWARD_TWICE_ERROR = (
-    "kept attention was walked backward already, and its memory is free: run backward once, "
-    "without retain_graph=True, or leave keep_attention out"
-)
 
 
 class AttachLeaf(torch.autograd.Function):
-    """A tensor at the start of a graph that does not keep it: the engine keeps every leaf, so the
-    leaf is one number, expanded."""
+    """Makes a tensor depend on a leaf without memory: autograd keeps every leaf alive, so the leaf
+    is one expanded number."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -373,12 +375,13 @@ def _make_leaf(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def _attach(leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    attached: torch.Tensor = AttachLeaf.apply(leaf, x.detach())  # no edge to what made x
+    attached: torch.Tensor = AttachLeaf.apply(leaf, x.detach())  # no edge to what computed x
     return attached
 
 
 def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-    """What a tensor must have in common with the one it stands for, its place in memory too."""
+    """What recomputed inputs must have in common with the first run's: dtype, device, view, and
+    which of them share storage."""
     storages = [storage_id(x) for x in inputs]
     return tuple(
         (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))

@@ -1,7 +1,8 @@
-"""Hooks on what autograd saves that nest: torch runs the innermost pair alone, these run all.
+"""Saved-tensor hooks that nest: torch runs the innermost pair alone, these run all of them.
 
-A pair takes what it knows and leaves the rest to the pair around it; what nobody takes stays as it
-is. So recomputation inside a layer and offload around it see each other's tensors.
+A pair packs the tensors that it handles and passes the others on to the pair around it; what no
+pair packs is saved as it is. So recomputation inside a layer and offload around it see each
+other's tensors.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -21,35 +21,32 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _HookPair:
+class StorageView(NamedTuple):
+    """Shape, strides and offset of a tensor in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> StorageView:
+        """The view that a tensor is."""
+        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor's storage, without a gradient."""
+        return tensor.detach().as_strided(self.size, self.stride, self.offset)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class _HookPair(NamedTuple):
     pack: Pack
     unpack: Unpack
     outer: _HookPair | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    unpack: Unpack
-    packed: Any
-
-    def __call__(self) -> torch.Tensor:
-        return self.unpack(self.packed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unpacked:
-    tensor: torch.Tensor
-    version: int | None = None
-
-    def __call__(self) -> torch.Tensor:
-        # torch checks this itself for tensors that no hook has seen.
-        if self.version is not None and self.tensor._version != self.version:
-            raise RecomputeError(
-                f"a tensor {list(self.tensor.shape)} that backward needs was changed in place "
-                f"(version {self.tensor._version}, saved at {self.version})"
-            )
-        return self.tensor
 
 
 # Dynamic scope, as torch's own stack of hooks is: each thread has its own.
@@ -58,12 +55,12 @@ _INNERMOST: Final[ContextVar[_HookPair | None]] = ContextVar("innermost", defaul
 
 @contextmanager
 def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """``torch.autograd.graph.saved_tensors_hooks`` that hands on what it does not take.
+    """``torch.autograd.graph.saved_tensors_hooks`` that nests.
 
     Args:
-        pack: what is kept instead of a tensor; None: the tensor is for the pair around this one.
-            Never sees parameters: they live as long as the model.
-        unpack: the tensor for what ``pack`` gave.
+        pack: what is saved instead of a tensor; None: the tensor is for the pair around this one.
+            Never called for parameters: they live as long as the model.
+        unpack: the tensor for what ``pack`` returned.
     """
     pair = _HookPair(pack, unpack, _INNERMOST.get())
     token = _INNERMOST.set(pair)
@@ -75,35 +72,47 @@ def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Keep a tensor as if autograd saved it here; the result gives it back.
+    """Save a tensor as if autograd saved it here; the result returns it.
 
-    For what is kept by hand for backward, so that it can be offloaded too.
+    For what is saved for backward outside of autograd, so that it can be offloaded too.
     """
     return _save(_INNERMOST.get(), tensor)
 
 
 def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    if is_parameter(tensor):
-        # Itself, as it will be then: ZeRO-3 takes a parameter's memory away and gives it another.
-        return _Unpacked(tensor)
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
+        return partial(_identity, tensor)
     while pair is not None:
         packed = pair.pack(tensor)
         if packed is not None:
-            return _Packed(pair.unpack, packed)
+            return partial(pair.unpack, packed)
         pair = pair.outer
-    # Detached: a hook that returned what it was given would tie a node to its own output.
-    return _Unpacked(tensor.detach(), tensor._version)
+    # Detached: a hook that returned its input would tie a node to its own output.
+    return partial(_unchanged, tensor.detach(), tensor._version)
 
 
 def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
     return saved()
 
 
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether this is a parameter, or a view of one."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """What tells storages apart, as long as they live."""
-    return tensor.untyped_storage()._cdata
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    check_version(tensor, version)
+    return tensor
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """What torch checks itself for tensors that no hook has packed.
+
+    Raises:
+        RecomputeError: the tensor was changed in place since it had this version.
+    """
+    if tensor._version != version:
+        raise RecomputeError(
+            f"a tensor {list(tensor.shape)} that backward needs was changed in place "
+            f"(version {tensor._version}, saved at {version})"
+        )

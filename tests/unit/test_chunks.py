@@ -37,5 +37,5 @@ def test_gradients_are_those_of_all_tokens_at_once(chunks: int) -> None:
 
 def test_parts_that_are_empty_are_refused() -> None:
     for chunks in (0, TOKENS + 1):
-        with pytest.raises(ConfigError, match=f"the {TOKENS} places along dim 1"):
+        with pytest.raises(ConfigError, match=f"the size of dim 1, {TOKENS}"):
             in_chunks(nn.Identity(), torch.zeros(2, TOKENS, H), chunks, dim=1)

@@ -218,10 +218,10 @@ def test_a_graph_that_is_dropped_frees_everything(seen: Seen) -> None:
     gc.disable()
     try:
         loss = model(model.inputs(1)[0])
-        assert seen.now > 0 and len(moving.copier.blocks._free) < moving.copier.blocks.num_blocks
+        assert seen.now > 0 and moving.copier.pool.num_free < moving.copier.pool.num_blocks
         del loss
         assert seen.now == 0
-        assert len(moving.copier.blocks._free) == moving.copier.blocks.num_blocks
+        assert moving.copier.pool.num_free == moving.copier.pool.num_blocks
     finally:
         gc.enable()
 
@@ -230,9 +230,9 @@ def test_host_memory_is_used_again() -> None:
     moving = offload(1.0)
     model = Model(LayerMemory("none", moving))
     in_turn(model, model.inputs(1))
-    made = moving.copier.blocks.num_blocks
+    made = moving.copier.pool.num_blocks
     in_turn(model, model.inputs(4))
-    assert 0 < made == moving.copier.blocks.num_blocks
+    assert 0 < made == moving.copier.pool.num_blocks
 
 
 def test_a_parcel_in_several_blocks() -> None:
