@@ -85,7 +85,7 @@ def without_multicast() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Launched:
+class TorchrunEnv:
     """This process among those that a launcher started; alone, if none did."""
 
     rank: int = 0
@@ -94,7 +94,7 @@ class Launched:
     local_world: int = 1
 
 
-def launched() -> Launched:
+def torchrun_env() -> TorchrunEnv:
     """What torchrun says of this process.
 
     Raises:
@@ -103,11 +103,11 @@ def launched() -> Launched:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
     if given[:2] == [None, None]:
-        return Launched()
+        return TorchrunEnv()
     if None in given:
         missing = ", ".join(name for name, word in zip(names, given, strict=True) if word is None)
         raise ConfigError(f"this rank has no {missing} in its environment: start it with torchrun")
-    return Launched(*(int(word) for word in given if word is not None))
+    return TorchrunEnv(*(int(word) for word in given if word is not None))
 
 
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -115,11 +115,11 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
-def peer_copies_disabled() -> bool:
+def p2p_disabled() -> bool:
     """True where the user told NCCL that GPUs must not reach each other's memory."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
 
 
-def streams_share_a_queue() -> bool:
+def single_hw_queue() -> bool:
     """True where all streams of a GPU go through one queue: what waits in it holds up the rest."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

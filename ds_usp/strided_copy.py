@@ -7,20 +7,20 @@ from functools import lru_cache
 import torch
 
 
-def dense_copy(place: torch.Tensor, x: torch.Tensor) -> None:
+def strided_copy(out: torch.Tensor, x: torch.Tensor) -> None:
     """Copy between strided views, on GPUs 16 bytes at a time where the last dim allows it: twice
     as fast as the elements of 2 bytes."""
-    if x.is_cuda and place.dtype == x.dtype and not x.is_neg():
+    if x.is_cuda and out.dtype == x.dtype and not x.is_neg():
         size = x.element_size()
-        together = _of_16_bytes(size, x.shape[-1], place.stride(), x.stride())
-        starts = int(place.storage_offset() * size) | int(x.storage_offset() * size)
-        if together and not (starts | place.data_ptr() | x.data_ptr()) % 16:
-            place, x = place.view(torch.complex128), x.view(torch.complex128)
-    place.copy_(x)
+        together = _rows_are_16_byte_aligned(size, x.shape[-1], out.stride(), x.stride())
+        starts = int(out.storage_offset() * size) | int(x.storage_offset() * size)
+        if together and not (starts | out.data_ptr() | x.data_ptr()) % 16:
+            out, x = out.view(torch.complex128), x.view(torch.complex128)
+    out.copy_(x)
 
 
 @lru_cache(maxsize=4096)
-def _of_16_bytes(size: int, length: int, *strides: tuple[int, ...]) -> bool:
+def _rows_are_16_byte_aligned(size: int, length: int, *strides: tuple[int, ...]) -> bool:
     """Whether all rows of a last dim so long, dense, of elements of so many bytes, may start and
     end at multiples of 16 bytes."""
     apart = [length, *(stride for each in strides for stride in each[:-1])]

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-_MOST_KNOWN = 1024  # launches; documents differ from step to step
+_MAX_CACHED = 1024  # launches; documents differ from step to step
 _ALIGNMENT = 16  # bytes; Triton compiles anew where a pointer's differs
 # Triton's compiled kernels take all arguments, constants too, in their order.
 _TRITON = (3, 3), (3, 9)
 
 
 @lru_cache(maxsize=8)
-def fused(module: str) -> ModuleType | None:
+def load_triton_module(module: str) -> ModuleType | None:
     """A module of Triton kernels; None where Triton is not installed."""
     try:
         return import_module(module)
@@ -26,7 +26,7 @@ def fused(module: str) -> ModuleType | None:
         return None
 
 
-class Launcher:
+class CachedLauncher:
     """A Triton kernel that is launched again and again with the same numbers.
 
     Triton looks at every argument of every launch, to find what it has compiled for such ones: half
@@ -60,14 +60,14 @@ class Launcher:
                 known[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants.values())
                 return
             made = self._kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps)
-        if made is not None and _takes_all_arguments():
-            if len(self._known) >= _MOST_KNOWN:
+        if made is not None and _launcher_passes_constexprs():
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[key] = made
 
 
 @lru_cache(maxsize=1)
-def _takes_all_arguments() -> bool:
+def _launcher_passes_constexprs() -> bool:
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

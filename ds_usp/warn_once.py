@@ -6,7 +6,7 @@ import logging
 from functools import cache
 
 
-def notice(text: str, *, rank: int) -> None:
+def warn_once(text: str, *, rank: int) -> None:
     """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 has it to say.
 
     Args:
@@ -14,9 +14,9 @@ def notice(text: str, *, rank: int) -> None:
         rank: of the caller among those that have the same to say.
     """
     if rank == 0:
-        _say(text)
+        _emit_once(text)
 
 
 @cache
-def _say(text: str) -> None:
+def _emit_once(text: str) -> None:
     logging.getLogger("ds_usp").warning("%s", text)

@@ -17,10 +17,10 @@ import torch
 
 from ds_usp.attention.pipeline import _ChunkPipeline
 from ds_usp.comm import copy_engine
-from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
-from ds_usp.comm.cuda_driver import WordJob
+from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel, num_slots
+from ds_usp.comm.cuda_driver import FlagOp
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.uniform_all_to_all import Trip
+from ds_usp.comm.uniform_all_to_all import PendingExchange
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
 SLOT = 512
@@ -55,20 +55,20 @@ class FakeEvent:
         self.stream, self.count, self.piece = stream, len(stream.operations), stream.piece
 
 
-class FakeWordJobs:
+class FakeFlagOpBatch:
     """Words that are written and waited for."""
 
-    def __init__(self, jobs: Sequence[WordJob]) -> None:
+    def __init__(self, jobs: Sequence[FlagOp]) -> None:
         self.jobs = jobs
 
     def enqueue(self, stream: FakeStream) -> None:
         for job in self.jobs:
-            kind = "wait" if job.waits else "write"
+            kind = "wait" if job.is_wait else "write"
             stream.operations.append((kind, job.address, job.value))
 
 
 @dataclass
-class FakeWords:
+class FakeFlags:
     """Addresses that say what they are of; the second half of a rank's are 1 at first."""
 
     kind: str
@@ -80,7 +80,7 @@ class FakeWords:
 
 @dataclass(eq=False)
 class FakeMemory:
-    own: torch.Tensor = field(default_factory=lambda: torch.empty(16 * SLOT, dtype=torch.uint8))
+    local: torch.Tensor = field(default_factory=lambda: torch.empty(16 * SLOT, dtype=torch.uint8))
 
 
 @dataclass
@@ -99,7 +99,7 @@ class World:
 
     def __init__(self, ranks: int, slots: dict[str, int] | None = None) -> None:
         self.ranks, self.graph = ranks, 0
-        self.slots = slots or {kind: slots_of(kind, ring=True) for kind in KINDS}
+        self.slots = slots or {kind: num_slots(kind, ring=True) for kind in KINDS}
         self.current = FakeStream()
         self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
         # Two streams that compute: calls need not all be on one.
@@ -115,17 +115,17 @@ class World:
             _world=self.ranks,
             _stream=FakeStream(),
             _current=None,
-            _rescue=None,
+            _abort_stream=None,
             exchanges=0,
-            _packed=FakeEvent(),
-            _words=FakeWords(kind, self.slots[kind] * self.ranks),
+            _packed_event=FakeEvent(),
+            _flags=FakeFlags(kind, self.slots[kind] * self.ranks),
             _memory=FakeMemory(),
             _captured=[],
-            _count=self.slots[kind],
+            _num_slots=self.slots[kind],
             kind=kind,
         )
         with self.patched():
-            engine._begin(SLOT)
+            engine._reset(SLOT)
         return engine
 
     @contextlib.contextmanager
@@ -142,8 +142,8 @@ class World:
             stream.operations.append(("pull", (engine.kind, source, start), place))
 
         with (
-            mock.patch.object(copy_engine, "WordJobs", FakeWordJobs),
-            mock.patch.object(copy_engine, "capture_of", lambda _: self.graph),
+            mock.patch.object(copy_engine, "FlagOpBatch", FakeFlagOpBatch),
+            mock.patch.object(copy_engine, "graph_capture_id", lambda _: self.graph),
             mock.patch.object(CopyEngine, "_pull", pull),
             mock.patch.object(copy_engine, "current_stream", lambda *_: self.current),
         ):
@@ -184,10 +184,10 @@ class FakeChannel:
 
     def __init__(self, world: World, rank: int, kind: str) -> None:
         self.world, self.rank, self.engine = world, rank, world.engines[rank][kind]
-        self.real = CopyChannel(self.engine, CommLedger(), kind)
+        self.real = CopyEngineChannel(self.engine, CommLedger(), kind)
 
-    def room(self, *name: Any) -> FakeChannel:
-        self.packed = self.real.room((1, 1), torch.empty(0), torch.uint8).whole
+    def acquire_staging(self, *name: Any) -> FakeChannel:
+        self.packed = self.real.acquire_staging((1, 1), torch.empty(0), torch.uint8).tensor
         slot = self.engine._slots[self.engine._next]
         self.name = name
         where = (self.engine.kind, self.rank, slot.start)  # type: ignore[attr-defined]
@@ -212,8 +212,8 @@ class FakeChannel:
     def close(self) -> None:
         pass
 
-    def take(self) -> None:
-        self.real.take()
+    def wait(self) -> None:
+        self.real.wait()
         for _, place in self.places:
             self.world.current.operations.append(("read", place))
 
@@ -239,14 +239,14 @@ class Call:
         # Ulysses and a ring, Ulysses alone, a ring alone.
         self.has_ring, self.local_heads = draw.choice([(True, False), (False, False), (True, True)])
         self.backward = draw.random() < 0.5
-        self.sent: dict[int, Trip] = {}
+        self.sent: dict[int, PendingExchange] = {}
 
     def run(self, parts: int, steps: int) -> None:
         made = _ChunkPipeline(self, range(parts), self.send, self.kv_stream, backward=self.backward)  # type: ignore[arg-type]
 
         def compute(part: int, chunk: Any) -> None:
             assert chunk.exchange is self.sent[part], "another part's trip"
-            chunk.exchange.take()
+            chunk.exchange.wait()
             home = None
             if not self.has_ring and self.early(part):
                 home = self.channel("all_to_all", "home", part)
@@ -266,22 +266,22 @@ class Call:
         return random.Random(f"{self.rank} {self.name} {part}").randrange(3)
 
     def channel(self, kind: str, *name: Any) -> FakeChannel:
-        return FakeChannel(self.world, self.rank, kind).room(*name, self.name)
+        return FakeChannel(self.world, self.rank, kind).acquire_staging(*name, self.name)
 
-    def exchange(self, name: str, part: int, heads: FakeChannel | None = None) -> Trip:
+    def exchange(self, name: str, part: int, heads: FakeChannel | None = None) -> PendingExchange:
         if self.local_heads:
-            return Trip(tuple)
+            return PendingExchange(tuple)
         heads = heads or self.channel("all_to_all", name, part)
         heads.post(some(self.world, self.draw, 1.0), name, self.name, part)
-        return Trip(tuple, heads)  # type: ignore[arg-type]
+        return PendingExchange(tuple, heads)  # type: ignore[arg-type]
 
-    def send(self, part: int) -> Trip:
+    def send(self, part: int) -> PendingExchange:
         self.sent[part] = self.exchange("come", part)
         return self.sent[part]
 
-    def kv_stream(self, part: int, trip: Trip) -> Any:
+    def kv_stream(self, part: int, trip: PendingExchange) -> Any:
         if not self.backward:  # else keys are there already
-            trip.take()
+            trip.wait()
         if self.has_ring:
             keys = self.channel("ring_kv", "keys", part)
             self.post(keys, "keys", part, 0)
@@ -299,8 +299,8 @@ class Call:
                 belt.mid_chunk()
             direct = self.backward and self.early(part, step)
             if direct:
-                grads.room("grads", part, step, self.name)
-            keys.take()
+                grads.acquire_staging("grads", part, step, self.name)
+            keys.wait()
             for half in (1, 2):
                 work.append(("work",))
                 if not step and middle == half:
@@ -310,20 +310,22 @@ class Call:
             if not self.backward:
                 continue
             if step:
-                grads.take()
+                grads.wait()
             if not direct:
-                grads.room("grads", part, step, self.name)
+                grads.acquire_staging("grads", part, step, self.name)
             self.post(grads, "grads", part)
         if not steps:
             work.append(("work",))
         return grads if steps and self.backward else None
 
-    def return_chunk(self, part: int, grads: FakeChannel | None, home: FakeChannel | None) -> Trip:
+    def return_chunk(
+        self, part: int, grads: FakeChannel | None, home: FakeChannel | None
+    ) -> PendingExchange:
         if grads is not None:
-            grads.take()
+            grads.wait()
         trip = self.exchange("home", part, home)
         if self.return_lse:
-            trip.take()
+            trip.wait()
             return self.exchange("lse", part)
         return trip
 

@@ -32,7 +32,7 @@ from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
-from ds_usp.warn_once import notice
+from ds_usp.warn_once import warn_once
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
@@ -209,10 +209,17 @@ def _warn_slow_path(
 ) -> None:
     """Say what would make such calls faster, once."""
     messages = [slow_path_notice(q.device), missing, work]
-    if q.is_cuda and mesh.sp_degree > 1 and mesh.no_copies and tuning.copies == "auto":
-        messages.append(f"exchanges go by NCCL, not by copy engines: {mesh.no_copies}")
+    if (
+        q.is_cuda
+        and mesh.sp_degree > 1
+        and mesh.copy_engine_unavailable
+        and tuning.copies == "auto"
+    ):
+        messages.append(
+            f"exchanges go by NCCL, not by copy engines: {mesh.copy_engine_unavailable}"
+        )
     for text in filter(None, messages):
-        notice(text, rank=dist.get_rank() if dist.is_initialized() else 0)
+        warn_once(text, rank=dist.get_rank() if dist.is_initialized() else 0)
 
 
 def _is_deterministic() -> bool:

@@ -26,7 +26,7 @@ from ds_usp.attention.pipeline import (
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.tuning import Tuning
 from ds_usp.attention.validation import check_default_layout, check_on_all_ranks, is_on_cpu
-from ds_usp.comm.mesh import MESHES, SequenceMesh
+from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -80,7 +80,7 @@ class AttentionOpSpec(NamedTuple):
     @property
     def on(self) -> SequenceMesh:
         """The mesh."""
-        return MESHES.find(self.mesh)
+        return MESH_REGISTRY.lookup(self.mesh)
 
     def scores(self, sinks: torch.Tensor | None, slopes: torch.Tensor | None) -> Scores:
         """The scores of a call with these tensors."""
@@ -195,7 +195,7 @@ def _attend(
     call = check_on_all_ranks(
         ask.on, lambda: ask.checked(q, (q.shape, k.shape, v.shape), scores), q
     )
-    number = ask.on.agreement.number
+    number = ask.on.consistency.number
     saves = ask.has_backward
     out, lse, kept = pipelined_forward(call, scores, q, k, v, save_for_backward=saves)
     found = [out] if lse is None else [out, lse]
@@ -276,7 +276,7 @@ def attention_backward(
     """
     ask = AttentionOpSpec(*plain)
     *saved, number = saved
-    ask.on.agreement.before_backward(int(number), wait=is_on_cpu(dout))
+    ask.on.consistency.check_backward(int(number), wait=is_on_cpu(dout))
     scores = ask.scores(sinks, slopes)
     sizes = _sizes(dout, saved, kv_length, kv_heads)
     _, call = ask.plan(dout, sizes, scores)

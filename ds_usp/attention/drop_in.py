@@ -16,7 +16,7 @@ from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import borders_of
-from ds_usp.warn_once import notice
+from ds_usp.warn_once import warn_once
 
 
 class CallArguments(NamedTuple):
@@ -69,7 +69,7 @@ def warn_not_called(local_attention: object, attention: LocalAttention, where: s
         where: in which calls.
     """
     scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
-    notice(
+    warn_once(
         f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
         f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale {scale}, "
         f"dropout {attention.dropout_p} in training",

@@ -16,8 +16,8 @@ from ds_usp.attention.validation import (
     is_on_cpu,
     plan_local_attention,
 )
-from ds_usp.comm.all_to_all import HeadExchange
-from ds_usp.comm.mesh import MESHES, SequenceMesh
+from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.memory.saved_attention import refuse_saving
 
@@ -54,7 +54,7 @@ class ExchangeOpSpec(NamedTuple):
     @property
     def on(self) -> SequenceMesh:
         """The mesh."""
-        return MESHES.find(self.mesh)
+        return MESH_REGISTRY.lookup(self.mesh)
 
     def plan(self, tensors: list[torch.Tensor]) -> tuple[str, ChunkExchanges]:
         """What the ranks compare, and how heads travel."""
@@ -85,7 +85,7 @@ class ExchangeOpSpec(NamedTuple):
             check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))
         return self.plan(tensors)
 
-    def of(self, traffic: ChunkExchanges, tensors: list[torch.Tensor]) -> HeadExchange:
+    def of(self, traffic: ChunkExchanges, tensors: list[torch.Tensor]) -> HeadAllToAll:
         """The exchange of q, k and v, or that of the output."""
         return traffic.qkv if len(tensors) == 3 else traffic.out
 
@@ -104,7 +104,7 @@ def exchange_op(
     """A head exchange of q, k, v, or of the output; collective over the mesh.
 
     Shapes:
-        See :class:`ds_usp.comm.all_to_all.HeadExchange`. One that begins a call also returns, last,
+        See :class:`ds_usp.comm.all_to_all.HeadAllToAll`. One that begins a call also returns, last,
         the number of the call ``[]``, on the host.
 
     Args:
@@ -114,14 +114,14 @@ def exchange_op(
         USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
     """
     trip = ExchangeOpSpec(*plain)
-    agreement = trip.on.agreement
+    consistency = trip.on.consistency
     if trip.begins:
         traffic = check_on_all_ranks(trip.on, lambda: trip.checked(tensors), tensors[0])
-        number = torch.tensor(agreement.number, device="cpu")
+        number = torch.tensor(consistency.number, device="cpu")
         return [*own(trip.of(traffic, tensors).to_heads(tensors), tensors), number]
     if trip.backward and call is not None:
         part = exchange_label(not trip.to_heads)
-        agreement.before_backward(int(call), part, wait=is_on_cpu(tensors[0]))
+        consistency.check_backward(int(call), part, wait=is_on_cpu(tensors[0]))
     _, traffic = trip.plan(tensors)
     exchange = trip.of(traffic, tensors)
     if trip.to_heads:

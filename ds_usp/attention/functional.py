@@ -19,7 +19,7 @@ from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tracing import graph_break, layout_spec, make_op_spec
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_on_all_ranks, exchange_label, is_on_cpu
-from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
@@ -33,9 +33,9 @@ class SeqAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head_exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
+        ctx: Any, head_exchange: HeadAllToAll, to_heads: bool, call: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """See :class:`HeadExchange` for the shapes; ``call`` is the number of the call."""
+        """See :class:`HeadAllToAll` for the shapes; ``call`` is the number of the call."""
         ctx.exchange, ctx.to_heads, ctx.call = head_exchange, to_heads, call
         if to_heads:
             return tuple(x.contiguous() for x in head_exchange.to_heads(tensors))
@@ -46,8 +46,8 @@ class SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients go the way back; those of a head with several users are summed."""
-        agreement, part = ctx.exchange.mesh.agreement, exchange_label(ctx.to_heads)
-        agreement.before_backward(ctx.call, part, wait=is_on_cpu(grads[0]))
+        consistency, part = ctx.exchange.mesh.consistency, exchange_label(ctx.to_heads)
+        consistency.check_backward(ctx.call, part, wait=is_on_cpu(grads[0]))
         back = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call, *grads)
         return None, None, None, *back
 
@@ -72,7 +72,7 @@ class UnifiedAttention(torch.autograd.Function):
             call, scores, q, k, v, save_for_backward=any(ctx.needs_input_grad)
         )
         ctx.mesh, ctx.call, ctx.scores = mesh, call, replace(scores, sinks=None)
-        ctx.number, ctx.is_on_cpu = mesh.agreement.number, is_on_cpu(q)
+        ctx.number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(q)
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
         if call.local_heads:  # a part's tensors are views of these
             ctx.save_for_backward(sinks, q, k, v, out, *(part.lse for part in kept))
@@ -92,7 +92,7 @@ class UnifiedAttention(torch.autograd.Function):
                 "(create_graph=True), which no kernel here computes"
             )
         call: AttentionPlan = ctx.call
-        ctx.mesh.agreement.before_backward(ctx.number, wait=ctx.is_on_cpu)
+        ctx.mesh.consistency.check_backward(ctx.number, wait=ctx.is_on_cpu)
         sinks, *saved = ctx.saved_tensors
         if call.local_heads:
             whole, lses = saved[:4], saved[4:]
@@ -111,7 +111,7 @@ class UnifiedAttention(torch.autograd.Function):
 
 
 def head_exchange(
-    head_exchange: HeadExchange, to_heads: bool, call: int, *tensors: torch.Tensor
+    head_exchange: HeadAllToAll, to_heads: bool, call: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Differentiable head exchange; with one Ulysses rank the tensors themselves.
 

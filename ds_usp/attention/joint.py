@@ -9,7 +9,7 @@ from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tracing import graph_break
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_layout, check_on_all_ranks, token_layout
-from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.joint import JointLayout, ShardsInOrder
@@ -80,7 +80,7 @@ def usp_joint_attention(
         return f"{combined}, {combined.parts[0]}", combined
 
     combined = check_on_all_ranks(mesh, check, q, layout)
-    call = mesh.agreement.number
+    call = mesh.consistency.number
     joint_layout = combined.parts[0]
     pieces = [
         (joint_layout.shard(joint_x, 1, mesh.rank), x)
@@ -104,7 +104,7 @@ def usp_joint_attention(
     parts = out.split(lengths, dim=1)
     joint_out, main = parts if joint_front else parts[::-1]
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
-    gather = HeadExchange(mesh.flat(), (ShardsInOrder.of(joint_layout),), (every_head,))
+    gather = HeadAllToAll(mesh.flat(), (ShardsInOrder.of(joint_layout),), (every_head,))
     (joint_shards,) = head_exchange(gather, True, call, joint_out)
     lengths = [joint_layout.length(rank) for rank in range(mesh.sp_degree)]
     return main, joint_layout.gather(joint_shards.split(lengths, dim=1), 1)

@@ -255,7 +255,7 @@ class USPAttention(torch.nn.Module):
             return self._plan(query, key, value, given)
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout)
-        call = self.mesh.agreement.number
+        call = self.mesh.consistency.number
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):
             exchange_fn = partial(exchange_heads, plan.call, call)

@@ -30,9 +30,9 @@ from ds_usp.attention.ring import (
 )
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.attention.validation import ChunkExchanges
-from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.uniform_all_to_all import Departure, Trip
+from ds_usp.comm.uniform_all_to_all import PendingExchange, PreallocatedSend
 from ds_usp.config import without_multicast
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
 from ds_usp.kernels.sinks import apply_sinks, sink_gradient
@@ -75,17 +75,17 @@ class AttentionPlan:
         """Make room for copy engines and groups for a double ring; collective where there is not
         enough yet."""
         if self.ring_calls[0].schedule.windows:
-            self.mesh.open_outer()
-        if self.staging_bytes and self.mesh.lacks(self.staging_bytes):
+            self.mesh.create_outer_groups()
+        if self.staging_bytes and self.mesh.needs_reserve(self.staging_bytes):
             with without_multicast():
                 self.mesh.reserve(self.staging_bytes, device)
         if self.staging_bytes:
-            self.mesh.agreement.begin_pass()
+            self.mesh.consistency.begin_pass()
 
     def mark_pass_done(self) -> None:
         """Note that a pass has ended well."""
         if self.staging_bytes:
-            self.mesh.agreement.end_pass()
+            self.mesh.consistency.end_pass()
 
     def score_mod_for_chunk(self, index: int, scores: Scores, x: torch.Tensor) -> ChunkScoreMod:
         """The scores of one part of a call on tensors of this batch and device."""
@@ -112,13 +112,13 @@ class SavedChunk(NamedTuple):
 class _InflightChunk(NamedTuple):
     """One part: its exchange, taken when it is computed at the latest, and its keys and values."""
 
-    exchange: Trip
+    exchange: PendingExchange
     kv_stream: KVStream
 
     def close(self) -> None:
         """After an error: nothing may stay under way."""
         try:
-            self.exchange.close()
+            self.exchange.drain()
         finally:
             self.kv_stream.close()
 
@@ -148,8 +148,8 @@ class _ChunkPipeline:
         self,
         plan: AttentionPlan,
         order: Sequence[int],
-        post_exchange: Callable[[int], Trip],
-        start_kv: Callable[[int, Trip], KVStream],
+        post_exchange: Callable[[int], PendingExchange],
+        start_kv: Callable[[int, PendingExchange], KVStream],
         *,
         backward: bool,
     ) -> None:
@@ -159,10 +159,12 @@ class _ChunkPipeline:
         self._kv_early = self._has_ring and (backward or plan.local_heads)
         self._lookahead = 2 if self._has_ring and not self._kv_early else 1
         self._current = self._num_posted = self._num_started = 0
-        self._in_flight: list[Trip] = []
+        self._in_flight: list[PendingExchange] = []
         self._ready: list[_InflightChunk] = []
-        self._returning: list[Trip] = []
-        self._deferred_return: tuple[Callable[[], Trip], Callable[[], None]] | None = None
+        self._returning: list[PendingExchange] = []
+        self._deferred_return: tuple[Callable[[], PendingExchange], Callable[[], None]] | None = (
+            None
+        )
 
     def run(self, compute: Callable[[int, _InflightChunk], None]) -> None:
         """Compute each part, which :meth:`leave` is to be told of. What it has needed is free
@@ -177,7 +179,7 @@ class _ChunkPipeline:
             compute(index, self._ready[0])
             del self._ready[0]
         for exchange in self._returning:
-            exchange.take()
+            exchange.wait()
 
     def mid_chunk(self) -> None:
         """In the middle of a part's computation."""
@@ -187,9 +189,11 @@ class _ChunkPipeline:
         if self._has_ring:
             self._start_kv_of(self._current + 1)
         while not self._defer_return and self._returning:  # it went home beside this part
-            self._returning.pop(0).take()
+            self._returning.pop(0).wait()
 
-    def return_chunk(self, post: Callable[[], Trip], on_error: Callable[[], None] = noop) -> None:
+    def return_chunk(
+        self, post: Callable[[], PendingExchange], on_error: Callable[[], None] = noop
+    ) -> None:
         """A part is computed and may go home.
 
         Args:
@@ -205,7 +209,7 @@ class _ChunkPipeline:
         """After an error: nothing may stay under way, or the next call would take it."""
         with ExitStack() as stack:  # all of it, whatever fails
             for exchange in (*self._returning, *self._in_flight):
-                stack.callback(exchange.close)
+                stack.callback(exchange.drain)
             for chunk in self._ready:
                 stack.callback(chunk.close)
             if self._deferred_return is not None:
@@ -227,7 +231,9 @@ class _ChunkPipeline:
             self._in_flight.pop(0)
             self._num_started += 1
 
-    def _post_return(self, post: Callable[[], Trip], on_error: Callable[[], None]) -> None:
+    def _post_return(
+        self, post: Callable[[], PendingExchange], on_error: Callable[[], None]
+    ) -> None:
         """Begin the trip home; the one before it must have ended, so that its memory is free."""
         try:
             self._returning.append(post())
@@ -235,7 +241,7 @@ class _ChunkPipeline:
             on_error()
             raise
         while len(self._returning) > 1:
-            self._returning.pop(0).take()
+            self._returning.pop(0).wait()
 
 
 def pipelined_forward(
@@ -249,22 +255,22 @@ def pipelined_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[SavedChunk]]:
     """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
 
-    def post_exchange(index: int) -> Trip:
-        return plan.chunks[index].qkv.send_to_heads((q, k, v))
+    def post_exchange(index: int) -> PendingExchange:
+        return plan.chunks[index].qkv.post_to_heads((q, k, v))
 
-    def start_kv(index: int, exchange: Trip) -> KVStream:
+    def start_kv(index: int, exchange: PendingExchange) -> KVStream:
         ring = plan.ring_calls[index]
-        return KVStream(ring, ring.schedule.steps, *exchange.take()[1:])
+        return KVStream(ring, ring.schedule.steps, *exchange.wait()[1:])
 
-    def return_chunk(exchanges: ChunkExchanges, saved: SavedChunk) -> Trip:
-        exchange = exchanges.out.send_to_sequence((saved.out,), (out,))
+    def return_chunk(exchanges: ChunkExchanges, saved: SavedChunk) -> PendingExchange:
+        exchange = exchanges.out.post_to_sequence((saved.out,), (out,))
         if lse is None:
             return exchange
-        exchange.take()
-        return exchanges.out.send_to_sequence((saved.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
+        exchange.wait()
+        return exchanges.out.post_to_sequence((saved.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
 
     def compute_chunk(index: int, chunk: _InflightChunk) -> None:
-        score_mod, tensors = plan.score_mod_for_chunk(index, scores, q), chunk.exchange.take()
+        score_mod, tensors = plan.score_mod_for_chunk(index, scores, q), chunk.exchange.wait()
         result = ring_forward(
             plan.ring_calls[index], tensors[0], chunk.kv_stream, score_mod, pipeline.mid_chunk
         )
@@ -303,26 +309,26 @@ def pipelined_backward(
     and, where sinks are learned, this rank's share of theirs ``[h]``."""
     grads: tuple[torch.Tensor, ...] = ()
 
-    def post_exchange(index: int) -> Trip:
-        return plan.chunks[index].out.send_to_heads((dout,))
+    def post_exchange(index: int) -> PendingExchange:
+        return plan.chunks[index].out.post_to_heads((dout,))
 
-    def start_kv(index: int, exchange: Trip) -> KVStream:
+    def start_kv(index: int, exchange: PendingExchange) -> KVStream:
         ring = plan.ring_calls[index]
         return KVStream(ring, ring.schedule.backward_steps, *saved_chunks[index][1:3])
 
     def return_chunk(
-        exchange: HeadExchange, reducer: RingGradReducer, staging: Departure | None
-    ) -> Trip:
-        return exchange.send_to_sequence(reducer.accumulators(), grads, staging)
+        exchange: HeadAllToAll, reducer: RingGradReducer, staging: PreallocatedSend | None
+    ) -> PendingExchange:
+        return exchange.post_to_sequence(reducer.accumulators(), grads, staging)
 
     def compute_chunk(index: int, chunk: _InflightChunk) -> None:
         nonlocal grads
         score_mod, ring = plan.score_mod_for_chunk(index, scores, dout), plan.ring_calls[index]
-        (dout_heads,) = chunk.exchange.take()
+        (dout_heads,) = chunk.exchange.wait()
         saved, exchange = saved_chunks[index], plan.chunks[index].qkv
         in_place = ring.writes_grads_in_place(dout.dtype)
-        staging = exchange.departure(dout, shapes) if in_place else None
-        buffers = staging.parts if staging else ()
+        staging = exchange.preallocate_send(dout, shapes) if in_place else None
+        buffers = staging.views if staging else ()
         reducer = ring_backward(
             ring, dout_heads, *saved, chunk.kv_stream, score_mod, pipeline.mid_chunk, buffers
         )

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_usp.comm.channel import Channel, RingChannel, Room, cut_features
+from ds_usp.comm.channel import Channel, P2PChannel, StagingBuffer, split_features
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.geometry.double_ring import Piece, Window
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.visibility import Runs
 from ds_usp.kernels.merge import GradAccumulator
-from ds_usp.strided_copy import dense_copy
+from ds_usp.strided_copy import strided_copy
 
 Transfer = RingStep | Window
 
@@ -49,14 +49,14 @@ class KVPrefetcher:
 
     def wait_next(self) -> torch.Tensor:
         """What was to come, when it is there; the next one is on its way then."""
-        self._channel.take()
+        self._channel.wait()
         block = self._receiving
         self._post()
         return block
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self._channel.close()
+        self._channel.drain()
 
     def _post(self) -> None:
         if not self._queue:
@@ -103,7 +103,7 @@ class GradReturn:
         )
         self._receiving: list[tuple[Piece, torch.Tensor]] = []
         self._accumulators: Sequence[GradAccumulator] = ()
-        self._staged: Room | None = None  # asked for already
+        self._staged: StagingBuffer | None = None  # asked for already
 
     def staging_views(self, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the gradients of what came for a step, which they leave from: of all of its
@@ -136,13 +136,13 @@ class GradReturn:
             accumulator.write(out_buffer[:, :num_remote_tokens])
             if num_remote_tokens < transfer.columns:  # this rank's own keys come last
                 accumulator.transfer_to(num_remote_tokens, local_accumulator)
-        token_stride = staging.whole.stride(0)  # it is dense
+        token_stride = staging.tensor.stride(0)  # it is dense
         self._receiving, self._accumulators = (
             _split_by_range(self._buffer[: transfer.given], transfer.gives),
             accumulators,
         )
         self._channel.post(
-            staging.whole,
+            staging.tensor,
             _send_rows(remote_ranges),
             [
                 (token_range.rank, view, offset * token_stride, 0)
@@ -154,9 +154,9 @@ class GradReturn:
 
     def wait_and_accumulate(self) -> None:
         """Add what has come, if anything is to come."""
-        if not self._channel.busy:
+        if not self._channel.in_flight:
             return
-        self._channel.take()
+        self._channel.wait()
         received, self._receiving = self._receiving, []
         accumulators, self._accumulators = (
             self._accumulators,
@@ -176,15 +176,15 @@ class GradReturn:
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self._channel.close()
+        self._channel.drain()
 
-    def _staging_for(self, tokens: int) -> Room:
+    def _staging_for(self, tokens: int) -> StagingBuffer:
         """To pack what leaves into."""
         shape = _packed_shape(*self._like, tokens)
-        return self._channel.room(shape, self._buffer, self._dtype)
+        return self._channel.acquire_staging(shape, self._buffer, self._dtype)
 
-    def _views_of(self, staging: Room) -> tuple[torch.Tensor, torch.Tensor]:
-        dk, dv = staging.parts(_shapes(*self._like), turned=True)
+    def _views_of(self, staging: StagingBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = staging.views(_shapes(*self._like), tokens_first=True)
         return dk, dv
 
     def _new_recv_buffer(self, tokens: int) -> torch.Tensor:
@@ -193,7 +193,7 @@ class GradReturn:
 
 
 _EMPTY = torch.empty(0, 0, 0, 0)
-_NULL_CHANNEL = RingChannel(None, CommLedger(), "nothing")
+_NULL_CHANNEL = P2PChannel(None, CommLedger(), "nothing")
 # Of a ring of one, or for a rank that nothing comes to.
 NULL_PREFETCHER = KVPrefetcher(_NULL_CHANNEL, (), _EMPTY, _EMPTY)
 NULL_GRAD_RETURN = GradReturn(_NULL_CHANNEL, (), 0, torch.float32, _EMPTY, _EMPTY)
@@ -213,18 +213,18 @@ def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> t
     Args:
         runs: of tokens that anyone takes; the others are left out.
     """
-    staging = channel.room(_packed_shape(k, v, k.shape[1]), k, k.dtype)
-    for out_buffer, x in zip(staging.parts(_shapes(k, v), turned=True), (k, v), strict=True):
+    staging = channel.acquire_staging(_packed_shape(k, v, k.shape[1]), k, k.dtype)
+    for out_buffer, x in zip(staging.views(_shapes(k, v), tokens_first=True), (k, v), strict=True):
         for start, stop in runs:
-            dense_copy(out_buffer[:, start:stop], x[:, start:stop])
-    return staging.whole
+            strided_copy(out_buffer[:, start:stop], x[:, start:stop])
+    return staging.tensor
 
 
 def unpack_kv(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
-    keys, values = cut_features(packed, _shapes(k, v), turned=True)
+    keys, values = split_features(packed, _shapes(k, v), tokens_first=True)
     return keys, values
 
 

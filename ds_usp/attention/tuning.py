@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.config import peer_copies_disabled, streams_share_a_queue
+from ds_usp.config import p2p_disabled, single_hw_queue
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.chunking import (
     Places,
@@ -118,27 +118,23 @@ class Tuning:
     def _resolve_inner_ring(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
         """Ranks of an inner ring; None where blocks go straight to their users."""
         if self.inner_ring == "auto":
-            return inner_ring(ring, mesh.node_ring, kv_bytes)
+            return inner_ring(ring, mesh.ring_ranks_per_node, kv_bytes)
         return checked_inner_ring(ring, self.inner_ring)
 
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
     ) -> bool:
-        why_not = mesh.no_copies
+        why_not = mesh.copy_engine_unavailable
         if why_not is None and inner is not None:
             why_not = f"the blocks of a double ring (inner_ring={inner}) are passed on by messages"
-        if why_not is None and peer_copies_disabled():
+        if why_not is None and p2p_disabled():
             why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:
             raise ConfigError(f"copies=True, but {why_not}. Use copies='auto'")
         use_copy_engines = self.copies is not False and why_not is None
-        if (
-            use_copy_engines
-            and streams_share_a_queue()
-            and torch.cuda.is_current_stream_capturing()
-        ):
+        if use_copy_engines and single_hw_queue() and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "a CUDA graph with exchanges by copy engines may wait for itself where all streams "
                 "share a queue. Unset CUDA_DEVICE_MAX_CONNECTIONS (it is 1), or use "

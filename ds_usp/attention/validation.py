@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from ds_usp.comm.all_to_all import HeadExchange
+from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, MeshError, UnsupportedAttentionError
 from ds_usp.geometry.degrees import Degrees
@@ -50,10 +50,10 @@ def check_on_all_ranks(
     try:
         text, result = check()
     except Exception as error:
-        mesh.agreement.before_call("", error=error)
+        mesh.consistency.check_call("", error=error)
         raise
     try:
-        mesh.agreement.before_call(text, wait=is_on_cpu(like))
+        mesh.consistency.check_call(text, wait=is_on_cpu(like))
     except MeshError as difference:
         named = isinstance(layout, str)
         uneven = _uneven_shards(difference.said, mesh.sp_degree) if named else None
@@ -100,8 +100,8 @@ def exchange_label(to_heads: bool) -> str:
 class ChunkExchanges:
     """How q, k, v and the output of some heads travel among the Ulysses ranks."""
 
-    qkv: HeadExchange
-    out: HeadExchange
+    qkv: HeadAllToAll
+    out: HeadAllToAll
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
@@ -127,13 +127,13 @@ def plan_head_exchanges(
     head_chunks = (split.chunk(chunks, index) for index in range(chunks))
     return tuple(
         ChunkExchanges(
-            HeadExchange(
+            HeadAllToAll(
                 mesh,
                 (layout, kv_layout, kv_layout),
                 (chunk.queries, chunk.keys, chunk.keys),
                 use_copy_engines,
             ),
-            HeadExchange(mesh, (layout,), (chunk.queries,), use_copy_engines),
+            HeadAllToAll(mesh, (layout,), (chunk.queries,), use_copy_engines),
         )
         for chunk in head_chunks
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import ds_usp
 from ds_usp._version import commit
-from ds_usp.config import environment, launched, peer_copies_disabled, streams_share_a_queue
+from ds_usp.config import environment, p2p_disabled, single_hw_queue, torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str], say: Callable[..., None]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse(argv)
     try:
-        if launched().rank:
+        if torchrun_env().rank:
             return 0
     except ConfigError:  # another launcher's variables; they are among the facts
         pass
@@ -269,13 +269,13 @@ def _copy_engines() -> dict[str, Any]:
     """What one process can tell; the ranks of a mesh decide together when it is made."""
     import torch
 
-    from ds_usp.comm.symmetric_memory import why_no_peer_copies
+    from ds_usp.comm.symmetric_memory import peer_copy_unavailable_reason
 
     count = torch.cuda.device_count()
-    why = why_no_peer_copies(max(count, 1))
+    why = peer_copy_unavailable_reason(max(count, 1))
     if why is None and count == 1:
         why = "one GPU here has no other to copy from"
-    if why is None and peer_copies_disabled():
+    if why is None and p2p_disabled():
         why = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
     found = {
         "usable": "no" if why else "yes",
@@ -283,7 +283,7 @@ def _copy_engines() -> dict[str, Any]:
     }
     if why is None:
         found["needs"] = "NCCL, all ranks of a mesh on one node, each on a GPU of its own"
-        if streams_share_a_queue():
+        if single_hw_queue():
             found["limit"] = "CUDA_DEVICE_MAX_CONNECTIONS=1: not inside of CUDA graphs"
     return found
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_usp.config import Launched
+from ds_usp.config import TorchrunEnv
 
 Progress = Callable[[str], None]
-Work = Callable[[Launched, torch.device, Progress], Any]  # what every rank runs
+Work = Callable[[TorchrunEnv, torch.device, Progress], Any]  # what every rank runs
 
 _TIMEOUT = timedelta(seconds=300)  # of one collective, on a machine that does other things
 _GRACE_S = 10.0  # for the other ranks to fail by themselves once one has
@@ -28,7 +28,7 @@ class RankError(Exception):
     """A rank raised or died; the message names it and holds its traceback."""
 
 
-def run_here(work: Work, launched: Launched, cuda: bool, progress: Progress) -> Any:
+def run_here(work: Work, launched: TorchrunEnv, cuda: bool, progress: Progress) -> Any:
     """Run as the rank that a launcher made of this process: NCCL on a GPU, or gloo."""
     device = torch.device("cuda", launched.local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -76,7 +76,7 @@ def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
         )
-        launched = Launched(rank, world, rank, world)
+        launched = TorchrunEnv(rank, world, rank, world)
         result = work(launched, torch.device("cpu"), progress)
         dist.barrier()
         sender.send(("result", result if rank == 0 else None))

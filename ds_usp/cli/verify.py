@@ -20,7 +20,7 @@ from ds_usp._version import __version__
 from ds_usp.cli.ranks import RankError, run_forked, run_here
 from ds_usp.cli.verify_case import DTYPES, VerifyCase, build_parser, cases_of
 from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
-from ds_usp.config import environment, launched
+from ds_usp.config import environment, torchrun_env
 from ds_usp.errors import ConfigError
 
 EXACT, WRONG, REFUSED = 0, 1, 2
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], say: Callable[..., None]) -> int:
         ConfigError: arguments that say nothing that can be run.
     """
     args = build_parser().parse(argv)
-    here = launched()
+    here = torchrun_env()
     started = "RANK" in environment(("RANK",))
     cuda = started and args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not started:

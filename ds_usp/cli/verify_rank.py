@@ -16,7 +16,7 @@ import ds_usp
 from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
 from ds_usp.cli.ranks import Progress
 from ds_usp.cli.verify_case import DOORS, DTYPES, VerifyCase
-from ds_usp.config import Launched
+from ds_usp.config import TorchrunEnv
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
 from ds_usp.kernels.score_mod import ScoreMod
@@ -63,7 +63,7 @@ class Report:
 
 
 def run_cases(
-    cases: list[VerifyCase], here: Launched, device: torch.device, progress: Progress
+    cases: list[VerifyCase], here: TorchrunEnv, device: torch.device, progress: Progress
 ) -> list[Report]:
     """Run the cases one after the other; collective over the default group."""
     reports = []
@@ -77,7 +77,7 @@ def run_cases(
     return reports
 
 
-def _run(case: VerifyCase, here: Launched, device: torch.device, stage: Progress) -> Report:
+def _run(case: VerifyCase, here: TorchrunEnv, device: torch.device, stage: Progress) -> Report:
     stage("attention")
     kernel, refusal = case.kernel, None
     try:
@@ -104,7 +104,7 @@ def _run(case: VerifyCase, here: Launched, device: torch.device, stage: Progress
     return Report(case, kernel, positions=_misplaced(case, layout), errors=errors)
 
 
-def _gathered(value: Any, here: Launched) -> list[Any]:
+def _gathered(value: Any, here: TorchrunEnv) -> list[Any]:
     """The values of all ranks."""
     values: list[Any] = [value] * here.world
     if here.world > 1:
@@ -245,7 +245,7 @@ def _attend(
 
 
 @lru_cache(maxsize=4)
-def _truth(case: VerifyCase, device: torch.device, here: Launched) -> dict[str, torch.Tensor]:
+def _truth(case: VerifyCase, device: torch.device, here: TorchrunEnv) -> dict[str, torch.Tensor]:
     """The oracle's results; ``case`` is without what must not change them."""
     left, right, prefix = case.mask
     return dense_attention(

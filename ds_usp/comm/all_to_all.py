@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.packing import Sum
-from ds_usp.comm.uniform_all_to_all import Departure, EvenExchange, Trip, write
+from ds_usp.comm.packing import DeferredSum
+from ds_usp.comm.uniform_all_to_all import (
+    PendingExchange,
+    PreallocatedSend,
+    UniformAllToAll,
+    copy_or_sum_into,
+)
 from ds_usp.geometry.layout import Run, TokenLayout
 
 HeadRanges = tuple[tuple[int, int], ...]
-Pieces = Sequence[Sequence[torch.Tensor]]
+PieceLists = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class HeadExchange:
+class HeadAllToAll:
     """Which tokens and heads go where among the Ulysses ranks of one ring rank.
 
     Args:
@@ -47,10 +52,10 @@ class HeadExchange:
 
         What comes back may be views, dense in their features, of one tensor.
         """
-        return self.send_to_heads(tensors).take()
+        return self.post_to_heads(tensors).wait()
 
     def to_sequence(
-        self, sources: Sequence[torch.Tensor | Sum], places: Sequence[torch.Tensor]
+        self, sources: Sequence[torch.Tensor | DeferredSum], places: Sequence[torch.Tensor]
     ) -> None:
         """All of these heads for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``.
 
@@ -59,69 +64,71 @@ class HeadExchange:
             places: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges
                 overlap all are, so they must be all of the tensor's.
         """
-        self.send_to_sequence(sources, places).take()
+        self.post_to_sequence(sources, places).wait()
 
-    def send_to_heads(self, tensors: Sequence[torch.Tensor]) -> Trip:
+    def post_to_heads(self, tensors: Sequence[torch.Tensor]) -> PendingExchange:
         """Begin :meth:`to_heads`."""
         ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
         if len(ranks) == 1:
             here = [_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True)]
-            return Trip(lambda: tuple(here))
-        if self._even is not None:
-            return self._even.send_to_heads(tensors, self._send)
+            return PendingExchange(lambda: tuple(here))
+        if self._uniform is not None:
+            return self._uniform.post_to_heads(tensors, self._send)
         outs = []
         for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
             begin, end = ranges[mine]
             tokens = layout.ring_length(self.mesh.ring_rank)
             outs.append(x.new_empty(x.shape[0], tokens, end - begin, x.shape[3]))
-        leaving = [self._of_sequence(tensors, rank) for rank in ranks]
-        work, received = self._exchange(leaving, [self._of_heads(outs, rank) for rank in ranks])
+        leaving = [self._sequence_side(tensors, rank) for rank in ranks]
+        work, received = self._exchange(leaving, [self._heads_side(outs, rank) for rank in ranks])
 
-        def land() -> tuple[torch.Tensor, ...]:
-            _unpack(received, [self._of_heads(outs, rank) for rank in ranks])
+        def unpack() -> tuple[torch.Tensor, ...]:
+            _unpack(received, [self._heads_side(outs, rank) for rank in ranks])
             return tuple(outs)
 
-        return Trip(land, work)
+        return PendingExchange(unpack, work)
 
-    def departure(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> Departure | None:
+    def preallocate_send(
+        self, like: torch.Tensor, sizes: Sequence[torch.Size]
+    ) -> PreallocatedSend | None:
         """Room for what :meth:`send_to_sequence` will send to places of these sizes, where it may
         be written; None if it is packed in another way, or stays."""
-        return None if self._even is None else self._even.departure(like, sizes)
+        return None if self._uniform is None else self._uniform.preallocate_send(like, sizes)
 
-    def send_to_sequence(
+    def post_to_sequence(
         self,
-        sources: Sequence[torch.Tensor | Sum],
+        sources: Sequence[torch.Tensor | DeferredSum],
         places: Sequence[torch.Tensor],
-        departure: Departure | None = None,
-    ) -> Trip:
+        prealloc: PreallocatedSend | None = None,
+    ) -> PendingExchange:
         """Begin :meth:`to_sequence`; the places are written when it is taken."""
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             for place, x, each in zip(places, sources, self.ranges, strict=True):
-                write(_heads(place, each[0]), x)
-            return Trip(tuple)
-        if self._even is not None:
-            return self._even.send_to_sequence(sources, places, self._send, departure)
+                copy_or_sum_into(_heads(place, each[0]), x)
+            return PendingExchange(tuple)
+        if self._uniform is not None:
+            return self._uniform.post_to_sequence(sources, places, self._send, prealloc)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         like = [
             self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)
         ]
-        sent = [self._of_heads(tensors, rank) for rank in ranks]
-        work, received = self._exchange(sent, [self._of_sequence(like, rank) for rank in ranks])
+        sent = [self._heads_side(tensors, rank) for rank in ranks]
+        work, received = self._exchange(sent, [self._sequence_side(like, rank) for rank in ranks])
         add = [
             _overlap(ranges)
             for layout, ranges in zip(self.layouts, self.ranges, strict=True)
-            for _ in _places(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _ in _token_ranges(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
-        def land() -> tuple[torch.Tensor, ...]:
-            _unpack(received, [self._of_sequence(like, rank) for rank in ranks], add)
+        def unpack() -> tuple[torch.Tensor, ...]:
+            _unpack(received, [self._sequence_side(like, rank) for rank in ranks], add)
             for place, total in zip(places, like, strict=True):
                 if total is not place:
                     place.copy_(total)
             return ()
 
-        return Trip(land, work)
+        return PendingExchange(unpack, work)
 
     def places(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Room for what :meth:`to_sequence` brings, where the exchange is of all heads."""
@@ -132,10 +139,10 @@ class HeadExchange:
 
     def widths(self) -> tuple[int, ...]:
         """Heads of each tensor that this rank computes."""
-        return self._widths
+        return self._num_local_heads
 
     @cached_property
-    def _widths(self) -> tuple[int, ...]:
+    def _num_local_heads(self) -> tuple[int, ...]:
         mine = self.mesh.ulysses_rank
         return tuple(each[mine][1] - each[mine][0] for each in self.ranges)
 
@@ -147,12 +154,12 @@ class HeadExchange:
         return torch.zeros_like(place, dtype=torch.promote_types(place.dtype, torch.float32))
 
     @cached_property
-    def _even(self) -> EvenExchange | None:
+    def _uniform(self) -> UniformAllToAll | None:
         """Where every rank holds one run as long as any other's and uses as many heads, evenly
         apart."""
         ulysses = self.mesh.ulysses_degree
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
-        even = (
+        uniform = (
             ulysses > 1
             and all(
                 [run.ulysses_rank for run in each] == list(range(ulysses))
@@ -160,25 +167,25 @@ class HeadExchange:
                 for each in runs
             )
             and len({each[0].length for each in runs}) == 1
-            and all(_evenly_apart(ranges) for ranges in self.ranges)
+            and all(_is_uniform(ranges) for ranges in self.ranges)
         )
-        return EvenExchange(self.mesh, self.ranges, self.copies) if even else None
+        return UniformAllToAll(self.mesh, self.ranges, self.copies) if uniform else None
 
-    def _of_sequence(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def _sequence_side(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Of sequence shards: this rank's runs, for the heads of another."""
         return [
             x[:, run.start : run.stop, begin:end]
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
             for begin, end in [ranges[rank]]
-            for _, run in _places(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _, run in _token_ranges(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
-    def _of_heads(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def _heads_side(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Of head shards: the runs of another rank."""
         return [
             x.narrow(1, at, run.length)
             for x, layout in zip(tensors, self.layouts, strict=True)
-            for at, run in _places(layout, self.mesh.ring_rank, rank)
+            for at, run in _token_ranges(layout, self.mesh.ring_rank, rank)
         ]
 
     def staging_bytes(self, batch: int, dims: Sequence[int], size: int) -> int:
@@ -187,11 +194,15 @@ class HeadExchange:
         Args:
             batch, dims, size: samples, each tensor's head dim, bytes of an element.
         """
-        if self._even is None:
+        if self._uniform is None:
             return 0
-        return self._even.staging_bytes(self.layouts[0].length(self.mesh.rank), batch, dims, size)
+        return self._uniform.staging_bytes(
+            self.layouts[0].length(self.mesh.rank), batch, dims, size
+        )
 
-    def _exchange(self, leaving: Pieces, arriving: Pieces) -> tuple[dist.Work, torch.Tensor]:
+    def _exchange(
+        self, leaving: PieceLists, arriving: PieceLists
+    ) -> tuple[dist.Work, torch.Tensor]:
         """Send any pieces, as many for each rank, by messages."""
         sent = [sum(piece.numel() for piece in pieces) for pieces in leaving]
         received = [sum(piece.numel() for piece in pieces) for pieces in arriving]
@@ -223,7 +234,7 @@ class HeadExchange:
         return work
 
 
-def _unpack(buffer: torch.Tensor, arriving: Pieces, add: Sequence[bool] = ()) -> None:
+def _unpack(buffer: torch.Tensor, arriving: PieceLists, add: Sequence[bool] = ()) -> None:
     """Write what has come, the ranks' pieces one after the other, to its places; ``add`` says of
     each rank's which ones are summed."""
     at = 0
@@ -234,13 +245,15 @@ def _unpack(buffer: torch.Tensor, arriving: Pieces, add: Sequence[bool] = ()) ->
             at += place.numel()
 
 
-def _heads(x: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+def _heads(x: torch.Tensor, head_range: tuple[int, int]) -> torch.Tensor:
     """Some heads of ``[B, s, H, D]``, a view; the tensor itself if they are all."""
-    return x if span == (0, x.shape[2]) else x[:, :, span[0] : span[1]]
+    return x if head_range == (0, x.shape[2]) else x[:, :, head_range[0] : head_range[1]]
 
 
 @lru_cache(maxsize=4096)
-def _places(layout: TokenLayout, ring_rank: int, ulysses_rank: int) -> tuple[tuple[int, Run], ...]:
+def _token_ranges(
+    layout: TokenLayout, ring_rank: int, ulysses_rank: int
+) -> tuple[tuple[int, Run], ...]:
     """A Ulysses rank's runs of tokens, each with its place in the ring rank's order."""
     runs = layout.runs(ring_rank)
     places = accumulate((run.length for run in runs), initial=0)
@@ -248,7 +261,7 @@ def _places(layout: TokenLayout, ring_rank: int, ulysses_rank: int) -> tuple[tup
     return tuple((at, run) for at, run in pairs if run.ulysses_rank == ulysses_rank)
 
 
-def _evenly_apart(ranges: HeadRanges) -> bool:
+def _is_uniform(ranges: HeadRanges) -> bool:
     """As many heads for each rank, none shared, at equal distances."""
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ranges)}
     return not _overlap(ranges) and len(steps) == 1 and len(set(next(iter(steps)))) == 1

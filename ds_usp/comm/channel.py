@@ -15,35 +15,35 @@ from ds_usp.errors import MeshError
 # (rank in the group, rows of what is packed that go there), and (rank, tensor that is filled from
 # there, where its first element lies in what that rank packed, elements from row to row there or 0
 # if dense).
-Parcels = Sequence[tuple[int, int, int]]
-Arrivals = Sequence[tuple[int, torch.Tensor, int, int]]
-Shapes = tuple[tuple[int, int], ...]
-_MOST_VIEWS = 64
+SendSlices = Sequence[tuple[int, int, int]]
+RecvSpecs = Sequence[tuple[int, torch.Tensor, int, int]]
+HeadShapes = tuple[tuple[int, int], ...]
+_MAX_VIEWS = 64
 
 
-class Room:
+class StagingBuffer:
     """Dense memory ``[rows, ...]`` to pack what leaves into. Its views are made once: room of a
     copy engine is used again and again."""
 
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
-        self._parts: dict[tuple[Shapes, bool], tuple[torch.Tensor, ...]] = {}
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
-    def parts(self, shapes: Shapes, *, turned: bool = False) -> tuple[torch.Tensor, ...]:
+    def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
         """:func:`cut_features` of all of it; turned, of ``[rows, B, features]``."""
-        key = shapes, turned
-        found = self._parts.get(key)
+        key = shapes, tokens_first
+        found = self._views.get(key)
         if found is None:
-            if len(self._parts) >= _MOST_VIEWS:
-                self._parts.clear()
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):  # they outlive the call
-                whole = self.whole.flatten(0, -3) if turned else self.whole
-                found = self._parts[key] = cut_features(whole, shapes, turned=turned)
+                tensor = self.tensor.flatten(0, -3) if tokens_first else self.tensor
+                found = self._views[key] = split_features(tensor, shapes, tokens_first=tokens_first)
         return found
 
 
-def cut_features(
-    x: torch.Tensor, shapes: Shapes, *, turned: bool = False
+def split_features(
+    x: torch.Tensor, shapes: HeadShapes, *, tokens_first: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """The tensors ``[..., h, D]`` that lie one after the other in ``[..., features]``, views.
 
@@ -52,7 +52,7 @@ def cut_features(
         turned: the first two dims change places.
     """
     front, strides, at = tuple(x.shape[:-1]), x.stride()[:-1], x.storage_offset()
-    if turned:
+    if tokens_first:
         front, strides = (front[1], front[0], *front[2:]), (strides[1], strides[0], *strides[2:])
     found = []
     for heads, dim in shapes:
@@ -64,22 +64,24 @@ def cut_features(
 class Channel(Protocol):
     """A way for tensors between the ranks of a group, one exchange in flight."""
 
-    busy: bool
+    in_flight: bool
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+    def acquire_staging(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> StagingBuffer:
         """Room to pack what leaves into, on all ranks."""
 
-    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
-        """Start an exchange; see :meth:`RingChannel.post`."""
+    def post(self, packed: torch.Tensor, sends: SendSlices, recvs: RecvSpecs) -> None:
+        """Start an exchange; see :meth:`P2PChannel.post`."""
 
-    def take(self) -> None:
-        """Wait for it; see :meth:`RingChannel.take`."""
+    def wait(self) -> None:
+        """Wait for it; see :meth:`P2PChannel.wait`."""
 
-    def close(self) -> None:
-        """Wait for it if there is one; see :meth:`RingChannel.close`."""
+    def drain(self) -> None:
+        """Wait for it if there is one; see :meth:`P2PChannel.drain`."""
 
 
-class RingChannel:
+class P2PChannel:
     """Sends tensors straight to the ranks that use them, one exchange in flight.
 
     Args:
@@ -95,15 +97,17 @@ class RingChannel:
         self._ledger = ledger
         self._kind = kind
         self._works: list[dist.Work] = []
-        self._leaving: list[torch.Tensor] = []
-        self.busy = False
+        self._sending: list[torch.Tensor] = []
+        self.in_flight = False
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+    def acquire_staging(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> StagingBuffer:
         """Room to pack what leaves into. All ranks ask for it, before they post; it serves until
         they ask again or forget the channel."""
-        return Room(like.new_empty(*shape, dtype=dtype))
+        return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, sends: SendSlices, recvs: RecvSpecs) -> None:
         """Start an exchange; either side may have nothing in it.
 
         What leaves may not be written, and what arrives not read, until :meth:`take`.
@@ -119,58 +123,58 @@ class RingChannel:
         Raises:
             MeshError: the exchange before has not been taken, or there is no one to send to.
         """
-        if self.busy or self._group is None:
-            why = "before the last one was taken" if self.busy else "in a ring of one"
+        if self.in_flight or self._group is None:
+            why = "before the last one was taken" if self.in_flight else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
-        parcels = [(to, packed[start:stop]) for to, start, stop in leaving]
-        places = [(source, x) for source, x, _, _ in arriving if source != self._rank]
-        for source, x, at, _ in arriving:
+        parcels = [(to, packed[start:stop]) for to, start, stop in sends]
+        places = [(source, x) for source, x, _, _ in recvs if source != self._rank]
+        for source, x, at, _ in recvs:
             if source == self._rank:
                 x.copy_(packed.view(-1)[at : at + x.numel()].view(x.shape))
         self._works = _exchange(self._group, parcels, places) if parcels or places else []
-        self._leaving = [x for _, x in parcels]
-        self.busy = True
+        self._sending = [x for _, x in parcels]
+        self.in_flight = True
         if parcels:
-            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for x in self._leaving))
+            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for x in self._sending))
 
-    def take(self) -> None:
+    def wait(self) -> None:
         """Wait for the exchange; on GPUs the current stream waits, not the host.
 
         Raises:
             MeshError: none was posted.
         """
-        if not self.busy:
+        if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
-        works, leaving = self._works, self._leaving
-        self._works, self._leaving, self.busy = [], [], False  # also where a wait fails
+        works, sends = self._works, self._sending
+        self._works, self._sending, self.in_flight = [], [], False  # also where a wait fails
         for work in works:
             work.wait()
-        del leaving  # what is being sent lives until it is
+        del sends  # what is being sent lives until it is
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait for what is under way, if anything: after an error, so that the next call does not
         meet its messages."""
-        if self.busy:
-            self.take()
+        if self.in_flight:
+            self.wait()
 
 
 def _exchange(
     group: dist.ProcessGroup,
-    leaving: Sequence[tuple[int, torch.Tensor]],
-    arriving: Sequence[tuple[int, torch.Tensor]],
+    sends: Sequence[tuple[int, torch.Tensor]],
+    recvs: Sequence[tuple[int, torch.Tensor]],
 ) -> list[dist.Work]:
     """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the host
     than a small message takes on the links."""
 
     def start() -> list[dist.Work]:
-        works = [group.send([x], to, 0) for to, x in leaving]
-        return works + [group.recv([x], source, 0) for source, x in arriving]
+        works = [group.send([x], to, 0) for to, x in sends]
+        return works + [group.recv([x], source, 0) for source, x in recvs]
 
-    device = (*leaving, *arriving)[0][1].device
+    device = (*sends, *recvs)[0][1].device
     # Backends of older torch do not say; NCCL's must, where sends would wait for each other.
     backend = group._get_backend(device)
     if not getattr(backend, "supports_coalescing", device.type == "cuda"):
         return start()
-    with c10d._coalescing_manager(group, device, async_ops=True) as together:
+    with c10d._coalescing_manager(group, device, async_ops=True) as manager:
         start()
-    return list(together.works)
+    return list(manager.works)

@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from ds_usp.comm.difference import BACKWARD, ERROR, describe
 from ds_usp.comm.gather import all_gather_bytes, byte_tensor
-from ds_usp.comm.shm_mailbox import MOST_AHEAD, MOST_BYTES, Board
+from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, MAX_MESSAGE_BYTES, ShmMailbox
 from ds_usp.errors import MeshError
 
 # Descriptions may differ from step to step, by the seed of dropout or by documents.
-_MOST_KNOWN = 1024
+_MAX_VERIFIED = 1024
 _AFTER = " (after "
 _END = "the end of the process"
 _END_S = 1.0  # how long an ending process waits for what the others say
 
 
-class Agreement:
+class ConsistencyChecker:
     """One comparison for each call and for each backward pass, on the host, so that no stream
     waits for it.
 
@@ -60,29 +60,29 @@ class Agreement:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        board: Board | None = None,
+        mailbox: ShmMailbox | None = None,
         name: str = "",
-        ending: Board | None = None,
+        exit_mailbox: ShmMailbox | None = None,
     ) -> None:
-        self.group, self.board, self._ending = group, board, ending
+        self.group, self.mailbox, self._exit_mailbox = group, mailbox, exit_mailbox
         self.number = 0
         self._name = f"{name}, " if name else ""
         self._calls = self._passes = 0  # compared: forward calls, backward passes
         self._passes_in_a_row = 0  # since the last call
-        self._known: set[str] = set()
-        self._pending: deque[_Comparison] = deque()
-        self.when_broken: Callable[[], object] = lambda: None
+        self._verified: set[str] = set()
+        self._pending: deque[_PendingCheck] = deque()
+        self.on_failure: Callable[[], object] = lambda: None
         self.exchanges: Callable[[], int] = lambda: 0
         self.refuse_backward: Callable[[], Exception | None] = lambda: None
-        self._under_way, self._times_broken_off, self._broken_off = False, 0, ""
-        self._broken: MeshError | None = None
-        weakref.finalize(self, _wait_out, self._pending)
+        self._in_pass, self._aborted_passes, self._abort_note = False, 0, ""
+        self._failure: MeshError | None = None
+        weakref.finalize(self, _drain_at_exit, self._pending)
         if group is not None:
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
-    def before_call(
+    def check_call(
         self,
         text: str,
         *,
@@ -100,13 +100,13 @@ class Agreement:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
             Exception: ``error`` itself, on the rank that passed it.
         """
-        new = wait or error is not None or text not in self._known
+        new = wait or error is not None or text not in self._verified
         # One may take milliseconds, and no host should wait for it: several are under way.
-        self._compare(text, text, error, new, MOST_AHEAD - 1)
+        self._compare(text, text, error, new, MAX_IN_FLIGHT - 1)
         self._calls += 1
         self._passes_in_a_row = 0
 
-    def before_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
+    def check_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
         """Compare the backward pass that begins with the other ranks'. Calls before it have been
         compared then.
 
@@ -121,9 +121,9 @@ class Agreement:
         # The number is another one each time: what is known is that passes were compared before.
         known = f"{BACKWARD}{part}"
         error = self.refuse_backward()
-        new = wait or error is not None or known not in self._known
+        new = wait or error is not None or known not in self._verified
         said = f"{self._name}{BACKWARD}{call}{part}"
-        self._compare(known, said, error, new, min(self._passes_in_a_row, MOST_AHEAD - 1))
+        self._compare(known, said, error, new, min(self._passes_in_a_row, MAX_IN_FLIGHT - 1))
         self._passes += 1
         self._passes_in_a_row += 1
 
@@ -140,40 +140,40 @@ class Agreement:
             if error is not None:
                 raise error
             return
-        self.settle(0 if new else most)
+        self.drain(0 if new else most)
         if not new:
             self._pending.append(self._begin(said + self._position()))
             return
         self._now(said + self._position(), error)
-        if len(self._known) >= _MOST_KNOWN:  # on every rank at once: they know the same
-            self._known.clear()
-        self._known.add(known)
+        if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
+            self._verified.clear()
+        self._verified.add(known)
 
     def begin_pass(self) -> None:
         """Note that copy engines carry what follows."""
-        self._note_a_broken_pass()
-        self._under_way = True
+        self._record_aborted_pass()
+        self._in_pass = True
 
     def end_pass(self) -> None:
         """Note that a pass by copy engines has ended well."""
-        self._under_way = False
+        self._in_pass = False
 
     def _position(self) -> str:
         """Where this rank's copy engines broke passes off. It must not go on with the others,
         unless they all did so in the same place."""
-        self._note_a_broken_pass()
-        return self._broken_off
+        self._record_aborted_pass()
+        return self._abort_note
 
-    def _note_a_broken_pass(self) -> None:
-        if self._under_way:
-            self._under_way = False
-            self._times_broken_off += 1
-            self._broken_off = (
-                f"{_AFTER}{self._times_broken_off} passes by copy engines that were broken off, "
+    def _record_aborted_pass(self) -> None:
+        if self._in_pass:
+            self._in_pass = False
+            self._aborted_passes += 1
+            self._abort_note = (
+                f"{_AFTER}{self._aborted_passes} passes by copy engines that were broken off, "
                 f"the last after {self.exchanges()} exchanges)"
             )
 
-    def now(self, text: str, error: Exception | None = None) -> None:
+    def check_now(self, text: str, error: Exception | None = None) -> None:
         """Compare a text now, after all that is under way; see :func:`agree`."""
         self._compare(text, text, error, True, 0)
 
@@ -183,68 +183,70 @@ class Agreement:
         Raises:
             MeshError: other numbers, or a rank is about to do something else; on every rank.
         """
-        self.now(f"{self._name}a check of the mesh, {self._counts()}")
+        self.check_now(f"{self._name}a check of the mesh, {self._counts()}")
 
     def _counts(self) -> str:
         return f"after {self._calls} calls, after {self._passes} backward passes"
 
-    def forget(self) -> None:
+    def clear_verified(self) -> None:
         """Wait for the comparison of every description again, as if it were new."""
-        self._known.clear()
+        self._verified.clear()
 
-    def settle(self, most: int = 0) -> None:
+    def drain(self, most: int = 0) -> None:
         """Wait until at most so many comparisons are under way. By their number alone, so that the
         ranks find a difference at the same call, and no collective is left without its partners.
 
         Raises:
             MeshError: the ranks differed in an earlier call.
         """
-        while self._broken is None and len(self._pending) > most:
+        while self._failure is None and len(self._pending) > most:
             comparison = self._pending.popleft()
             if comparison.all_equal():
                 continue
             try:
-                _judge(comparison.wait(), None)
+                _raise_on_mismatch(comparison.wait(), None)
             except MeshError as error:
-                self._break(error)
-        if self._broken is not None:
-            raise self._broken
+                self._fail(error)
+        if self._failure is not None:
+            raise self._failure
 
     def end(self) -> str:
         """Compare for the last time, when the process ends; what differs, or nothing. It waits a
         second at most for the others, and says nothing of those that do not come."""
-        if self.group is None or self._broken is not None:
+        if self.group is None or self._failure is not None:
             return ""
         said = f"{_END}, {self._counts()}"
-        if self.board is not None:
+        if self.mailbox is not None:
             self._pending.append(self._begin(said))
-        elif self._ending is not None:
-            self._ending.write(1, _clipped(said))
-            self._pending.append(_OnBoard(self._ending, 1))
+        elif self._exit_mailbox is not None:
+            self._exit_mailbox.post(1, _truncated(said))
+            self._pending.append(_MailboxCheck(self._exit_mailbox, 1))
         try:
             while self._pending:
                 everyone = self._pending.popleft().wait(_END_S)
                 if any(each != everyone[0] for each in everyone):
-                    return str(_difference(everyone))
+                    return str(_mismatch_error(everyone))
         except (MeshError, RuntimeError):  # the others are gone, or go on
             pass
         return ""
 
     def _ended_ranks(self) -> str:
         """Which ranks have ended well, for one that cannot reach them; nothing if none has."""
-        if self._ending is None or self.group is None:
+        if self._exit_mailbox is None or self.group is None:
             return ""
-        notes = [self._ending.read(1, rank) for rank in range(self.group.size())]
+        notes = [self._exit_mailbox.read(1, rank) for rank in range(self.group.size())]
         ended = {rank: note.decode() for rank, note in enumerate(notes) if note is not None}
         if not ended:
             return ""
-        own = {rank: f"one call or pass more, {self._counts()}" for rank in [self._ending.rank]}
+        own = {
+            rank: f"one call or pass more, {self._counts()}" for rank in [self._exit_mailbox.rank]
+        }
         return describe([text for _, text in sorted((ended | own).items())], sorted(ended | own))
 
     def _now(self, said: str, error: Exception | None) -> None:
-        if self.board is None:
+        if self.mailbox is None:
             try:
-                agree(self.group, said, error)
+                check_same(self.group, said, error)
             except RuntimeError as lost:
                 if error is None and (ended := self._ended_ranks()):
                     raise MeshError(ended) from lost
@@ -256,32 +258,32 @@ class Agreement:
         try:
             everyone = self._begin(_with(said, error)).wait()
         except MeshError as gone:  # not a difference: somebody has left
-            self._break(gone)
+            self._fail(gone)
             raise
         try:
-            _judge(everyone, error)
+            _raise_on_mismatch(everyone, error)
         except MeshError as difference:
-            if difference is not error and _were_broken_off(everyone):
-                self._break(difference)
+            if difference is not error and _pass_counts_differ(everyone):
+                self._fail(difference)
             raise
 
-    def _break(self, error: MeshError) -> None:
-        self._broken = error
-        self.when_broken()
+    def _fail(self, error: MeshError) -> None:
+        self._failure = error
+        self.on_failure()
 
-    def _begin(self, said: str) -> _Comparison:
+    def _begin(self, said: str) -> _PendingCheck:
         self.number += 1
-        if self.board is not None:
-            self.board.write(self.number, _clipped(said))
-            return _OnBoard(self.board, self.number)
+        if self.mailbox is not None:
+            self.mailbox.post(self.number, _truncated(said))
+            return _MailboxCheck(self.mailbox, self.number)
         group = cast(dist.ProcessGroup, self.group)  # one process alone never comes here
-        own = byte_tensor(_filled(said), group)
-        everyone = [bytearray(MOST_BYTES) for _ in range(group.size())]
+        own = byte_tensor(_padded(said), group)
+        everyone = [bytearray(MAX_MESSAGE_BYTES) for _ in range(group.size())]
         places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
-        return _OverGroup(group.allgather([places], [own]), everyone)
+        return _GroupCheck(group.allgather([places], [own]), everyone)
 
 
-class _Comparison(Protocol):
+class _PendingCheck(Protocol):
     """One under way."""
 
     def all_equal(self) -> bool:
@@ -291,7 +293,7 @@ class _Comparison(Protocol):
         """What each rank says."""
 
 
-class _OverGroup(NamedTuple):
+class _GroupCheck(NamedTuple):
     work: dist.Work
     said: list[bytearray]
 
@@ -306,34 +308,39 @@ class _OverGroup(NamedTuple):
         return self.said
 
 
-class _OnBoard(NamedTuple):
-    board: Board
+class _MailboxCheck(NamedTuple):
+    mailbox: ShmMailbox
     number: int
 
     def all_equal(self) -> bool:
-        return self.board.all_equal(self.number)
+        return self.mailbox.all_equal(self.number)
 
     def wait(self, timeout_s: float | None = None) -> Sequence[bytes]:
-        return self.board.everyone(self.number, timeout_s)
+        return self.mailbox.gather(self.number, timeout_s)
 
 
-def _wait_out(pending: deque[_Comparison]) -> None:
+def _drain_at_exit(pending: deque[_PendingCheck]) -> None:
     """At the end of the process: torch aborts one that leaves a collective behind."""
     for each in pending:
-        if isinstance(each, _OverGroup):
+        if isinstance(each, _GroupCheck):
             with contextlib.suppress(RuntimeError):
                 each.work.wait(datetime.timedelta(seconds=5))
 
 
-def _at_exit(agreement: weakref.ref[Agreement], process: int) -> None:
+def _at_exit(checker: weakref.ref[ConsistencyChecker], process: int) -> None:
     """Say what differs between ranks that end. After an error there is enough to read."""
-    ending = agreement()
+    exit_mailbox = checker()
     failed = getattr(sys, "last_value", None) is not None
-    if ending is not None and not failed and os.getpid() == process and (text := ending.end()):
+    if (
+        exit_mailbox is not None
+        and not failed
+        and os.getpid() == process
+        and (text := exit_mailbox.end())
+    ):
         sys.stderr.write(f"ds_usp: {text}\n")
 
 
-def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
+def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
     """Check that every rank of a group says the same; collective over it.
 
     Args:
@@ -345,17 +352,16 @@ def agree(group: dist.ProcessGroup | None, text: str, error: Exception | None = 
         MeshError: the ranks differ; the message shows in what, and which ranks. On every rank.
         Exception: ``error`` itself, on the rank that passed it.
     """
-    # The whole text, not its digest: who finds a difference needs nobody to show it. Comparisons
-    # that nobody waits for send as much, for a rank with an error may meet them.
-    said = _filled(_with(text, error))
-    _judge(all_gather_bytes(said, group) if group is not None else [], error)
+    # The full text, as comparisons in flight send it: a rank with an error may meet them.
+    said = _padded(_with(text, error))
+    _raise_on_mismatch(all_gather_bytes(said, group) if group is not None else [], error)
 
 
 def _with(text: str, error: Exception | None) -> str:
     return f"{ERROR}{error}" if error else text
 
 
-def _were_broken_off(said: Sequence[bytes | bytearray]) -> bool:
+def _pass_counts_differ(said: Sequence[bytes | bytearray]) -> bool:
     """Whether ranks are after other passes, which no later call can mend; not whether their calls
     differ, or one has an error."""
     texts = [bytes(each).rstrip(b"\0") for each in said]
@@ -367,28 +373,28 @@ def _were_broken_off(said: Sequence[bytes | bytearray]) -> bool:
     return len({end if end[0] else (b"", b"") for end in ends}) > 1
 
 
-def _judge(said: Sequence[bytes | bytearray], error: Exception | None) -> None:
+def _raise_on_mismatch(said: Sequence[bytes | bytearray], error: Exception | None) -> None:
     """Raise this rank's error, or the difference between the ranks."""
     if error is not None:
         raise error
     if any(each != said[0] for each in said):
-        raise _difference(said)
+        raise _mismatch_error(said)
 
 
-def _difference(said: Sequence[bytes | bytearray]) -> MeshError:
+def _mismatch_error(said: Sequence[bytes | bytearray]) -> MeshError:
     """The error that shows in what ranks differ."""
     texts = tuple(bytes(each).rstrip(b"\0").decode(errors="replace") for each in said)
     return MeshError(describe(texts), texts)
 
 
-def _filled(text: str) -> bytes:
+def _padded(text: str) -> bytes:
     """As long for every text."""
-    return _clipped(text).ljust(MOST_BYTES, b"\0")
+    return _truncated(text).ljust(MAX_MESSAGE_BYTES, b"\0")
 
 
-def _clipped(text: str) -> bytes:
+def _truncated(text: str) -> bytes:
     data = text.encode(errors="replace")
-    if len(data) <= MOST_BYTES:
+    if len(data) <= MAX_MESSAGE_BYTES:
         return data
     digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
-    return data[: MOST_BYTES - len(digest)] + digest
+    return data[: MAX_MESSAGE_BYTES - len(digest)] + digest

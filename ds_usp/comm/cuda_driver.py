@@ -13,11 +13,14 @@ import torch
 from ds_usp.errors import MeshError
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
-_MOST_JOBS = 255
+_OP_WAIT_VALUE, _OP_WRITE_VALUE = (
+    1,
+    2,
+)  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until it is as much; ..._WRITE_VALUE_32
+_MAX_BATCH = 255
 
 
-class _WordJob(ctypes.Structure):
+class CUstreamBatchMemOpParams(ctypes.Structure):
     """The driver's CUstreamBatchMemOpParams, 48 bytes."""
 
     _fields_ = (
@@ -30,7 +33,7 @@ class _WordJob(ctypes.Structure):
     )
 
 
-class WordJob(NamedTuple):
+class FlagOp(NamedTuple):
     """A word that a stream writes, after all its writes so far can be seen, or waits for.
 
     Attributes:
@@ -39,18 +42,23 @@ class WordJob(NamedTuple):
 
     address: int
     value: int
-    waits: bool = False
+    is_wait: bool = False
 
 
-class WordJobs:
+class FlagOpBatch:
     """Words that streams write and wait for again and again, in this order: one call of the driver
     for all of them, whose arguments are made up once."""
 
-    def __init__(self, jobs: Sequence[WordJob]) -> None:
-        if len(jobs) > _MOST_JOBS:
-            raise MeshError(f"{len(jobs)} words at once, but the driver takes {_MOST_JOBS}")
-        made = [_WordJob(_WAIT if job.waits else _WRITE, job.address, job.value) for job in jobs]
-        self._count, self._jobs = len(made), (_WordJob * len(made))(*made)
+    def __init__(self, jobs: Sequence[FlagOp]) -> None:
+        if len(jobs) > _MAX_BATCH:
+            raise MeshError(f"{len(jobs)} words at once, but the driver takes {_MAX_BATCH}")
+        structs = [
+            CUstreamBatchMemOpParams(
+                _OP_WAIT_VALUE if job.is_wait else _OP_WRITE_VALUE, job.address, job.value
+            )
+            for job in jobs
+        ]
+        self._count, self._jobs = len(structs), (CUstreamBatchMemOpParams * len(structs))(*structs)
 
     def enqueue(self, stream: int) -> None:
         """On a stream. A CUDA graph may capture it."""
@@ -58,7 +66,7 @@ class WordJobs:
             _call("cuStreamBatchMemOp_v2", stream, self._count, self._jobs, 0)
 
 
-class _Rows(ctypes.Structure):
+class CUDA_MEMCPY2D(ctypes.Structure):  # noqa: N801 # the driver's name
     """The driver's CUDA_MEMCPY2D."""
 
     _fields_ = (
@@ -92,11 +100,11 @@ def driver() -> Any:
     library.cuStreamBatchMemOp_v2.argtypes = (
         ctypes.c_void_p,
         ctypes.c_uint,
-        ctypes.POINTER(_WordJob),
+        ctypes.POINTER(CUstreamBatchMemOpParams),
         ctypes.c_uint,
     )
     library.cuStreamBatchMemOp_v2.restype = ctypes.c_int
-    library.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
+    library.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(CUDA_MEMCPY2D), ctypes.c_void_p)
     library.cuMemcpy2DAsync_v2.restype = ctypes.c_int
     library.cuMemcpyDtoDAsync_v2.argtypes = (
         ctypes.c_uint64,
@@ -119,7 +127,7 @@ def driver() -> Any:
     return library
 
 
-def capture_of(stream: torch.cuda.Stream) -> int:
+def graph_capture_id(stream: torch.cuda.Stream) -> int:
     """The number of the CUDA graph that captures a stream, the current one; 0 if none does."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
@@ -129,17 +137,17 @@ def capture_of(stream: torch.cuda.Stream) -> int:
     return number.value
 
 
-def copy(stream: int, dst: int, src: int, size: int) -> None:
+def copy_async(stream: int, dst: int, src: int, size: int) -> None:
     """Copy bytes."""
     _call("cuMemcpyDtoDAsync_v2", dst, src, size, stream)
 
 
-def copy_rows(
+def copy_2d_async(
     stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
 ) -> None:
     """Copy rows of ``width`` bytes that lie a pitch apart."""
     device = 2  # CU_MEMORYTYPE_DEVICE
-    job = _Rows(
+    job = CUDA_MEMCPY2D(
         0, 0, device, None, src, None, src_pitch,
         0, 0, device, None, dst, None, dst_pitch,
         width, rows,

@@ -7,7 +7,7 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ds_usp.comm.process_groups import even_out_group_counts, subgroup
+from ds_usp.comm.process_groups import align_group_counters, subgroup
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
@@ -96,7 +96,7 @@ def group_of_device_mesh(
         )
     groups = [device_mesh.get_group(name) for name in names]
     for group in groups:  # first along one axis, then along the other: then all ranks are even
-        even_out_group_counts(group)
+        align_group_counters(group)
     whole = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
     longest = groups[0] if device_mesh.shape[0] > 1 else groups[1]
     return whole or longest, degree, has

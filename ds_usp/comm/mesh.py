@@ -14,25 +14,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_usp._version import __version__
-from ds_usp.comm.channel import Channel, RingChannel
-from ds_usp.comm.consistency import Agreement, agree
-from ds_usp.comm.copy_engine import CopyChannel, CopyEngine, slots_of
+from ds_usp.comm.channel import Channel, P2PChannel
+from ds_usp.comm.consistency import ConsistencyChecker, check_same
+from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel, num_slots
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
-from ds_usp.comm.engines import exchanges_begun, let_go
+from ds_usp.comm.engines import abort_waits, num_exchanges
 from ds_usp.comm.existing_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
 from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.mesh_registry import Names
-from ds_usp.comm.nodes import host_names, ring_ranks_of_a_host, why_no_copies
-from ds_usp.comm.process_groups import even_out_group_counts, subgroup
-from ds_usp.comm.shm_mailbox import shared_board
+from ds_usp.comm.mesh_registry import WeakRegistry
+from ds_usp.comm.nodes import copy_engine_unavailable_reason, count_ring_ranks_per_node, node_ids
+from ds_usp.comm.process_groups import align_group_counters, subgroup
+from ds_usp.comm.shm_mailbox import open_mailbox
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
 
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
-MESHES: Final[Names[SequenceMesh]] = Names()
+MESH_REGISTRY: Final[WeakRegistry[SequenceMesh]] = WeakRegistry()
 # Of a process group: a loader and an attention that share one may each have a mesh of their own.
 _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout]]] = (
     WeakKeyDictionary()
@@ -80,11 +80,11 @@ class SequenceMesh:
     ulysses_group: dist.ProcessGroup | None = None
     kv_group: dist.ProcessGroup | None = None
     dkv_group: dist.ProcessGroup | None = None
-    agreement: Agreement = field(default_factory=Agreement, repr=False)
+    consistency: ConsistencyChecker = field(default_factory=ConsistencyChecker, repr=False)
     ledger: CommLedger = field(default_factory=CommLedger, repr=False)
-    no_copies: str | None = "one process has nobody to exchange with"
-    node_ring: int = 1
-    engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
+    copy_engine_unavailable: str | None = "one process has nobody to exchange with"
+    ring_ranks_per_node: int = 1
+    copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     batch_layouts: dict[int, TokenLayout] = field(default_factory=dict, repr=False)
@@ -93,7 +93,7 @@ class SequenceMesh:
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
         text = f"{self}, {self.order}, ds_usp {__version__}, ops 3"
-        object.__setattr__(self, "name", MESHES.give(self, text))
+        object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is another mesh."""
@@ -132,9 +132,9 @@ class SequenceMesh:
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is made: making it with ranks that see another grid would not end.
         refusal = grid_refusal(dist.get_process_group_ranks(whole), ulysses, order)
-        agree(whole, f"ulysses_degree {ulysses}, {order}", refusal)
-        even_out_group_counts(whole)
-        return cls._over(whole, ulysses, size // ulysses, order)
+        check_same(whole, f"ulysses_degree {ulysses}, {order}", refusal)
+        align_group_counters(whole)
+        return cls._from_grid(whole, ulysses, size // ulysses, order)
 
     @classmethod
     def from_device_mesh(
@@ -180,13 +180,15 @@ class SequenceMesh:
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
         world = cast(dist.ProcessGroup, dist.group.WORLD)
-        agree(world, f"grid {grid}")
-        even_out_group_counts(world)
+        check_same(world, f"grid {grid}")
+        align_group_counters(world)
         group = dist.new_group(list(ranks), use_local_synchronization=True)
         return cls.from_group(group, grid.size("ulysses"), order)
 
     @classmethod
-    def _over(cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str) -> SequenceMesh:
+    def _from_grid(
+        cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str
+    ) -> SequenceMesh:
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
@@ -194,7 +196,7 @@ class SequenceMesh:
         peers = {
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
-        hosts = host_names(group)
+        hosts = node_ids(group)
         whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
         ulysses_group = group if whole_is_ulysses else subgroup(group, peers["ulysses"])
         mesh = cls(
@@ -208,15 +210,15 @@ class SequenceMesh:
             ulysses_group=ulysses_group,
             kv_group=subgroup(group, peers["ring"]),
             dkv_group=subgroup(group, peers["ring"]),
-            agreement=_agreement(group, ranks, hosts),
-            no_copies=why_no_copies(group, hosts),
-            node_ring=ring_ranks_of_a_host(hosts, grid),
+            consistency=_consistency_checker(group, ranks, hosts),
+            copy_engine_unavailable=copy_engine_unavailable_reason(group, hosts),
+            ring_ranks_per_node=count_ring_ranks_per_node(hosts, grid),
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         # A rank that waits in a stream for one that will never come is freed with the error.
-        mesh.agreement.when_broken = partial(let_go, mesh.engines)
-        mesh.agreement.exchanges = partial(exchanges_begun, mesh.engines)
-        mesh.agreement.refuse_backward = DeepSpeedCheck(ranks)
+        mesh.consistency.on_failure = partial(abort_waits, mesh.copy_engines)
+        mesh.consistency.exchanges = partial(num_exchanges, mesh.copy_engines)
+        mesh.consistency.refuse_backward = DeepSpeedCheck(ranks)
         return mesh
 
     @property
@@ -236,18 +238,18 @@ class SequenceMesh:
         Args:
             copies: by copy engines, for which :meth:`reserve` has made room.
         """
-        if not copies or (kind not in self.engines and self._group_of(kind) is None):
-            return RingChannel(self._group_of(kind), self.ledger, kind)
-        if kind not in self.engines:
+        if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
+            return P2PChannel(self._group_of(kind), self.ledger, kind)
+        if kind not in self.copy_engines:
             raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
-        return CopyChannel(self.engines[kind], self.ledger, kind)
+        return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
 
-    def open_outer(self) -> None:
+    def create_outer_groups(self) -> None:
         """Make the communicators for what crosses the network in a double ring. Collective over
         the mesh where they are not there yet."""
         if self.outer_groups or self.kv_group is None or self.sp_group is None:
             return
-        even_out_group_counts(self.sp_group)
+        align_group_counters(self.sp_group)
         ranks = dist.get_process_group_ranks(self.kv_group)
         for kind in OUTER_KINDS:
             group = subgroup(self.sp_group, ranks)
@@ -274,25 +276,25 @@ class SequenceMesh:
             if size == 0 or group is None:
                 continue
             try:
-                if kind not in self.engines:
-                    slots = slots_of(kind, ring=self.ring_degree > 1)
-                    self.engines[kind] = CopyEngine(group, device, slots)
-                self.engines[kind].reserve(size)
+                if kind not in self.copy_engines:
+                    slots = num_slots(kind, ring=self.ring_degree > 1)
+                    self.copy_engines[kind] = CopyEngine(group, device, slots)
+                self.copy_engines[kind].reserve(size)
             except RuntimeError as error:
                 raise MeshError(
                     f"the GPUs of this host do not share {size / 2**20:.0f} MiB for {kind}: "
                     f"{error}. Use Tuning(copies=False)"
                 ) from error
 
-    def lacks(self, sizes: Mapping[str, int]) -> bool:
+    def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
         """Whether :meth:`reserve` would have to make room for these; the same on every rank."""
         return any(
-            size and self._group_of(kind) is not None and not self._has_room(kind, size)
+            size and self._group_of(kind) is not None and not self._has_capacity(kind, size)
             for kind, size in sizes.items()
         )
 
-    def _has_room(self, kind: str, size: int) -> bool:
-        return kind in self.engines and self.engines[kind].has_room(size)
+    def _has_capacity(self, kind: str, size: int) -> bool:
+        return kind in self.copy_engines and self.copy_engines[kind].has_capacity(size)
 
     def flat(self) -> SequenceMesh:
         """The same ranks and communicators as one Ulysses axis, for what all of them exchange."""
@@ -305,7 +307,7 @@ class SequenceMesh:
             ulysses_group=self.sp_group,
             kv_group=None,
             dkv_group=None,
-            node_ring=1,
+            ring_ranks_per_node=1,
             outer_groups={},
             plans={},
         )
@@ -313,18 +315,18 @@ class SequenceMesh:
     @property
     def reserved_bytes(self) -> int:
         """Memory of this rank's GPU that copy engines keep."""
-        return sum(engine.reserved_bytes for engine in self.engines.values())
+        return sum(engine.reserved_bytes for engine in self.copy_engines.values())
 
     def release(self) -> None:
         """Give back the memory that copy engines keep, until the next call needs some. Collective;
         waits for all that is under way. What CUDA graphs have captured stays theirs."""
         self.agree("release")
-        if self.engines:
+        if self.copy_engines:
             torch.cuda.synchronize()
             self.agree("released")
-            for kind in [kind for kind, engine in self.engines.items() if not engine.captured]:
-                del self.engines[kind]
-            self.agreement.forget()
+            for kind in [kind for kind, engine in self.copy_engines.items() if not engine.captured]:
+                del self.copy_engines[kind]
+            self.consistency.clear_verified()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
         if kind in OUTER_KINDS:
@@ -361,14 +363,14 @@ class SequenceMesh:
         Raises:
             MeshError: which ranks differ, and in what; on every rank.
         """
-        self.agreement.check()
+        self.consistency.check()
 
     def agree(self, text: str, error: Exception | None = None) -> None:
         """Check now that every rank of the mesh says the same; collective over it.
 
-        See :func:`ds_usp.comm.consistency.agree`.
+        See :func:`ds_usp.comm.consistency.check_same`.
         """
-        self.agreement.now(text, error)
+        self.consistency.check_now(text, error)
 
     def __str__(self) -> str:
         return (
@@ -377,7 +379,9 @@ class SequenceMesh:
         )
 
 
-def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]) -> Agreement:
+def _consistency_checker(
+    group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]
+) -> ConsistencyChecker:
     """Where ranks compare what they are about to do: on the host, so that no stream waits. Where
     tensors may be on GPUs ranks compare several calls at a time, and nothing else may come between:
     in memory that they share, or over a group of its own."""
@@ -385,9 +389,9 @@ def _agreement(group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes
     if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
         # Other meshes may compare over the same group; their calls have the same numbers.
         name = all_gather_bytes(os.urandom(2), group)[0].hex()
-        return Agreement(group, None, f"mesh {name}", shared_board(group, hosts))
+        return ConsistencyChecker(group, None, f"mesh {name}", open_mailbox(group, hosts))
     control = subgroup(group, ranks, backend="gloo")
-    return Agreement(control, shared_board(control, hosts))
+    return ConsistencyChecker(control, open_mailbox(control, hosts))
 
 
 @lru_cache(maxsize=64)

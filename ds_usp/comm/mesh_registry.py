@@ -9,25 +9,25 @@ from typing import Generic, TypeVar
 
 from ds_usp.errors import MeshError
 
-Named = TypeVar("Named")
+T = TypeVar("T")
 
 
-class Names(Generic[Named]):
+class WeakRegistry(Generic[T]):
     """Words for objects. It keeps none of them alive: a word is free again when its object is gone.
 
     Two objects that live at the same time never have the same word.
     """
 
     def __init__(self) -> None:
-        self._found: weakref.WeakValueDictionary[str, Named] = weakref.WeakValueDictionary()
+        self._found: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
 
-    def give(self, thing: Named, text: str) -> str:
+    def register(self, thing: T, text: str) -> str:
         """A word for an object, which begins with a text."""
         name = next(each for n in count() if (each := f"{text} #{n}") not in self._found)
         self._found[name] = thing
         return name
 
-    def find(self, name: str) -> Named:
+    def lookup(self, name: str) -> T:
         """The object.
 
         Raises:

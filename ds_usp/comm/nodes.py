@@ -16,14 +16,14 @@ from ds_usp.comm.symmetric_memory import why_not
 from ds_usp.geometry.ranks import RankGrid
 
 
-def host_names(group: dist.ProcessGroup) -> list[bytes]:
+def node_ids(group: dist.ProcessGroup) -> list[bytes]:
     """A name of the host of each rank of a group; collective over it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else platform.node()
     return all_gather_bytes(hashlib.sha256(host.encode()).digest(), group)
 
 
-def ring_ranks_of_a_host(hosts: Sequence[bytes], grid: RankGrid) -> int:
+def count_ring_ranks_per_node(hosts: Sequence[bytes], grid: RankGrid) -> int:
     """How many ranks of every ring, in a row, share a host; the ring's degree where hosts do not
     hold as many each.
 
@@ -38,7 +38,7 @@ def ring_ranks_of_a_host(hosts: Sequence[bytes], grid: RankGrid) -> int:
     return runs.pop() if len(runs) == 1 else grid.size("ring")
 
 
-def why_no_copies(group: dist.ProcessGroup, hosts: Sequence[bytes]) -> str | None:
+def copy_engine_unavailable_reason(group: dist.ProcessGroup, hosts: Sequence[bytes]) -> str | None:
     """Why the ranks of a group, on these hosts, cannot copy from each other's GPUs; None if they
     can. Collective over it."""
     gpu = torch.device("cuda")

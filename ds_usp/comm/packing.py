@@ -11,15 +11,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_usp.comm.channel import Shapes, cut_features
-from ds_usp.strided_copy import dense_copy
-from ds_usp.triton_launch import fused
+from ds_usp.comm.channel import HeadShapes, split_features
+from ds_usp.strided_copy import strided_copy
+from ds_usp.triton_launch import load_triton_module
 
 
-class Sum(Protocol):
+class DeferredSum(Protocol):
     """A tensor ``[B, tokens, h, D]`` that is still to be summed."""
 
-    def whole(self) -> torch.Tensor | None:
+    def as_tensor_if_single(self) -> torch.Tensor | None:
         """The sum, where it is a tensor already."""
 
     def write(self, place: torch.Tensor, first: int = 0) -> None:
@@ -29,7 +29,7 @@ class Sum(Protocol):
         """All of it."""
 
 
-class Outgoing(NamedTuple):
+class SendTensor(NamedTuple):
     """One tensor, cut into the ranks' pieces.
 
     Shapes:
@@ -37,17 +37,17 @@ class Outgoing(NamedTuple):
         own ``[s, B, h, D]``: where this rank's piece goes.
     """
 
-    pieces: torch.Tensor | Sum
-    own: torch.Tensor
+    per_rank: torch.Tensor | DeferredSum
+    local_out: torch.Tensor
 
 
-def hand_out(
-    room: torch.Tensor,
-    mine: int,
-    shapes: Shapes,
-    tensors: Sequence[Outgoing],
+def pack_for_send(
+    staging: torch.Tensor,
+    rank: int,
+    shapes: HeadShapes,
+    tensors: Sequence[SendTensor],
     *,
-    packed: bool = False,
+    already_packed: bool = False,
 ) -> None:
     """Pack every tensor's pieces into the room, but this rank's own.
 
@@ -57,32 +57,32 @@ def hand_out(
         shapes: heads and head dim of each tensor.
         packed: they are in the room already: this rank's own go to where they belong.
     """
-    if packed:
-        for pieces, own in tensors:
-            _write(own.unsqueeze(0), pieces, mine)
+    if already_packed:
+        for per_rank, local_out in tensors:
+            _write(local_out.unsqueeze(0), per_rank, rank)
         return
-    triton = fused("ds_usp.comm.packing_triton") if room.is_cuda else None
-    if triton is not None and triton.hand_out_fused(room, mine, tensors):
+    triton = load_triton_module("ds_usp.comm.packing_triton") if staging.is_cuda else None
+    if triton is not None and triton.pack_for_send_fused(staging, rank, tensors):
         return
-    for place, (pieces, own) in zip(cut_features(room, shapes), tensors, strict=True):
-        for start, stop in ((0, mine), (mine + 1, len(place))):
+    for place, (per_rank, local_out) in zip(split_features(staging, shapes), tensors, strict=True):
+        for start, stop in ((0, rank), (rank + 1, len(place))):
             if start < stop:
-                _write(place[start:stop], pieces, start)
-        _write(own.unsqueeze(0), pieces, mine)
+                _write(place[start:stop], per_rank, start)
+        _write(local_out.unsqueeze(0), per_rank, rank)
 
 
-def _write(places: torch.Tensor, pieces: torch.Tensor | Sum, first: int) -> None:
+def _write(places: torch.Tensor, per_rank: torch.Tensor | DeferredSum, first: int) -> None:
     """Write the pieces from the first on to as many places ``[., s, B, h, D]``."""
-    if isinstance(pieces, torch.Tensor):
-        dense_copy(places, pieces[first : first + len(places)])
+    if isinstance(per_rank, torch.Tensor):
+        strided_copy(places, per_rank[first : first + len(places)])
         return
     # One piece, or several of the room, which lie one after the other.
     count, tokens, batch, *head = places.shape
     _, token, sample, *feature = places.stride()
     run = places.as_strided((batch, count * tokens, *head), (sample, token, *feature))
-    pieces.write(run, first * tokens)
+    per_rank.write(run, first * tokens)
 
 
-def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def view_by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """Each rank's tokens of ``[B, P s, h, D]``: ``[P, s, B, h, D]``, a view."""
     return x.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)

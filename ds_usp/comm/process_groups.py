@@ -28,7 +28,7 @@ def subgroup(
     return group
 
 
-def even_out_group_counts(group: dist.ProcessGroup) -> None:
+def align_group_counters(group: dist.ProcessGroup) -> None:
     """Let all ranks have made as many groups as the one that has made most.
 
     torch names a group that only its members make after the number of groups that a process

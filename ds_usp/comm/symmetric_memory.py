@@ -12,13 +12,13 @@ from ds_usp.comm.cuda_driver import driver
 from ds_usp.errors import MeshError
 
 
-class SharedTensor:
+class PeerMappedTensor:
     """A tensor of symmetric memory and those of the other ranks."""
 
     def __init__(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.own = own
+        self.local = own
         self._handle: Any = symmetric_memory.rendezvous(own, group)
         shape = list(own.shape)
         self._all = [
@@ -33,10 +33,10 @@ class SharedTensor:
 
 def why_not(group: dist.ProcessGroup) -> str | None:
     """Why this rank's GPU cannot copy from those of a group on its host; None if it can."""
-    return why_no_peer_copies(group.size())
+    return peer_copy_unavailable_reason(group.size())
 
 
-def why_no_peer_copies(ranks: int) -> str | None:
+def peer_copy_unavailable_reason(ranks: int) -> str | None:
     """Why this process's GPU cannot copy from those of a group of so many ranks, one a GPU of this
     node, as far as one process can see it; None if it can."""
     if torch.cuda.device_count() < 1 or torch.version.cuda is None:
@@ -55,7 +55,7 @@ def why_no_peer_copies(ranks: int) -> str | None:
     return None
 
 
-def symmetric(
+def alloc_symmetric(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Memory that can be shared; collective, so that all ranks have some or none.

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.channel import Channel, Room, Shapes, cut_features
+from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, split_features
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.packing import Outgoing, Sum, by_rank, hand_out
-from ds_usp.strided_copy import dense_copy
+from ds_usp.comm.packing import DeferredSum, SendTensor, pack_for_send, view_by_rank
+from ds_usp.strided_copy import strided_copy
 
 Send = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
 
 
-class Trip:
+class PendingExchange:
     """An exchange under way. This rank's own share is there already, or on the current stream.
 
     Args:
@@ -34,38 +34,36 @@ class Trip:
 
     def __init__(
         self,
-        land: Callable[[], tuple[torch.Tensor, ...]],
-        way: Channel | dist.Work | None = None,
+        unpack: Callable[[], tuple[torch.Tensor, ...]],
+        work: Channel | dist.Work | None = None,
     ) -> None:
-        self._land, self._way = land, way
-        self._here: tuple[torch.Tensor, ...] | None = None
+        self._unpack, self._work = unpack, work
+        self._result: tuple[torch.Tensor, ...] | None = None
 
-    def take(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """What comes, every time; on GPUs the current stream waits for it, not the host."""
-        self.close()
-        if self._here is None:
-            self._here, self._land = self._land(), tuple  # with it goes what came, if it was copied
-        return self._here
+        self.drain()
+        if self._result is None:
+            self._result, self._unpack = self._unpack(), tuple  # frees the receive buffer
+        return self._result
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait for what is under way, and leave it: after an error, so that nothing is written
         where others will allocate."""
-        way, self._way = self._way, None
-        if isinstance(way, dist.Work):
-            way.wait()
-        elif way is not None:
-            way.take()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
 
-def write(place: torch.Tensor, source: torch.Tensor | Sum) -> None:
+def copy_or_sum_into(place: torch.Tensor, source: torch.Tensor | DeferredSum) -> None:
     """Write a tensor, or what is to be one, to a place of its shape."""
     if isinstance(source, torch.Tensor):
-        dense_copy(place, source)
+        strided_copy(place, source)
     else:
         source.write(place)
 
 
-class Departure(NamedTuple):
+class PreallocatedSend(NamedTuple):
     """Room from which heads will leave for the sequence, asked for before there is anything to
     send: who makes it may write it there.
 
@@ -75,25 +73,25 @@ class Departure(NamedTuple):
     """
 
     channel: Channel
-    room: Room
-    parts: tuple[torch.Tensor, ...]
+    staging: StagingBuffer
+    views: tuple[torch.Tensor, ...]
 
-    def holds(self, sources: Sequence[torch.Tensor | Sum]) -> bool:
+    def already_written(self, sources: Sequence[torch.Tensor | DeferredSum]) -> bool:
         """Whether all of these have been written there."""
-        made = [x if isinstance(x, torch.Tensor) else x.whole() for x in sources]
-        pairs = zip(made, self.parts, strict=True)
+        made = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
+        pairs = zip(made, self.views, strict=True)
         return all(x is not None and x.is_set_to(part) for x, part in pairs)
 
 
-class _Heads(NamedTuple):
+class _HeadRange(NamedTuple):
     """Of one tensor: the first rank's first head, how many heads a rank has, and how far apart."""
 
     first: int
-    width: int
-    apart: int
+    num_heads: int
+    stride: int
 
 
-class EvenExchange:
+class UniformAllToAll:
     """The exchanges of some heads. Numbers that calls share are reckoned once: all of this is the
     host's time, between kernels that wait for it.
 
@@ -109,56 +107,59 @@ class EvenExchange:
     ) -> None:
         self._mesh, self._copies = mesh, copies
         ranks, mine = mesh.ulysses_degree, mesh.ulysses_rank
-        self._ranks, self._mine = ranks, mine
+        self._ranks, self._rank = ranks, mine
         self._heads = [
-            _Heads(each[0][0], each[0][1] - each[0][0], each[1][0] - each[0][0]) for each in ranges
+            _HeadRange(each[0][0], each[0][1] - each[0][0], each[1][0] - each[0][0])
+            for each in ranges
         ]
-        self._others = [(mine + step) % ranks for step in range(1, ranks)]  # the next one first
-        self._leaving = [(rank, rank, rank + 1) for rank in self._others]
+        self._peers = [(mine + step) % ranks for step in range(1, ranks)]  # the next one first
+        self._sends = [(rank, rank, rank + 1) for rank in self._peers]
 
-    def send_to_heads(self, tensors: Sequence[torch.Tensor], send: Send) -> Trip:
+    def post_to_heads(self, tensors: Sequence[torch.Tensor], send: Send) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         batch, tokens = tensors[0].shape[:2]
-        shapes = self._shapes(tensors)
-        size = self._size(tokens, batch, shapes)
-        got = tensors[0].new_empty(size)
-        parts = map(self._by_heads, tensors, self._heads)
+        shapes = self._head_shapes(tensors)
+        size = self._buffer_shape(tokens, batch, shapes)
+        recv_buffer = tensors[0].new_empty(size)
+        parts = map(self._view_per_rank, tensors, self._heads)
 
-        def land() -> tuple[torch.Tensor, ...]:
-            return cut_features(got.view(self._ranks * tokens, *size[2:]), shapes, turned=True)
+        def unpack() -> tuple[torch.Tensor, ...]:
+            return split_features(
+                recv_buffer.view(self._ranks * tokens, *size[2:]), shapes, tokens_first=True
+            )
 
-        channel, room = self._room(got, size)
+        channel, room = self._stage(recv_buffer, size)
         if not self._copies:
-            sent = _filled(room, shapes, parts).whole
-            return Trip(land, send(sent, got, self._sizes(got)))
-        at = self._mine * (got.numel() // self._ranks)
-        pieces = got.unbind(0)
-        leaving = list(map(Outgoing, parts, cut_features(pieces[self._mine], shapes)))
-        hand_out(room.whole, self._mine, shapes, leaving)
+            sent = _pack(room, shapes, parts).tensor
+            return PendingExchange(unpack, send(sent, recv_buffer, self._split_sizes(recv_buffer)))
+        at = self._rank * (recv_buffer.numel() // self._ranks)
+        pieces = recv_buffer.unbind(0)
+        leaving = list(map(SendTensor, parts, split_features(pieces[self._rank], shapes)))
+        pack_for_send(room.tensor, self._rank, shapes, leaving)
         channel.post(
-            room.whole, self._leaving, [(rank, pieces[rank], at, 0) for rank in self._others]
+            room.tensor, self._sends, [(rank, pieces[rank], at, 0) for rank in self._peers]
         )
-        return Trip(land, channel)
+        return PendingExchange(unpack, channel)
 
-    def departure(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> Departure:
+    def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
         """Ask for the room of :meth:`send_to_sequence`.
 
         Args:
             like: for dtype and device.
             sizes: of the places ``[B, s, H, D]``.
         """
-        shapes = tuple([(each.width, x[3]) for each, x in zip(self._heads, sizes, strict=True)])
+        shapes = tuple([(each.num_heads, x[3]) for each, x in zip(self._heads, sizes, strict=True)])
         batch, tokens = sizes[0][:2]
-        channel, room = self._room(like, self._size(tokens, batch, shapes))
-        return Departure(channel, room, room.parts(shapes, turned=True))
+        channel, room = self._stage(like, self._buffer_shape(tokens, batch, shapes))
+        return PreallocatedSend(channel, room, room.views(shapes, tokens_first=True))
 
-    def send_to_sequence(
+    def post_to_sequence(
         self,
-        sources: Sequence[torch.Tensor | Sum],
+        sources: Sequence[torch.Tensor | DeferredSum],
         places: Sequence[torch.Tensor],
         send: Send,
-        departure: Departure | None = None,
-    ) -> Trip:
+        prealloc: PreallocatedSend | None = None,
+    ) -> PendingExchange:
         """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
         dense tensor of one sample; copy engines bring what comes to its place.
 
@@ -167,45 +168,51 @@ class EvenExchange:
         """
         like = places[0]
         batch, tokens = like.shape[:2]
-        shapes = self._shapes(places)
-        size = self._size(tokens, batch, shapes)
-        goals = [self._by_heads(x, each) for x, each in zip(places, self._heads, strict=True)]
+        shapes = self._head_shapes(places)
+        size = self._buffer_shape(tokens, batch, shapes)
+        goals = [self._view_per_rank(x, each) for x, each in zip(places, self._heads, strict=True)]
         if not self._copies:
-            sent = self._dense(sources[0], size) if len(sources) == batch == 1 else None
+            sent = (
+                self._as_dense_send_buffer(sources[0], size) if len(sources) == batch == 1 else None
+            )
             if sent is None:
-                room = departure.room if departure else self._room(like, size)[1]
-                sent = _summed(room, shapes, sources).whole
-            got = torch.empty_like(sent)
+                room = prealloc.staging if prealloc else self._stage(like, size)[1]
+                sent = _pack_sums(room, shapes, sources).tensor
+            recv_buffer = torch.empty_like(sent)
 
-            def land() -> tuple[torch.Tensor, ...]:
-                for goal, part in zip(goals, cut_features(got, shapes), strict=True):
-                    dense_copy(goal, part)
+            def unpack() -> tuple[torch.Tensor, ...]:
+                for goal, part in zip(goals, split_features(recv_buffer, shapes), strict=True):
+                    strided_copy(goal, part)
                 return ()
 
-            return Trip(land, send(sent, got, self._sizes(sent)))
-        channel, room = departure[:2] if departure else self._room(like, size)
+            return PendingExchange(unpack, send(sent, recv_buffer, self._split_sizes(sent)))
+        channel, room = prealloc[:2] if prealloc else self._stage(like, size)
         row = size[2] * size[3]
-        at = self._mine * tokens * row
+        at = self._rank * tokens * row
         pulls, leaving = [], []
         for source, goal, (heads, dim) in zip(sources, goals, shapes, strict=True):
             places = goal.unbind(0)
-            pieces = by_rank(source, self._ranks) if isinstance(source, torch.Tensor) else source
-            leaving.append(Outgoing(pieces, places[self._mine]))
-            pulls.append([(rank, places[rank], at, row) for rank in self._others])
+            pieces = (
+                view_by_rank(source, self._ranks) if isinstance(source, torch.Tensor) else source
+            )
+            leaving.append(SendTensor(pieces, places[self._rank]))
+            pulls.append([(rank, places[rank], at, row) for rank in self._peers])
             at += heads * dim
-        packed = departure is not None and departure.holds(sources)
-        hand_out(room.whole, self._mine, shapes, leaving, packed=packed)
+        packed = prealloc is not None and prealloc.already_written(sources)
+        pack_for_send(room.tensor, self._rank, shapes, leaving, already_packed=packed)
         arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
-        channel.post(room.whole, self._leaving, arriving)
-        return Trip(tuple, channel)
+        channel.post(room.tensor, self._sends, arriving)
+        return PendingExchange(tuple, channel)
 
-    def _room(self, like: torch.Tensor, size: tuple[int, ...]) -> tuple[Channel, Room]:
+    def _stage(self, like: torch.Tensor, size: tuple[int, ...]) -> tuple[Channel, StagingBuffer]:
         """To pack into what leaves, and the way for it."""
         channel = self._mesh.channel("all_to_all", self._copies)
-        return channel, channel.room(size, like, like.dtype)
+        return channel, channel.acquire_staging(size, like, like.dtype)
 
     @staticmethod
-    def _dense(source: torch.Tensor | Sum, size: tuple[int, ...]) -> torch.Tensor | None:
+    def _as_dense_send_buffer(
+        source: torch.Tensor | DeferredSum, size: tuple[int, ...]
+    ) -> torch.Tensor | None:
         """What travels, where it is that already."""
         if isinstance(source, torch.Tensor) and source.is_contiguous():
             return source.view(size)
@@ -218,41 +225,45 @@ class EvenExchange:
             tokens, batch, dims, item: tokens of a rank, samples, each tensor's head dim, bytes of
                 an element.
         """
-        shapes = tuple((each.width, dim) for each, dim in zip(self._heads, dims, strict=True))
-        return math.prod(self._size(tokens, batch, shapes)) * item if self._copies else 0
+        shapes = tuple((each.num_heads, dim) for each, dim in zip(self._heads, dims, strict=True))
+        return math.prod(self._buffer_shape(tokens, batch, shapes)) * item if self._copies else 0
 
-    def _shapes(self, tensors: Sequence[torch.Tensor]) -> Shapes:
+    def _head_shapes(self, tensors: Sequence[torch.Tensor]) -> HeadShapes:
         """Heads and head dim of each tensor on one rank."""
         pairs = zip(self._heads, tensors, strict=True)
-        return tuple([(each.width, x.shape[3]) for each, x in pairs])
+        return tuple([(each.num_heads, x.shape[3]) for each, x in pairs])
 
-    def _size(self, tokens: int, batch: int, shapes: Shapes) -> tuple[int, int, int, int]:
+    def _buffer_shape(
+        self, tokens: int, batch: int, shapes: HeadShapes
+    ) -> tuple[int, int, int, int]:
         """Of all that travels."""
         return self._ranks, tokens, batch, sum([heads * dim for heads, dim in shapes])
 
-    def _sizes(self, x: torch.Tensor) -> list[int]:
+    def _split_sizes(self, x: torch.Tensor) -> list[int]:
         return [x.numel() // self._ranks] * self._ranks
 
-    def _by_heads(self, x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+    def _view_per_rank(self, x: torch.Tensor, heads: _HeadRange) -> torch.Tensor:
         """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""
         batch, tokens, _, dim = x.shape
         sample, token, head, one = x.stride()
         return x.as_strided(
-            (self._ranks, tokens, batch, heads.width, dim),
-            (heads.apart * head, token, sample, head, one),
+            (self._ranks, tokens, batch, heads.num_heads, dim),
+            (heads.stride * head, token, sample, head, one),
             x.storage_offset() + heads.first * head,
         )
 
 
-def _summed(room: Room, shapes: Shapes, sources: Sequence[torch.Tensor | Sum]) -> Room:
+def _pack_sums(
+    room: StagingBuffer, shapes: HeadShapes, sources: Sequence[torch.Tensor | DeferredSum]
+) -> StagingBuffer:
     """The room, with these ``[B, S, h, D]`` packed in it."""
-    for place, source in zip(room.parts(shapes, turned=True), sources, strict=True):
-        write(place, source)
+    for place, source in zip(room.views(shapes, tokens_first=True), sources, strict=True):
+        copy_or_sum_into(place, source)
     return room
 
 
-def _filled(room: Room, shapes: Shapes, parts: Iterable[torch.Tensor]) -> Room:
+def _pack(room: StagingBuffer, shapes: HeadShapes, parts: Iterable[torch.Tensor]) -> StagingBuffer:
     """The room, with these tensors packed in it."""
-    for place, part in zip(room.parts(shapes), parts, strict=True):
-        dense_copy(place, part)
+    for place, part in zip(room.views(shapes), parts, strict=True):
+        strided_copy(place, part)
     return room

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ds_usp.strided_copy import dense_copy
-from ds_usp.triton_launch import fused
+from ds_usp.strided_copy import strided_copy
+from ds_usp.triton_launch import load_triton_module
 
 _NO_LSE = torch.empty(0, 0, 0)
 
@@ -112,7 +112,7 @@ class OutputAccumulator:
             elif len(partials) > 1:
                 _merge_into(run_out, run_lse, [(p.value, p.lse) for p in partials])
             elif out is not self._partials[0].value:
-                dense_copy(run_out, partials[0].value)
+                strided_copy(run_out, partials[0].value)
                 run_lse.copy_(partials[0].lse)
 
     def _flush(self) -> None:
@@ -176,7 +176,7 @@ class GradAccumulator:
         self.write(total)
         return total
 
-    def whole(self) -> torch.Tensor | None:
+    def as_tensor_if_single(self) -> torch.Tensor | None:
         """The sum in the shard's dtype if it is one tensor already; else None."""
         only = self._only()
         return only if only is not None and only.dtype == self._like.dtype else None
@@ -274,7 +274,7 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         out.zero_()
     elif len(partials) == 1:
         if not out.is_set_to(partials[0]):  # else a kernel has written it there
-            dense_copy(out, partials[0])
+            strided_copy(out, partials[0])
     elif (triton := _fused_for(out, *partials)) is not None:
         triton.sum_fused(out, partials)
     else:
@@ -340,4 +340,4 @@ def slow_path_notice(device: torch.device) -> str | None:
 
 def _fused() -> ModuleType | None:
     """The Triton kernels; None where Triton is not installed."""
-    return fused("ds_usp.kernels.merge_triton")
+    return load_triton_module("ds_usp.kernels.merge_triton")

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import Launcher
+from ds_usp.triton_launch import CachedLauncher
 
 _ROWS = 32
 _MAX_PARTIALS = 8
@@ -56,7 +56,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=both)
 
 
-_LAUNCH_MERGE = Launcher(_merge)
+_LAUNCH_MERGE = CachedLauncher(_merge)
 
 
 def merge_fused(
@@ -132,7 +132,7 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=both)
 
 
-_LAUNCH_MERGE_OF_FOUR = Launcher(_merge_of_four)
+_LAUNCH_MERGE_OF_FOUR = CachedLauncher(_merge_of_four)
 
 
 def merge_up_to_4_fused(
@@ -203,7 +203,7 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-_LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = Launcher(_sum_of_few), Launcher(_sum)
+_LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = CachedLauncher(_sum_of_few), CachedLauncher(_sum)
 
 
 def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:

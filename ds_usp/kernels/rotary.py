@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_usp.errors import ConfigError
-from ds_usp.triton_launch import fused
+from ds_usp.triton_launch import load_triton_module
 
 _MAX_FUSED = 2  # queries and keys
 
@@ -32,7 +32,9 @@ def apply_rotary(
     Source: RoFormer (arXiv 2104.09864), equation 34, halves instead of pairs as in GPT-NeoX.
     """
     _check(tensors, cos, sin, token_dim)
-    triton = fused("ds_usp.kernels.rotary_triton") if _can_fuse(tensors, cos, sin) else None
+    triton = (
+        load_triton_module("ds_usp.kernels.rotary_triton") if _can_fuse(tensors, cos, sin) else None
+    )
     if triton is None:
         return tuple(_rotate_reference(x, cos, sin, token_dim) for x in tensors)
     out: tuple[torch.Tensor, ...] = Rotation.apply(triton, cos, sin, token_dim, False, *tensors)

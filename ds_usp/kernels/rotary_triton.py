@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import Launcher
+from ds_usp.triton_launch import CachedLauncher
 
 _TILE = 4096  # elements of a program
 
@@ -54,7 +54,7 @@ def _rotate(  # type: ignore[no-untyped-def]
         tl.store(out + column, tl.load(source + column, mask=mask), mask=mask)
 
 
-_LAUNCH = Launcher(_rotate)
+_LAUNCH = CachedLauncher(_rotate)
 
 
 def rotate_fused(

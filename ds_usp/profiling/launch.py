@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_usp.config import launched
+from ds_usp.config import torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.planner.choose_degree import cluster_name
 from ds_usp.planner.hardware import Cluster, load_cluster
@@ -45,7 +45,7 @@ def run(
         ConfigError: no GPU where one was asked for, a folder that is not there, or ranks that do
             not fill nodes.
     """
-    env = launched()
+    env = torchrun_env()
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")

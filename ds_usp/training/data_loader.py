@@ -17,7 +17,7 @@ from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
 from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
-from ds_usp.warn_once import notice
+from ds_usp.warn_once import warn_once
 
 _STATUS = struct.Struct("cq8s480s")
 _NOTHING, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
@@ -201,7 +201,7 @@ class SequenceParallelDataLoader:
         return statuses
 
     def _notice(self, text: str) -> None:
-        notice(text, rank=0 if self._everyone is None else dist.get_rank(self._everyone))
+        warn_once(text, rank=0 if self._everyone is None else dist.get_rank(self._everyone))
 
     def _send(self, batch: FullBatch | None) -> FullBatch:
         """The batch that rank 0 of the mesh has read, on all its ranks."""

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.process_groups import even_out_group_counts
+from ds_usp.comm.process_groups import align_group_counters
 from ds_usp.errors import ConfigError
 from ds_usp.training.replicas import data_parallel_ranks
 
@@ -72,7 +72,7 @@ class ParallelGroups:
             )
         replicas = data_parallel_ranks(mesh)
         world = cast(dist.ProcessGroup, dist.group.WORLD)
-        even_out_group_counts(world)
+        align_group_counters(world)
         data = dist.new_group(list(replicas.ranks), use_local_synchronization=True)
         own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return cls(tp=own, sp=mesh.sp_group, dp=data, sp_dp=world, model=own)

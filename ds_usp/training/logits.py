@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_usp.triton_launch import fused
+from ds_usp.triton_launch import load_triton_module
 
 
 class Sums(NamedTuple):
@@ -53,7 +53,7 @@ class Logits:
         mine = (words >= 0) & (words < count)
         self._words = torch.where(mine, words, -1)
         plain = not scores.is_cuda or scores.dtype == torch.float64 or torch.compiler.is_compiling()
-        triton = None if plain else fused("ds_usp.training.logits_triton")
+        triton = None if plain else load_triton_module("ds_usp.training.logits_triton")
         if triton is None:
             self._fused, sums = None, _sums(scores, self._words)
         else:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_usp.triton_launch import Launcher
+from ds_usp.triton_launch import CachedLauncher
 
 _BLOCK = 4096  # words at a time
 
@@ -48,7 +48,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     tl.store(at, result.to(scores.dtype.element_ty), mask=inside)
 
 
-_LAUNCH_SUMS, _LAUNCH_GRADIENT = Launcher(_sums), Launcher(_gradient)
+_LAUNCH_SUMS, _LAUNCH_GRADIENT = CachedLauncher(_sums), CachedLauncher(_gradient)
 
 
 def sums_fused(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ds_usp.config import streams_share_a_queue
+from ds_usp.config import single_hw_queue
 from ds_usp.errors import ConfigError
 from ds_usp.planner.memory import offload_needed
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.warn_once import notice
+from ds_usp.warn_once import warn_once
 
 AUTO = "auto"
 
@@ -50,8 +50,8 @@ def solved_ratio(
 
     Source: :func:`ds_usp.planner.memory.offload_needed`, closed form.
     """
-    if asked and device.type == "cuda" and streams_share_a_queue():
-        notice(
+    if asked and device.type == "cuda" and single_hw_queue():
+        warn_once(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue: kernels wait "
             "behind copies to and from the host. Unset it, unless tensor parallelism needs it",
             rank=dist.get_rank() if dist.is_initialized() else 0,

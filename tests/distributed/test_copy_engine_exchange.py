@@ -15,12 +15,12 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import ResolvedTuning
-from ds_usp.comm.channel import Arrivals, Parcels, RingChannel, Room
-from ds_usp.comm.copy_engine import slots_of
-from ds_usp.comm.uniform_all_to_all import Departure
+from ds_usp.comm.channel import P2PChannel, RecvSpecs, SendSlices, StagingBuffer
+from ds_usp.comm.copy_engine import num_slots
+from ds_usp.comm.uniform_all_to_all import PreallocatedSend
 from ds_usp.geometry.chunking import places
 from ds_usp.kernels import merge
-from ds_usp.strided_copy import dense_copy
+from ds_usp.strided_copy import strided_copy
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Sizes = dict[str, int]
@@ -31,7 +31,7 @@ class Slots:
     when they are given out."""
 
     def __init__(self, kind: str) -> None:
-        count = slots_of(kind, ring=True)
+        count = num_slots(kind, ring=True)
         self.memory = [torch.empty(2**20, dtype=torch.uint8) for _ in range(count)]
         self.turns = [0] * count
         self.at, self.told = 0, False
@@ -44,22 +44,24 @@ class Slots:
         return self.memory[self.at][:size]
 
 
-class PullingChannel(RingChannel):
+class PullingChannel(P2PChannel):
     """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
 
     slots: ClassVar[dict[str, Slots]] = {}
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
+    def acquire_staging(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> StagingBuffer:
         slots = self.slots.setdefault(self._kind, Slots(self._kind))
         flat = slots.give(torch.Size(shape).numel() * dtype.itemsize)
-        self.mine = Room(flat.view(dtype).view(*shape))
+        self.mine = StagingBuffer(flat.view(dtype).view(*shape))
         self.at, self.turn = slots.at, slots.turns[slots.at]
         return self.mine
 
-    def post(self, packed: torch.Tensor, leaving: Parcels, arriving: Arrivals) -> None:
+    def post(self, packed: torch.Tensor, leaving: SendSlices, arriving: RecvSpecs) -> None:
         rooms: list[Any] = [None] * dist.get_world_size(self._group)
         slots = self.slots[self._kind]
-        assert packed is self.mine.whole
+        assert packed is self.mine.tensor
         assert self.turn == slots.turns[self.at], "the room was given to another one"
         slots.told = True
         users, sources = ({rank for rank, *_ in each} for each in (leaving, arriving))
@@ -81,7 +83,7 @@ class PullingChannel(RingChannel):
             for row, sample in product(range(rows), range(batch)):
                 start = at + row * pitch + sample * (pitch // batch)
                 place[row, sample] = flat[start : start + width].view(place.shape[2:])
-        self.busy = True
+        self.in_flight = True
 
 
 def packed(
@@ -92,7 +94,7 @@ def packed(
     mesh = mesh_of(ulysses)
     PullingChannel.slots.clear()
     mesh.plans.clear()
-    mesh.agreement.forget()
+    mesh.consistency.clear_verified()
     reserved: Sizes = {}
     used: Sizes = {}
 
@@ -103,8 +105,8 @@ def packed(
     def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
         reserved.update(sizes)
 
-    def channel(self: SequenceMesh, kind: str, copies: bool = False) -> RingChannel:
-        return (PullingChannel if copies else RingChannel)(self._group_of(kind), self.ledger, kind)
+    def channel(self: SequenceMesh, kind: str, copies: bool = False) -> P2PChannel:
+        return (PullingChannel if copies else P2PChannel)(self._group_of(kind), self.ledger, kind)
 
     def room(
         self: PullingChannel, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
@@ -114,12 +116,12 @@ def packed(
         return make(self, shape, like, dtype)
 
     decide: Callable[..., ResolvedTuning] = Tuning.resolve
-    make: Callable[..., Room] = PullingChannel.room
+    make: Callable[..., StagingBuffer] = PullingChannel.acquire_staging
     with (
         mock.patch.object(Tuning, "resolve", resolve),
         mock.patch.object(SequenceMesh, "reserve", reserve),
         mock.patch.object(SequenceMesh, "channel", channel),
-        mock.patch.object(PullingChannel, "room", room),
+        mock.patch.object(PullingChannel, "acquire_staging", room),
     ):
         got = attend(mesh, case)
     for slots in PullingChannel.slots.values():
@@ -189,18 +191,18 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
 
     def copy(place: torch.Tensor, x: torch.Tensor) -> None:
         assert not place.is_set_to(x), "copied to where it was"
-        dense_copy(place, x)
+        strided_copy(place, x)
 
-    def holds(self: Departure, sources: Any) -> bool:
+    def holds(self: PreallocatedSend, sources: Any) -> bool:
         result = real_holds(self, sources)
         found["heads"] += result
         return result
 
-    real_sum, real_holds = merge._sum_into, Departure.holds
+    real_sum, real_holds = merge._sum_into, PreallocatedSend.already_written
     with (
         mock.patch.object(merge, "_sum_into", sum_),
-        mock.patch.object(merge, "dense_copy", copy),
-        mock.patch.object(Departure, "holds", holds),
+        mock.patch.object(merge, "strided_copy", copy),
+        mock.patch.object(PreallocatedSend, "already_written", holds),
     ):
         if copies:
             packed(ctx, case, ulysses)
@@ -232,19 +234,19 @@ def break_off(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, i
     """Each rank's pass by copy engines ends well, or after so many exchanges; what the next call
     says, on every rank."""
     mesh = SequenceMesh.from_group(None, 2)
-    let_go = mock.Mock()
-    mesh.agreement.when_broken = let_go
-    mesh.agreement.before_call("a call")
-    mesh.agreement.begin_pass()
+    abort_waits = mock.Mock()
+    mesh.consistency.on_failure = abort_waits
+    mesh.consistency.check_call("a call")
+    mesh.consistency.begin_pass()
     begun = exchanges[ctx.rank]
     if begun is None:
-        mesh.agreement.end_pass()
+        mesh.consistency.end_pass()
     else:
-        mesh.engines["ring_kv"] = mock.Mock(exchanges=begun)
+        mesh.copy_engines["ring_kv"] = mock.Mock(exchanges=begun)
     try:
-        mesh.agreement.before_call("a call")
+        mesh.consistency.check_call("a call")
     except MeshError as error:
-        return str(error), let_go.call_count
+        return str(error), abort_waits.call_count
     return "", 0
 
 

@@ -24,7 +24,7 @@ from sample_attentions import flash_self_attention
 
 import ds_usp
 from ds_usp import MaskSpec, SequenceMesh, USPAttention
-from ds_usp.warn_once import _say
+from ds_usp.warn_once import _emit_once
 
 WORLD, ULYSSES, TOKENS, VOCAB, WIDTH, HEADS = 4, 2, 32, 11, 16, 4
 CAUSAL: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
@@ -124,7 +124,7 @@ def test_one_step_from_the_callers_shards_is_one_processs(pool: WorkerPool, door
 
 def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
     """What is logged while two layers of a ring are made and called twice."""
-    _say.cache_clear()
+    _emit_once.cache_clear()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

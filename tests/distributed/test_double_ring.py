@@ -110,7 +110,7 @@ def test_the_ledger_is_what_the_planner_says(
 def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     """What meshes find of 8 ranks on hosts of 4, and how a call with large blocks is cut."""
     hosts = [bytes([rank // 4]) for rank in range(ctx.world)]
-    with mock.patch("ds_usp.comm.mesh.host_names", lambda group: hosts):
+    with mock.patch("ds_usp.comm.mesh.node_ids", lambda group: hosts):
         ring, both = (SequenceMesh.from_group(None, ulysses) for ulysses in (1, 2))
         turned = SequenceMesh.from_group(None, 2, "ring-ulysses")
     mesh = both
@@ -119,7 +119,7 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     options = {"softmax_scale": None, "dropout_p": 0.0, "kernel": "auto"}
     text, call = plan_call(q, q, q, mesh=mesh, layout=layout, mask=MaskSpec.causal(), **options)
     assert len(call.ring_calls[0].schedule.windows) == 1
-    return ring.node_ring, both.node_ring, turned.node_ring, text
+    return ring.ring_ranks_per_node, both.ring_ranks_per_node, turned.ring_ranks_per_node, text
 
 
 def test_a_ring_across_hosts_is_a_double_one_by_itself(pool: WorkerPool) -> None:

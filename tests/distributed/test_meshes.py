@@ -16,8 +16,8 @@ from oracle import causal, dense_attention, relative_error
 
 import ds_usp
 from ds_usp.comm import shm_mailbox as boards
-from ds_usp.comm.consistency import Agreement
-from ds_usp.comm.shm_mailbox import shared_board
+from ds_usp.comm.consistency import ConsistencyChecker
+from ds_usp.comm.shm_mailbox import open_mailbox
 
 
 def attend(mesh: ds_usp.SequenceMesh, kind: str, qkv: list[torch.Tensor]) -> torch.Tensor:
@@ -108,25 +108,25 @@ def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
 both_ways = pytest.mark.parametrize("board", [False, True], ids=["group", "shared memory"])
 
 
-def agreement_of(ctx: RankContext, board: bool) -> Agreement:
+def checker_of(ctx: RankContext, board: bool) -> ConsistencyChecker:
     """As CPUs have it, over their group, or as the GPUs of a host do, in memory that they share."""
-    shared = shared_board(ctx.group, [b"host"] * ctx.world) if board else None
+    shared = open_mailbox(ctx.group, [b"host"] * ctx.world) if board else None
     assert (shared is not None) == board
-    return Agreement(ctx.group, shared)
+    return ConsistencyChecker(ctx.group, shared)
 
 
 def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
     """What a comparison that nobody waited for says later, as on GPUs, and after how many calls."""
-    agreement = agreement_of(ctx, board)
+    consistency = checker_of(ctx, board)
     for text in ("a", "b", "a"):
-        agreement.before_call(text, wait=False)
-    agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
+        consistency.check_call(text, wait=False)
+    consistency.check_call("b" if ctx.rank == 1 else "a", wait=False)
     said: list[str] = []
     calls = 0
     while len(said) < 2 and calls < 9:
         calls += 1
         try:
-            agreement.before_call("a", wait=False)
+            consistency.check_call("a", wait=False)
         except ds_usp.MeshError as error:
             said.append(str(error))
     return said, calls
@@ -135,17 +135,17 @@ def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
 def after_passes(ctx: RankContext, how: str) -> list[int]:
     """How often waiting streams were let go: at a call that is new to the ranks, and at the next,
     where one pass was broken off, a call is another one, or a rank has an error of its own."""
-    agreement, freed = agreement_of(ctx, True), mock.Mock()
-    agreement.when_broken = freed
-    agreement.begin_pass()
+    consistency, freed = checker_of(ctx, True), mock.Mock()
+    consistency.on_failure = freed
+    consistency.begin_pass()
     if how != "broken off" or ctx.rank:
-        agreement.end_pass()
+        consistency.end_pass()
     text = "other" if how == "another" and not ctx.rank else "new"
     wrong = ValueError("no such head") if how == "error" and not ctx.rank else None
     found = []
-    for call in ("now", "before_call"):
+    for call in ("check_now", "check_call"):
         with contextlib.suppress(ds_usp.MeshError, ValueError):
-            getattr(agreement, call)(f"{text} {call}", error=wrong)
+            getattr(consistency, call)(f"{text} {call}", error=wrong)
         found.append(freed.call_count)
     return found
 
@@ -168,12 +168,12 @@ def test_a_known_call_that_differs_is_told_a_few_calls_later(pool: WorkerPool, b
 
 
 def difference_in_backward(ctx: RankContext, board: bool) -> str:
-    agreement = agreement_of(ctx, board)
+    consistency = checker_of(ctx, board)
     for text in ("a", "b"):
-        agreement.before_call(text, wait=False)
-    agreement.before_call("b" if ctx.rank == 1 else "a", wait=False)
+        consistency.check_call(text, wait=False)
+    consistency.check_call("b" if ctx.rank == 1 else "a", wait=False)
     try:
-        agreement.settle()
+        consistency.drain()
     except ds_usp.MeshError as error:
         return str(error)
     return ""
@@ -188,14 +188,14 @@ def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
 
 
 def error_meets_a_known_call(ctx: RankContext, board: bool) -> str:
-    agreement = agreement_of(ctx, board)
+    consistency = checker_of(ctx, board)
     for text in ("a", "b", "a"):
-        agreement.before_call(text, wait=False)
+        consistency.check_call(text, wait=False)
     try:
         if ctx.rank == 1:
-            agreement.before_call("", error=ValueError("no such head"))
-        agreement.before_call("a", wait=False)
-        agreement.settle()
+            consistency.check_call("", error=ValueError("no such head"))
+        consistency.check_call("a", wait=False)
+        consistency.drain()
     except (ValueError, ds_usp.MeshError) as error:
         return str(error)
     return ""
@@ -212,16 +212,16 @@ def test_an_error_on_one_rank_is_told_by_those_who_made_a_known_call(
 
 def many_calls(ctx: RankContext, calls: int) -> int:
     """Known and new ones at every rank's own pace."""
-    agreement = agreement_of(ctx, board=True)
+    consistency = checker_of(ctx, board=True)
     paces = random.Random(ctx.rank)
     for call in range(calls):
-        agreement.before_call(f"call {call % 7 + call // 50}", wait=call % 13 == 0)
+        consistency.check_call(f"call {call % 7 + call // 50}", wait=call % 13 == 0)
         if call % 11 == ctx.rank:
             time.sleep(paces.random() / 500)
         if call % 17 == 0:
-            agreement.settle()
-    agreement.now("the end")
-    return agreement.number
+            consistency.drain()
+    consistency.check_now("the end")
+    return consistency.number
 
 
 def test_no_note_is_lost_at_any_pace(pool: WorkerPool) -> None:
@@ -229,14 +229,14 @@ def test_no_note_is_lost_at_any_pace(pool: WorkerPool) -> None:
 
 
 def leave(ctx: RankContext) -> str:
-    agreement = agreement_of(ctx, board=True)
-    agreement.now("together")
-    assert agreement.board is not None
+    consistency = checker_of(ctx, board=True)
+    consistency.check_now("together")
+    assert consistency.mailbox is not None
     if ctx.rank == 1:
-        agreement.board._file.close()  # as the system does when a process ends
+        consistency.mailbox._file.close()  # as the system does when a process ends
         return ""
     try:
-        agreement.now("alone")
+        consistency.check_now("alone")
     except ds_usp.MeshError as error:
         return str(error)
     return "nobody missed rank 1"
@@ -249,17 +249,17 @@ def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
 
 def come_late(ctx: RankContext, known: bool) -> list[str]:
     """What each call says when rank 1 is late for the second one by more than the others wait."""
-    agreement = agreement_of(ctx, board=True)
-    assert agreement.board is not None
-    agreement.board.timeout_s = 0.4
-    agreement.now("together")
-    agreement.before_call("a", wait=False)
+    consistency = checker_of(ctx, board=True)
+    assert consistency.mailbox is not None
+    consistency.mailbox.timeout_s = 0.4
+    consistency.check_now("together")
+    consistency.check_call("a", wait=False)
     said = []
     for call in range(8):
         if ctx.rank == 1 and call == 1:
             time.sleep(1.2)
         try:
-            agreement.before_call("a", wait=not known)
+            consistency.check_call("a", wait=not known)
             said.append("")
         except ds_usp.MeshError as error:
             said.append(str(error))
@@ -278,14 +278,14 @@ def test_a_rank_that_others_gave_up_on_does_not_go_on_without_them(
 
 
 def on_several_hosts(ctx: RankContext) -> bool:
-    return shared_board(ctx.group, [b"one", b"two"]) is None
+    return open_mailbox(ctx.group, [b"one", b"two"]) is None
 
 
 def without_shared_memory(ctx: RankContext) -> bool:
     if ctx.rank == 0:
         boards._SHARED_MEMORY = Path("/proc")  # where nobody can make a file
     try:
-        return shared_board(ctx.group, [b"one"] * ctx.world) is None
+        return open_mailbox(ctx.group, [b"one"] * ctx.world) is None
     finally:
         boards._SHARED_MEMORY = Path("/dev/shm")
 
@@ -332,7 +332,7 @@ def test_one_process_needs_no_process_group() -> None:
 
 
 def test_descriptions_that_differ_at_every_step_do_not_pile_up() -> None:
-    agreement = Agreement()
+    consistency = ConsistencyChecker()
     for step in range(3000):
-        agreement.before_call(f"dropout seed {step}", wait=False)
-    assert len(agreement._known) <= 1024
+        consistency.check_call(f"dropout seed {step}", wait=False)
+    assert len(consistency._verified) <= 1024

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
-from test_meshes import agreement_of
+from test_meshes import checker_of
 
 import ds_usp
-from ds_usp.comm.consistency import Agreement
-from ds_usp.comm.shm_mailbox import shared_board
+from ds_usp.comm.consistency import ConsistencyChecker
+from ds_usp.comm.shm_mailbox import open_mailbox
 
 
 def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:
     """What a backward pass says of copy engines after which some ranks did not come to an end."""
-    agreement = agreement_of(ctx, True)
+    consistency = checker_of(ctx, True)
     try:
-        agreement.before_call("a call", wait=False)
+        consistency.check_call("a call", wait=False)
         for _ in range(2):
-            agreement.before_backward(1, wait=False)
-            agreement.begin_pass()
+            consistency.check_backward(1, wait=False)
+            consistency.begin_pass()
             if ctx.rank not in broken:
-                agreement.end_pass()
-        agreement.settle()
+                consistency.end_pass()
+        consistency.drain()
     except ds_usp.MeshError as error:
         return str(error)
     return ""
@@ -37,20 +37,20 @@ def test_no_backward_pass_follows_one_that_one_rank_broke_off(pool: WorkerPool) 
 def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
     """Passes of known calls as GPUs compare them: what is said, and after how many of them. The
     others answer only when this rank has gone on, so a rank that waited would never end."""
-    agreement = agreement_of(ctx, True)
+    consistency = checker_of(ctx, True)
     numbers = []
     for _ in range(9):
-        agreement.before_call("a call", wait=False)
-        numbers.append(agreement.number)
-    agreement.before_backward(numbers.pop(), wait=False)  # the first one waits
+        consistency.check_call("a call", wait=False)
+        numbers.append(consistency.number)
+    consistency.check_backward(numbers.pop(), wait=False)  # the first one waits
     if odd and ctx.rank == 1:
         numbers[-1], numbers[-2] = numbers[-2], numbers[-1]
     count = 0
     try:
         while numbers:
-            agreement.before_backward(numbers.pop(), wait=False)
+            consistency.check_backward(numbers.pop(), wait=False)
             count += 1
-        agreement.check()
+        consistency.check()
     except ds_usp.MeshError as error:
         return str(error), count
     return "", count
@@ -65,21 +65,21 @@ def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool: WorkerPoo
 
 def first_passes_wait_for_nobody(ctx: RankContext) -> int:
     """How many known passes rank 0 begins before the others begin one."""
-    agreement = agreement_of(ctx, True)
-    agreement.before_call("a call", wait=False)
-    agreement.before_backward(1, wait=False)
-    agreement.check()
+    consistency = checker_of(ctx, True)
+    consistency.check_call("a call", wait=False)
+    consistency.check_backward(1, wait=False)
+    consistency.check()
     dist.barrier(ctx.group)
     count = 0
     if ctx.rank == 0:
         for _ in range(3):
-            agreement.before_backward(1, wait=False)
+            consistency.check_backward(1, wait=False)
             count += 1
     dist.barrier(ctx.group)
     if ctx.rank != 0:
         for _ in range(3):
-            agreement.before_backward(1, wait=False)
-    agreement.check()
+            consistency.check_backward(1, wait=False)
+    consistency.check()
     return count
 
 
@@ -89,13 +89,13 @@ def test_a_known_pass_waits_for_nobody(pool: WorkerPool) -> None:
 
 def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
     """What a check says after as many calls on each rank, and the next check."""
-    agreement = agreement_of(ctx, False)
+    consistency = checker_of(ctx, False)
     said = []
     for _ in range(2):
         try:
-            while agreement._calls < calls[ctx.rank]:
-                agreement.before_call("a call")
-            agreement.check()
+            while consistency._calls < calls[ctx.rank]:
+                consistency.check_call("a call")
+            consistency.check()
         except ds_usp.MeshError as error:
             said.append(str(error))
             calls = [2] * ctx.world
@@ -112,14 +112,14 @@ def test_a_check_finds_a_call_that_one_rank_skipped(pool: WorkerPool) -> None:
 
 def at_the_end(ctx: RankContext, way: str) -> str:
     """What a rank says when its process ends, where rank 1 has run a pass fewer than the others."""
-    shared = shared_board(ctx.group, [b"host"] * ctx.world)
+    shared = open_mailbox(ctx.group, [b"host"] * ctx.world)
     boards = (shared, "", None) if way == "board" else (None, "", shared)
-    ending = Agreement(ctx.group, *boards)
+    ending = ConsistencyChecker(ctx.group, *boards)
     for _ in range(2):
-        ending.before_call("a call", wait=way == "group")
-        ending.before_backward(1, wait=way == "group")
+        ending.check_call("a call", wait=way == "group")
+        ending.check_backward(1, wait=way == "group")
     if way == "board" and ctx.rank != 1:
-        ending.before_backward(1, wait=False)  # nobody waits for what was agreed on before
+        ending.check_backward(1, wait=False)  # nobody waits for what was agreed on before
     if way == "group":
         ending._passes -= ctx.rank == 1
     return ending.end()

@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import Tuning
 from ds_usp.attention import functional, pipeline
-from ds_usp.comm.uniform_all_to_all import Trip
+from ds_usp.comm.uniform_all_to_all import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
 WORLD = 4
@@ -41,9 +41,9 @@ def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: 
 
 def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
     """``Trip.take`` that raises the ``stop``-th time after something began, when all has come."""
-    intact, taken = Trip.take, 0
+    intact, taken = PendingExchange.wait, 0
 
-    def failing(self: Trip) -> tuple[torch.Tensor, ...]:
+    def failing(self: PendingExchange) -> tuple[torch.Tensor, ...]:
         nonlocal taken
         result = intact(self)
         if began():
@@ -52,7 +52,7 @@ def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
                 raise RuntimeError(WORDS)
         return result
 
-    return mock.patch.object(Trip, "take", failing)
+    return mock.patch.object(PendingExchange, "wait", failing)
 
 
 def trip_interrupted(

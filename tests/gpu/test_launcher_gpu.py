@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_usp.triton_launch import Launcher
+from ds_usp.triton_launch import CachedLauncher
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -22,7 +22,7 @@ def _scaled(out, x, count, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr):  #
 
 
 def test_every_launch_computes_with_its_own_arguments() -> None:
-    launch = Launcher(_scaled)
+    launch = CachedLauncher(_scaled)
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16):
             for count, factor in ((64, 1), (64, 16), (63, 3), (640, 2**33)):

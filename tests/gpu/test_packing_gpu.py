@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_usp.comm.packing import Outgoing, hand_out
+from ds_usp.comm.packing import SendTensor, pack_for_send
 from ds_usp.kernels.merge import GradAccumulator
 
 fused = pytest.importorskip("ds_usp.comm.packing_triton", exc_type=ImportError)
@@ -22,13 +22,13 @@ def wide(*size: int) -> Tensor:
 
 
 def check(
-    mine: int, shapes: tuple[tuple[int, int], ...], sources: list[Outgoing], want: list[Tensor]
+    mine: int, shapes: tuple[tuple[int, int], ...], sources: list[SendTensor], want: list[Tensor]
 ) -> None:
     """Every rank's pieces ``[P, s, B, h, D]`` are where they belong."""
     ranks, tokens, batch = want[0].shape[:3]
     features = sum(heads * dim for heads, dim in shapes)
     room = want[0].new_full((ranks, tokens, batch, features), float("nan"))
-    hand_out(room, mine, shapes, sources)
+    pack_for_send(room, mine, shapes, sources)
     packed = torch.cat([x.flatten(3) for x in want], 3)
     for rank in range(ranks):
         if rank != mine:
@@ -48,10 +48,10 @@ def test_each_rank_gets_its_heads(
         x = wide(batch, TOKENS, ranks * heads, dim)
         pieces = x.unflatten(2, (ranks, heads)).permute(2, 1, 0, 3, 4)
         own = torch.full_like(wide(TOKENS, batch, heads, dim), float("nan"))
-        assert fused.hand_out_fused(
+        assert fused.pack_for_send_fused(
             pieces.new_empty(*pieces.shape[:3], heads * dim), mine, [(pieces, own)]
         )
-        sources.append(Outgoing(pieces, own))
+        sources.append(SendTensor(pieces, own))
         want.append(pieces)
     check(mine, shapes, sources, want)
 
@@ -64,11 +64,11 @@ def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
     for _ in range(calls):
         parts.append(torch.randn_like(like))
         total.add(parts[-1], [(0, like.shape[1])])
-    assert (total.whole() is not None) == (calls == 1)
+    assert (total.as_tensor_if_single() is not None) == (calls == 1)
     want = torch.stack(parts).float().sum(0).bfloat16()
     own = wide(TOKENS, 1, *shape)
     pieces = want.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
-    check(mine, (shape,), [Outgoing(total, own)], [pieces])
+    check(mine, (shape,), [SendTensor(total, own)], [pieces])
 
 
 def test_heads_that_are_no_neighbours_are_packed_one_by_one() -> None:
@@ -77,5 +77,5 @@ def test_heads_that_are_no_neighbours_are_packed_one_by_one() -> None:
     pieces = x.unflatten(2, (ranks, 3)).permute(2, 1, 0, 3, 4)
     own = wide(TOKENS, 1, *shape)
     room = torch.empty(ranks, TOKENS, 1, 3 * 64, device="cuda", dtype=torch.bfloat16)
-    assert not fused.hand_out_fused(room, mine, [(pieces, own)])
-    check(mine, (shape,), [Outgoing(pieces, own)], [pieces])
+    assert not fused.pack_for_send_fused(room, mine, [(pieces, own)])
+    check(mine, (shape,), [SendTensor(pieces, own)], [pieces])

@@ -43,7 +43,7 @@ def train(
     layer = Layer(ds_usp.SequenceMesh.from_group(None, ulysses))
     layer.load_state_dict(alone.state_dict())
     if unchecked:
-        layer.mesh.agreement.refuse_backward = lambda: None
+        layer.mesh.consistency.refuse_backward = lambda: None
     alone(x).backward()
     want = [p.grad / ctx.world for p in alone.parameters() if p.grad is not None]
     config: dict[str, Any] = {

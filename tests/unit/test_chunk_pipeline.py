@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from ds_usp.attention.pipeline import _ChunkPipeline, _InflightChunk
-from ds_usp.comm.uniform_all_to_all import Trip
+from ds_usp.comm.uniform_all_to_all import PendingExchange
 
 
 def orders(*, rings: bool, local_heads: bool, backward: bool, parts: int) -> list[str]:
     """What is done for each part, one line from a part's computation to the next one's."""
     lines: list[list[str]] = [[]]
 
-    def trip(name: str, part: int) -> Trip:
+    def trip(name: str, part: int) -> PendingExchange:
         lines[-1].append(f"{name}{part}")
-        return Trip(lambda: (part,))
+        return PendingExchange(lambda: (part,))
 
-    def walk(part: int, chunk: Trip) -> Any:
-        assert chunk.take() == (part,)
+    def walk(part: int, chunk: PendingExchange) -> Any:
+        assert chunk.wait() == (part,)
         lines[-1].append(f"keys{part}")
         return SimpleNamespace(close=lambda: None)
 
     def compute(part: int, chunk: _InflightChunk) -> None:
-        assert chunk.exchange.take() == (part,)
+        assert chunk.exchange.wait() == (part,)
         lines.append([f"{part}:"])
         if rings:
             belt.mid_chunk()

@@ -21,7 +21,7 @@ from ds_usp.cli import environment, ranks, verify
 from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
 from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
 from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
-from ds_usp.config import Launched
+from ds_usp.config import TorchrunEnv
 from ds_usp.geometry.layout import KINDS, ORDERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,7 +218,7 @@ def test_limits() -> None:
 def test_gradients_of_a_rank_that_holds_one_token_are_compared_with_a_share_of_dout() -> None:
     for seed in range(4):  # its query sees one key: dq is 0, and rounding of any size is none of it
         case = one_case("--ulysses", "1", "--ring", "1", "--seq-len", "1", "--seed", str(seed))
-        here = Launched(rank=0, world=1, local_rank=0, local_world=1)
+        here = TorchrunEnv(rank=0, world=1, local_rank=0, local_world=1)
         (result,) = run_cases([case], here, torch.device("cpu"), lambda line: None)
         assert verify.verdict(result) == verify.EXACT, result
 

@@ -16,7 +16,7 @@ from ds_usp import MeshError, SequenceMesh
 from ds_usp.attention.custom_ops import AttentionOpSpec
 from ds_usp.attention.exchange_op import ExchangeOpSpec
 from ds_usp.attention.tracing import make_op_spec
-from ds_usp.comm.mesh import MESHES
+from ds_usp.comm.mesh import MESH_REGISTRY
 
 TOLD_OTHERWISE = {
     ds_usp.MaskSpec: {"documents"},  # never told
@@ -127,15 +127,15 @@ def test_torch_finds_no_fault_with_the_op() -> None:
 def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
     first, second = SequenceMesh.single(), SequenceMesh.single()
     assert first.name != second.name
-    assert MESHES.find(first.name) is first
+    assert MESH_REGISTRY.lookup(first.name) is first
     other = copy.deepcopy(first)
-    assert MESHES.find(other.name) is other and other.name != first.name
+    assert MESH_REGISTRY.lookup(other.name) is other and other.name != first.name
     name = first.name
     del first
     gc.collect()
     with pytest.raises(MeshError, match="is gone"):
-        MESHES.find(name)
-    assert MESHES.find(second.name) is second
+        MESH_REGISTRY.lookup(name)
+    assert MESH_REGISTRY.lookup(second.name) is second
 
 
 def test_meshes_of_one_name_are_alike() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_usp import ConfigError, USPConfig
-from ds_usp.config import Launched, launched
+from ds_usp.config import TorchrunEnv, torchrun_env
 
 
 def test_defaults_are_one_rank_with_zigzag() -> None:
@@ -89,10 +89,10 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert launched() == Launched(0, 1, 0, 1)
+    assert torchrun_env() == TorchrunEnv(0, 1, 0, 1)
     for name, value in zip(names, ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert launched() == Launched(5, 8, 1, 4)
+    assert torchrun_env() == TorchrunEnv(5, 8, 1, 4)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigError, match="no LOCAL_WORLD_SIZE in its environment"):
-        launched()
+        torchrun_env()

@@ -10,11 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from copy_engine_model import KINDS, Call, FakeChannel, FakeWordJobs, World
+from copy_engine_model import KINDS, Call, FakeChannel, FakeFlagOpBatch, World
 from interleavings import advance, seconds
 
-from ds_usp.comm.copy_engine import CopyEngine, _Words, slots_of
-from ds_usp.comm.cuda_driver import WordJob
+from ds_usp.comm.copy_engine import CopyEngine, _FlagBatches, num_slots
+from ds_usp.comm.cuda_driver import FlagOp
 from ds_usp.errors import MeshError
 
 
@@ -22,7 +22,7 @@ def outcome(seed: int) -> tuple[int, bool]:
     """Of calls and of graphs, which may be launched several times, whatever comes in between."""
     draw = random.Random(seed)
     ranks, parts, steps = (draw.randint(low, 4) for low in (2, 1, 1))
-    slots = {kind: slots_of(kind, ring=draw.random() < 0.7) for kind in KINDS}
+    slots = {kind: num_slots(kind, ring=draw.random() < 0.7) for kind in KINDS}
     world = World(ranks, slots)
     order: list[int] = []
     with world.patched():
@@ -51,76 +51,76 @@ def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
 
 WORDS = {
     "that nobody puts back": lambda job: not job.value,
-    "that a rank packs without asking for": lambda job: job.waits and job.address[-1],
-    "that a rank pulls without asking for": lambda job: job.waits and not job.address[-1],
-    "that nobody writes": lambda job: job.value and not job.waits,
+    "that a rank packs without asking for": lambda job: job.is_wait and job.address[-1],
+    "that a rank pulls without asking for": lambda job: job.is_wait and not job.address[-1],
+    "that nobody writes": lambda job: job.value and not job.is_wait,
 }
 
 
 @pytest.mark.parametrize("left_out", WORDS.values(), ids=WORDS)
-def test_the_simulation_sees_words(left_out: Callable[[WordJob], bool]) -> None:
-    real = FakeWordJobs.__init__
+def test_the_simulation_sees_words(left_out: Callable[[FlagOp], bool]) -> None:
+    real = FakeFlagOpBatch.__init__
 
-    def fewer(self: FakeWordJobs, jobs: Sequence[WordJob]) -> None:
+    def fewer(self: FakeFlagOpBatch, jobs: Sequence[FlagOp]) -> None:
         real(self, [job for job in jobs if not left_out(job)])
 
-    with mock.patch.object(FakeWordJobs, "__init__", fewer):
+    with mock.patch.object(FakeFlagOpBatch, "__init__", fewer):
         assert any(outcome(seed) != (0, True) for seed in range(40))
 
 
 def test_the_simulation_sees_a_rank_that_does_not_wait_for_its_own_stream() -> None:
-    real = CopyEngine.pack
+    real = CopyEngine.acquire_slot
 
     def hasty(engine: CopyEngine, *given: Any) -> Any:
         for slot in engine._slots:
-            slot.ends.clear()
+            slot.done_events.clear()
         return real(engine, *given)
 
-    with mock.patch.object(CopyEngine, "pack", hasty):
+    with mock.patch.object(CopyEngine, "acquire_slot", hasty):
         assert any(outcome(seed) != (0, True) for seed in range(300))
 
 
 def test_the_simulation_sees_a_room_that_is_told_of_again_too_early() -> None:
-    real = CopyEngine._words_of
+    real = CopyEngine._flag_batches_of
 
     def hasty(engine: CopyEngine, slot: Any, *given: Any, **more: Any) -> Any:
-        slot.told = False
+        slot.published = False
         return real(engine, slot, *given, **more)
 
-    with mock.patch.object(CopyEngine, "_words_of", hasty):
+    with mock.patch.object(CopyEngine, "_flag_batches_of", hasty):
         assert any(outcome(seed) != (0, True) for seed in range(300))
 
 
 def test_the_simulation_sees_a_rank_that_is_told_twice() -> None:
-    real = CopyEngine.start
+    real = CopyEngine.publish_and_pull
 
     def twice(engine: CopyEngine, slot: Any, users: Sequence[int], arriving: Any) -> Any:
         return real(engine, slot, [*users, *users], arriving)
 
-    with mock.patch.object(CopyEngine, "start", twice):
+    with mock.patch.object(CopyEngine, "publish_and_pull", twice):
         assert any(outcome(seed) != (0, True) for seed in range(40))
 
 
 def test_the_simulation_sees_a_word_that_is_put_back_late() -> None:
     """When it may have been said again: the call after does not wait for the end of this one."""
-    real = CopyEngine._words_of
+    real = CopyEngine._flag_batches_of
 
     def late(engine: CopyEngine, *given: Any, **more: Any) -> Any:
         packed, come, pulled = (each.jobs for each in real(engine, *given, **more))  # type: ignore[attr-defined]
         back = [job for job in (*packed, *come) if not (job.value or job.address[-1])]
-        return _Words(
-            FakeWordJobs([job for job in packed if job not in back]),  # type: ignore[arg-type]
-            FakeWordJobs([job for job in come if job not in back]),  # type: ignore[arg-type]
-            FakeWordJobs([*back, *pulled]),  # type: ignore[arg-type]
+        return _FlagBatches(
+            FakeFlagOpBatch([job for job in packed if job not in back]),  # type: ignore[arg-type]
+            FakeFlagOpBatch([job for job in come if job not in back]),  # type: ignore[arg-type]
+            FakeFlagOpBatch([*back, *pulled]),  # type: ignore[arg-type]
         )
 
-    with mock.patch.object(CopyEngine, "_words_of", late):
+    with mock.patch.object(CopyEngine, "_flag_batches_of", late):
         assert any(outcome(seed) != (0, True) for seed in (702, 1436, 1942))
 
 
 def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
     """How long four ranks compute six parts, with so many more slots than there are."""
-    slots = {kind: slots_of(kind, ring=has_ring) + extra for kind in KINDS}
+    slots = {kind: num_slots(kind, ring=has_ring) + extra for kind in KINDS}
     world = World(4, slots)
 
     def calls(rank: int) -> None:

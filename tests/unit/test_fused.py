@@ -39,12 +39,12 @@ class _Compiled:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(triton_launch, "_on", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(triton_launch, "_takes_all_arguments", lambda: True)
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: True)
     return Kernel()
 
 
 def test_the_same_launch_is_looked_at_once(kernel: Kernel) -> None:
-    launch = triton_launch.Launcher(kernel)
+    launch = triton_launch.CachedLauncher(kernel)
     x, y = torch.zeros(64), torch.ones(64)
     launch((7,), (x,), (3, 16), BLOCK=8)
     launch((9, 2), (y,), (3, 16), BLOCK=8)
@@ -66,7 +66,7 @@ def test_the_same_launch_is_looked_at_once(kernel: Kernel) -> None:
     ids=str,
 )
 def test_what_triton_compiles_anew_is_looked_at(kernel: Kernel, other: dict[str, Any]) -> None:
-    launch = triton_launch.Launcher(kernel)
+    launch = triton_launch.CachedLauncher(kernel)
     how: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
     for each in (how, how | other, how, how | other):
         launch((7,), each["tensors"], each["numbers"], **without(each))
@@ -80,15 +80,15 @@ def without(how: dict[str, Any]) -> dict[str, Any]:
 def test_another_triton_is_launched_its_own_way(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_launch, "_takes_all_arguments", lambda: False)
-    launch = triton_launch.Launcher(kernel)
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: False)
+    launch = triton_launch.CachedLauncher(kernel)
     for _ in range(3):
         launch((1,), (torch.zeros(4),), (4,))
     assert [call[0] for call in kernel.calls] == ["looked"] * 3
 
 
 def test_what_is_remembered_does_not_grow_for_ever(kernel: Kernel) -> None:
-    launch = triton_launch.Launcher(kernel)
+    launch = triton_launch.CachedLauncher(kernel)
     for number in range(3000):
         launch((1,), (torch.zeros(4),), (number,))
     assert len(launch._known) <= 1024

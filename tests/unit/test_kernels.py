@@ -12,7 +12,7 @@ import torch
 from cases import RESULTS
 
 from ds_usp import MaskSpec, UnsupportedAttentionError
-from ds_usp.comm.channel import cut_features
+from ds_usp.comm.channel import split_features
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, plan_tiles
@@ -143,7 +143,7 @@ def check_places(
     shapes = tuple((x.shape[2], x.shape[3]) for x in want)
     tokens, batch = max(x.shape[1] for x in want), want[0].shape[0]
     room = want[0].new_full((tokens, batch, sum(h * d for h, d in shapes)), float("nan"))
-    parts = cut_features(room, shapes, turned=True)
+    parts = split_features(room, shapes, tokens_first=True)
     dq, dk, dv = (part[:, : x.shape[1]] for part, x in zip(parts, want, strict=True))
     for places in ((None, dk, dv), (dq, dk, dv)):
         room.fill_(float("nan"))

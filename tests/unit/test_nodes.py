@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_usp.comm.nodes import ring_ranks_of_a_host
+from ds_usp.comm.nodes import count_ring_ranks_per_node
 from ds_usp.geometry.ranks import RankGrid
 
 # Host of each rank, Ulysses and ring degree, ring ranks of a host; Ulysses varies fastest.
@@ -28,10 +28,10 @@ HOSTS = [
 @pytest.mark.parametrize(("hosts", "ulysses", "ring", "ranks"), HOSTS)
 def test_ring_ranks_of_a_host(hosts: str, ulysses: int, ring: int, ranks: int) -> None:
     grid = RankGrid({"ulysses": ulysses, "ring": ring})
-    assert ring_ranks_of_a_host([name.encode() for name in hosts], grid) == ranks
+    assert count_ring_ranks_per_node([name.encode() for name in hosts], grid) == ranks
 
 
 def test_rings_next_to_each_other() -> None:
     grid = RankGrid({"ulysses": 2, "ring": 4}, order=["ring", "ulysses"])
-    assert ring_ranks_of_a_host([name.encode() for name in "aaaabbbb"], grid) == 4
-    assert ring_ranks_of_a_host([name.encode() for name in "aabbccdd"], grid) == 2
+    assert count_ring_ranks_per_node([name.encode() for name in "aaaabbbb"], grid) == 4
+    assert count_ring_ranks_per_node([name.encode() for name in "aabbccdd"], grid) == 2

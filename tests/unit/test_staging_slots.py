@@ -14,9 +14,9 @@ from copy_engine_model import KINDS, SLOT, FakeMemory, World
 from ds_usp import MeshError, SequenceMesh
 from ds_usp.comm import copy_engine
 from ds_usp.comm import engines as engines_module
-from ds_usp.comm.copy_engine import CopyChannel, CopyEngine
-from ds_usp.comm.cuda_driver import WordJob, WordJobs
-from ds_usp.comm.engines import _end_waits, let_go
+from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel
+from ds_usp.comm.cuda_driver import FlagOp, FlagOpBatch
+from ds_usp.comm.engines import _abort_until_idle, abort_waits
 from ds_usp.comm.ledger import CommLedger
 
 
@@ -24,10 +24,10 @@ def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
     world = World(2)
     engine = world.engines[0]["all_to_all"]
     with world.patched():
-        _, first = engine.pack((4, 8), torch.bfloat16)
-        _, again = engine.pack((4, 8), torch.bfloat16)  # an error came between
-        engine.start(again, [], [])
-        _, other = engine.pack((4, 8), torch.bfloat16)
+        _, first = engine.acquire_slot((4, 8), torch.bfloat16)
+        _, again = engine.acquire_slot((4, 8), torch.bfloat16)  # an error came between
+        engine.publish_and_pull(again, [], [])
+        _, other = engine.acquire_slot((4, 8), torch.bfloat16)
     assert first is again and other is not again and engine.exchanges == 1
 
 
@@ -39,9 +39,9 @@ def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
             with torch.inference_mode(inference):
                 rooms = []
                 for _ in range(2):
-                    room, slot = engine.pack((4, 8), torch.bfloat16)
-                    engine.start(slot, [], [])
-                    rooms += [room.whole, *room.parts(((2, 4),))]
+                    room, slot = engine.acquire_slot((4, 8), torch.bfloat16)
+                    engine.publish_and_pull(slot, [], [])
+                    rooms += [room.tensor, *room.views(((2, 4),))]
         assert rooms[0].data_ptr() == rooms[1].data_ptr() != rooms[2].data_ptr()
         for x in rooms:
             assert not x.is_inference() and x.zero_().numel() == 32
@@ -58,8 +58,8 @@ def grown(world: World, engine: CopyEngine, old: weakref.ref[Any]) -> list[bool]
 
     with (
         world.patched(),
-        mock.patch.object(copy_engine, "symmetric", larger),
-        mock.patch.object(copy_engine, "SharedTensor", lambda own, _: FakeMemory()),
+        mock.patch.object(copy_engine, "alloc_symmetric", larger),
+        mock.patch.object(copy_engine, "PeerMappedTensor", lambda own, _: FakeMemory()),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(copy_engine.dist, "barrier"),
     ):
@@ -75,8 +75,8 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -
     world.graph = graph
     with world.patched():
         for _ in range(3):
-            _, slot = engine.pack((4, 8), torch.bfloat16)
-            engine.start(slot, [], [])
+            _, slot = engine.acquire_slot((4, 8), torch.bfloat16)
+            engine.publish_and_pull(slot, [], [])
     assert engine.captured == bool(graph)
     old = weakref.ref(engine._memory)
     assert grown(world, engine, old) == [bool(graph)]
@@ -87,17 +87,18 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -
 def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
     world = World(2)
     first, later = (
-        CopyChannel(world.engines[0]["all_to_all"], CommLedger(), "all_to_all") for _ in range(2)
+        CopyEngineChannel(world.engines[0]["all_to_all"], CommLedger(), "all_to_all")
+        for _ in range(2)
     )
     like = torch.empty(0, dtype=torch.bfloat16)
     with world.patched():
-        rooms = [each.room((4, 8), like, like.dtype).whole for each in (first, later)]
+        rooms = [each.acquire_staging((4, 8), like, like.dtype).tensor for each in (first, later)]
         later.post(rooms[1], [], [])
         with pytest.raises(MeshError, match="all_to_all exchange was given to a later one"):
             first.post(rooms[0], [], [])
         # What is packed once may be told of again, whoever has been given room meanwhile.
-        later.take()
-        first.room((4, 8), like, like.dtype)
+        later.wait()
+        first.acquire_staging((4, 8), like, like.dtype)
         later.post(rooms[1], [], [])
 
 
@@ -113,10 +114,10 @@ def test_a_graph_captures_no_call_for_which_there_is_no_room() -> None:
 def test_what_a_graph_has_captured_is_not_given_back() -> None:
     mesh = SequenceMesh(2, 2, rank=0)
     engines = {kind: mock.Mock(captured=kind == "ring_kv") for kind in KINDS}
-    mesh.engines.update(engines)
+    mesh.copy_engines.update(engines)
     with mock.patch.object(torch.cuda, "synchronize"):
         mesh.release()
-    assert mesh.engines == {"ring_kv": engines["ring_kv"]}
+    assert mesh.copy_engines == {"ring_kv": engines["ring_kv"]}
 
 
 def test_streams_that_wait_after_an_error_are_let_go() -> None:
@@ -124,34 +125,34 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
     left = {"all_to_all": 3, "ring_kv": 5}
 
     def engine(kind: str) -> mock.Mock:
-        def let_go() -> bool:
+        def abort_waits() -> bool:
             left[kind] -= 1
             return left[kind] > 0
 
-        return mock.Mock(let_go=let_go)
+        return mock.Mock(abort_waits=abort_waits)
 
     began = threading.active_count()
-    let_go({kind: engine(kind) for kind in left})
+    abort_waits({kind: engine(kind) for kind in left})
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and threading.active_count() > began:
             thread.join(10)
     assert left == {"all_to_all": -2, "ring_kv": 0}
-    lost = mock.Mock(let_go=mock.Mock(side_effect=RuntimeError("CUDA error")))
-    _end_waits([lost])
-    assert lost.let_go.call_count == 1
-    stuck = mock.Mock(let_go=mock.Mock(return_value=True))
-    with mock.patch.object(engines_module, "_PATIENCE_S", 0.02):
-        _end_waits([stuck])
-    assert 1 < stuck.let_go.call_count <= 21
+    lost = mock.Mock(abort_waits=mock.Mock(side_effect=RuntimeError("CUDA error")))
+    _abort_until_idle([lost])
+    assert lost.abort_waits.call_count == 1
+    stuck = mock.Mock(abort_waits=mock.Mock(return_value=True))
+    with mock.patch.object(engines_module, "_ABORT_TIMEOUT_S", 0.02):
+        _abort_until_idle([stuck])
+    assert 1 < stuck.abort_waits.call_count <= 21
 
 
 def test_a_stream_that_waits_gets_its_words() -> None:
     world = World(2)
     engine = world.engines[0]["ring_kv"]
-    words = torch.zeros(8, dtype=torch.int32)
+    flags = torch.zeros(8, dtype=torch.int32)
     busy, idle = mock.Mock(query=lambda: False), mock.Mock(query=lambda: True)
     captured = mock.Mock(query=mock.Mock(side_effect=RuntimeError("capturing")))
-    engine._words = mock.Mock(own=words)
+    engine._flags = mock.Mock(local=flags)
     with mock.patch.object(torch.cuda, "stream", mock.MagicMock()):
         for own, current, waits in (
             (idle, None, False),
@@ -161,16 +162,16 @@ def test_a_stream_that_waits_gets_its_words() -> None:
             (idle, captured, True),
         ):
             engine._stream, engine._current = own, current
-            words.zero_()
-            assert engine.let_go() == waits
-            assert bool(words.all()) == waits
+            flags.zero_()
+            assert engine.abort_waits() == waits
+            assert bool(flags.all()) == waits
 
 
 def test_who_computes_is_whom_an_error_frees() -> None:
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
-        engine.pack((4, 8), torch.bfloat16)
+        engine.acquire_slot((4, 8), torch.bfloat16)
     assert engine._current is world.current
 
 
@@ -180,12 +181,12 @@ def test_all_memory_that_graphs_hold_is_kept() -> None:
     for graph in (1, 2):
         world.graph = graph
         with world.patched():
-            engine.pack((4, 8), torch.bfloat16)
+            engine.acquire_slot((4, 8), torch.bfloat16)
         grown(world, engine, weakref.ref(engine._memory))
     assert len(engine._captured) == 2 and engine.reserved_bytes == 3 * 16 * SLOT
 
 
 def test_so_many_words_at_once_are_refused() -> None:
     with pytest.raises(MeshError, match="256 words at once, but the driver takes 255"):
-        WordJobs([WordJob(4 * at, 1) for at in range(256)])
-    WordJobs([WordJob(4 * at, 1) for at in range(255)])
+        FlagOpBatch([FlagOp(4 * at, 1) for at in range(256)])
+    FlagOpBatch([FlagOp(4 * at, 1) for at in range(255)])

@@ -30,8 +30,10 @@ def tensor(tokens: int, heads: int, device: str, dim: int = 128, batch: int = 1)
     )
 
 
-def mesh_of(ulysses: int, ring: int, no_copies: str | None = "not here") -> SequenceMesh:
-    return SequenceMesh(ulysses, ring, rank=0, no_copies=no_copies)
+def mesh_of(
+    ulysses: int, ring: int, copy_engine_unavailable: str | None = "not here"
+) -> SequenceMesh:
+    return SequenceMesh(ulysses, ring, rank=0, copy_engine_unavailable=copy_engine_unavailable)
 
 
 def resolved(
@@ -137,9 +139,9 @@ def test_a_part_hides_the_next_one_if_it_is_as_large(
     ("seq_len", "place"), [(2 * K, "later"), (8 * K, "later"), (32 * K, "alone")]
 )
 def test_little_work_takes_few_kernel_calls(seq_len: int, place: str) -> None:
-    def found(device: str, no_copies: str | None = None) -> Places:
+    def found(device: str, copy_engine_unavailable: str | None = None) -> Places:
         layout = TokenLayout("zigzag", seq_len, 1, 4)
-        q, mesh = tensor(seq_len // 4, 32, device), mesh_of(1, 4, no_copies)
+        q, mesh = tensor(seq_len // 4, 32, device), mesh_of(1, 4, copy_engine_unavailable)
         return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh, CAUSAL).chunk_positions
 
     assert found("cuda") == ((place, place),)
@@ -211,11 +213,13 @@ def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> Non
     assert {chunks for chunks, *_ in found} == set(range(1, 9))
 
 
-def copies(tuning: Tuning, no_copies: str | None = None, device: str = "cuda") -> bool:
+def copies(
+    tuning: Tuning, copy_engine_unavailable: str | None = None, device: str = "cuda"
+) -> bool:
     layout = TokenLayout("zigzag", 32 * K, 2, 2)
     q = tensor(8 * K, 32, device)
     return tuning.resolve(
-        HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, no_copies), CAUSAL
+        HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, copy_engine_unavailable), CAUSAL
     ).use_copy_engines
 
 
@@ -232,13 +236,13 @@ def test_copy_engines_carry_what_they_can() -> None:
     assert not copies(Tuning(), "the ranks do not exchange on GPUs", "cpu")
     with pytest.raises(ConfigError, match="copies=True, but the ranks are on several hosts"):
         copies(Tuning(copies=True), "the ranks are on several hosts")
-    assert SequenceMesh.single().no_copies is not None
+    assert SequenceMesh.single().copy_engine_unavailable is not None
 
 
 def inner(tuning: Tuning, *, ring: int = 8, node: int = 4, tokens: int = 64 * K) -> int | None:
     """The inner ring, of one KV head and bf16, on nodes of so many ring ranks."""
     layout, split = TokenLayout("zigzag", tokens, 1, ring), HeadSplit(8, 1, 1)
-    mesh = SequenceMesh(1, ring, rank=0, node_ring=node)
+    mesh = SequenceMesh(1, ring, rank=0, ring_ranks_per_node=node)
     return tuning.resolve(split, layout, tensor(tokens // ring, 8, "cpu"), mesh, CAUSAL).inner_ring
 
 
@@ -261,7 +265,7 @@ def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() ->
 def test_a_window_at_once_is_as_small_as_its_node() -> None:
     def cut(node: int, chunks: int) -> ResolvedTuning:
         layout, split = TokenLayout("zigzag", 1024 * K, 1, 8), HeadSplit(8, 8, 1)
-        mesh = SequenceMesh(1, 8, rank=0, node_ring=node)
+        mesh = SequenceMesh(1, 8, rank=0, ring_ranks_per_node=node)
         return Tuning(chunks).resolve(split, layout, tensor(128 * K, 8, "cuda"), mesh, CAUSAL)
 
     # As many parts as the ranks whose blocks come together: 8 straight, 2 of a node.
