@@ -176,14 +176,14 @@ def _schedules(
         inner=resolved.inner_ring,
     )
     pairs = [
-        (plan(place=forward), plan(place=backward))
+        (plan(position=forward), plan(position=backward))
         for forward, backward in resolved.chunk_positions
     ]
     return [
         replace(
             forward,
             backward_steps=backward.backward_steps,
-            most_mixed_anywhere=backward.most_mixed_anywhere,
+            max_merged_tokens=backward.max_merged_tokens,
         )
         for forward, backward in pairs
     ]

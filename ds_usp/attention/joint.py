@@ -12,7 +12,7 @@ from ds_usp.attention.validation import check_layout, check_on_all_ranks, token_
 from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.joint import JointLayout, ShardsInOrder
+from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
@@ -77,11 +77,11 @@ def usp_joint_attention(
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
         combined = JointLayout.of(main, joint, joint_front)
-        return f"{combined}, {combined.parts[0]}", combined
+        return f"{combined}, {combined.layouts[0]}", combined
 
     combined = check_on_all_ranks(mesh, check, q, layout)
     call = mesh.consistency.number
-    joint_layout = combined.parts[0]
+    joint_layout = combined.layouts[0]
     pieces = [
         (joint_layout.shard(joint_x, 1, mesh.rank), x)
         for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
@@ -104,7 +104,7 @@ def usp_joint_attention(
     parts = out.split(lengths, dim=1)
     joint_out, main = parts if joint_front else parts[::-1]
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
-    gather = HeadAllToAll(mesh.flat(), (ShardsInOrder.of(joint_layout),), (every_head,))
+    gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
     (joint_shards,) = head_exchange(gather, True, call, joint_out)
     lengths = [joint_layout.length(rank) for rank in range(mesh.sp_degree)]
     return main, joint_layout.gather(joint_shards.split(lengths, dim=1), 1)

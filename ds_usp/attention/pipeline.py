@@ -74,7 +74,7 @@ class AttentionPlan:
     def reserve_resources(self, device: torch.device) -> None:
         """Make room for copy engines and groups for a double ring; collective where there is not
         enough yet."""
-        if self.ring_calls[0].schedule.windows:
+        if self.ring_calls[0].schedule.outer_steps:
             self.mesh.create_outer_groups()
         if self.staging_bytes and self.mesh.needs_reserve(self.staging_bytes):
             with without_multicast():
@@ -387,9 +387,9 @@ def staging_bytes_by_kind(
     }
     if ring.schedule.ring_degree > 1:
         token = max(chunk.qkv.widths()[1] for chunk in chunks) * batch * (dim + value_dim)
-        sizes["ring_kv"] = ring.schedule.most_owned * token * q.element_size()
-        tokens = ring.schedule.most_taken_anywhere
+        sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
+        tokens = ring.schedule.max_recv_tokens
         if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
-            tokens = max(tokens, *(schedule.most_mixed_anywhere for schedule in schedules))
+            tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
         sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
     return sizes

@@ -33,7 +33,7 @@ from ds_usp.attention.travel import (
     unpack_kv,
 )
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.geometry.double_ring import Window
+from ds_usp.geometry.double_ring import OuterStep
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs, GradBuffers
@@ -93,17 +93,17 @@ class KVStream:
         self._steps, self._local_kv, schedule = steps, (k, v), call.schedule
         self._outer_step, self._current_local = 0, self._local_kv
         self._inner = self._outer = NULL_PREFETCHER
-        remote_steps = [step for step in steps if not step.own]
-        if not (remote_steps or schedule.windows):
+        remote_steps = [step for step in steps if not step.is_local]
+        if not (remote_steps or schedule.outer_steps):
             return
         inner = call.mesh.channel("ring_kv", call.use_copy_engines)
         self._inner = KVPrefetcher(inner, remote_steps, k, v)
-        packed = pack_kv(inner, k, v, schedule.packed)
-        if schedule.windows:
+        packed = pack_kv(inner, k, v, schedule.packed_runs)
+        if schedule.outer_steps:
             outer = call.mesh.channel("ring_kv_outer")
-            self._outer = KVPrefetcher(outer, schedule.windows, k, v)
-            self._outer.start(schedule.windows, packed)
-        self._inner.start([step for step in remote_steps if not step.window], packed)
+            self._outer = KVPrefetcher(outer, schedule.outer_steps, k, v)
+            self._outer.start(schedule.outer_steps, packed)
+        self._inner.start([step for step in remote_steps if not step.outer_step], packed)
 
     @property
     def value_dim(self) -> int:
@@ -117,9 +117,9 @@ class KVStream:
 
     def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor, torch.Tensor]]:
         for step in self._steps:
-            if step.window != self._outer_step:
-                self._switch_outer_step(step.window)
-            if step.own:
+            if step.outer_step != self._outer_step:
+                self._switch_outer_step(step.outer_step)
+            if step.is_local:
                 yield step, *self._current_local
                 continue
             yield step, *unpack_kv(self._inner.wait_next(), *self._local_kv)
@@ -131,7 +131,7 @@ class KVStream:
             packed = self._outer.wait_next()
             self._current_local = unpack_kv(packed, *self._local_kv)
             remote_steps = [
-                step for step in self._steps if step.window == outer_step and not step.own
+                step for step in self._steps if step.outer_step == outer_step and not step.is_local
             ]
             self._inner.start(remote_steps, packed)
 
@@ -203,7 +203,7 @@ def ring_backward(
                     for accumulator, grad, span in zip(accumulators, partials, spans, strict=True):
                         accumulator.add(grad, [span])
                 overlap_hook = run_once(overlap_hook)
-                if not step.own:
+                if not step.is_local:
                     grads.post_step_grads(step, accumulators[1:])
             grads.drain()
         except BaseException:
@@ -239,34 +239,34 @@ class RingGradReducer:
             call.kernel.caps.writes_grads_in_place,
         )
         schedule, mesh = call.schedule, call.mesh
-        self._outer_steps = schedule.windows
-        self._pending_outer_step: tuple[Window, tuple[GradAccumulator, GradAccumulator]] | None = (
-            None
-        )
-        remote_steps = [step for step in schedule.backward_steps if not step.own]
+        self._outer_steps = schedule.outer_steps
+        self._pending_outer_step: (
+            tuple[OuterStep, tuple[GradAccumulator, GradAccumulator]] | None
+        ) = None
+        remote_steps = [step for step in schedule.backward_steps if not step.is_local]
         self._inner = self._outer = NULL_GRAD_RETURN
         if remote_steps:
             inner = mesh.channel("ring_dkv", call.use_copy_engines)
             self._inner = GradReturn(inner, remote_steps, schedule.ring_rank, dtype, k, v)
-        if schedule.windows:
+        if schedule.outer_steps:
             outer = mesh.channel("ring_dkv_outer")
-            self._outer = GradReturn(outer, schedule.windows, schedule.ring_rank, dtype, k, v)
+            self._outer = GradReturn(outer, schedule.outer_steps, schedule.ring_rank, dtype, k, v)
 
     def accumulators_for(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
     ) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
         """Where a step's gradients are summed."""
         self._post_pending_outer_step()
-        if step.window != self._outer_step:
+        if step.outer_step != self._outer_step:
             self._finish_outer_step()
-            if step.window:  # its first step is of all that this rank holds
+            if step.outer_step:  # its first step is of all that this rank holds
                 self._outer_step, self._relay_accumulators = (
-                    step.window,
+                    step.outer_step,
                     (GradAccumulator(k_block), GradAccumulator(v_block)),
                 )
             else:
                 self._post_pending_outer_step()
-        if step.own:
+        if step.is_local:
             return self._accumulators[0], *self._relay_accumulators
         return self._accumulators[0], GradAccumulator(k_block), GradAccumulator(v_block)
 
@@ -276,11 +276,11 @@ class RingGradReducer:
         all_columns = (
             kernel_call is step.calls[0]
             and kernel_call.tile
-            and kernel_call.k_span == (0, step.columns)
+            and kernel_call.k_span == (0, step.num_kv_tokens)
         )
         if not (self._writes_in_place and all_columns):
             return None
-        return self._grad_buffers if step.own else (None, *self._inner.staging_views(step))
+        return self._grad_buffers if step.is_local else (None, *self._inner.staging_views(step))
 
     def post_step_grads(self, step: RingStep, gradients: Sequence[GradAccumulator]) -> None:
         """Send a step's gradients to those who hold its keys and expect those of what this rank

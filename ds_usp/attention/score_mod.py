@@ -11,10 +11,10 @@ import torch
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.geometry.double_ring import Piece
+from ds_usp.geometry.double_ring import TokenRange
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.ring_schedule import RingStep
-from ds_usp.geometry.segments import cut
+from ds_usp.geometry.segments import slice_segments
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, GlobalPositions, ScoreMod
 
@@ -164,19 +164,19 @@ class ChunkScoreMod:
         slopes = self.scores.alibi_slopes
         return GlobalPositions(
             torch.arange(self.batch, device=self.device),
-            self._positions(layout, [Piece(rank, 0, layout.ring_length(rank))]),
-            self._positions(kv_layout, step.takes),
+            self._positions(layout, [TokenRange(rank, 0, layout.ring_length(rank))]),
+            self._positions(kv_layout, step.kv_ranges),
             torch.arange(*self._head_range, device=self.device),
             None if slopes is None else self.slice_heads(slopes),
             self.scores.dropout_seed or 0,
         )
 
-    def _positions(self, layout: TokenLayout, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _positions(self, layout: TokenLayout, pieces: Sequence[TokenRange]) -> torch.Tensor:
         """Global positions of some tokens, which lie one after the other: ``[tokens]``."""
         runs = (
             segment.positions
             for piece in pieces
-            for segment in cut(layout.ring_segments(piece.rank), piece.start, piece.stop)
+            for segment in slice_segments(layout.ring_segments(piece.rank), piece.start, piece.stop)
         )
         positions = [torch.arange(x.start, x.stop, x.step, device=self.device) for x in runs]
         return torch.cat(positions) if positions else torch.arange(0, device=self.device)

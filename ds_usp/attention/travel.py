@@ -13,13 +13,13 @@ import torch
 
 from ds_usp.comm.channel import Channel, P2PChannel, StagingBuffer, split_features
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.geometry.double_ring import Piece, Window
+from ds_usp.geometry.double_ring import OuterStep, TokenRange
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.visibility import Runs
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.strided_copy import strided_copy
 
-Transfer = RingStep | Window
+Transfer = RingStep | OuterStep
 
 
 class KVPrefetcher:
@@ -35,7 +35,8 @@ class KVPrefetcher:
     ) -> None:
         self._channel = channel
         sizes = [
-            max((transfer.columns for transfer in transfers[i::2]), default=0) for i in range(2)
+            max((transfer.num_kv_tokens for transfer in transfers[i::2]), default=0)
+            for i in range(2)
         ]
         self._buffers = [k.new_empty(_packed_shape(k, v, size)) for size in sizes if transfers]
         self._queue: deque[Transfer] = deque()
@@ -63,15 +64,15 @@ class KVPrefetcher:
             return
         transfer = self._queue.popleft()
         self._buffers.reverse()
-        self._receiving = self._buffers[1][: transfer.columns]
+        self._receiving = self._buffers[1][: transfer.num_kv_tokens]
         token_stride = self._packed.stride(0)  # it is dense
         recvs = [
             (token_range.rank, out_buffer, token_range.start * token_stride, 0)
-            for token_range, out_buffer in _split_by_range(self._receiving, transfer.comes)
+            for token_range, out_buffer in _split_by_range(self._receiving, transfer.recv_ranges)
         ]
         sends = [
             (token_range.rank, token_range.start, token_range.stop)
-            for token_range in transfer.gives
+            for token_range in transfer.send_ranges
         ]
         self._channel.post(self._packed, sends, recvs)
 
@@ -95,20 +96,20 @@ class GradReturn:
     ) -> None:
         self._channel, self._rank, self._dtype, self._like = channel, rank, dtype, (k, v)
         self.one_buffer_per_exchange = len(transfers) <= 2
-        max_sent = max((transfer.given for transfer in transfers), default=0)
+        max_sent = max((transfer.num_sent_tokens for transfer in transfers), default=0)
         self._buffer = (
             self._new_recv_buffer(0 if self.one_buffer_per_exchange else max_sent)
             if transfers
             else k[:0]
         )
-        self._receiving: list[tuple[Piece, torch.Tensor]] = []
+        self._receiving: list[tuple[TokenRange, torch.Tensor]] = []
         self._accumulators: Sequence[GradAccumulator] = ()
         self._staged: StagingBuffer | None = None  # asked for already
 
     def staging_views(self, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the gradients of what came for a step, which they leave from: of all of its
         tokens, this rank's own last, which stay there until they are summed."""
-        self._staged = self._staging_for(transfer.columns)
+        self._staged = self._staging_for(transfer.num_kv_tokens)
         return self._views_of(self._staged)
 
     def send(
@@ -124,9 +125,9 @@ class GradReturn:
         """
         self.wait_and_accumulate()
         if self.one_buffer_per_exchange:
-            self._buffer = self._new_recv_buffer(transfer.given)
+            self._buffer = self._new_recv_buffer(transfer.num_sent_tokens)
         remote_ranges = [
-            token_range for token_range in transfer.comes if token_range.rank != self._rank
+            token_range for token_range in transfer.recv_ranges if token_range.rank != self._rank
         ]
         num_remote_tokens = sum(token_range.length for token_range in remote_ranges)
         staging, self._staged = self._staged or self._staging_for(num_remote_tokens), None
@@ -134,11 +135,11 @@ class GradReturn:
             gradients, self._views_of(staging), accumulators, strict=True
         ):
             accumulator.write(out_buffer[:, :num_remote_tokens])
-            if num_remote_tokens < transfer.columns:  # this rank's own keys come last
+            if num_remote_tokens < transfer.num_kv_tokens:  # this rank's own keys come last
                 accumulator.transfer_to(num_remote_tokens, local_accumulator)
         token_stride = staging.tensor.stride(0)  # it is dense
         self._receiving, self._accumulators = (
-            _split_by_range(self._buffer[: transfer.given], transfer.gives),
+            _split_by_range(self._buffer[: transfer.num_sent_tokens], transfer.send_ranges),
             accumulators,
         )
         self._channel.post(
@@ -147,7 +148,7 @@ class GradReturn:
             [
                 (token_range.rank, view, offset * token_stride, 0)
                 for (token_range, view), offset in zip(
-                    self._receiving, transfer.given_at, strict=True
+                    self._receiving, transfer.peer_offsets, strict=True
                 )
             ],
         )
@@ -234,7 +235,7 @@ def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[in
     return (heads, dim), (heads, v.shape[3])
 
 
-def _send_rows(token_ranges: Sequence[Piece]) -> list[tuple[int, int, int]]:
+def _send_rows(token_ranges: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
     """Of tensors that lie one after the other: to whom each goes, its first row and the next's."""
     rows, offset = [], 0
     for token_range in token_ranges:
@@ -244,8 +245,8 @@ def _send_rows(token_ranges: Sequence[Piece]) -> list[tuple[int, int, int]]:
 
 
 def _split_by_range(
-    packed: torch.Tensor, token_ranges: Sequence[Piece]
-) -> list[tuple[Piece, torch.Tensor]]:
+    packed: torch.Tensor, token_ranges: Sequence[TokenRange]
+) -> list[tuple[TokenRange, torch.Tensor]]:
     """Each piece with its part of a tensor in which they lie one after the other."""
     if len(token_ranges) == 1:
         return [(token_ranges[0], packed)]

@@ -11,15 +11,15 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import p2p_disabled, single_hw_queue
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.chunking import (
-    Places,
-    comes_at_once,
-    inner_ring,
-    is_brief,
-    parts_of_heads,
-    places,
+    ChunkPositions,
+    chunk_positions,
+    inner_ring_size,
+    is_launch_bound,
+    num_head_chunks,
+    should_all_gather_kv,
     visible_pairs,
 )
-from ds_usp.geometry.double_ring import checked_inner_ring
+from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
@@ -83,7 +83,7 @@ class Tuning:
             ConfigError: more parts than heads allow, copies where there can be none, or an inner
                 ring that does not divide the ring.
         """
-        max_chunks = split.most_chunks
+        max_chunks = split.max_chunks
         if self.chunks != "auto" and self.chunks > max_chunks:
             raise ConfigError(
                 f"chunks={self.chunks}, but a rank has only {max_chunks} key/value heads to cut "
@@ -96,7 +96,7 @@ class Tuning:
         if not no_overlap:
             pairs = visible_pairs(mask, layout.seq_len, keys)
             flop = 4 * batch * heads * dim * pairs / layout.degree
-            chunks = parts_of_heads(flop, max_chunks, split.ulysses)
+            chunks = num_head_chunks(flop, max_chunks, split.ulysses)
         if self.chunks != "auto":
             chunks = self.chunks
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
@@ -105,11 +105,12 @@ class Tuning:
         if gather == "auto":
             max_ranks_at_once = inner or layout.ring  # what comes at once at most
             size = keys * token * max_ranks_at_once // layout.ring
-            gather = not no_overlap and comes_at_once(size, chunks, max_ranks_at_once)
+            gather = not no_overlap and should_all_gather_kv(size, chunks, max_ranks_at_once)
         use_copy_engines = self._resolve_copy_engines(q, mesh, inner)
         sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
-        positions = places(
-            [end - begin for begin, end in sizes], brief=use_copy_engines and is_brief(flop)
+        positions = chunk_positions(
+            [end - begin for begin, end in sizes],
+            launch_bound=use_copy_engines and is_launch_bound(flop),
         )
         return ResolvedTuning(
             chunks, gather and layout.ring > 1, use_copy_engines, inner, positions
@@ -118,8 +119,8 @@ class Tuning:
     def _resolve_inner_ring(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
         """Ranks of an inner ring; None where blocks go straight to their users."""
         if self.inner_ring == "auto":
-            return inner_ring(ring, mesh.ring_ranks_per_node, kv_bytes)
-        return checked_inner_ring(ring, self.inner_ring)
+            return inner_ring_size(ring, mesh.ring_ranks_per_node, kv_bytes)
+        return validate_inner_ring(ring, self.inner_ring)
 
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
@@ -155,7 +156,7 @@ class ResolvedTuning(NamedTuple):
     gather_kv: bool
     use_copy_engines: bool
     inner_ring: int | None = None
-    chunk_positions: Places = (("alone", "alone"),)
+    chunk_positions: ChunkPositions = (("only", "only"),)
 
     def __str__(self) -> str:
         kv_mode = "gathered" if self.gather_kv else "block by block"

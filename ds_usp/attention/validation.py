@@ -206,7 +206,7 @@ def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
         LayoutError: the last batch of this length has its tokens in other places.
     """
     batch = mesh.batch_layouts.get(layout.seq_len)
-    if batch is None or batch.places_as(layout):
+    if batch is None or batch.has_same_shards_as(layout):
         return
     named = batch.kind in KINDS and not batch.documents
     raise LayoutError(

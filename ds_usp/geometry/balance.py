@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ds_usp.geometry.resplit import Run, Tries, causal_pairs, resplit
-from ds_usp.geometry.segments import Segment, join
+from ds_usp.geometry.resplit import Run, SearchBudget, causal_pairs, rebalance_pair
+from ds_usp.geometry.segments import Segment, coalesce
 
 # Work of the busiest rank, over the mean, that is not worth more cuts.
 _TOLERATED = 1.05
 # The same that is not worth dealing out anew what two ranks have.
-_EVEN = 1.005
+_EVEN_ENOUGH = 1.005
 # Splits that are looked at for one layout: 10 to 20 ms of a host.
-_MOST_TRIES = 15_000
+_MAX_SPLITS = 15_000
 # Short documents next to each other stay together up to this part of a rank's tokens.
-_PARTS_OF_A_RANK = 32
+_GROUPS_PER_RANK = 32
 
 
 @dataclass
-class _Share:
+class _RankLoad:
     """What one ring rank gets."""
 
-    room: int = 0
+    capacity: int = 0
     work: int = 0
     runs: list[Run] = field(default_factory=list)
 
@@ -36,14 +36,14 @@ class _Share:
     def tokens(self) -> int:
         return sum(stop - start for start, stop in self.runs)
 
-    def take(self, start: int, stop: int, work: int) -> None:
+    def assign(self, start: int, stop: int, work: int) -> None:
         if stop > start:
             self.runs.append((start, stop))
             self.work += work
 
 
 @lru_cache(maxsize=64)
-def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segment, ...], ...]:
+def balance_documents(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segment, ...], ...]:
     """The tokens of every ring rank, ascending.
 
     Ranks hold as many tokens as an even cut gives them, to one. Documents longer than a rank's
@@ -55,61 +55,61 @@ def balanced_shares(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segmen
         documents: cumulative borders.
     """
     longest = -(-documents[-1] // ring)
-    best: list[_Share] = []
+    best: list[_RankLoad] = []
     while True:
-        shares = _shared_out(documents, ring, longest)
-        if not best or _imbalance(shares) < _imbalance(best):
-            best = shares
+        loads = _assign_documents(documents, ring, longest)
+        if not best or _imbalance(loads) < _imbalance(best):
+            best = loads
         longest //= 2
         if _imbalance(best) <= _TOLERATED or longest < 2 * ring:
             break
-    even = _evened(documents, [share.runs for share in best])
+    even = _rebalance_all(documents, [load.runs for load in best])
     return tuple(
-        join(Segment(start, stop - start) for start, stop in sorted(runs)) for runs in even
+        coalesce(Segment(start, stop - start) for start, stop in sorted(runs)) for runs in even
     )
 
 
-def _evened(documents: tuple[int, ...], shares: list[list[Run]]) -> list[list[Run]]:
+def _rebalance_all(documents: tuple[int, ...], loads: list[list[Run]]) -> list[list[Run]]:
     """Shares of as many tokens each, with work more even."""
-    work = [sum(causal_pairs(documents, *run) for run in runs) for runs in shares]
-    tries = Tries(_MOST_TRIES)
-    for _ in range(2 * len(shares)):
+    work = [sum(causal_pairs(documents, *run) for run in runs) for runs in loads]
+    budget = SearchBudget(_MAX_SPLITS)
+    for _ in range(2 * len(loads)):
         busiest, idlest = (work.index(each) for each in (max(work), min(work)))
-        if work[busiest] * len(work) <= _EVEN * sum(work):
+        if work[busiest] * len(work) <= _EVEN_ENOUGH * sum(work):
             break
-        pair = resplit(documents, shares[busiest], shares[idlest], tries)
-        if sorted(pair[0]) == sorted(shares[busiest]):
+        pair = rebalance_pair(documents, loads[busiest], loads[idlest], budget)
+        if sorted(pair[0]) == sorted(loads[busiest]):
             break
         for rank, runs in zip((busiest, idlest), pair, strict=True):
-            shares[rank] = runs
+            loads[rank] = runs
             work[rank] = sum(causal_pairs(documents, *run) for run in runs)
-    return shares
+    return loads
 
 
-def _imbalance(shares: list[_Share]) -> float:
-    work = [share.work for share in shares]
+def _imbalance(loads: list[_RankLoad]) -> float:
+    work = [load.work for load in loads]
     return max(work) * len(work) / sum(work)
 
 
-def _shared_out(documents: tuple[int, ...], ring: int, longest: int) -> list[_Share]:
+def _assign_documents(documents: tuple[int, ...], ring: int, longest: int) -> list[_RankLoad]:
     """Shares in which documents of more tokens than ``longest`` are cut."""
-    shares = [_Share() for _ in range(ring)]
+    loads = [_RankLoad() for _ in range(ring)]
     for start, stop in pairwise(documents):
         if ring > 1 and stop - start > longest:
-            _zigzag(start, stop, shares)
-    _make_room(documents[-1], shares)
-    bundles = list(_bundles(documents, longest if ring > 1 else documents[-1], ring))
+            _zigzag(start, stop, loads)
+    _enforce_capacity(documents[-1], loads)
+    bundles = list(_group_small_documents(documents, longest if ring > 1 else documents[-1], ring))
     bundles.sort(key=lambda bundle: (bundle[0] - bundle[-1], bundle[0]))
     for bundle in bundles:
-        _place(bundle, shares)
-    return shares
+        _assign_largest_first(bundle, loads)
+    return loads
 
 
-def _zigzag(start: int, stop: int, shares: list[_Share]) -> None:
+def _zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
     """Cut a document into two chunks for each rank; what does not divide goes where least is."""
-    ring = len(shares)
+    ring = len(loads)
     each, rest = divmod(stop - start, 2 * ring)
-    lengths, tokens = [each] * 2 * ring, [share.tokens for share in shares]
+    lengths, tokens = [each] * 2 * ring, [load.tokens for load in loads]
     for _ in range(rest):
         open_ranks = (r for r in range(ring) if lengths[2 * ring - 1 - r] == each)
         rank = min(open_ranks, key=lambda r: (tokens[r], r))
@@ -117,22 +117,24 @@ def _zigzag(start: int, stop: int, shares: list[_Share]) -> None:
         lengths[rank if lengths[rank] == each else 2 * ring - 1 - rank] += 1
     at = start
     for chunk, length in enumerate(lengths):
-        share = shares[min(chunk, 2 * ring - 1 - chunk)]
-        share.take(at, at + length, _pairs(at - start, at + length - start))
+        load = loads[min(chunk, 2 * ring - 1 - chunk)]
+        load.assign(at, at + length, _pairs(at - start, at + length - start))
         at += length
 
 
-def _make_room(total: int, shares: list[_Share]) -> None:
+def _enforce_capacity(total: int, loads: list[_RankLoad]) -> None:
     """Room for as many tokens as an even cut gives; who has more already gets what is over."""
-    each, rest = divmod(total, len(shares))
-    for index, share in enumerate(sorted(shares, key=lambda share: -share.tokens)):
-        share.room = each + (index < rest) - share.tokens
+    each, rest = divmod(total, len(loads))
+    for index, load in enumerate(sorted(loads, key=lambda load: -load.tokens)):
+        load.capacity = each + (index < rest) - load.tokens
 
 
-def _bundles(documents: tuple[int, ...], longest: int, ring: int) -> Iterator[list[int]]:
+def _group_small_documents(
+    documents: tuple[int, ...], longest: int, ring: int
+) -> Iterator[list[int]]:
     """Borders of short documents, those next to each other together as long as they are few
     tokens."""
-    most = -(-documents[-1] // (ring * _PARTS_OF_A_RANK))
+    most = -(-documents[-1] // (ring * _GROUPS_PER_RANK))
     bundle: list[int] = []
     for start, stop in pairwise(documents):
         short = stop - start <= longest
@@ -145,16 +147,16 @@ def _bundles(documents: tuple[int, ...], longest: int, ring: int) -> Iterator[li
         yield bundle
 
 
-def _place(borders: list[int], shares: list[_Share]) -> None:
+def _assign_largest_first(borders: list[int], loads: list[_RankLoad]) -> None:
     """Give documents to the rank with the least work that has room for them, or cut them where the
     room of the one with most of it ends."""
     at = borders[0]
     while at < borders[-1]:
-        fits = [share for share in shares if share.room >= borders[-1] - at]
-        share = min(fits or shares, key=lambda each: each.work if fits else -each.room)
-        stop = min(borders[-1], at + share.room)
-        share.take(at, stop, _work(borders, at, stop))
-        share.room -= stop - at
+        fits = [load for load in loads if load.capacity >= borders[-1] - at]
+        load = min(fits or loads, key=lambda each: each.work if fits else -each.capacity)
+        stop = min(borders[-1], at + load.capacity)
+        load.assign(at, stop, _work(borders, at, stop))
+        load.capacity -= stop - at
         at = stop
 
 

@@ -11,7 +11,7 @@ from ds_usp.geometry.segments import Segment
 Shard = tuple[tuple[Segment, int], ...]
 
 
-def cut_at_borders(segments: Sequence[Segment], borders: Sequence[int]) -> dict[int, Shard]:
+def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> dict[int, Shard]:
     """The runs of a shard by the document that they are in; without borders all are in one.
 
     Args:
@@ -28,7 +28,7 @@ def cut_at_borders(segments: Sequence[Segment], borders: Sequence[int]) -> dict[
                 if borders[document + 1] <= position:  # a stride may step over documents
                     document = bisect_right(borders, position) - 1
                 end = min(end, -(-(borders[document + 1] - segment.start) // segment.stride))
-            found.setdefault(document, []).append((segment.cut(begin, end), at + begin))
+            found.setdefault(document, []).append((segment.slice(begin, end), at + begin))
             begin = end
         at += segment.length
     return {document: tuple(runs) for document, runs in found.items()}

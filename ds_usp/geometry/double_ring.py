@@ -18,11 +18,11 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.segments import Segment, cut
-from ds_usp.geometry.visibility import Runs, least_gap, united, visible_runs
+from ds_usp.geometry.segments import Segment, slice_segments
+from ds_usp.geometry.visibility import Runs, merge_runs, min_gap, visible_runs
 
 
-class Piece(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens ``start : stop`` of what a ring rank owns or holds, and that rank or one that uses
     them."""
 
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class OuterStep:
     """What crosses the network for a window.
 
     Args:
@@ -48,30 +48,34 @@ class Window:
         gives: this rank's own tokens that leave, and the rank that will hold them.
     """
 
-    comes: tuple[Piece, ...]
-    gives: tuple[Piece, ...]
+    recv_ranges: tuple[TokenRange, ...]
+    send_ranges: tuple[TokenRange, ...]
 
     @property
-    def columns(self) -> int:
+    def num_kv_tokens(self) -> int:
         """Tokens held."""
-        return sum(piece.length for piece in self.comes)
+        return sum(token_range.length for token_range in self.recv_ranges)
 
     @property
-    def given(self) -> int:
+    def num_sent_tokens(self) -> int:
         """Tokens that leave, as often as they do."""
-        return sum(piece.length for piece in self.gives)
+        return sum(token_range.length for token_range in self.send_ranges)
 
     @property
-    def given_at(self) -> tuple[int, ...]:
+    def peer_offsets(self) -> tuple[int, ...]:
         """For each of them, the first of its tokens among all that its holder gets."""
-        return tuple(accumulate((piece.length for piece in self.gives), initial=0))[:-1]
+        return tuple(
+            accumulate((token_range.length for token_range in self.send_ranges), initial=0)
+        )[:-1]
 
     def __str__(self) -> str:
-        texts = (" ".join(map(str, each)) or "nothing" for each in (self.comes, self.gives))
+        texts = (
+            " ".join(map(str, each)) or "nothing" for each in (self.recv_ranges, self.send_ranges)
+        )
         return "holds {}, gives {}".format(*texts)
 
 
-def checked_inner_ring(ring: int, inner: int | None) -> int | None:
+def validate_inner_ring(ring: int, inner: int | None) -> int | None:
     """Check that a ring is whole nodes of so many ranks; None where that makes no double ring, as
     one rank, which has nothing to pass on, never does.
 
@@ -88,7 +92,7 @@ def checked_inner_ring(ring: int, inner: int | None) -> int | None:
     return None if inner in (1, ring) else inner
 
 
-class Rings:
+class DoubleRing:
     """Which tokens each rank of a ring holds and takes.
 
     Args:
@@ -105,56 +109,56 @@ class Rings:
     ) -> None:
         self.queries, self.keys, self.mask = queries, keys, mask
         self.ring = queries.ring
-        self.inner = checked_inner_ring(self.ring, inner) or self.ring
+        self.inner = validate_inner_ring(self.ring, inner) or self.ring
         self._runs = visible_runs(queries, mask, keys)
-        self._held: dict[tuple[int, int], Runs] = {}
+        self._relayed_runs: dict[tuple[int, int], Runs] = {}
 
     @property
-    def windows(self) -> range:
+    def outer_steps(self) -> range:
         """All windows, useful or not."""
         return range(self.ring // self.inner)
 
-    def near(self, rank: int, offset: int) -> int:
+    def inner_peer(self, rank: int, offset: int) -> int:
         """The rank of the same node so many places before a rank, around the node."""
         first = rank - rank % self.inner
         return first + (rank - first - offset) % self.inner
 
-    def owner(self, holder: int, window: int) -> int:
+    def owner(self, holder: int, outer_step: int) -> int:
         """Whose tokens a rank holds in a window."""
-        return (holder - window * self.inner) % self.ring
+        return (holder - outer_step * self.inner) % self.ring
 
-    def held(self, holder: int, window: int) -> Runs:
+    def relayed_runs(self, holder: int, outer_step: int) -> Runs:
         """Which of them: all of its own; of another rank's, what its node sees of them."""
-        owner = self.owner(holder, window)
+        owner = self.owner(holder, outer_step)
         length = self.keys.ring_length(owner)
-        if not window:
+        if not outer_step:
             return ((0, length),)
-        key = holder, window
-        if key not in self._held:
+        key = holder, outer_step
+        if key not in self._relayed_runs:
             first = holder - holder % self.inner
             users = range(first, first + self.inner)
             seen = (run for user in users for run in self._runs[user][owner])
-            self._held[key] = united(seen, least_gap(length))
-        return self._held[key]
+            self._relayed_runs[key] = merge_runs(seen, min_gap(length))
+        return self._relayed_runs[key]
 
-    def held_segments(self, holder: int, window: int) -> tuple[Segment, ...]:
+    def relayed_segments(self, holder: int, outer_step: int) -> tuple[Segment, ...]:
         """The positions of what a rank holds."""
-        owned = self.keys.ring_segments(self.owner(holder, window))
-        runs = self.held(holder, window)
-        return tuple(segment for run in runs for segment in cut(owned, *run))
+        owned = self.keys.ring_segments(self.owner(holder, outer_step))
+        runs = self.relayed_runs(holder, outer_step)
+        return tuple(segment for run in runs for segment in slice_segments(owned, *run))
 
-    def offsets(self, window: int) -> tuple[int, ...]:
+    def offsets(self, outer_step: int) -> tuple[int, ...]:
         """How far before their users, in the node, the holders stand of which anything is seen."""
         ranks = range(self.ring)
         return tuple(
             offset
             for offset in range(self.inner)
-            if any(self._runs[r][self.owner(self.near(r, offset), window)] for r in ranks)
+            if any(self._runs[r][self.owner(self.inner_peer(r, offset), outer_step)] for r in ranks)
         )
 
-    def taken(
-        self, rank: int, window: int, offsets: Sequence[int]
-    ) -> tuple[tuple[Piece, Piece], ...]:
+    def recv_ranges(
+        self, rank: int, outer_step: int, offsets: Sequence[int]
+    ) -> tuple[tuple[TokenRange, TokenRange], ...]:
         """What a rank takes from those some offsets before it, the farthest first: tokens of their
         owner, and the same ones among those that are held. Of itself it takes all that it holds.
 
@@ -163,20 +167,26 @@ class Rings:
         """
         found = []
         for offset in sorted(offsets, reverse=True):
-            holder = self.near(rank, offset)
-            owner, held = self.owner(holder, window), self.held(holder, window)
-            firsts = [first for first, _ in held]
-            places = list(accumulate((stop - start for start, stop in held), initial=0))
-            for start, stop in self._runs[rank][owner] if offset else held:
+            holder = self.inner_peer(rank, offset)
+            owner, relayed_runs = (
+                self.owner(holder, outer_step),
+                self.relayed_runs(holder, outer_step),
+            )
+            firsts = [first for first, _ in relayed_runs]
+            places = list(accumulate((stop - start for start, stop in relayed_runs), initial=0))
+            for start, stop in self._runs[rank][owner] if offset else relayed_runs:
                 at = bisect_right(firsts, start) - 1
                 place = places[at] + start - firsts[at]
-                piece = Piece(holder, place, place + stop - start)
-                found.append((Piece(owner, start, stop), piece))
+                token_range = TokenRange(holder, place, place + stop - start)
+                found.append((TokenRange(owner, start, stop), token_range))
         return tuple(found)
 
-    def window(self, rank: int, window: int) -> Window:
+    def outer_step(self, rank: int, outer_step: int) -> OuterStep:
         """What comes to a rank and leaves it for a window."""
-        comes = (Piece(self.owner(rank, window), *run) for run in self.held(rank, window))
-        user = (rank + window * self.inner) % self.ring
-        gives = (Piece(user, *run) for run in self.held(user, window))
-        return Window(tuple(comes), tuple(gives))
+        recv_ranges = (
+            TokenRange(self.owner(rank, outer_step), *run)
+            for run in self.relayed_runs(rank, outer_step)
+        )
+        user = (rank + outer_step * self.inner) % self.ring
+        send_ranges = (TokenRange(user, *run) for run in self.relayed_runs(user, outer_step))
+        return OuterStep(tuple(recv_ranges), tuple(send_ranges))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees
-from ds_usp.geometry.segments import balanced
+from ds_usp.geometry.segments import even_split
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HeadSplit:
         Degrees(sp=ulysses, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
 
     @property
-    def most_chunks(self) -> int:
+    def max_chunks(self) -> int:
         """Parts in which every rank can take its heads one after the other, along KV groups."""
         ranges = (self.kv_range(rank) for rank in range(self.ulysses))
         return min(end - begin for begin, end in ranges)
@@ -57,15 +57,15 @@ class HeadSplit:
         Raises:
             ConfigError: more parts than :attr:`most_chunks`.
         """
-        if not 0 <= index < count <= self.most_chunks:
-            raise ConfigError(f"there is no part {index} of {count}, at most {self.most_chunks}")
+        if not 0 <= index < count <= self.max_chunks:
+            raise ConfigError(f"there is no part {index} of {count}, at most {self.max_chunks}")
         if count == 1:
             ranks = range(self.ulysses)
             return HeadChunk(tuple(map(self.query_range, ranks)), tuple(map(self.kv_range, ranks)))
         group, spans = self.heads // self.kv_heads, []
         for rank in range(self.ulysses):
             begin, end = self.kv_range(rank)
-            edges = _edges(end - begin, count)
+            edges = _chunk_edges(end - begin, count)
             spans.append((begin + edges[index], begin + edges[index + 1]))
         return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans))
 
@@ -75,29 +75,29 @@ class HeadSplit:
         first, last = self.kv_range(rank)
         if self.kv_heads >= self.ulysses:
             return first * group, last * group
-        users = balanced(self.ulysses, self.kv_heads, first)
-        begin, end = balanced(group, users[1] - users[0], rank - users[0])
+        users = even_split(self.ulysses, self.kv_heads, first)
+        begin, end = even_split(group, users[1] - users[0], rank - users[0])
         return first * group + begin, first * group + end
 
     def kv_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the key/value heads that one Ulysses rank uses."""
         if self.kv_heads >= self.ulysses:
-            return balanced(self.kv_heads, self.ulysses, rank)
+            return even_split(self.kv_heads, self.ulysses, rank)
         for head in range(self.kv_heads):
-            begin, end = balanced(self.ulysses, self.kv_heads, head)
+            begin, end = even_split(self.ulysses, self.kv_heads, head)
             if begin <= rank < end:
                 return head, head + 1
         raise ConfigError(f"rank {rank} is outside the {self.ulysses} Ulysses ranks")
 
 
-def bare_share(count: int) -> float:
+def exposed_fraction(count: int) -> float:
     """Share of the bytes of an exchange that no computing hides, with so many parts: what comes for
     the first one and what goes home of the last, a third as much."""
-    sizes = _sizes(count)
+    sizes = _chunk_sizes(count)
     return (3 * sizes[0] + sizes[-1]) / (4 * sum(sizes))
 
 
-def _sizes(count: int) -> tuple[int, ...]:
+def _chunk_sizes(count: int) -> tuple[int, ...]:
     """How large the parts are, in proportion.
 
     Three tensors come for the first one and one goes home of the last. What comes for a part must
@@ -107,9 +107,9 @@ def _sizes(count: int) -> tuple[int, ...]:
     return few.get(count) or (1, *[3] * (count - 2), 1)
 
 
-def _edges(heads: int, count: int) -> list[int]:
+def _chunk_edges(heads: int, count: int) -> list[int]:
     """Bounds of ``count`` parts of at least one head."""
-    sizes, edges = _sizes(count), [0]
+    sizes, edges = _chunk_sizes(count), [0]
     for index in range(1, count):
         ideal = round(heads * sum(sizes[:index]) / sum(sizes))
         edges.append(min(max(ideal, edges[-1] + 1), heads - (count - index)))

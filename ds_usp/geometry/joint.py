@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.segments import Segment, join
+from ds_usp.geometry.segments import Segment, coalesce
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class JointLayout(TokenLayout):
         return cls(layout.kind, layout.seq_len + joint, *shape, joint=joint, front=front)
 
     @property
-    def parts(self) -> tuple[TokenLayout, TokenLayout]:
+    def layouts(self) -> tuple[TokenLayout, TokenLayout]:
         """Of the joint sequence alone and of the other one alone."""
         shape = self.ulysses, self.ring, self.order
         lengths = self.joint, self.seq_len - self.joint
@@ -54,11 +54,11 @@ class JointLayout(TokenLayout):
 
     def __str__(self) -> str:
         where = "before" if self.front else "after"
-        return f"{self.joint} joint tokens {where} {self.parts[1]}"
+        return f"{self.joint} joint tokens {where} {self.layouts[1]}"
 
 
 @dataclass(frozen=True)
-class ShardsInOrder(TokenLayout):
+class ConcatenatedShards(TokenLayout):
     """The shards of a layout as if they were a sequence, rank after rank on one Ulysses axis: what
     :meth:`TokenLayout.gather` takes.
 
@@ -69,7 +69,7 @@ class ShardsInOrder(TokenLayout):
     degrees: tuple[int, int] = (1, 1)
 
     @classmethod
-    def of(cls, layout: TokenLayout) -> ShardsInOrder:
+    def of(cls, layout: TokenLayout) -> ConcatenatedShards:
         """Of a layout, on the same ranks."""
         degrees = layout.ulysses, layout.ring
         return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees=degrees)
@@ -83,7 +83,7 @@ class ShardsInOrder(TokenLayout):
 
 @lru_cache(maxsize=4096)
 def _segments(layout: JointLayout, rank: int) -> tuple[Segment, ...]:
-    parts = layout.parts if layout.front else layout.parts[::-1]
+    parts = layout.layouts if layout.front else layout.layouts[::-1]
     first, second = (part.segments(rank) for part in parts)
     shift = parts[0].seq_len
-    return join([*first, *(replace(each, start=each.start + shift) for each in second)])
+    return coalesce([*first, *(replace(each, start=each.start + shift) for each in second)])

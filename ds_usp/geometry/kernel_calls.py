@@ -9,9 +9,9 @@ from ds_usp.geometry.tiles import Tile
 
 # Rows or columns that a call may leave out between two tiles, as a part of the shard's: a call's
 # results cover all between its first row and its last one.
-_WIDEST_GAP = 8
+_MAX_GAP_FRACTION = 8
 
-Window = tuple[int | None, int | None]
+Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KernelCall:
     """
 
     tiles: tuple[tuple[Tile, ...], ...]
-    window: Window
+    window: Bounds
     q_start: int = field(init=False)
     q_stop: int = field(init=False)
     k_start: int = field(init=False)
@@ -83,65 +83,69 @@ class KernelCall:
         return f"{counts} tiles in {rows} {columns} window{self.window}"
 
 
-def calls_of(tiles: Sequence[Sequence[Tile]], rows: int, columns: int) -> tuple[KernelCall, ...]:
+def kernel_calls_from_tiles(
+    tiles: Sequence[Sequence[Tile]], rows: int, columns: int
+) -> tuple[KernelCall, ...]:
     """All tiles of a step in few calls, each tile in the first that has room for it.
 
     Args:
         tiles: for each sample, or once for all.
         rows, columns: tokens of the two shards.
     """
-    open_calls: list[_OpenCall] = []
+    open_calls: list[_CallBuilder] = []
     for sample, mine in enumerate(tiles):
-        for tile in sorted(mine, key=_place):
+        for tile in sorted(mine, key=_sort_key):
             window = tile.window
             for each in open_calls:
-                if each.takes(sample, tile, window):
+                if each.can_add(sample, tile, window):
                     break
             else:
-                each = _OpenCall(len(tiles), rows // _WIDEST_GAP, columns // _WIDEST_GAP)
+                each = _CallBuilder(
+                    len(tiles), rows // _MAX_GAP_FRACTION, columns // _MAX_GAP_FRACTION
+                )
                 open_calls.append(each)
             each.add(sample, tile, window)
     return tuple(each.close() for each in open_calls)
 
 
-def _place(tile: Tile) -> tuple[int, int]:
+def _sort_key(tile: Tile) -> tuple[int, int]:
     return tile.q_start, tile.k_start
 
 
-class _OpenCall:
+class _CallBuilder:
     """A call that tiles are still added to."""
 
     def __init__(self, samples: int, row_gap: int, column_gap: int) -> None:
         self._tiles: list[list[Tile]] = [[] for _ in range(samples)]
         self._gaps = row_gap, column_gap
-        self._window: Window = (None, None)
+        self._window: Bounds = (None, None)
         # Tiles that a side of the window does not bind need it to be as wide as this.
         self._widest = (0, 0)
 
-    def takes(self, sample: int, tile: Tile, window: Window) -> bool:
+    def can_add(self, sample: int, tile: Tile, window: Bounds) -> bool:
         """Whether the tile comes after the others, not far off, and under one window with them."""
         if self._tiles[sample]:
             last = self._tiles[sample][-1]
             gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
             if not all(0 <= gap <= most for gap, most in zip(gaps, self._gaps, strict=True)):
                 return False
-        both, widest = self._joined(tile, window)
+        both, widest = self._merged(tile, window)
         binds = zip(self._window, window, both, widest, strict=True)
         return all(
             bound is None or (old in (None, bound) and new in (None, bound) and most <= bound)
             for old, new, bound, most in binds
         )
 
-    def add(self, sample: int, tile: Tile, window: Window) -> None:
+    def add(self, sample: int, tile: Tile, window: Bounds) -> None:
         """Take the tile in."""
-        self._window, self._widest = self._joined(tile, window)
+        self._window, self._widest = self._merged(tile, window)
         self._tiles[sample].append(tile)
 
     def close(self) -> KernelCall:
         """The call."""
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
-    def _joined(self, tile: Tile, window: Window) -> tuple[Window, tuple[int, int]]:
+    def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:
         """The window with the tile, and how wide it must be for what no side of it binds."""
         reach = tile.columns - 1, tile.rows - 1
         left, right = (

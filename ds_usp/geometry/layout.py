@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 from ds_usp.errors import LayoutError
-from ds_usp.geometry.balance import balanced_shares
-from ds_usp.geometry.masks import Borders, borders_of, shown
-from ds_usp.geometry.segments import Segment, balanced, cut, join
+from ds_usp.geometry.balance import balance_documents
+from ds_usp.geometry.masks import Borders, borders_of, format_documents
+from ds_usp.geometry.segments import Segment, coalesce, even_split, slice_segments
 from ds_usp.geometry.shards import shards_of_group
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
@@ -98,7 +98,7 @@ class TokenLayout:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of 1 or more")
-        object.__setattr__(self, "documents", self._checked_documents())
+        object.__setattr__(self, "documents", self._validate_documents())
         shortest = min(self.length(rank) for rank in range(self.degree))
         if shortest < 1:
             raise LayoutError(
@@ -107,7 +107,7 @@ class TokenLayout:
                 "or smaller degrees."
             )
 
-    def _checked_documents(self) -> Borders:
+    def _validate_documents(self) -> Borders:
         found = borders_of(self.documents)
         needs = self.kind == "balanced"
         if needs and not found:
@@ -190,7 +190,7 @@ class TokenLayout:
         found = [position for segment in self.segments(rank) for position in segment.positions]
         return found if like is None else like.new_empty(0).long().new_tensor(found)
 
-    def places_as(self, other: TokenLayout) -> bool:
+    def has_same_shards_as(self, other: TokenLayout) -> bool:
         """Whether every rank stores the same tokens in the same order as under another layout."""
         return self.degree == other.degree and all(
             self.segments(rank) == other.segments(rank) for rank in range(self.degree)
@@ -296,18 +296,18 @@ class TokenLayout:
         return dim
 
     def __str__(self) -> str:
-        documents = f" in {shown((self.documents,))}" if self.documents else ""
+        documents = f" in {format_documents((self.documents,))}" if self.documents else ""
         degrees = f"ulysses {self.ulysses} x ring {self.ring}"
         return f"{self.kind}({self.seq_len} tokens{documents}, {degrees})"
 
 
 def _contiguous(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
-    return (_chunk(layout.seq_len, layout.degree, layout.sp_rank(ulysses_rank, ring_rank)),)
+    return (_nth_chunk(layout.seq_len, layout.degree, layout.sp_rank(ulysses_rank, ring_rank)),)
 
 
 def _zigzag(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
     chunks = 2 * layout.ring
-    return tuple(_chunk(layout.seq_len, chunks, i) for i in (ring_rank, chunks - 1 - ring_rank))
+    return tuple(_nth_chunk(layout.seq_len, chunks, i) for i in (ring_rank, chunks - 1 - ring_rank))
 
 
 def _striped(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
@@ -316,14 +316,14 @@ def _striped(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
 
 
 def _balanced(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
-    return balanced_shares(layout.documents, layout.ring)[ring_rank]
+    return balance_documents(layout.documents, layout.ring)[ring_rank]
 
 
-def _cut_among_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
+def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
     def table(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
-        whole = join(ring_table(layout, ring_rank))
+        whole = coalesce(ring_table(layout, ring_rank))
         total = sum(segment.length for segment in whole)
-        return cut(whole, *balanced(total, layout.ulysses, ulysses_rank))
+        return slice_segments(whole, *even_split(total, layout.ulysses, ulysses_rank))
 
     return table
 
@@ -335,12 +335,12 @@ def _context_parallel(
     return tuple(
         replace(chunk, start=start + chunk.start)
         for start, stop in pairwise(layout.documents or (0, layout.seq_len))
-        for chunk in (_chunk(stop - start, chunks, i) for i in (rank, chunks - 1 - rank))
+        for chunk in (_nth_chunk(stop - start, chunks, i) for i in (rank, chunks - 1 - rank))
     )
 
 
-def _chunk(total: int, parts: int, index: int) -> Segment:
-    begin, end = balanced(total, parts, index)
+def _nth_chunk(total: int, parts: int, index: int) -> Segment:
+    begin, end = even_split(total, parts, index)
     return Segment(begin, end - begin)
 
 
@@ -350,10 +350,10 @@ _Table = Callable[[TokenLayout, int, int], tuple[Segment, ...]]
 _TABLES: Mapping[str, _Table] = MappingProxyType(
     {
         "contiguous": _contiguous,
-        "zigzag": _cut_among_ulysses(_zigzag),
-        "striped": _cut_among_ulysses(_striped),
+        "zigzag": _split_over_ulysses(_zigzag),
+        "striped": _split_over_ulysses(_striped),
         "context_parallel": _context_parallel,
-        "balanced": _cut_among_ulysses(_balanced),
+        "balanced": _split_over_ulysses(_balanced),
     }
 )
 KINDS = tuple(_TABLES)
@@ -370,7 +370,7 @@ def _offsets(segments: Sequence[Segment]) -> list[tuple[int, Segment]]:
 
 @lru_cache(maxsize=1024)
 def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
-    return join(_TABLES[layout.kind](layout, *layout.coords(rank)))
+    return coalesce(_TABLES[layout.kind](layout, *layout.coords(rank)))
 
 
 @lru_cache(maxsize=1024)
@@ -388,4 +388,4 @@ def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...
             runs[-1] = Run(last.ulysses_rank, last.start, last.length + run.length)
         else:
             runs.append(run)
-    return join(segment for segment, _ in pieces), tuple(runs)
+    return coalesce(segment for segment, _ in pieces), tuple(runs)

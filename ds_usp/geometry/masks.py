@@ -140,7 +140,7 @@ class MaskSpec:
         if self.left is None and self.right in (0, None):
             text = "causal" if self.right == 0 else "full"
         text += f" with a prefix of {self.prefix}" if self.prefix else ""
-        return f"{text} in {shown(self.documents)}" if self.documents else text
+        return f"{text} in {format_documents(self.documents)}" if self.documents else text
 
 
 def borders_of(documents: Any) -> tuple[Borders, ...]:
@@ -155,7 +155,7 @@ def borders_of(documents: Any) -> tuple[Borders, ...]:
     lists = _as_list(documents)
     if not any(_is_list(each) for each in lists):
         lists = [lists]
-    return tuple(_checked(_as_list(each)) for each in lists)
+    return tuple(_validate_borders(_as_list(each)) for each in lists)
 
 
 def _is_list(x: Any) -> bool:
@@ -173,14 +173,14 @@ def _as_list(x: Any) -> list[Any]:
     return list(x)
 
 
-def _checked(borders: list[Any]) -> Borders:
+def _validate_borders(borders: list[Any]) -> Borders:
     borders = [each.item() if hasattr(each, "item") else each for each in borders]
     if not all(type(each) is int for each in borders):
-        raise ConfigError(f"documents {_short(borders)} must be whole numbers of tokens")
+        raise ConfigError(f"documents {_abbreviate(borders)} must be whole numbers of tokens")
     if not borders or borders[0] != 0 or borders[-1] == 0:
         raise ConfigError(
-            f"documents {_short(borders)} must be cumulative borders from 0 to the length of the "
-            "sequence"
+            f"documents {_abbreviate(borders)} must be cumulative borders from 0 to the length of "
+            "the sequence"
         )
     for at, (before, border) in enumerate(pairwise(borders)):
         if border < before:
@@ -190,12 +190,12 @@ def _checked(borders: list[Any]) -> Borders:
     return tuple(dict.fromkeys(borders))
 
 
-def _short(borders: Sequence[Any]) -> str:
-    shown = list(borders[: _PRINTED + 1])
-    return f"{shown}" if len(borders) == len(shown) else f"{str(shown)[:-1]}, ...]"
+def _abbreviate(borders: Sequence[Any]) -> str:
+    printed = list(borders[: _PRINTED + 1])
+    return f"{printed}" if len(borders) == len(printed) else f"{str(printed)[:-1]}, ...]"
 
 
-def shown(documents: tuple[Borders, ...]) -> str:
+def format_documents(documents: tuple[Borders, ...]) -> str:
     """Documents in a line that no others have."""
     count = sum(len(borders) - 1 for borders in documents)
     if count <= _PRINTED:

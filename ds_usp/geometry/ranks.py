@@ -85,8 +85,8 @@ class RankGrid:
             self._index(axis)
         inside = [a for a in self.order if a in axes]
         outside = [a for a in self.order if a not in axes]
-        firsts = [self.rank(**fixed) for fixed in self._walk(outside)]
-        steps = [self.rank(**moving) for moving in self._walk(inside)]
+        firsts = [self.rank(**fixed) for fixed in self._iter_coords(outside)]
+        steps = [self.rank(**moving) for moving in self._iter_coords(inside)]
         return tuple(tuple(first + step for step in steps) for first in firsts)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class RankGrid:
         self.coords(rank)
         return next(group for group in self.groups(*axes) if rank in group)
 
-    def _walk(self, axes: Sequence[str]) -> list[dict[str, int]]:
+    def _iter_coords(self, axes: Sequence[str]) -> list[dict[str, int]]:
         ranges = [range(self.shape[self._index(axis)]) for axis in reversed(axes)]
         return [dict(zip(reversed(axes), point, strict=True)) for point in product(*ranges)]
 

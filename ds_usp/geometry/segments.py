@@ -19,7 +19,7 @@ class Segment:
         """The global positions, in order."""
         return range(self.start, self.start + self.length * self.stride, self.stride)
 
-    def cut(self, begin: int, end: int) -> Segment:
+    def slice(self, begin: int, end: int) -> Segment:
         """The part of the run between its tokens ``begin`` and ``end`` (half open)."""
         return Segment(self.start + begin * self.stride, end - begin, self.stride)
 
@@ -28,7 +28,7 @@ class Segment:
         return other.stride == self.stride and other.start == self.positions.stop
 
 
-def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """The same positions in the same order, in as few runs as possible; empty runs vanish."""
     joined: list[Segment] = []
     for segment in segments:
@@ -41,19 +41,19 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def cut(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
+def slice_segments(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
     """Tokens ``begin`` to ``end`` (half open) of the concatenated runs."""
     parts = []
     offset = 0
     for segment in segments:
         low, high = max(begin - offset, 0), min(end - offset, segment.length)
         if low < high:
-            parts.append(segment.cut(low, high))
+            parts.append(segment.slice(low, high))
         offset += segment.length
     return tuple(parts)
 
 
-def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
+def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
     """Half-open bounds of part ``index`` when ``total`` things are cut as evenly as possible.
 
     The first parts get what does not divide, one each, as DeepSpeed cuts heads.

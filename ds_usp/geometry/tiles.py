@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.documents import Shard, cut_at_borders
+from ds_usp.geometry.documents import Shard, split_at_documents
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment
 
@@ -101,7 +101,7 @@ class TileSupport:
 
 
 ANY_BAND = TileSupport()
-_EVERYONE = MaskSpec.full()
+_FULL = MaskSpec.full()
 
 
 def plan_tiles(
@@ -131,32 +131,32 @@ def plan_tiles(
         UnsupportedAttentionError: a window for a kernel that has none.
     """
     borders = mask.documents[sample] if mask.documents else ()
-    queries, keys = (cut_at_borders(x, borders) for x in (q_segments, k_segments))
+    queries, keys = (split_at_documents(x, borders) for x in (q_segments, k_segments))
     found: list[Tile] = []
     for document in sorted(queries.keys() & keys.keys()):
         tiles = _tiles_between(queries[document], keys[document], mask)
-        for tile in _merged(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
-            found += _lowered(tile, support)
+        for tile in _merge_tiles(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
+            found += _legalize(tile, support)
     return tuple(found)
 
 
 def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
     """One tile for each two runs that have a pair."""
-    tiles = (_tile(*pair) for pair in _meetings(queries, keys, mask))
+    tiles = (_tile(*pair) for pair in _segment_pairs(queries, keys, mask))
     return [tile for tile in tiles if tile is not None]
 
 
-def _meetings(
+def _segment_pairs(
     queries: Shard, keys: Shard, mask: MaskSpec
 ) -> Iterator[tuple[Segment, int, Segment, int, MaskSpec]]:
     """Each two runs, where they begin, and the window that holds between them: none before the
     end of the prefix."""
     for k, k_at in keys:
         inside = min(max(0, -(-(mask.prefix - k.start) // k.stride)), k.length)
-        first, rest = (k.cut(0, inside), k.cut(inside, k.length)) if inside else (k, k)
+        first, rest = (k.slice(0, inside), k.slice(inside, k.length)) if inside else (k, k)
         for q, q_at in queries:
             if inside:
-                yield q, q_at, first, k_at, _EVERYONE
+                yield q, q_at, first, k_at, _FULL
             if rest.length:
                 yield q, q_at, rest, k_at + inside, mask
 
@@ -164,7 +164,7 @@ def _meetings(
 def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
     """Of each two runs the keys, half open, that some query sees: the columns of their tile."""
     found = []
-    for q, _, k, at, window in _meetings(queries, keys, mask):
+    for q, _, k, at, window in _segment_pairs(queries, keys, mask):
         low, high = _bounds(q, k, window)
         start, stop = max(0, low), min(k.length, high + q.length)
         if low <= high and start < stop:
@@ -186,12 +186,12 @@ def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
 def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
     low, high = _bounds(q, k, mask)
     shift = k_start - q_start
-    return _tight(
+    return _trim(
         Tile(q_start, q_start + q.length, k_start, k_start + k.length, low + shift, high + shift)
     )
 
 
-def _tight(tile: Tile) -> Tile | None:
+def _trim(tile: Tile) -> Tile | None:
     """The same pairs without empty rows and columns; None if there are none."""
     q_start = max(tile.q_start, tile.k_start - tile.high)
     q_stop = min(tile.q_stop, tile.k_stop - tile.low)
@@ -203,7 +203,7 @@ def _tight(tile: Tile) -> Tile | None:
     return Tile(q_start, q_stop, k_start, k_stop, low, high) if low <= high else None
 
 
-def _merged(tiles: list[Tile], open_left: bool) -> list[Tile]:
+def _merge_tiles(tiles: list[Tile], open_left: bool) -> list[Tile]:
     """Join tiles as long as two of them are exactly one band of their bounding rectangle.
 
     Where the mask is open to the left the tiles stay so: a kernel may have no windows.
@@ -212,7 +212,7 @@ def _merged(tiles: list[Tile], open_left: bool) -> list[Tile]:
     for tile in tiles:
         index = 0
         while index < len(done):
-            joined = _join(done[index], tile)
+            joined = _try_merge(done[index], tile)
             if joined is None or (open_left and joined.window[0] is not None):
                 index += 1
             else:
@@ -223,7 +223,7 @@ def _merged(tiles: list[Tile], open_left: bool) -> list[Tile]:
     return done
 
 
-def _join(a: Tile, b: Tile) -> Tile | None:
+def _try_merge(a: Tile, b: Tile) -> Tile | None:
     """One tile with the pairs of two disjoint ones, if such a tile exists.
 
     The smallest band rectangle around both contains both, so it is their union exactly when it
@@ -237,7 +237,7 @@ def _join(a: Tile, b: Tile) -> Tile | None:
     return around if around.pairs == a.pairs + b.pairs else None
 
 
-def _lowered(tile: Tile, support: TileSupport) -> list[Tile]:
+def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
     """The tile as such ones as the kernel knows: full and square causal ones are always there."""
     left, right = tile.window
     if right is None and left is None:
@@ -250,19 +250,19 @@ def _lowered(tile: Tile, support: TileSupport) -> list[Tile]:
         if tile.rows == tile.columns or support.rectangular:
             return [tile]
         edge = tile.k_stop - tile.rows
-        return _parts(replace(tile, k_stop=edge), replace(tile, k_start=edge))
+        return _trim_all(replace(tile, k_stop=edge), replace(tile, k_start=edge))
     known = support.window and (support.rectangular or left is not None)
     if known and (support.tall or tile.rows <= tile.columns):
         return [tile]
     # Below the right bound's end rows see the last column, above the left one's start the first.
     row = tile.k_start - tile.low + 1 if right is None else tile.k_stop - tile.high
-    parts = _parts(replace(tile, q_stop=row), replace(tile, q_start=row))
-    return [small for part in parts for small in _lowered(part, support)]
+    parts = _trim_all(replace(tile, q_stop=row), replace(tile, q_start=row))
+    return [small for part in parts for small in _legalize(part, support)]
 
 
-def _parts(*tiles: Tile) -> list[Tile]:
+def _trim_all(*tiles: Tile) -> list[Tile]:
     """The tiles without empty rows and columns; those without pairs vanish."""
-    return [tight for tight in map(_tight, tiles) if tight is not None]
+    return [tight for tight in map(_trim, tiles) if tight is not None]
 
 
 def _pairs_below(rows: int, columns: int, high: int) -> int:

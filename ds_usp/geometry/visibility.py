@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ds_usp.geometry.documents import cut_at_borders
+from ds_usp.geometry.documents import split_at_documents
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import visible_columns
 
 # A gap between two runs that are seen stays away if it is this part of what its owner holds:
 # below, another message costs more than the tokens do.
-_LEAST_GAP = 32
+_MIN_GAP_FRACTION = 32
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -32,30 +32,30 @@ def visible_runs(
     seen: list[list[list[tuple[int, int]]]] = [[[] for _ in ranks] for _ in ranks]
     for borders in mask.documents or ((),):
         shards, kv_shards = (
-            [cut_at_borders(each, borders) for each in x] for x in (segments, kv_segments)
+            [split_at_documents(each, borders) for each in x] for x in (segments, kv_segments)
         )
         for user in ranks:
             for owner in ranks:
                 queries, keys, runs = shards[user], kv_shards[owner], seen[user][owner]
                 for document in queries.keys() & keys.keys():
                     runs += visible_columns(queries[document], keys[document], mask)
-    gaps = [least_gap(kv_layout.ring_length(owner)) for owner in ranks]
+    gaps = [min_gap(kv_layout.ring_length(owner)) for owner in ranks]
     return tuple(
-        tuple(united(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
+        tuple(merge_runs(runs, gap) for runs, gap in zip(row, gaps, strict=True)) for row in seen
     )
 
 
-def least_gap(owned: int) -> int:
+def min_gap(owned: int) -> int:
     """Tokens nobody sees that stay away, of so many that their owner holds."""
-    return max(1, -(-owned // _LEAST_GAP))
+    return max(1, -(-owned // _MIN_GAP_FRACTION))
 
 
-def united(runs: Iterable[tuple[int, int]], gap: int) -> Runs:
+def merge_runs(runs: Iterable[tuple[int, int]], gap: int) -> Runs:
     """The union of runs, with the gaps that are shorter."""
-    united: list[tuple[int, int]] = []
+    merge_runs: list[tuple[int, int]] = []
     for start, stop in sorted(runs):
-        if united and start - united[-1][1] < gap:
-            before = united.pop()
+        if merge_runs and start - merge_runs[-1][1] < gap:
+            before = merge_runs.pop()
             start, stop = before[0], max(before[1], stop)
-        united.append((start, stop))
-    return tuple(united)
+        merge_runs.append((start, stop))
+    return tuple(merge_runs)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
-from ds_usp.geometry.chunking import comes_at_once, inner_ring, parts_of_heads
-from ds_usp.geometry.heads import bare_share
+from ds_usp.geometry.chunking import inner_ring_size, num_head_chunks, should_all_gather_kv
+from ds_usp.geometry.heads import exposed_fraction
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster, interpolate_curve
 from ds_usp.planner.models import ModelShape
@@ -187,7 +187,7 @@ def _predicted(
         ring = _double_ring_s(cluster, config, inner, sent, steps, chunks)
     merge = tokens * work.model.q_width / config.tp * steps * impl.merge_bytes_per_element
     merge_s = merge / cluster.hbm_bytes_per_s
-    end_fraction = bare_share(chunks)
+    end_fraction = exposed_fraction(chunks)
     hideable = ulysses * (1 - end_fraction) + ring
     # Of the kernels' time a relay can use all but the last step's, block after block.
     overlap = kernel * (steps / (steps + 1) if impl.relayed_ring else 1.0)
@@ -201,12 +201,14 @@ def _num_chunks(work: Workload, config: ParallelConfig) -> int:
     most = max(1, int(model.kv_heads / config.tp / config.ulysses))
     if config.sp == 1:
         return 1
-    return parts_of_heads(_rank_flop(work, config), most, config.ulysses)
+    return num_head_chunks(_rank_flop(work, config), most, config.ulysses)
 
 
 def _all_gathers_kv(work: Workload, config: ParallelConfig, chunks: int, inner: int | None) -> bool:
     inner_ranks = inner or config.ring
-    return comes_at_once(_kv_bytes(work, config) * inner_ranks // config.ring, chunks, inner_ranks)
+    return should_all_gather_kv(
+        _kv_bytes(work, config) * inner_ranks // config.ring, chunks, inner_ranks
+    )
 
 
 def _kv_bytes(work: Workload, config: ParallelConfig) -> int:
@@ -219,7 +221,7 @@ def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int
     """Ranks of the inner ring where ``Tuning`` takes a double one; None where blocks go straight
     to their users."""
     ranks_per_node = ring_ranks_per_node(cluster, config)
-    return inner_ring(
+    return inner_ring_size(
         config.ring, ranks_per_node, _kv_bytes(work, config) // _num_chunks(work, config)
     )
 

@@ -157,12 +157,12 @@ def _ring_tokens(
         later, earlier = ring - 1 - ring_rank, ring_rank
         return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
     schedule = ring_schedule(tokens, mask, ring_rank, inner=inner)
-    steps = [step for step in schedule.steps if not step.own]
+    steps = [step for step in schedule.steps if not step.is_local]
     return _RingTokens(
-        sum(step.given for step in steps),
-        sum(step.columns for step in steps),
-        sum(window.given for window in schedule.windows),
-        sum(window.columns for window in schedule.windows),
+        sum(step.num_sent_tokens for step in steps),
+        sum(step.num_kv_tokens for step in steps),
+        sum(window.num_sent_tokens for window in schedule.outer_steps),
+        sum(window.num_kv_tokens for window in schedule.outer_steps),
     )
 
 

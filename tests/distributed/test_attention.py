@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 import ds_usp
 from ds_usp.attention import tuning
 from ds_usp.attention.call_plan import plan_call
-from ds_usp.geometry.chunking import places
+from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 
 MESHES = [(u, r) for u in (1, 2, 4) for r in (1, 2, 4) if u * r <= 8]
@@ -66,7 +66,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
 
 def tuned(case: Case, ulysses: int, at: int) -> Case:
     """The case in several parts and with all blocks at once, or one of the two."""
-    most = HeadSplit(case.heads, case.kv_heads, ulysses).most_chunks
+    most = HeadSplit(case.heads, case.kv_heads, ulysses).max_chunks
     tunings = (
         ds_usp.Tuning(chunks=1, gather=True),
         ds_usp.Tuning(chunks=most, gather=True),
@@ -134,11 +134,17 @@ def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str)
     check(pool, cases, 1, ring)
 
 
-def run_brief(ctx: RankContext, cases: list[Case], ulysses_degree: int) -> list[dict[str, float]]:
+def run_launch_bound(
+    ctx: RankContext, cases: list[Case], ulysses_degree: int
+) -> list[dict[str, float]]:
     """:func:`cases.run_cases` as on GPUs where the host would be slower than they are."""
     mesh = mesh_of(ulysses_degree)
     mesh.plans.clear()
-    with mock.patch.object(tuning, "places", lambda sizes, brief: places(sizes, brief=True)):
+    with mock.patch.object(
+        tuning,
+        "chunk_positions",
+        lambda sizes, launch_bound: chunk_positions(sizes, launch_bound=True),
+    ):
         results = run_cases(ctx, cases, ulysses_degree)
     mesh.plans.clear()
     return results
@@ -158,7 +164,7 @@ def test_a_brief_call_is_computed_with_all_that_comes(
             (ds_usp.Tuning(1, True), ds_usp.Tuning(1, False)),
         )
     ]
-    results = pool.run(run_brief, ulysses * ring, cases=cases, ulysses_degree=ulysses)
+    results = pool.run(run_launch_bound, ulysses * ring, cases=cases, ulysses_degree=ulysses)
     for case, *by_rank in zip(cases, *results, strict=True):
         worst = max(max(errors.values()) for errors in by_rank)
         assert worst <= TOLERANCE[case.dtype], f"{case}: {worst}"
@@ -213,8 +219,8 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
     )
     plans = [ring.schedule for ring in call.ring_calls]
     return (
-        [plan.steps[0].own for plan in plans],
-        [plan.backward_steps[0].own for plan in plans],
+        [plan.steps[0].is_local for plan in plans],
+        [plan.backward_steps[0].is_local for plan in plans],
     )
 
 

@@ -18,7 +18,7 @@ from ds_usp.attention.tuning import ResolvedTuning
 from ds_usp.comm.channel import P2PChannel, RecvSpecs, SendSlices, StagingBuffer
 from ds_usp.comm.copy_engine import num_slots
 from ds_usp.comm.uniform_all_to_all import PreallocatedSend
-from ds_usp.geometry.chunking import places
+from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.kernels import merge
 from ds_usp.strided_copy import strided_copy
 
@@ -87,7 +87,7 @@ class PullingChannel(P2PChannel):
 
 
 def packed(
-    ctx: RankContext, case: Case, ulysses: int, *, brief: bool = False
+    ctx: RankContext, case: Case, ulysses: int, *, launch_bound: bool = False
 ) -> tuple[float, Sizes, Sizes]:
     """The worst error when all rooms have been filled again, the bytes that were reserved and the
     most that were packed at once."""
@@ -100,7 +100,11 @@ def packed(
 
     def resolve(self: Tuning, *args: Any) -> ResolvedTuning:
         cut = decide(self, *args)._replace(use_copy_engines=True)
-        return cut._replace(chunk_positions=places([1], brief=True)) if brief else cut
+        return (
+            cut._replace(chunk_positions=chunk_positions([1], launch_bound=True))
+            if launch_bound
+            else cut
+        )
 
     def reserve(self: SequenceMesh, sizes: Sizes, device: torch.device) -> None:
         reserved.update(sizes)
@@ -176,7 +180,7 @@ def test_what_is_packed_fits_into_what_every_rank_reserved(
 def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool: WorkerPool, layout: str) -> None:
     """Nobody takes keys of the last rank of a causal contiguous ring: nothing is summed there."""
     case = Case(kernel="eager", tuning=Tuning(1, True), layout=layout)
-    for error, _, _ in pool.run(packed, 4, case=case, ulysses=1, brief=True):
+    for error, _, _ in pool.run(packed, 4, case=case, ulysses=1, launch_bound=True):
         assert error < TOLERANCE[case.dtype]
 
 

@@ -118,7 +118,7 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)
     options = {"softmax_scale": None, "dropout_p": 0.0, "kernel": "auto"}
     text, call = plan_call(q, q, q, mesh=mesh, layout=layout, mask=MaskSpec.causal(), **options)
-    assert len(call.ring_calls[0].schedule.windows) == 1
+    assert len(call.ring_calls[0].schedule.outer_steps) == 1
     return ring.ring_ranks_per_node, both.ring_ranks_per_node, turned.ring_ranks_per_node, text
 
 

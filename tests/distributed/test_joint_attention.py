@@ -13,7 +13,7 @@ from joint_attention_cases import FULL, Joint, run
 
 import ds_usp
 from ds_usp import MaskSpec
-from ds_usp.geometry.joint import JointLayout, ShardsInOrder
+from ds_usp.geometry.joint import ConcatenatedShards, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4), (4, 2)]
@@ -55,10 +55,10 @@ def test_every_position_is_on_one_rank(kind: str, front: bool) -> None:
     for rank in range(6):
         mine = [position for position in layout.positions(rank) if position in joint]
         shift = joint.start
-        assert [shift + position for position in layout.parts[0].positions(rank)] == mine
-    shards = ShardsInOrder.of(layout.parts[0])
+        assert [shift + position for position in layout.layouts[0].positions(rank)] == mine
+    shards = ConcatenatedShards.of(layout.layouts[0])
     assert shards.permutation() == shards.ring_positions(0) == list(range(19))
-    assert [shards.length(r) for r in range(6)] == [layout.parts[0].length(r) for r in range(6)]
+    assert [shards.length(r) for r in range(6)] == [layout.layouts[0].length(r) for r in range(6)]
 
 
 def refused(ctx: RankContext, changes: dict[str, Any], odd: tuple[int, ...]) -> str:

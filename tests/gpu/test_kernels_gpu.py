@@ -7,7 +7,7 @@ import torch
 from oracle import relative_error
 
 from ds_usp import MaskSpec
-from ds_usp.geometry.kernel_calls import KernelCall, calls_of
+from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import BackwardInputs, KernelRequest
@@ -46,7 +46,11 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
     rows, columns, start, mask = shape
     segments = [Segment(start, rows)], [Segment(0, columns)]
     tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
-    calls = calls_of([tiles], rows, columns) if mask.documents else map(KernelCall.of, tiles)
+    calls = (
+        kernel_calls_from_tiles([tiles], rows, columns)
+        if mask.documents
+        else map(KernelCall.of, tiles)
+    )
     calls = tuple(calls)
     total = OutputAccumulator(q)
     for call in calls:

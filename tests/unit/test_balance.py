@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from ds_usp.geometry.resplit import SearchBudget, rebalance_pair
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.resplit import Tries, resplit
 from ds_usp.geometry.ring_schedule import ring_schedule
 
 
@@ -81,7 +81,9 @@ def test_dealing_out_anew_keeps_the_tokens_of_both() -> None:
         runs = list(pairwise(cuts))
         draw.shuffle(runs)
         at = draw.randint(0, len(runs))
-        pair = resplit(borders, runs[:at], runs[at:], Tries(draw.choice([0, 100, 5000])))
+        pair = rebalance_pair(
+            borders, runs[:at], runs[at:], SearchBudget(draw.choice([0, 100, 5000]))
+        )
         for before, after in zip((runs[:at], runs[at:]), pair, strict=True):
             assert sum(b - a for a, b in before) == sum(b - a for a, b in after)
         everywhere = sorted(i for run in (*pair[0], *pair[1]) for i in range(*run))

@@ -14,9 +14,9 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.geometry.balance import balanced_shares
-from ds_usp.geometry.kernel_calls import KernelCall, calls_of
-from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.balance import balance_documents
+from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.geometry.visibility import visible_runs
 
@@ -146,7 +146,7 @@ def cover(seen: list[int], layout: TokenLayout, rank: int, step: RingStep, sampl
     """Add a step's pairs to the keys that every query has seen so far, as bits; none twice."""
     rows = layout.ring_positions(rank)
     keys = [
-        p for owner, start, stop in step.takes for p in layout.ring_positions(owner)[start:stop]
+        p for owner, start, stop in step.kv_ranges for p in layout.ring_positions(owner)[start:stop]
     ]
     bits = [0, *accumulate(1 << position for position in keys)]
     for call in step.calls:
@@ -173,14 +173,14 @@ def wanted(mask: MaskSpec, borders: Borders) -> list[int]:
 
 def check_travel(plans: list[RingSchedule]) -> None:
     """What a rank takes of another in a step is what that one gives it, piece by piece."""
-    travelling = ([step for step in plan.steps if not step.own] for plan in plans)
+    travelling = ([step for step in plan.steps if not step.is_local] for plan in plans)
     for steps in zip(*travelling, strict=True):
         for user, step in enumerate(steps):
             for owner, theirs in enumerate(steps):
                 if owner == user:
                     continue
-                takes = [piece[1:] for piece in step.takes if piece.rank == owner]
-                assert takes == [piece[1:] for piece in theirs.gives if piece.rank == user]
+                takes = [piece[1:] for piece in step.kv_ranges if piece.rank == owner]
+                assert takes == [piece[1:] for piece in theirs.send_ranges if piece.rank == user]
 
 
 def check_packed(plans: list[RingSchedule]) -> None:
@@ -190,10 +190,10 @@ def check_packed(plans: list[RingSchedule]) -> None:
             piece[1:]
             for each in plans
             for step in (*each.steps, *each.backward_steps)
-            for piece in step.takes
-            if piece.rank == owner and not step.own
+            for piece in step.kv_ranges
+            if piece.rank == owner and not step.is_local
         }
-        runs, edges = plan.packed, {edge for span in taken for edge in span}
+        runs, edges = plan.packed_runs, {edge for span in taken for edge in span}
         assert all(any(a <= start and stop <= b for a, b in runs) for start, stop in taken)
         assert all(before < after for (_, before), (after, _) in pairwise(runs))
         assert {edge for run in runs for edge in run} <= edges
@@ -220,7 +220,7 @@ def test_every_allowed_pair_is_computed_exactly_once(seed: int) -> None:
         layout = TokenLayout(kind, tokens, ulysses, ring, order, cut)
         window = mask.left is not None or draw.random() < 0.5
         support = TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
-        gather, place = draw.random() < 0.5, draw.choice(get_args(Place))
+        gather, place = draw.random() < 0.5, draw.choice(get_args(ChunkPosition))
         plans = [ring_schedule(layout, mask, r, support, gather, place) for r in range(ring)]
         check_travel(plans)
         check_packed(plans)
@@ -295,11 +295,11 @@ def test_many_documents_take_one_call_a_step() -> None:
 def test_far_tiles_are_calls_of_their_own() -> None:
     near = [Tile(0, 4, 0, 4, -3, 0), Tile(4, 8, 4, 8, -3, 0)]
     far = Tile(60, 64, 60, 64, -3, 0)
-    calls = calls_of([[*near, far]], 64, 64)
+    calls = kernel_calls_from_tiles([[*near, far]], 64, 64)
     assert [call.q_span for call in calls] == [(0, 8), (60, 64)]
     assert calls[1].tile == far and calls[0].tile is None and calls[0].is_causal
     full = Tile(8, 12, 8, 12, -3, 3)
-    assert len(calls_of([[*near, full]], 64, 64)) == 2, "one causal flag a call"
+    assert len(kernel_calls_from_tiles([[*near, full]], 64, 64)) == 2, "one causal flag a call"
 
 
 def exponential(tokens: int, mean: int, seed: int) -> list[int]:
@@ -321,7 +321,7 @@ def test_planning_is_fast(borders: Sequence[int]) -> None:
     layout = TokenLayout("balanced", tokens, 2, 8, documents=mask.documents)
     best = 9.0
     for _ in range(3):  # the machine is shared
-        balanced_shares.cache_clear()
+        balance_documents.cache_clear()
         visible_runs.cache_clear()
         ring_schedule.cache_clear()
         began = time.process_time()

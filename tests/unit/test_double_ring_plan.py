@@ -18,13 +18,13 @@ from test_schedule import runs_of
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
 from ds_usp.comm.channel import Arrivals, Room
-from ds_usp.geometry.double_ring import Piece
-from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.double_ring import TokenRange
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.kernels.api import KernelCaps
 
 CAUSAL = MaskSpec.causal()
-PLACES: tuple[Place, ...] = get_args(Place)
+PLACES: tuple[ChunkPosition, ...] = get_args(ChunkPosition)
 Tokens = list[int]  # global positions
 
 
@@ -34,30 +34,30 @@ def plans_of(
     inner: int,
     support: TileSupport = ANY_BAND,
     gather: bool = False,
-    place: Place = "alone",
+    position: ChunkPosition = "only",
 ) -> list[RingSchedule]:
     """Every ring rank's plan."""
     return [
-        ring_schedule(layout, mask, rank, support, gather, place, inner=inner)
+        ring_schedule(layout, mask, rank, support, gather, position, inner=inner)
         for rank in range(layout.ring)
     ]
 
 
 def packed(layout: TokenLayout, plan: RingSchedule) -> Tokens:
     """What a rank owns as others find it: -1 for tokens that it does not pack."""
-    runs = plan.packed
+    runs = plan.packed_runs
     return [
         token if any(start <= at < stop for start, stop in runs) else -1
         for at, token in enumerate(layout.ring_positions(plan.ring_rank))
     ]
 
 
-def sent(gives: Sequence[Piece], has: Tokens, to: int) -> list[Tokens]:
+def sent(gives: Sequence[TokenRange], has: Tokens, to: int) -> list[Tokens]:
     """The parcels for a rank, of what one has."""
     return [has[piece.start : piece.stop] for piece in gives if piece.rank == to]
 
 
-def come(comes: Sequence[Piece], at: int, parcels: dict[int, list[Tokens]]) -> Tokens:
+def come(comes: Sequence[TokenRange], at: int, parcels: dict[int, list[Tokens]]) -> Tokens:
     """What comes to a rank from others, parcel by parcel, each of the length that is expected."""
     found: Tokens = []
     for piece in comes:
@@ -77,13 +77,15 @@ def held(layout: TokenLayout, plans: list[RingSchedule], window: int, inner: int
     owned = [packed(layout, plan) for plan in plans]
     found = []
     for rank, plan in enumerate(plans):
-        there = [each.windows[window - 1] for each in plans]
-        for piece in there[rank].comes:
+        there = [each.outer_steps[window - 1] for each in plans]
+        for piece in there[rank].recv_ranges:
             assert piece.rank % inner == rank % inner and piece.rank // inner != rank // inner
-        parcels = {r: sent(there[r].gives, owned[r], rank) for r in range(layout.ring) if r != rank}
-        found.append(come(plan.windows[window - 1].comes, rank, parcels))
-        for at, piece in zip(there[rank].given_at, there[rank].gives, strict=True):
-            theirs = there[piece.rank].comes
+        parcels = {
+            r: sent(there[r].send_ranges, owned[r], rank) for r in range(layout.ring) if r != rank
+        }
+        found.append(come(plan.outer_steps[window - 1].recv_ranges, rank, parcels))
+        for at, piece in zip(there[rank].peer_offsets, there[rank].send_ranges, strict=True):
+            theirs = there[piece.rank].recv_ranges
             assert at == sum(each.length for each in theirs[: theirs.index((rank, *piece[1:]))])
     return found
 
@@ -92,22 +94,26 @@ def check_keys(
     layout: TokenLayout, plans: list[RingSchedule], walks: list[tuple[RingStep, ...]], inner: int
 ) -> None:
     """A step's keys are what its rank holds or what the ranks of its node give of what they do."""
-    holds = [held(layout, plans, window, inner) for window in range(len(plans[0].windows) + 1)]
+    holds = [held(layout, plans, window, inner) for window in range(len(plans[0].outer_steps) + 1)]
     for rank, steps in enumerate(walks):
         for step in steps:
-            if step.own:
-                assert keys_of(layout, step) == holds[step.window][rank] and not step.gives
+            if step.is_local:
+                assert (
+                    keys_of(layout, step) == holds[step.outer_step][rank] and not step.send_ranges
+                )
     # Ranks walk together, but for own blocks that some of them compute beside others.
-    for here in zip(*([x for x in steps if not x.own] for steps in walks), strict=True):
-        (window,) = {step.window for step in here}
+    for here in zip(*([x for x in steps if not x.is_local] for steps in walks), strict=True):
+        (window,) = {step.outer_step for step in here}
         for rank, step in enumerate(here):
             node = range(rank - rank % inner, rank - rank % inner + inner)
-            assert all(piece.rank in node for piece in (*step.comes, *step.gives))
+            assert all(piece.rank in node for piece in (*step.recv_ranges, *step.send_ranges))
             has = holds[window] if window else [packed(layout, plan) for plan in plans]
-            parcels = {r: sent(here[r].gives, has[r], rank) for r in node if r != rank}
-            own = [piece for piece in step.comes if piece.rank == rank]
-            assert len(own) <= 1 and own == list(step.comes[len(step.comes) - len(own) :])
-            arrived = come(step.comes, rank, parcels)
+            parcels = {r: sent(here[r].send_ranges, has[r], rank) for r in node if r != rank}
+            own = [piece for piece in step.recv_ranges if piece.rank == rank]
+            assert len(own) <= 1 and own == list(
+                step.recv_ranges[len(step.recv_ranges) - len(own) :]
+            )
+            arrived = come(step.recv_ranges, rank, parcels)
             assert keys_of(layout, step) == arrived + (has[rank] if own else [])
 
 
@@ -115,7 +121,7 @@ def keys_of(layout: TokenLayout, step: RingStep) -> Tokens:
     """The positions of a step's keys."""
     return [
         token
-        for piece in step.takes
+        for piece in step.kv_ranges
         for token in layout.ring_positions(piece.rank)[piece.start : piece.stop]
     ]
 
@@ -127,8 +133,8 @@ def check_crossing(
     ring = layout.ring
     crossed: Counter[tuple[int, int]] = Counter()
     for plan in plans:
-        for window in plan.windows:
-            for piece in window.gives:
+        for window in plan.outer_steps:
+            for piece in window.send_ranges:
                 tokens = layout.ring_positions(plan.ring_rank)[piece.start : piece.stop]
                 crossed.update((token, piece.rank // inner) for token in tokens)
     assert not crossed or max(crossed.values()) == 1
@@ -162,8 +168,8 @@ def test_pairs_once_and_blocks_across_once(seed: int) -> None:
         cut = borders if kind == "balanced" else ()
         layout = TokenLayout(kind, tokens, ulysses, ring, draw.choice(ALL_ORDERS), cut)
         support = TileSupport(draw.random() < 0.5, True, tall=draw.random() < 0.5)
-        gather, place = draw.random() < 0.4, draw.choice(PLACES)
-        plans = plans_of(layout, mask, inner, support, gather, place)
+        gather, position = draw.random() < 0.4, draw.choice(PLACES)
+        plans = plans_of(layout, mask, inner, support, gather, position)
         want = wanted(mask, borders if mask.documents else [0, tokens])
         for name in ("steps", "backward_steps"):
             walks = [getattr(plan, name) for plan in plans]
@@ -174,11 +180,11 @@ def test_pairs_once_and_blocks_across_once(seed: int) -> None:
             assert seen == want
             check_keys(layout, plans, walks, inner)
             for steps in walks:
-                windows = [step.window for step in steps]
+                windows = [step.outer_step for step in steps]
                 if len(windows) > 1 and windows[-1] == 0:
                     windows.pop()  # of the own block, the last rows
                 assert windows == sorted(windows)
-                assert set(windows) == set(range(len(plans[0].windows) + 1))
+                assert set(windows) == set(range(len(plans[0].outer_steps) + 1))
         allowed = torch.tensor([[bits >> k & 1 for k in range(tokens)] for bits in want]) > 0
         check_crossing(layout, mask, plans, inner, allowed)
 
@@ -194,23 +200,29 @@ def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share() -> None:
             piece.length
             for plan in straight
             for step in plan.steps
-            for piece in step.gives
+            for piece in step.send_ranges
             if piece.rank // inner != plan.ring_rank // inner
         )
-        assert across == inner * sum(each.given for plan in double for each in plan.windows)
+        assert across == inner * sum(
+            each.num_sent_tokens for plan in double for each in plan.outer_steps
+        )
         # What is sent is as much as straight: a rank in `inner` gets it from far, the others near.
-        near = sum(step.given for plan in double for step in plan.steps)
-        whole = sum(step.given for plan in straight for step in plan.steps)
+        near = sum(step.num_sent_tokens for plan in double for step in plan.steps)
+        whole = sum(step.num_sent_tokens for plan in straight for step in plan.steps)
         assert near + across // inner == whole
 
 
 def test_a_window_of_the_mask_leaves_nodes_out() -> None:
     layout = TokenLayout("contiguous", 64, 1, 8)
     plans = plans_of(layout, MaskSpec.window(8), inner=2)
-    assert all(len(plan.windows) == 1 for plan in plans)
+    assert all(len(plan.outer_steps) == 1 for plan in plans)
     # The first rank of a node sees the last one of the node before, whose partner has it come.
-    gives = [(plan.ring_rank, plan.windows[0].gives) for plan in plans if plan.windows[0].gives]
-    assert gives == [(rank, (Piece(rank + 2, 0, 8),)) for rank in (1, 3, 5)]
+    gives = [
+        (plan.ring_rank, plan.outer_steps[0].send_ranges)
+        for plan in plans
+        if plan.outer_steps[0].send_ranges
+    ]
+    assert gives == [(rank, (TokenRange(rank + 2, 0, 8),)) for rank in (1, 3, 5)]
     assert {len(plans_of(layout, MaskSpec.window(0), 2)[0].steps)} == {1}
 
 
@@ -237,8 +249,8 @@ class Recorder:
     def post(self, packed: object, leaving: object, arriving: Arrivals) -> None:
         assert not self.busy
         self.busy = True
-        self.filling = [place for _, place, _, _ in arriving]
-        self.buffers |= {place.untyped_storage().data_ptr() for place in self.filling}
+        self.filling = [recv_buffer for _, recv_buffer, _, _ in arriving]
+        self.buffers |= {recv_buffer.untyped_storage().data_ptr() for recv_buffer in self.filling}
 
     def take(self) -> None:
         assert self.busy
@@ -258,9 +270,9 @@ def test_two_buffers_near_and_two_far_serve_any_ring(inner: int) -> None:
             blocks += 1
             assert keys.shape == values.shape == k.shape
             busy = {
-                place.untyped_storage().data_ptr()
+                recv_buffer.untyped_storage().data_ptr()
                 for channel in channels.values()
-                for place in channel.filling
+                for recv_buffer in channel.filling
             }
             assert keys.untyped_storage().data_ptr() not in busy
         assert blocks == 12
@@ -280,8 +292,8 @@ def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -
     grads, under_way = RingGradReducer(call, k, k, k), []
     for step, keys, values in KVStream(call, plan.backward_steps, k, k):
         sums = grads.accumulators_for(step, keys, values)
-        under_way.append((step.window, step.own, *(channels[x].busy for x in kinds[2:])))
-        if not step.own:
+        under_way.append((step.outer_step, step.is_local, *(channels[x].busy for x in kinds[2:])))
+        if not step.is_local:
             grads.post_step_grads(step, sums[1:])
     near, far = (True, False), (False, True)
     assert under_way == [

@@ -77,7 +77,7 @@ def test_known_splits(
 def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
     for split in SPLITS:
         group = split.heads // split.kv_heads
-        for count in range(1, split.most_chunks + 1):
+        for count in range(1, split.max_chunks + 1):
             parts = [split.chunk(count, index) for index in range(count)]
             for rank in range(split.ulysses):
                 queries = [heads_of(part.queries[rank]) for part in parts]
@@ -95,9 +95,9 @@ def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
 def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads() -> None:
     for split in SPLITS:
         counts = [len(heads_of(split.kv_range(rank))) for rank in range(split.ulysses)]
-        assert split.most_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
-    assert HeadSplit(8, 1, 1).most_chunks == 1  # MQA: its one KV head is not cut
-    assert HeadSplit(8, 2, 4).most_chunks == 1
+        assert split.max_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
+    assert HeadSplit(8, 1, 1).max_chunks == 1  # MQA: its one KV head is not cut
+    assert HeadSplit(8, 2, 4).max_chunks == 1
 
 
 # KV heads of a rank, and what each part of them has.

@@ -24,7 +24,7 @@ def pairs_of(layout: TokenLayout, kv_layout: TokenLayout, rank: int, step: RingS
     rows = layout.ring_positions(rank)
     columns = [
         position
-        for piece in step.takes
+        for piece in step.kv_ranges
         for position in kv_layout.ring_positions(piece.rank)[piece.start : piece.stop]
     ]
     return Counter(
@@ -43,9 +43,14 @@ def pairs_in(tile: Tile) -> list[tuple[int, int]]:
 def sent(layout: TokenLayout, plans: list[list[RingStep]]) -> None:
     """What leaves one rank in a step is what comes to another."""
     for steps in zip(*plans, strict=True):
-        gives = Counter((r, p.rank, p.start, p.stop) for r, s in enumerate(steps) for p in s.gives)
+        gives = Counter(
+            (r, p.rank, p.start, p.stop) for r, s in enumerate(steps) for p in s.send_ranges
+        )
         takes = Counter(
-            (p.rank, r, p.start, p.stop) for r, s in enumerate(steps) if not s.own for p in s.takes
+            (p.rank, r, p.start, p.stop)
+            for r, s in enumerate(steps)
+            if not s.is_local
+            for p in s.kv_ranges
         )
         assert gives == takes
 

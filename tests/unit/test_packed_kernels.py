@@ -11,7 +11,7 @@ from cases import RESULTS
 from test_kernels import HEADS, KERNEL_DTYPES, TOLERANCE, check, tensors, truth
 
 from ds_usp import MaskSpec
-from ds_usp.geometry.kernel_calls import KernelCall, calls_of
+from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import AttentionKernel, BackwardInputs
@@ -55,7 +55,7 @@ def packed_calls(kernel: AttentionKernel, case: PackedCase) -> tuple[KernelCall,
     shards, caps = (case.queries, case.keys), kernel.caps.tiles
     tiles = [plan_tiles(*shards, case.mask, caps, sample) for sample in samples]
     rows, columns = (sum(each.length for each in shard) for shard in shards)
-    return calls_of(tiles, rows, columns)
+    return kernel_calls_from_tiles(tiles, rows, columns)
 
 
 def check_packed(

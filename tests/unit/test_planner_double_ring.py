@@ -93,8 +93,8 @@ def test_bytes_are_those_of_the_schedule_and_as_many_as_straight(
     token = 2 * 8 * 2 * (4 // ulysses)
     for rank, sent in enumerate(ranks):
         plan = ring_schedule(layout, MaskSpec.causal(), rank // ulysses, inner=inner)
-        assert sent.ring_kv_outer == token * sum(each.given for each in plan.windows)
-        assert sent.ring_dkv_outer == token * sum(each.columns for each in plan.windows)
+        assert sent.ring_kv_outer == token * sum(each.num_sent_tokens for each in plan.outer_steps)
+        assert sent.ring_dkv_outer == token * sum(each.num_kv_tokens for each in plan.outer_steps)
         kinds = {"ring_kv_outer": 2 * sent.ring_kv_outer, "ring_dkv_outer": sent.ring_dkv_outer}
         assert kinds.items() <= sent.ledger().items()
     straight = [attention_bytes(work, config, rank) for rank in range(config.sp)]

@@ -196,8 +196,8 @@ def test_the_closed_form_of_zigzag_is_the_schedule(ring: int) -> None:
     for rank in range(ring):
         steps = ring_schedule(layout, MaskSpec.causal(), rank).steps[1:]
         sent = attention_bytes(work, ParallelConfig(ring=ring), rank)
-        assert sent.ring_kv_forward == sum(step.given for step in steps) * token
-        assert sent.ring_dkv_backward == sum(step.columns for step in steps) * token
+        assert sent.ring_kv_forward == sum(step.num_sent_tokens for step in steps) * token
+        assert sent.ring_dkv_backward == sum(step.num_kv_tokens for step in steps) * token
 
 
 def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes() -> None:

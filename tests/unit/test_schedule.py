@@ -12,13 +12,14 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.double_ring import Piece
-from ds_usp.geometry.ring_schedule import Place, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.double_ring import TokenRange
+from ds_usp.geometry.ring_schedule import ChunkPosition as Position
+from ds_usp.geometry.ring_schedule import RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
-PLACES: tuple[Place, ...] = get_args(Place)
+PLACES: tuple[Position, ...] = get_args(Position)
 
 
 def schedules(
@@ -26,11 +27,11 @@ def schedules(
     mask: MaskSpec,
     support: TileSupport = ANY_BAND,
     gather: bool = False,
-    place: Place = "alone",
+    position: Position = "only",
 ) -> list[RingSchedule]:
     """Every ring rank's plan."""
     return [
-        ring_schedule(layout, mask, rank, support, gather, place) for rank in range(layout.ring)
+        ring_schedule(layout, mask, rank, support, gather, position) for rank in range(layout.ring)
     ]
 
 
@@ -47,7 +48,7 @@ def random_support(draw: random.Random, mask: MaskSpec) -> TileSupport:
 
 def travelling(plan: RingSchedule) -> list[RingStep]:
     """The steps in which something may travel."""
-    return [step for step in plan.steps if not step.own]
+    return [step for step in plan.steps if not step.is_local]
 
 
 Walks = list[tuple[int, tuple[RingStep, ...]]]
@@ -77,10 +78,10 @@ def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
             # The keys as they lie in the buffer: the pieces one after the other.
             positions = [
                 position
-                for owner, start, stop in step.takes
+                for owner, start, stop in step.kv_ranges
                 for position in layout.ring_positions(owner)[start:stop]
             ]
-            assert step.columns == len(positions)
+            assert step.num_kv_tokens == len(positions)
             k = torch.tensor(positions)
             for tile in tiles_of(step):
                 rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
@@ -102,18 +103,18 @@ def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring(seed: int
         kind, order = ALL_LAYOUTS[index % 4], draw.choice(ALL_ORDERS)
         layout, mask = TokenLayout(kind, seq_len, ulysses, ring, order), random_mask(draw)
         support = random_support(draw, mask)
-        gather, place = draw.random() < 0.6, draw.choice(PLACES)
-        plans = schedules(layout, mask, support, gather, place)
+        gather, position = draw.random() < 0.6, draw.choice(PLACES)
+        plans = schedules(layout, mask, support, gather, position)
         allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right)
         for walks in (forward(plans), backward(plans)):
             assert torch.equal(computed(layout, walks), allowed.long()), (layout, mask, support)
         assert sum(plan.pairs for plan in plans) == int(allowed.sum())
-        check_own_blocks(layout, plans, place)
-        check_visits(plans, 1 + (place == "alone") if gather else None)
+        check_own_blocks(layout, plans, position)
+        check_visits(plans, 1 + (position == "only") if gather else None)
         check_travel(layout, plans, allowed)
 
 
-def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Place) -> None:
+def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], position: Position) -> None:
     """The own block comes first, where it stands; backward it comes last in the last part, and
     alone, its rows in two halves around the others. Later than another part it may come with the
     others', the last of them."""
@@ -121,20 +122,22 @@ def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], place: Plac
         assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
         first, *others = plan.steps
         length = layout.ring_length(rank)
-        assert not any(step.own for step in others)
-        if not first.own:
-            assert place == "later" and not others and plan.backward_steps == plan.steps
-            assert first.takes[-1] == (rank, 0, length) and len(first.takes) > 1
+        assert not any(step.is_local for step in others)
+        if not first.is_local:
+            assert position == "local_merged" and not others and plan.backward_steps == plan.steps
+            assert first.kv_ranges[-1] == (rank, 0, length) and len(first.kv_ranges) > 1
             continue
-        assert all(piece.rank != rank for step in others for piece in step.takes)
-        if place == "last":
+        assert all(run.rank != rank for step in others for run in step.kv_ranges)
+        if position == "local_last":
             assert plan.backward_steps == (*others, first)
             continue
         early, *middle = plan.backward_steps
-        late = [middle.pop()] if others and place == "alone" else []
+        late = [middle.pop()] if others and position == "only" else []
         assert middle == others
         for step in (first, early, *late):
-            assert step.own and step.takes == ((rank, 0, length),) and step.gives == ()
+            assert (
+                step.is_local and step.kv_ranges == ((rank, 0, length),) and step.send_ranges == ()
+            )
         half = length // 2 if late else length
         assert all(call.q_stop <= half for call in early.calls)
         assert all(call.q_start >= half for step in late for call in step.calls)
@@ -148,7 +151,7 @@ def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
         assert len(steps) <= gathered
         for plan in plans:
             for step in travelling(plan):
-                apart = [(plan.ring_rank - piece.rank) % len(plans) for piece in step.takes]
+                apart = [(plan.ring_rank - run.rank) % len(plans) for run in step.kv_ranges]
                 assert apart == sorted(apart, reverse=True)
     else:
         visited = offsets(plans)
@@ -161,7 +164,7 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
     ring = layout.ring
     taken, given = [0] * ring, [0] * ring
     for user, plan in enumerate(plans):
-        came = [piece for step in plan.steps for piece in step.takes if piece.rank != user]
+        came = [run for step in plan.steps for run in step.kv_ranges if run.rank != user]
         wanted = []
         for owner in (rank for rank in range(ring) if rank != user):
             q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
@@ -170,47 +173,47 @@ def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.
         assert sorted(came) == wanted
     for steps in zip(*map(travelling, plans), strict=True):
         for owner, step in enumerate(steps):
-            sent = step.gives
+            sent = step.send_ranges
             # A user's pieces lie one after the other.
-            assert list(step.given_at) == [
+            assert list(step.peer_offsets) == [
                 start
                 for user in range(ring)
                 if user != owner
-                for start, piece in placed(steps[user].takes)
-                if piece.rank == owner
+                for start, run in placed(steps[user].kv_ranges)
+                if run.rank == owner
             ]
             given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
             for user in range(ring):
                 if user == owner:
                     continue
-                takes = [piece for piece in steps[user].takes if piece.rank != user]
-                assert [piece[1:] for piece in sent if piece.rank == user] == [
-                    piece[1:] for piece in takes if piece.rank == owner
+                takes = [run for run in steps[user].kv_ranges if run.rank != user]
+                assert [run[1:] for run in sent if run.rank == user] == [
+                    run[1:] for run in takes if run.rank == owner
                 ]
                 taken[user] = max(taken[user], sum(stop - start for _, start, stop in takes))
-    assert [plan.most_taken for plan in plans] == taken
-    assert [plan.most_given for plan in plans] == given
+    assert [plan.max_recv_per_step for plan in plans] == taken
+    assert [plan.max_sent_per_step for plan in plans] == given
     longest = max(map(layout.ring_length, range(ring)))
-    assert {plan.most_owned for plan in plans} == {longest}
-    assert {plan.most_taken_anywhere for plan in plans} == {max(taken)}
-    (mixed,) = {plan.most_mixed_anywhere for plan in plans}
+    assert {plan.max_local_tokens for plan in plans} == {longest}
+    assert {plan.max_recv_tokens for plan in plans} == {max(taken)}
+    (mixed,) = {plan.max_merged_tokens for plan in plans}
     steps = [(each.ring_rank, step) for each in plans for step in travelling(each)]
-    most = [step.columns for own, step in steps if own in {piece.rank for piece in step.takes}]
+    most = [
+        step.num_kv_tokens for own, step in steps if own in {run.rank for run in step.kv_ranges}
+    ]
     assert mixed == max(most, default=0)
 
 
-def placed(takes: tuple[Piece, ...]) -> list[tuple[int, Piece]]:
-    """Each piece with the first of its tokens among all."""
-    starts = accumulate((piece.length for piece in takes), initial=0)
+def placed(takes: tuple[TokenRange, ...]) -> list[tuple[int, TokenRange]]:
+    """Each run with the first of its tokens among all."""
+    starts = accumulate((run.length for run in takes), initial=0)
     return list(zip(starts, takes, strict=False))
 
 
 def runs_of(seen: list[int], owned: int) -> list[tuple[int, int]]:
     """Half-open runs of ascending tokens, cut at gaps of a 32nd of what their owner has or more."""
-    edges = [
-        0,
-        *(i for i in range(1, len(seen)) if 32 * (seen[i] - seen[i - 1] - 1) >= max(owned, 1)),
-    ]
+    gaps = (i for i in range(1, len(seen)) if 32 * (seen[i] - seen[i - 1] - 1) >= max(owned, 1))
+    edges = [0, *gaps]
     parts = [seen[a:b] for a, b in zip(edges, [*edges[1:], len(seen)], strict=True)]
     return [(part[0], part[-1] + 1) for part in parts if part]
 
@@ -219,10 +222,10 @@ def offsets(plans: list[RingSchedule]) -> list[int]:
     """How many ranks before its user each step's block stands, block by block."""
     ring, found = len(plans), []
     for steps in zip(*(plan.steps for plan in plans), strict=True):
-        apart = {(r - piece.rank) % ring for r, step in enumerate(steps) for piece in step.takes}
-        apart |= {(piece.rank - r) % ring for r, step in enumerate(steps) for piece in step.gives}
+        apart = {(r - run.rank) % ring for r, step in enumerate(steps) for run in step.kv_ranges}
+        apart |= {(run.rank - r) % ring for r, step in enumerate(steps) for run in step.send_ranges}
         (offset,) = apart
-        assert all(step.own == (offset == 0) for step in steps)
+        assert all(step.is_local == (offset == 0) for step in steps)
         found.append(offset)
     return found
 
@@ -271,11 +274,11 @@ def test_all_blocks_at_once_take_few_kernel_calls(kind: str) -> None:
     others, whole = GATHERED[kind]
     plain = TileSupport(False, False)
     for layout in (TokenLayout(kind, 60 * ulysses, ulysses, 5) for ulysses in (1, 2, 3)):
-        apart = (("first", plain), ("first", ANY_BAND), ("later", plain))
-        for plans in (schedules(layout, CAUSAL, can, True, place) for place, can in apart):
+        apart = (("local_first", plain), ("local_first", ANY_BAND), ("local_merged", plain))
+        for plans in (schedules(layout, CAUSAL, can, True, position) for position, can in apart):
             calls = [[len(step.calls) for step in plan.steps] for plan in plans]
             assert calls == [[1, each] for each in others]
-        plans = schedules(layout, CAUSAL, gather=True, place="later")
+        plans = schedules(layout, CAUSAL, gather=True, position="local_merged")
         assert [sum(len(step.calls) for step in plan.steps) for plan in plans] == whole
         assert {len(plan.steps) for plan in plans[1:]} == {2 if kind == "striped" else 1}
 
@@ -334,14 +337,14 @@ SHORT_RINGS = [
 def test_a_window_shortens_the_ring(kind: str, local: int, left: int, visited: list[int]) -> None:
     layout, mask = TokenLayout(kind, 8 * local, 1, 8), MaskSpec.window(left)
     assert offsets(schedules(layout, mask)) == visited
-    gathered = schedules(layout, mask, gather=True, place="first")
+    gathered = schedules(layout, mask, gather=True, position="local_first")
     assert {len(plan.steps) for plan in gathered} == {min(len(visited), 2)}
 
 
 def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
     for plan in schedules(TokenLayout("zigzag", 80, 1, 5), MaskSpec.full(), gather=True):
         before = (plan.ring_rank - 1) % 5
-        assert [[piece.rank for piece in step.takes] for step in plan.steps[1:]] == [
+        assert [[run.rank for run in step.kv_ranges] for step in plan.steps[1:]] == [
             [before],
             [(plan.ring_rank + apart) % 5 for apart in (1, 2, 3)],
         ]
@@ -352,7 +355,8 @@ def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)
         assert len(plan.steps) == 1 and plan.pairs == 16 * 17 // 2
         for gather, steps in ((False, 4), (True, 2)):
-            plans = schedules(TokenLayout(kind, 64, 1, 4), CAUSAL, gather=gather, place="first")
+            layout = TokenLayout(kind, 64, 1, 4)
+            plans = schedules(layout, CAUSAL, gather=gather, position="local_first")
             assert {len(plan.steps) for plan in plans} == {steps}
 
 
@@ -373,10 +377,10 @@ def test_only_what_is_used_travels(
 ) -> None:
     layout = TokenLayout(kind, 24, 1, 3)
     plans = schedules(layout, mask)[:2]
-    assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == gives
-    together = [[sorted(piece for pieces in steps for piece in pieces)] for steps in gives]
-    plans = schedules(layout, mask, gather=True, place="first")[:2]
-    assert [[list(step.gives) for step in plan.steps[1:]] for plan in plans] == together
+    assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == gives
+    together = [[sorted(run for pieces in steps for run in pieces)] for steps in gives]
+    plans = schedules(layout, mask, gather=True, position="local_first")[:2]
+    assert [[list(step.send_ranges) for step in plan.steps[1:]] for plan in plans] == together
 
 
 def test_equal_questions_share_one_plan() -> None:

@@ -26,12 +26,16 @@ def test_a_schedule_prints_as_a_table() -> None:
     windowed = ring_schedule(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1), 0)
     assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
     zigzag = TokenLayout("zigzag", 24, 1, 3)
-    assert str(ring_schedule(zigzag, CAUSAL, 1, gather=True, place="first")).splitlines() == [
+    assert str(
+        ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_first")
+    ).splitlines() == [
         "ring rank 1 of 3, 100 pairs",
         "  own: q[0:8] k[0:8] causal",
         "  of 2[0:8] 0[0:4]: q[4:8] k[0:12] full; q[0:4] k[8:12] full, gives 0[0:8] 2[0:4]",
     ]
-    assert str(ring_schedule(zigzag, CAUSAL, 1, gather=True, place="later")).splitlines() == [
+    assert str(
+        ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_merged")
+    ).splitlines() == [
         "ring rank 1 of 3, 100 pairs",
         "  of 2[0:8] 0[0:4] 1[0:8]: q[4:8] k[0:20] causal; q[0:4] k[8:16] causal, "
         "gives 0[0:8] 2[0:4]",

@@ -13,7 +13,7 @@ from cases import ALL_LAYOUTS
 
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning
-from ds_usp.geometry.chunking import Places, places, visible_pairs
+from ds_usp.geometry.chunking import ChunkPositions, chunk_positions, visible_pairs
 from ds_usp.geometry.heads import HeadSplit
 
 K = 1024
@@ -85,7 +85,7 @@ def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> 
     real = torch.empty(1, seq_len // ring, 32, 1)
     layout = TokenLayout("zigzag", seq_len, 1, ring)
     cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
-    assert cut == (1, False, False, None, (("alone", "alone"),))
+    assert cut == (1, False, False, None, (("only", "only"),))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -115,14 +115,33 @@ def test_long_sequences_have_more_parts(ulysses: int, ring: int) -> None:
 
 # Heads of the parts, and each one's place forward and backward.
 PLACES = [
-    ([4], [("alone", "alone")]),
-    ([1, 1], [("first", "last"), ("later", "first")]),
-    ([2, 6], [("first", "last"), ("first", "first")]),
-    ([4, 3, 4], [("first", "last"), ("later", "later"), ("later", "first")]),
-    ([1, 6, 1], [("first", "last"), ("first", "first"), ("later", "first")]),
+    ([4], [("only", "only")]),
+    ([1, 1], [("local_first", "local_last"), ("local_merged", "local_first")]),
+    ([2, 6], [("local_first", "local_last"), ("local_first", "local_first")]),
+    (
+        [4, 3, 4],
+        [
+            ("local_first", "local_last"),
+            ("local_merged", "local_merged"),
+            ("local_merged", "local_first"),
+        ],
+    ),
+    (
+        [1, 6, 1],
+        [
+            ("local_first", "local_last"),
+            ("local_first", "local_first"),
+            ("local_merged", "local_first"),
+        ],
+    ),
     (
         [1, 3, 3, 1],
-        [("first", "last"), ("first", "later"), ("later", "first"), ("later", "first")],
+        [
+            ("local_first", "local_last"),
+            ("local_first", "local_merged"),
+            ("local_merged", "local_first"),
+            ("local_merged", "local_first"),
+        ],
     ),
 ]
 
@@ -131,22 +150,24 @@ PLACES = [
 def test_a_part_hides_the_next_one_if_it_is_as_large(
     sizes: list[int], found: list[tuple[str, str]]
 ) -> None:
-    assert list(places(sizes)) == found
-    assert places(sizes, brief=True) == ((("later", "later"),) if len(sizes) == 1 else tuple(found))
+    assert list(chunk_positions(sizes)) == found
+    assert chunk_positions(sizes, launch_bound=True) == (
+        (("local_merged", "local_merged"),) if len(sizes) == 1 else tuple(found)
+    )
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "place"), [(2 * K, "later"), (8 * K, "later"), (32 * K, "alone")]
+    ("seq_len", "place"), [(2 * K, "local_merged"), (8 * K, "local_merged"), (32 * K, "only")]
 )
 def test_little_work_takes_few_kernel_calls(seq_len: int, place: str) -> None:
-    def found(device: str, copy_engine_unavailable: str | None = None) -> Places:
+    def found(device: str, copy_engine_unavailable: str | None = None) -> ChunkPositions:
         layout = TokenLayout("zigzag", seq_len, 1, 4)
         q, mesh = tensor(seq_len // 4, 32, device), mesh_of(1, 4, copy_engine_unavailable)
         return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh, CAUSAL).chunk_positions
 
     assert found("cuda") == ((place, place),)
     # What comes by messages may be long under way: something has to hide it.
-    assert found("cuda", "not here") == found("cpu") == (("alone", "alone"),)
+    assert found("cuda", "not here") == found("cpu") == (("only", "only"),)
 
 
 def test_less_work_has_fewer_parts() -> None:
