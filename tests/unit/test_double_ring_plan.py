@@ -17,7 +17,7 @@ from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
-from ds_usp.comm.channel import Arrivals, Room
+from ds_usp.comm.channel import RecvSpecs, StagingBuffer
 from ds_usp.geometry.double_ring import TokenRange
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
@@ -240,21 +240,23 @@ class Recorder:
     """A channel that fills nothing and knows which memory is being filled."""
 
     def __init__(self) -> None:
-        self.busy, self.filling = False, list[torch.Tensor]()
+        self.in_flight, self.filling = False, list[torch.Tensor]()
         self.buffers: set[int] = set()
 
-    def room(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> Room:
-        return Room(like.new_empty(*shape, dtype=dtype))
+    def acquire_staging(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
+    ) -> StagingBuffer:
+        return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, packed: object, leaving: object, arriving: Arrivals) -> None:
-        assert not self.busy
-        self.busy = True
-        self.filling = [recv_buffer for _, recv_buffer, _, _ in arriving]
+    def post(self, packed: object, sends: object, recvs: RecvSpecs) -> None:
+        assert not self.in_flight
+        self.in_flight = True
+        self.filling = [recv_buffer for _, recv_buffer, _, _ in recvs]
         self.buffers |= {recv_buffer.untyped_storage().data_ptr() for recv_buffer in self.filling}
 
-    def take(self) -> None:
-        assert self.busy
-        self.busy, self.filling = False, []
+    def wait(self) -> None:
+        assert self.in_flight
+        self.in_flight, self.filling = False, []
 
 
 @pytest.mark.parametrize("inner", [2, 3, 4, 6])
@@ -262,7 +264,9 @@ def test_two_buffers_near_and_two_far_serve_any_ring(inner: int) -> None:
     layout = TokenLayout("contiguous", 4 * 12, 1, 12)
     for plan in plans_of(layout, MaskSpec.full(), inner):
         channels = {"ring_kv": Recorder(), "ring_kv_outer": Recorder()}
-        mesh = SimpleNamespace(channel=lambda kind, copies=False, here=channels: here[kind])
+        mesh = SimpleNamespace(
+            channel=lambda kind, use_copy_engines=False, here=channels: here[kind]
+        )
         k = torch.zeros(1, 4, 2, 8)
         call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
         blocks = 0
@@ -285,14 +289,16 @@ def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -
     plan = ring_schedule(layout, MaskSpec.full(), 4, inner=3)
     kinds = ("ring_kv", "ring_kv_outer", "ring_dkv", "ring_dkv_outer")
     channels = {kind: Recorder() for kind in kinds}
-    mesh = SimpleNamespace(channel=lambda kind, copies=False: channels[kind])
+    mesh = SimpleNamespace(channel=lambda kind, use_copy_engines=False: channels[kind])
     kernel = SimpleNamespace(caps=KernelCaps(frozenset(), frozenset()))
     call: Any = RingCall(mesh, plan, kernel, 1.0)  # type: ignore[arg-type]
     k = torch.zeros(1, 4, 2, 8)
     grads, under_way = RingGradReducer(call, k, k, k), []
     for step, keys, values in KVStream(call, plan.backward_steps, k, k):
         sums = grads.accumulators_for(step, keys, values)
-        under_way.append((step.outer_step, step.is_local, *(channels[x].busy for x in kinds[2:])))
+        under_way.append(
+            (step.outer_step, step.is_local, *(channels[x].in_flight for x in kinds[2:]))
+        )
         if not step.is_local:
             grads.post_step_grads(step, sums[1:])
     near, far = (True, False), (False, True)
