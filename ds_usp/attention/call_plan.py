@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.pipeline import AttentionPlan, staging_bytes_by_kind
+from ds_usp.attention.pipeline import AttentionPlan
 from ds_usp.attention.ring import RingCall
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores, check_score_mod
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning, Tuning, check_tuning
 from ds_usp.attention.validation import (
+    ChunkExchanges,
     check_kv,
     check_layout,
     check_mask,
@@ -39,82 +41,70 @@ _MAX_CACHED_PLANS = 1024
 _MAX_CACHED_DOCUMENT_PLANS = 32
 
 
+class AttentionOptions(NamedTuple):
+    """One call of attention without q, k and v; see :func:`ds_usp.usp_attention`."""
+
+    mesh: SequenceMesh
+    layout: TokenLayout | str
+    mask: MaskSpec
+    softmax_scale: float | None = None
+    dropout_p: float = 0.0
+    kernel: str = AUTO
+    return_lse: bool = False
+    tuning: Tuning = AUTO_TUNING
+    scores: Scores = NO_SCORE_MOD
+    kv_layout: TokenLayout | str | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """All of it but the mesh and the values of the scores' tensors and seed: calls with equal
+        keys and alike tensors share a plan. An argument of a wrong type may not be hashable."""
+        known = isinstance(self.scores, Scores)
+        values = self[1:8], self.kv_layout, self.scores.plan_key if known else self.scores
+        return values, type(self.softmax_scale), type(self.dropout_p)
+
+
 def plan_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: SequenceMesh,
-    layout: TokenLayout | str,
-    mask: MaskSpec,
-    softmax_scale: float | None,
-    dropout_p: float,
-    kernel: str,
-    return_lse: bool = False,
-    tuning: Tuning = AUTO_TUNING,
-    scores: Scores = NO_SCORE_MOD,
-    kv_layout: TokenLayout | str | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[str, AttentionPlan]:
-    """Check this rank's part of a call; see :func:`usp_attention`. A call like an earlier one is
+    """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is
     not checked again.
 
     Returns:
-        A description, which must be the same on every rank, and the plan.
+        The call signature, which must be the same on every rank, and the plan.
     """
-    sizes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
-    options = layout, kv_layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning
+    plans, scores = options.mesh.plans, options.scores
+    shapes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     modes = torch.is_grad_enabled(), _is_deterministic(), capturing
-    kind = scores.plan_key if isinstance(scores, Scores) else scores
-    key = sizes, modes, type(softmax_scale), type(dropout_p), options, kind
+    key = shapes, modes, options.key
     try:
-        cached: tuple[str, AttentionPlan] | None = mesh.plans.get(key)
+        cached: tuple[str, AttentionPlan] | None = plans.get(key)
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
         cached = None
     if cached is None:
-        cached = _new_plan(
-            q,
-            k,
-            v,
-            mesh=mesh,
-            layouts=(layout, kv_layout),
-            mask=mask,
-            softmax_scale=softmax_scale,
-            dropout_p=dropout_p,
-            kernel=kernel,
-            return_lse=return_lse,
-            tuning=tuning,
-            scores=scores,
-        )
-        if len(mesh.plans) >= (_MAX_CACHED_DOCUMENT_PLANS if mask.documents else _MAX_CACHED_PLANS):
-            mesh.plans.clear()
-        mesh.plans[key] = cached
+        cached = _new_plan(q, k, v, options)
+        has_documents = bool(options.mask.documents)
+        if len(plans) >= (_MAX_CACHED_DOCUMENT_PLANS if has_documents else _MAX_CACHED_PLANS):
+            plans.clear()
+        plans[key] = cached
     signature, plan = cached
-    if plan.score_mod.dropout_p:  # not part of the key: a new seed is no new plan
+    if plan.score_mod.dropout_p:  # the key has no seed: another one needs no new plan
         signature = f"{signature}, dropout seed {scores.dropout_seed}"
     return signature, plan
 
 
 def _new_plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: SequenceMesh,
-    layouts: tuple[TokenLayout | str, TokenLayout | str | None],
-    mask: MaskSpec,
-    softmax_scale: float | None,
-    dropout_p: float,
-    kernel: str,
-    return_lse: bool,
-    tuning: Tuning,
-    scores: Scores,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[str, AttentionPlan]:
     """:func:`plan_call` of a call like no earlier one."""
+    mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, _ = options
     check_tuning(tuning)
     signature = [check_tensors(q, k, v)]
-    layout = token_layout(layouts[0], q, mesh)
-    kv_layout = layout if layouts[1] is None else token_layout(layouts[1], k, mesh)
+    layout = token_layout(options.layout, q, mesh)
+    kv_layout = layout
+    if options.kv_layout is not None:
+        kv_layout = token_layout(options.kv_layout, k, mesh)
     signature.append(check_layout(q, "queries", mesh, layout))
     check_mask(mask, q, layout)
     signature.append(check_kv(q, k, mesh, (layout, kv_layout), mask))
@@ -152,7 +142,7 @@ def _new_plan(
         RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
         for schedule in _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
     )
-    staging_bytes = staging_bytes_by_kind(exchanges, ring_calls, q, v)
+    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v)
     plan = AttentionPlan(exchanges, ring_calls, return_lse, staging_bytes, score_mod)
     return ", ".join(signature), plan
 
@@ -187,6 +177,42 @@ def _schedules(
         )
         for forward, backward in pairs
     ]
+
+
+def _staging_bytes(
+    chunks: Sequence[ChunkExchanges],
+    ring_calls: Sequence[RingCall],
+    q: torch.Tensor,
+    v: torch.Tensor,
+) -> dict[str, int]:
+    """Bytes that a rank packs at most at once for copy engines, by kind of exchange.
+
+    Args:
+        q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
+    """
+    ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
+    if not ring.use_copy_engines:
+        return {}
+    batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
+    acc_dtype = torch.promote_types(q.dtype, torch.float32).itemsize
+    sizes = {
+        "all_to_all": max(
+            max(
+                chunk.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
+                chunk.out.staging_bytes(batch, (value_dim,), q.element_size()),
+                chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
+            )
+            for chunk in chunks
+        )
+    }
+    if ring.schedule.ring_degree > 1:
+        token = max(chunk.qkv.widths()[1] for chunk in chunks) * batch * (dim + value_dim)
+        sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
+        tokens = ring.schedule.max_recv_tokens
+        if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
+            tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
+        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
+    return sizes
 
 
 def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:

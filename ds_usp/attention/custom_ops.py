@@ -1,8 +1,5 @@
-"""Attention as ops of torch, which ``torch.compile`` takes into its graph as they are.
-
-An op takes tensors and plain values, so a call is told in plain values (:class:`Ask`) and its mesh
-by name. What Dynamo reads to tell it, it guards: a call that is told otherwise is compiled again.
-The ops run the code that is run without a compiler, and nothing of it is traced.
+"""``ds_usp::attention`` and ``ds_usp::exchange``: torch ops that ``torch.compile`` keeps in its
+graph as they are. They run the code that runs without a compiler, and nothing of it is traced.
 
 Letters of the shapes: b batch, s tokens of this rank, t tokens of this rank's keys, h query heads,
 g key/value heads; d head dim, e that of values and outputs.
@@ -10,354 +7,377 @@ g key/value heads; d head dim, e that of values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from ds_usp.attention.call_plan import plan_call
+from ds_usp.attention.call_plan import AttentionOptions
+from ds_usp.attention.op_specs import (
+    AttentionOpSpec,
+    ExchangeOpSpec,
+    Shapes,
+    attention_spec,
+    check_unnamed_layout,
+    guard_ints,
+    is_valid_qkv,
+    layout_spec,
+    mesh_of,
+    op_schema,
+)
 from ds_usp.attention.pipeline import (
     AttentionPlan,
-    SavedChunk,
     pipelined_backward,
     pipelined_forward,
 )
 from ds_usp.attention.score_mod import Scores
-from ds_usp.attention.tuning import Tuning
-from ds_usp.attention.validation import check_default_layout, check_on_all_ranks, is_on_cpu
-from ds_usp.comm.mesh import MESH_REGISTRY, SequenceMesh
+from ds_usp.attention.validation import (
+    ChunkExchanges,
+    check_on_all_ranks,
+    exchange_label,
+    is_on_cpu,
+)
+from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import USPError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import MaskSpec
-from ds_usp.memory.saved_attention import is_saving, results_or_replay
+from ds_usp.memory.saved_attention import is_saving, refuse_saving, results_or_replay
 
-Sizes = Sequence[Sequence[int]]
+OptionalTensor = torch.Tensor | None
 
-
-class AttentionOpSpec(NamedTuple):
-    """One call of attention without its tensors, in values that an op takes.
-
-    Args:
-        mesh: its name.
-        layout, tokens, kv_layout, kv_tokens: kinds and lengths of the layouts.
-        left, right, prefix: of the mask, which has no documents.
-        chunks, gather, copies, inner_ring: of the tuning; None is ``"auto"``.
-        softcap, dropout_seed: of the scores.
-        learns, sinks_learn: q, k or v has a gradient, the sinks have one.
-        named: the caller has named the layout.
-        caller: what the ranks compare besides.
-    """
-
-    mesh: str
-    layout: str
-    tokens: int
-    kv_layout: str
-    kv_tokens: int
-    left: int | None
-    right: int | None
-    prefix: int
-    softmax_scale: float | None
-    dropout_p: float
-    kernel: str
-    return_lse: bool
-    chunks: int | None
-    gather: bool | None
-    copies: bool | None
-    inner_ring: int | None
-    softcap: float | None
-    dropout_seed: int | None
-    learns: bool
-    sinks_learn: bool
-    named: bool
-    caller: str
-
-    @property
-    def has_backward(self) -> bool:
-        """Something of it has a gradient."""
-        return self.learns or self.sinks_learn
-
-    @property
-    def on(self) -> SequenceMesh:
-        """The mesh."""
-        return MESH_REGISTRY.lookup(self.mesh)
-
-    def scores(self, sinks: torch.Tensor | None, slopes: torch.Tensor | None) -> Scores:
-        """The scores of a call with these tensors."""
-        if sinks is not None:
-            sinks = sinks.detach().requires_grad_(self.sinks_learn)
-        return Scores(self.softcap, slopes, sinks, self.dropout_seed)
-
-    def plan(self, like: torch.Tensor, sizes: Sizes, scores: Scores) -> tuple[str, AttentionPlan]:
-        """See :func:`plan_call`.
-
-        Args:
-            like: a tensor with the dtype and device of the call's.
-            sizes: the shapes of q, k and v.
-        """
-        degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
-        with torch.set_grad_enabled(self.has_backward):
-            q, k, v = (like.new_empty(()).expand(size) for size in sizes)
-            text, call = plan_call(
-                q.requires_grad_(self.learns),
-                k,
-                v,
-                mesh=self.on,
-                layout=layout_of(self.layout, self.tokens, *degrees),
-                mask=MaskSpec(self.left, self.right, prefix=self.prefix),
-                softmax_scale=self.softmax_scale,
-                dropout_p=self.dropout_p,
-                kernel=self.kernel,
-                return_lse=self.return_lse,
-                tuning=Tuning(
-                    chunks=_auto(self.chunks),
-                    gather=_auto(self.gather),
-                    copies=_auto(self.copies),
-                    inner_ring=_auto(self.inner_ring),
-                ),
-                scores=scores,
-                kv_layout=layout_of(self.kv_layout, self.kv_tokens, *degrees),
-            )
-        return self.caller + text, call
-
-    def checked(
-        self, like: torch.Tensor, sizes: Sizes, scores: Scores
-    ) -> tuple[str, AttentionPlan]:
-        """:meth:`plan` of a call that runs now."""
-        if not self.named:
-            degrees = self.on.ulysses_degree, self.on.ring_degree, self.on.order
-            check_default_layout(self.on, layout_of(self.layout, self.tokens, *degrees))
-        return self.plan(like, sizes, scores)
-
-
-def _auto(value: Any) -> Any:
-    return "auto" if value is None else value
-
-
-layout_of = lru_cache(maxsize=1024)(TokenLayout)
-_ASK = (
-    "str mesh, str layout, SymInt tokens, str kv_layout, SymInt kv_tokens, SymInt? left, "
-    "SymInt? right, SymInt prefix, float? softmax_scale, float dropout_p, str kernel, "
-    "bool return_lse, SymInt? chunks, bool? gather, bool? copies, SymInt? inner_ring, "
-    "float? softcap, SymInt? dropout_seed, bool learns, bool sinks_learn, bool named, "
-    "str caller"
-)
-# torch's own CUDA graphs would leave out the comparison of the ranks.
+# torch's own CUDA graphs would leave out the consistency check of the ranks.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
-OP_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
+_TAGS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 
 
 @torch.library.custom_op(
     "ds_usp::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, {_ASK}) -> Tensor[]",
-    **OP_TAGS,
+    schema=op_schema(
+        "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes", AttentionOpSpec
+    ),
+    **_TAGS,
 )
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    *plain: Any,
+    sinks: OptionalTensor,
+    slopes: OptionalTensor,
+    *fields: Any,
 ) -> list[torch.Tensor]:
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
 
     Shapes:
         q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks and slopes ``[h]`` -> out
-        ``[b, s, h, e]``; with ``with_lse``, and without Ulysses where there is a backward pass,
-        the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, part by part
-        (:class:`ds_usp.attention.pipeline.Kept`); where there is a backward pass, last the number
-        of the call ``[]``, on the host.
+        ``[b, s, h, e]``; with ``return_lse``, and without Ulysses where there is a backward pass,
+        the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, chunk by chunk
+        (:class:`ds_usp.attention.pipeline.SavedChunk`); where there is a backward pass, last the
+        call number ``[]``, on the CPU.
 
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
     """
-    ask, inputs = AttentionOpSpec(*plain), [x for x in (q, k, v, sinks, slopes) if x is not None]
-    shown = 2 if ask.return_lse else 1
+    spec, inputs = AttentionOpSpec(*fields), [x for x in (q, k, v, sinks, slopes) if x is not None]
+    num_visible = 2 if spec.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
-    key = "attention in a graph", ask._replace(learns=False, sinks_learn=False)
-    asked = ask._replace(learns=True) if is_saving() else ask
-    found = results_or_replay(lambda: _attend(asked, q, k, v, sinks, slopes), inputs, key, shown)
-    return list(found if ask.has_backward else found[:shown])
+    key = "attention in a graph", spec._replace(requires_grad=False, sinks_require_grad=False)
+    run = spec._replace(requires_grad=True) if is_saving() else spec
+    scores = run.score_options(sinks, slopes)
+    results = results_or_replay(lambda: _attention(run, q, k, v, scores), inputs, key, num_visible)
+    return list(results if spec.needs_backward else results[:num_visible])
 
 
-def _attend(
-    ask: AttentionOpSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
+def _attention(
+    spec: AttentionOpSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
 ) -> list[torch.Tensor]:
-    """:func:`attention`, every time."""
-    scores = ask.scores(sinks, slopes)
-    call = check_on_all_ranks(
-        ask.on, lambda: ask.checked(q, (q.shape, k.shape, v.shape), scores), q
-    )
-    number = ask.on.consistency.number
-    saves = ask.has_backward
-    out, lse, kept = pipelined_forward(call, scores, q, k, v, save_for_backward=saves)
-    found = [out] if lse is None else [out, lse]
-    if saves and call.local_heads and lse is None:
-        found.append(torch.cat([part.lse for part in kept], dim=1))
-    if saves and not call.local_heads:
-        found += [x for part in kept for x in part]
-    if saves:
-        found.append(torch.tensor(number, device="cpu"))
-    return own(found, (q, k, v))
+    """:func:`attention`, never replayed."""
+
+    def check() -> tuple[str, AttentionPlan]:
+        check_unnamed_layout(spec)
+        return spec.plan(q, (q.shape, k.shape, v.shape), scores)
+
+    mesh = mesh_of(spec)
+    plan = check_on_all_ranks(mesh, check, q)
+    call_number, save = mesh.consistency.number, spec.needs_backward
+    out, lse, saved = pipelined_forward(plan, scores, q, k, v, save_for_backward=save)
+    results = [out] if lse is None else [out, lse]
+    if save and plan.local_heads and lse is None:
+        results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
+    if save and not plan.local_heads:
+        results += [x for chunk in saved for x in chunk]
+    if save:
+        results.append(torch.tensor(call_number, device="cpu"))
+    return _fresh_contiguous(results, (q, k, v))
 
 
 @attention.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    *plain: Any,
-) -> list[torch.Tensor]:
-    ask = AttentionOpSpec(*plain)
-    batch, tokens, heads, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    found = [q.new_empty(batch, tokens, heads, v.shape[3])]
-    local_heads = ask.on.ulysses_degree == 1
-    if ask.return_lse or (local_heads and ask.has_backward):
-        found.append(q.new_empty(batch, heads, tokens, dtype=wide))
-    if not ask.has_backward:
-        return found
-    number = torch.empty((), dtype=torch.int64, device="cpu")
+def _(*args: Any) -> list[torch.Tensor]:
+    (q, k, v, sinks, slopes), spec = args[:5], AttentionOpSpec(*args[5:])
+    mesh, (batch, tokens, heads, _) = mesh_of(spec), q.shape
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    results = [q.new_empty(batch, tokens, heads, v.shape[3])]
+    local_heads = mesh.ulysses_degree == 1
+    if spec.return_lse or (local_heads and spec.needs_backward):
+        results.append(q.new_empty(batch, heads, tokens, dtype=lse_dtype))
+    if not spec.needs_backward:
+        return results
+    call_number = torch.empty((), dtype=torch.int64, device="cpu")
     if local_heads:
-        return [*found, number]
-    # What the exchange brings depends on the plan, and a plan is made of numbers, which are
-    # constants of the graph.
-    sizes = [guard_ints(x.shape) for x in (q, k, v)]
-    ask = AttentionOpSpec(*guard_ints(ask))
+        return [*results, call_number]
+    # The shapes of the exchanged chunks depend on the plan, and a plan is made of numbers, which
+    # are constants of the graph.
+    shapes = [guard_ints(x.shape) for x in (q, k, v)]
+    spec = AttentionOpSpec(*guard_ints(spec))
     try:
-        _, call = ask.plan(q, sizes, ask.scores(sinks, slopes))
+        _, plan = spec.plan(q, shapes, spec.score_options(sinks, slopes))
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        return [*found, q.new_empty(q.shape), number]
-    for part in call.chunks:
-        places, widths = part.qkv.layouts, part.qkv.widths()
-        length = [place.ring_length(ask.on.ring_rank) for place in places]
-        each = zip(length, widths, (q, k, v), strict=True)
-        found += [q.new_empty(batch, n, width, x.shape[3]) for n, width, x in each]
-        found.append(q.new_empty(batch, length[0], widths[0], v.shape[3]))
-        found.append(q.new_empty(batch, widths[0], length[0], dtype=wide))
-    return [*found, number]
+        return [*results, q.new_empty(q.shape), call_number]
+    for chunk in plan.chunks:
+        qkv = _exchanged(chunk.qkv, (q, k, v), mesh)
+        _, rows, width, _ = qkv[0].shape
+        out, lse = (batch, rows, width, v.shape[3]), (batch, width, rows)
+        results += [*qkv, q.new_empty(out), q.new_empty(lse, dtype=lse_dtype)]
+    return [*results, call_number]
 
 
 @torch.library.custom_op(
     "ds_usp::attention_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
-    f"SymInt kv_heads, {_ASK}) -> Tensor[]",
-    **OP_TAGS,
+    schema=op_schema(
+        "Tensor dout, Tensor[] saved, Tensor? sinks, Tensor? slopes, SymInt kv_length, "
+        "SymInt kv_heads",
+        AttentionOpSpec,
+    ),
+    **_TAGS,
 )
 def attention_backward(
     dout: torch.Tensor,
     saved: list[torch.Tensor],
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
+    sinks: OptionalTensor,
+    slopes: OptionalTensor,
     kv_length: int,
     kv_heads: int,
-    *plain: Any,
+    *fields: Any,
 ) -> list[torch.Tensor]:
     """The gradients of :func:`attention`; collective over the mesh.
 
     Shapes:
         dout ``[b, s, h, e]`` -> dq ``[b, s, h, d]``, dk ``[b, t, g, d]``, dv ``[b, t, g, e]`` and,
-        where sinks learn, this rank's share of theirs ``[h]``.
+        where sinks require a gradient, this rank's summand of theirs ``[h]``.
 
     Args:
-        saved: without Ulysses q, k, v, out and the log-sum-exp; else each part's. Last the number
-            of the call.
+        saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Last the call
+            number.
         kv_length, kv_heads: t and g.
     """
-    ask = AttentionOpSpec(*plain)
-    *saved, number = saved
-    ask.on.consistency.check_backward(int(number), wait=is_on_cpu(dout))
-    scores = ask.scores(sinks, slopes)
-    sizes = _sizes(dout, saved, kv_length, kv_heads)
-    _, call = ask.plan(dout, sizes, scores)
-    if call.local_heads:
-        kept = [
-            SavedChunk._make(
-                (
-                    *part.qkv.to_heads(saved[:3]),
-                    *part.out.to_heads(saved[3:4]),
-                    saved[4][:, slice(*part.out.ranges[0][0])].contiguous(),
-                )
-            )
-            for part in call.chunks
-        ]
-    else:
-        kept = [SavedChunk._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
-    shapes = [torch.Size(size) for size in sizes]
-    grads = pipelined_backward(call, scores, dout.contiguous(), shapes, kept)
-    return own([x for x in grads if x is not None], (dout, *saved))
+    spec = AttentionOpSpec(*fields)
+    *saved, call_number = saved
+    mesh_of(spec).consistency.check_backward(int(call_number), wait=is_on_cpu(dout))
+    scores = spec.score_options(sinks, slopes)
+    shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
+    _, plan = spec.plan(dout, shapes, scores)
+    if plan.local_heads:  # the log-sum-exp of all heads is saved as one tensor
+        lse = saved.pop()
+        saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
+    chunks = plan.unpack_saved(saved)
+    sizes = [torch.Size(shape) for shape in shapes]
+    grads = pipelined_backward(plan, scores, dout.contiguous(), sizes, chunks)
+    return _fresh_contiguous([x for x in grads if x is not None], (dout, *saved))
 
 
 @attention_backward.register_fake
 def _(
-    dout: torch.Tensor,
-    saved: list[torch.Tensor],
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    kv_length: int,
-    kv_heads: int,
-    *plain: Any,
+    dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *fields: Any
 ) -> list[torch.Tensor]:
-    found = [dout.new_empty(size) for size in _sizes(dout, saved, kv_length, kv_heads)]
-    if sinks is not None and AttentionOpSpec(*plain).sinks_learn:
-        found.append(sinks.new_empty(sinks.shape))
-    return found
+    grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
+    if sinks is not None and AttentionOpSpec(*fields).sinks_require_grad:
+        grads.append(sinks.new_empty(sinks.shape))
+    return grads
 
 
-def _sizes(dout: torch.Tensor, saved: Sequence[torch.Tensor], length: int, heads: int) -> Sizes:
-    """The shapes of q, k and v."""
+def _qkv_shapes(
+    dout: torch.Tensor, saved: Sequence[torch.Tensor], kv_length: int, kv_heads: int
+) -> Shapes:
     batch, dim = dout.shape[0], saved[0].shape[3]
-    return (
-        (*dout.shape[:3], dim),
-        (batch, length, heads, dim),
-        (batch, length, heads, dout.shape[3]),
-    )
+    keys = (batch, kv_length, kv_heads)
+    return (*dout.shape[:3], dim), (*keys, dim), (*keys, dout.shape[3])
 
 
-def guard_ints(values: Iterable[Any]) -> list[Any]:
-    """Values without symbols: those that a compiler has seen, to which it then holds."""
-    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
+def _exchanged(
+    exchange: HeadAllToAll, tensors: Sequence[torch.Tensor], mesh: SequenceMesh
+) -> list[torch.Tensor]:
+    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after their exchange."""
+    return [
+        x.new_empty(x.shape[0], layout.ring_length(mesh.ring_rank), width, x.shape[3])
+        for layout, width, x in zip(exchange.layouts, exchange.widths(), tensors, strict=True)
+    ]
 
 
-def own(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors dense, and none in the memory of another one, as results of an op must be."""
+def _fresh_contiguous(
+    tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors contiguous, and each in a storage of its own, as results of an op must be."""
     used = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
+    results = []
     for x in tensors:
         if not x.is_contiguous() or x.untyped_storage().data_ptr() in used:
             x = x.clone(memory_format=torch.contiguous_format)
         used.add(x.untyped_storage().data_ptr())
-        found.append(x)
-    return found
+        results.append(x)
+    return results
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    q, k, v, sinks, slopes, *plain = inputs
-    ctx.ask = AttentionOpSpec(*plain)
+def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    q, k, v, sinks, slopes, *fields = inputs
+    ctx.spec = AttentionOpSpec(*fields)
     ctx.keys = k.shape[1], k.shape[2]
-    if ctx.ask.on.ulysses_degree == 1:
+    if mesh_of(ctx.spec).ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
-        saved = tuple(output[2 if ctx.ask.return_lse else 1 :])
+        saved = tuple(output[2 if ctx.spec.return_lse else 1 :])
     ctx.save_for_backward(sinks, slopes, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
     sinks, slopes, *saved = ctx.saved_tensors
-    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.ask)
-    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.ask)
+    dq, dk, dv, *dsinks = attention_backward(grads[0], saved, sinks, slopes, *ctx.keys, *ctx.spec)
+    return dq, dk, dv, dsinks[0] if dsinks else None, None, *(None for _ in ctx.spec)
 
 
-attention.register_autograd(_backward, setup_context=_save)
+attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
+
+
+@torch.library.custom_op(
+    "ds_usp::exchange",
+    mutates_args=(),
+    schema=op_schema("Tensor[] tensors, Tensor? call_number", ExchangeOpSpec),
+    **_TAGS,
+)
+def exchange(
+    tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any
+) -> list[torch.Tensor]:
+    """A head exchange of q, k, v, or of the output; collective over the mesh.
+
+    Shapes:
+        See :class:`ds_usp.comm.all_to_all.HeadAllToAll`. One that starts a call also returns, last,
+        the call number ``[]``, on the CPU.
+
+    Args:
+        call_number: of any that does not start a call.
+
+    Raises:
+        USPError: as :class:`ds_usp.USPAttention`, on every rank, when it runs.
+    """
+    spec = ExchangeOpSpec(*fields)
+    mesh = mesh_of(spec)
+
+    def check() -> tuple[str, ChunkExchanges]:
+        refuse_saving("a local attention in a graph")
+        check_unnamed_layout(spec)
+        return spec.plan(tensors)
+
+    if spec.starts_call:
+        exchanges = check_on_all_ranks(mesh, check, tensors[0])
+        number = torch.tensor(mesh.consistency.number, device="cpu")
+        return [*_fresh_contiguous(exchanges.qkv.to_heads(tensors), tensors), number]
+    if spec.backward and call_number is not None:
+        label = exchange_label(not spec.to_heads)
+        mesh.consistency.check_backward(int(call_number), label, wait=is_on_cpu(tensors[0]))
+    _, exchanges = spec.plan(tensors)
+    head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
+    if spec.to_heads:
+        return _fresh_contiguous(head_exchange.to_heads(tensors), tensors)
+    places = head_exchange.places(tensors)
+    head_exchange.to_sequence(tensors, places)
+    return list(places)
+
+
+@exchange.register_fake
+def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any) -> list[torch.Tensor]:
+    spec = ExchangeOpSpec(*guard_ints(fields))
+    number = [torch.empty((), dtype=torch.int64, device="cpu")] if spec.starts_call else []
+    try:
+        _, exchanges = spec.plan(tensors)
+    except USPError:  # raised when the op runs: on all ranks, where the others hear of it
+        wrong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        return wrong + number
+    head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
+    if not spec.to_heads:
+        return list(head_exchange.places(tensors))
+    return _exchanged(head_exchange, tensors, mesh_of(spec)) + number
+
+
+def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.spec = ExchangeOpSpec(*inputs[2:])
+    ctx.save_for_backward(output[-1] if ctx.spec.starts_call else inputs[1])
+
+
+def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    (call_number,) = ctx.saved_tensors
+    spec = ctx.spec
+    reverse = spec._replace(to_heads=not spec.to_heads, starts_call=False, backward=True)
+    sent = grads[:-1] if spec.starts_call else grads  # the call number has none
+    return exchange(list(sent), call_number, *reverse), None, *(None for _ in reverse)
+
+
+exchange.register_autograd(_backward_of_exchange, setup_context=_setup_exchange)
+
+
+def traced_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, **caller: Any
+) -> list[torch.Tensor] | None:
+    """The results of :func:`attention` in a graph; None if no op can compute the call.
+
+    Args:
+        caller: ``named`` and ``prefix_text`` of the spec.
+    """
+    spec = attention_spec(q, k, v, options, **caller)
+    if spec is None:
+        return None
+    results: list[torch.Tensor] = attention(
+        q, k, v, options.scores.sinks, options.scores.alibi_slopes, *spec
+    )
+    return results
+
+
+def traced_exchange(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mesh: SequenceMesh,
+    layout: TokenLayout | str,
+    named: bool,
+    prefix_text: str,
+) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    """A function ``(to_heads, *tensors)`` that exchanges q, k and v to heads, and the output back;
+    None if no op can. See :class:`ExchangeOpSpec` for the arguments."""
+    queries, keys = layout_spec(layout, q, mesh), layout_spec(layout, k, mesh)
+    if queries is None or keys is None:
+        return None
+    if mesh.ulysses_degree == 1:  # nothing to exchange
+        return _identity if is_valid_qkv(q, k, v, queries[1], keys[1]) else None
+    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    flags = True, True, False, torch.is_grad_enabled() and requires_grad, named
+    heads = q.shape[2], k.shape[2]
+    return _TracedExchange(ExchangeOpSpec(mesh.name, *queries, *keys, *heads, *flags, prefix_text))
+
+
+def _identity(to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensors
+
+
+class _TracedExchange:
+    """The two exchanges of one call; the second takes the call number of the first."""
+
+    def __init__(self, spec: ExchangeOpSpec) -> None:
+        self._spec = spec
+        self._call_number: OptionalTensor = None
+
+    def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if to_heads:
+            *exchanged, self._call_number = exchange(list(tensors), None, *self._spec)
+            return tuple(exchanged)
+        reverse = self._spec._replace(to_heads=False, starts_call=False)
+        return tuple(exchange(list(tensors), self._call_number, *reverse))

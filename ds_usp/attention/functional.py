@@ -1,22 +1,21 @@
-"""The functional form: exchange heads, walk the ring, exchange back. Differentiable."""
+"""``usp_attention``: differentiable attention over a mesh of Ulysses and ring ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from ds_usp.attention.call_plan import plan_call
-from ds_usp.attention.custom_ops import attention
+from ds_usp.attention.call_plan import AttentionOptions, plan_call
+from ds_usp.attention.custom_ops import traced_attention
+from ds_usp.attention.op_specs import graph_break
 from ds_usp.attention.pipeline import (
     AttentionPlan,
-    SavedChunk,
     pipelined_backward,
     pipelined_forward,
 )
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
-from ds_usp.attention.tracing import graph_break, layout_spec, make_op_spec
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_on_all_ranks, exchange_label, is_on_cpu
 from ds_usp.comm.all_to_all import HeadAllToAll
@@ -27,101 +26,114 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.saved_attention import compute_or_replay
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
 
 class SeqAllToAll(torch.autograd.Function):
-    """A head exchange and, backwards, its reverse."""
+    """A head exchange, sequence to heads or back; its backward is the reverse exchange."""
 
     @staticmethod
     def forward(
-        ctx: Any, head_exchange: HeadAllToAll, to_heads: bool, call: int, *tensors: torch.Tensor
+        ctx: Any, exchange: HeadAllToAll, to_heads: bool, call_number: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """See :class:`HeadAllToAll` for the shapes; ``call`` is the number of the call."""
-        ctx.exchange, ctx.to_heads, ctx.call = head_exchange, to_heads, call
+        """See :class:`HeadAllToAll` for the shapes, :func:`head_exchange` for the arguments."""
+        ctx.exchange, ctx.to_heads, ctx.call_number = exchange, to_heads, call_number
         if to_heads:
-            return tuple(x.contiguous() for x in head_exchange.to_heads(tensors))
-        places = head_exchange.places(tensors)
-        head_exchange.to_sequence(tensors, places)
+            return tuple(x.contiguous() for x in exchange.to_heads(tensors))
+        places = exchange.places(tensors)
+        exchange.to_sequence(tensors, places)
         return places
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Gradients go the way back; those of a head with several users are summed."""
-        consistency, part = ctx.exchange.mesh.consistency, exchange_label(ctx.to_heads)
-        consistency.check_backward(ctx.call, part, wait=is_on_cpu(grads[0]))
-        back = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call, *grads)
-        return None, None, None, *back
+        """The reverse exchange; gradients of a head that several ranks use are summed."""
+        consistency, label = ctx.exchange.mesh.consistency, exchange_label(ctx.to_heads)
+        consistency.check_backward(ctx.call_number, label, wait=is_on_cpu(grads[0]))
+        exchanged = SeqAllToAll.apply(ctx.exchange, not ctx.to_heads, ctx.call_number, *grads)
+        return None, None, None, *exchanged
 
 
 class UnifiedAttention(torch.autograd.Function):
-    """Attention of this rank's tokens with the whole sequence."""
+    """Attention of this rank's tokens with the whole sequence (Ulysses exchange and ring)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         mesh: SequenceMesh,
-        call: AttentionPlan,
+        plan: AttentionPlan,
         scores: Scores,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.pipeline.attend` for the shapes; ``sinks`` are those of
-        ``scores``, which autograd sees as an argument only."""
-        out, lse, kept = pipelined_forward(
-            call, scores, q, k, v, save_for_backward=any(ctx.needs_input_grad)
-        )
-        ctx.mesh, ctx.call, ctx.scores = mesh, call, replace(scores, sinks=None)
-        ctx.number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(q)
+        """See :func:`ds_usp.attention.pipeline.pipelined_forward` for the shapes; ``sinks`` are
+        those of ``scores``, which autograd sees as an argument only."""
+        save = any(ctx.needs_input_grad)
+        out, lse, saved = pipelined_forward(plan, scores, q, k, v, save_for_backward=save)
+        ctx.mesh, ctx.plan, ctx.scores = mesh, plan, replace(scores, sinks=None)
+        ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(q)
         ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
-        if call.local_heads:  # a part's tensors are views of these
-            ctx.save_for_backward(sinks, q, k, v, out, *(part.lse for part in kept))
+        if plan.local_heads:  # a chunk's tensors are views of these
+            ctx.save_for_backward(sinks, q, k, v, out, *(chunk.lse for chunk in saved))
         else:
-            ctx.save_for_backward(sinks, *(x for part in kept for x in part))
+            ctx.save_for_backward(sinks, *(x for chunk in saved for x in chunk))
         if lse is not None:
             ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # none is ever there for the log-sum-exp
+        ctx.set_materialize_grads(False)  # the log-sum-exp never has one
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        """See :func:`ds_usp.attention.pipeline.attend_backward`."""
+        """See :func:`ds_usp.attention.pipeline.pipelined_backward`."""
         if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
             raise UnsupportedAttentionError(
                 "the gradient of attention was asked to be differentiable itself "
                 "(create_graph=True), which no kernel here computes"
             )
-        call: AttentionPlan = ctx.call
-        ctx.mesh.consistency.check_backward(ctx.number, wait=ctx.is_on_cpu)
+        plan: AttentionPlan = ctx.plan
+        ctx.mesh.consistency.check_backward(ctx.call_number, wait=ctx.is_on_cpu)
         sinks, *saved = ctx.saved_tensors
-        if call.local_heads:
-            whole, lses = saved[:4], saved[4:]
-            views = (
-                (*part.qkv.to_heads(whole[:3]), *part.out.to_heads(whole[3:]))
-                for part in call.chunks
-            )
-            kept = [SavedChunk._make((*each, lse)) for each, lse in zip(views, lses, strict=True)]
-        else:
-            kept = [SavedChunk._make(saved[at : at + 5]) for at in range(0, len(saved), 5)]
-        if dout is None:  # the other ranks wait for this one's part
+        chunks = plan.unpack_saved(saved)
+        if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = replace(ctx.scores, sinks=sinks)
-        grads = pipelined_backward(call, scores, dout.contiguous(), ctx.shapes, kept)
+        grads = pipelined_backward(plan, scores, dout.contiguous(), ctx.shapes, chunks)
         return None, None, None, *grads
 
 
 def head_exchange(
-    head_exchange: HeadAllToAll, to_heads: bool, call: int, *tensors: torch.Tensor
+    exchange: HeadAllToAll, to_heads: bool, call_number: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Differentiable head exchange; with one Ulysses rank the tensors themselves.
 
     Args:
-        call: the number of the call it is part of, which its backward pass says to the ranks.
+        to_heads: sequence to heads, or back.
+        call_number: of the call it is part of, which the ranks compare in its backward pass.
     """
-    if head_exchange.mesh.ulysses_degree == 1:
+    if exchange.mesh.ulysses_degree == 1:
         return tensors
-    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(head_exchange, to_heads, call, *tensors)
+    exchanged: tuple[torch.Tensor, ...] = SeqAllToAll.apply(
+        exchange, to_heads, call_number, *tensors
+    )
     return exchanged
+
+
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, total=False):
+        """Options of :func:`usp_attention` that do not change what it returns."""
+
+        mesh: Required[SequenceMesh]
+        layout: Required[TokenLayout | str]
+        mask: Required[MaskSpec]
+        softmax_scale: float | None
+        dropout_p: float
+        kernel: str
+        tuning: Tuning
+        scores: Scores
+        kv_layout: TokenLayout | str | None
 
 
 @overload
@@ -130,16 +142,8 @@ def usp_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: SequenceMesh,
-    layout: TokenLayout | str,
-    mask: MaskSpec,
-    softmax_scale: float | None = ...,
-    dropout_p: float = ...,
-    kernel: str = ...,
     return_lse: Literal[False] = ...,
-    tuning: Tuning = ...,
-    scores: Scores = ...,
-    kv_layout: TokenLayout | str | None = ...,
+    **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 
 
@@ -149,16 +153,8 @@ def usp_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: SequenceMesh,
-    layout: TokenLayout | str,
-    mask: MaskSpec,
-    softmax_scale: float | None = ...,
-    dropout_p: float = ...,
-    kernel: str = ...,
     return_lse: Literal[True],
-    tuning: Tuning = ...,
-    scores: Scores = ...,
-    kv_layout: TokenLayout | str | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -178,7 +174,7 @@ def usp_attention(
     scores: Scores = NO_SCORE_MOD,
     kv_layout: TokenLayout | str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over a sequence that is spread over the ranks of a mesh.
+    """Exact attention over a sequence whose tokens are sharded over the ranks of a mesh.
 
     Collective over the mesh: all its ranks make the same call with their own tokens.
 
@@ -195,76 +191,56 @@ def usp_attention(
             ``mesh.layout(kind, s_local * mesh.sp_degree)``.
         mask: who sees whom, in global positions.
         softmax_scale: factor of the scores; None is ``d ** -0.5``.
-        dropout_p: share of the softmax's weights that are dropped, with the seed of ``scores``.
+        dropout_p: fraction of the softmax's weights that are dropped, with the seed of ``scores``.
             Only the kernel ``eager`` drops by position, so that degrees change nothing.
         kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
         return_lse: also return the log-sum-exp.
-        tuning: how the work is cut, where the default is not the fastest.
+        tuning: how the work is divided, where the default is not the fastest.
         scores: soft cap, ALiBi, sinks, the seed of dropout.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
-            (cross-attention); each rank then holds its share of both. The mask must be full.
+            (cross-attention); each rank then holds its shard of both. The mask must be full.
 
     Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
-    are taken. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph, but for
-    documents, which are outside of it.
+    are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
+    documents it breaks the graph.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
         MeshError: the ranks disagree about the call.
 
-    Every rank raises in all of these cases, before anything moves. On GPUs a rank that departs
-    from a call on which all agreed before is reported a few calls later or when the backward pass
-    begins (see ``Agreement``).
+    Every rank raises in all of these cases, before any data is sent. On GPUs a rank whose call
+    differs from the others', after calls on which all agreed, is reported a few calls later or when
+    the backward pass begins (see ``ConsistencyChecker``).
 
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
-
-    options: dict[str, Any] = {
-        "layout": layout,
-        "mask": mask,
-        "softmax_scale": softmax_scale,
-        "dropout_p": dropout_p,
-        "kernel": kernel,
-        "tuning": tuning,
-        "kv_layout": kv_layout,
-    }
-    if torch.compiler.is_compiling() and isinstance(mesh, SequenceMesh):
-        told = {**options, "layout": layout_spec(layout, q, mesh)}
-        told["kv_layout"] = None if kv_layout is None else layout_spec(kv_layout, k, mesh)
-        ask = make_op_spec(q, k, v, mesh=mesh, scores=scores, return_lse=return_lse, **told)
-        if ask is not None:
-            out, *rest = attention(q, k, v, scores.sinks, scores.alibi_slopes, *ask)
-            return (out, rest[0].detach()) if return_lse else out
-    return _usp_attention(q, k, v, mesh, scores, return_lse, options)
+    options = AttentionOptions(
+        mesh, layout, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, kv_layout
+    )
+    if torch.compiler.is_compiling():
+        traced = traced_attention(q, k, v, options)
+        if traced is not None:
+            return (traced[0], traced[1].detach()) if return_lse else traced[0]
+    return _usp_attention(q, k, v, options)
 
 
 @graph_break
 def _usp_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mesh: SequenceMesh,
-    scores: Scores,
-    return_lse: bool,
-    options: dict[str, Any],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`usp_attention` outside of graphs."""
+    mesh, return_lse = options.mesh, options.return_lse
+    # An argument that is no Scores is refused with the others, on every rank.
+    scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
 
     def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        qkv, learned = inputs[:3], replace(scores, sinks=inputs[3]) if inputs[3:] else scores
-        call = check_on_all_ranks(
-            mesh,
-            lambda: plan_call(*qkv, mesh=mesh, scores=learned, return_lse=return_lse, **options),
-            q,
-            options["layout"],
-        )
-        out, lse = UnifiedAttention.apply(mesh, call, learned, *inputs)
+        q, k, v, *sinks = inputs
+        run = options._replace(scores=replace(scores, sinks=sinks[0])) if sinks else options
+        plan = check_on_all_ranks(mesh, lambda: plan_call(q, k, v, run), q, options.layout)
+        out, lse = UnifiedAttention.apply(mesh, plan, run.scores, *inputs)
         return (out, lse) if return_lse else (out,)
 
-    # What is no Scores is refused with the rest, on every rank.
-    known = scores if isinstance(scores, Scores) else NO_SCORE_MOD
-    inputs = (q, k, v) if known.sinks is None else (q, k, v, known.sinks)
-    outputs = compute_or_replay(
-        compute, inputs, (mesh, return_lse, *options.values(), known.static_values)
-    )
+    inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
+    key = options._replace(scores=NO_SCORE_MOD), scores.static_values
+    outputs = compute_or_replay(compute, inputs, key)
     return (outputs[0], outputs[1]) if return_lse else outputs[0]

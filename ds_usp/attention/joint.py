@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ds_usp.attention.functional import head_exchange, usp_attention
+from ds_usp.attention.op_specs import graph_break
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
-from ds_usp.attention.tracing import graph_break
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_layout, check_on_all_ranks, token_layout
 from ds_usp.comm.all_to_all import HeadAllToAll

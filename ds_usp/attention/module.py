@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.call_plan import plan_call
+from ds_usp.attention.call_plan import AttentionOptions, plan_call
+from ds_usp.attention.custom_ops import traced_attention, traced_exchange
 from ds_usp.attention.drop_in import (
     CallArguments,
     DropInPlan,
@@ -27,14 +28,9 @@ from ds_usp.attention.local_attention import (
     detect_local_attention,
     resolve_ring_attention,
 )
+from ds_usp.attention.op_specs import graph_break
 from ds_usp.attention.pipeline import AttentionPlan
 from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
-from ds_usp.attention.tracing import (
-    graph_break,
-    layout_spec,
-    traced_attention,
-    traced_exchange,
-)
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -208,27 +204,19 @@ class USPAttention(torch.nn.Module):
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
-        layouts = tuple(layout_spec(self._layout, x, self.mesh) for x in (q, k))
-        named, caller = self._names_layout, f"{batch_dim_text(dim)}, "
+        named, prefix_text = self._names_layout, f"{batch_dim_text(dim)}, "
         out: torch.Tensor | None = None
         if self._framework is None:
-            exchange_fn = traced_exchange(q, k, v, self.mesh, layouts, named, caller)
+            layout = self._layout
+            exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix_text)
             if exchange_fn is not None:
                 out = self._local(q, k, v, exchange_fn, dim == 1, None, given.args, given.kwargs)
         elif not given.args and not given.kwargs:
-            out = traced_attention(
-                q,
-                k,
-                v,
-                self._framework.attention,
-                mesh=self.mesh,
-                layouts=layouts,
-                training=self._in_training,
-                kernel=self.kernel,
-                tuning=self.tuning,
-                named=named,
-                caller=f"{caller}{NO_ARGUMENTS}, ",
-            )
+            attention, prefix_text = self._framework.attention, f"{prefix_text}{NO_ARGUMENTS}, "
+            options = self._options(attention, q.device)
+            outs = traced_attention(q, k, v, options, named=named, prefix_text=prefix_text)
+            if outs is not None:
+                out = outs[0].flatten(2) if attention.flat_output else outs[0]
         return out.transpose(0, 1) if dim and out is not None else out
 
     @graph_break
@@ -314,7 +302,7 @@ class USPAttention(torch.nn.Module):
             signature += [tensors, text]
         else:
             signature.append(framework.check(layout.seq_len, q.shape[3], args, kwargs))
-            text, call = self._plan_ring(q, k, v, layout, framework)
+            text, call = plan_call(q, k, v, self._options(framework.attention, q.device))
             signature.append(text)
         attention = None if framework is None else framework.attention
         return ", ".join(signature), DropInPlan(batch_second, layout, args, rotary, call, attention)
@@ -331,28 +319,18 @@ class USPAttention(torch.nn.Module):
         mask = replace(attention.mask, documents=documents)
         return FrameworkArguments(replace(attention, mask=mask))
 
-    def _plan_ring(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        framework: FrameworkArguments,
-    ) -> tuple[str, AttentionPlan]:
-        attention = framework.attention
-        return plan_call(
-            q,
-            k,
-            v,
-            mesh=self.mesh,
-            layout=layout,
-            mask=attention.mask,
-            softmax_scale=attention.softmax_scale,
-            dropout_p=attention.dropout_p if self._in_training else 0.0,
-            kernel=self.kernel,
+    def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
+        """A call of the package's kernels that computes what a local attention would."""
+        return AttentionOptions(
+            self.mesh,
+            self._layout,
+            attention.mask,
+            attention.softmax_scale,
+            attention.dropout_p if self._in_training else 0.0,
+            self.kernel,
             tuning=self.tuning,
-            scores=attention.scores(q.device),
-            kv_layout=self._layout_of(k),
+            scores=attention.scores(device),
+            kv_layout=self._layout,
         )
 
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:

@@ -1,13 +1,13 @@
-"""Attention over a mesh, part by part of the heads: exchange, ring, exchange back.
+"""Chunked attention over a mesh: all-to-all to heads, ring attention, all-to-all to sequence.
 
-While one part of the heads is computed, the next one arrives and the one before it travels home.
-Nothing hides the first arrival and the last departure, so these parts are small. Forward three
-tensors arrive and one departs, backward one arrives and three depart: it goes through the parts
-from the last to the first, which is the smallest.
+A software pipeline over head chunks: while one chunk is computed, the exchange of the next one and
+the return of the one before are in flight. The first exchange and the last return are exposed, so
+those chunks are small. Forward exchanges three tensors and returns one, backward exchanges one and
+returns three: it goes through the chunks from the last to the first, which is the smallest.
 
 Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, h query heads,
-g key/value heads, of all ranks (in the arguments) or of one part on one rank; d head dim, e that of
-values and outputs.
+g key/value heads, of all ranks (in the arguments) or of one chunk on one rank; d head dim, e that
+of values and outputs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class AttentionPlan:
     """Everything that one attention over a mesh needs besides its tensors.
 
     Args:
-        parts: the heads, in the parts in which they are computed.
-        rings: the attention of each part.
-        with_lse: the log-sum-exp is asked for.
-        staging: bytes that copy engines need on each rank, by kind of traffic.
-        spec: what the kernel does to scores.
+        chunks: the head exchanges of each head chunk.
+        ring_calls: the ring attention of each head chunk.
+        return_lse: the log-sum-exp is a result too.
+        staging_bytes: that copy engines need on each rank, by kind of exchange.
+        score_mod: what the kernel does to scores.
     """
 
     chunks: tuple[ChunkExchanges, ...]
@@ -58,7 +58,7 @@ class AttentionPlan:
 
     @property
     def local_heads(self) -> bool:
-        """The heads of this rank's tokens are all computed here: no exchange, all ring or none."""
+        """This rank computes all heads of its tokens: there is no head exchange."""
         return self.mesh.ulysses_degree == 1
 
     @property
@@ -68,12 +68,12 @@ class AttentionPlan:
 
     @property
     def single_shot(self) -> bool:
-        """All of it is computed at once, where the tensors are."""
+        """One chunk and no exchange: the inputs are used as they are."""
         return self.local_heads and len(self.chunks) == 1
 
     def reserve_resources(self, device: torch.device) -> None:
-        """Make room for copy engines and groups for a double ring; collective where there is not
-        enough yet."""
+        """Open the process groups of a double ring, reserve staging buffers of copy engines and
+        start a pass; collective where there are too few buffers yet."""
         if self.ring_calls[0].schedule.outer_steps:
             self.mesh.create_outer_groups()
         if self.staging_bytes and self.mesh.needs_reserve(self.staging_bytes):
@@ -83,24 +83,32 @@ class AttentionPlan:
             self.mesh.consistency.begin_pass()
 
     def mark_pass_done(self) -> None:
-        """Note that a pass has ended well."""
+        """Count a pass as ended, not aborted."""
         if self.staging_bytes:
             self.mesh.consistency.end_pass()
 
     def score_mod_for_chunk(self, index: int, scores: Scores, x: torch.Tensor) -> ChunkScoreMod:
-        """The scores of one part of a call on tensors of this batch and device."""
+        """The score modifiers of one chunk, for tensors like ``x`` (batch, device)."""
         chunk = self.chunks[index]
         return ChunkScoreMod(self.mesh, chunk, self.score_mod, scores, x.shape[0], x.device)
 
+    def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
+        """The saved tensors of each chunk, from those of all chunks one after the other, or,
+        without a head exchange, from q, k, v and out of all heads and each chunk's lse."""
+        if not self.local_heads:
+            return [SavedChunk._make(tensors[i : i + 5]) for i in range(0, len(tensors), 5)]
+        views = ((*x.qkv.to_heads(tensors[:3]), *x.out.to_heads(tensors[3:4])) for x in self.chunks)
+        return [SavedChunk._make((*x, lse)) for x, lse in zip(views, tensors[4:], strict=True)]
+
     @property
     def has_ring(self) -> bool:
-        """Keys and values of other ring ranks come here, or go there."""
+        """Keys and values are exchanged among ring ranks."""
         return self.ring_calls[0].schedule.ring_degree > 1
 
 
 class SavedChunk(NamedTuple):
-    """What backward needs of one part: q ``[b, S, h, d]``, k ``[b, S, g, d]``, v ``[b, S, g, e]``,
-    out ``[b, S, h, e]``, lse ``[b, h, S]``."""
+    """Tensors of one chunk saved for backward: q ``[b, S, h, d]``, k ``[b, S, g, d]``,
+    v ``[b, S, g, e]``, out ``[b, S, h, e]``, lse ``[b, h, S]``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -110,13 +118,13 @@ class SavedChunk(NamedTuple):
 
 
 class _InflightChunk(NamedTuple):
-    """One part: its exchange, taken when it is computed at the latest, and its keys and values."""
+    """One chunk: its head exchange, waited for before it is computed, and its KV stream."""
 
     exchange: PendingExchange
     kv_stream: KVStream
 
     def close(self) -> None:
-        """After an error: nothing may stay under way."""
+        """After an error: no exchange may remain in flight."""
         try:
             self.exchange.drain()
         finally:
@@ -124,24 +132,23 @@ class _InflightChunk(NamedTuple):
 
 
 class _ChunkPipeline:
-    """Brings the parts of the heads to where they are computed, ahead of it, and takes them home.
+    """Posts the exchanges of head chunks ahead of their computation, and their returns behind it.
 
-    All that computes and packs is on the current stream; copy engines and messages run beside it.
-    What has to be waited for is asked for early and taken late:
+    Kernels and packing run on the current stream; copy engines or NCCL run beside it. Exchanges
+    are posted as soon as possible and waited for just before use:
 
-    - A part is packed and sent before the part before it is computed. Then its keys and values go
-      on their way around the ring, if they are here. Else they come with the part, which is sent
-      another part ahead to be here by then; what comes first sets out in the middle of a part.
-    - The gradients of a part that come around the ring are summed and sent home in the middle of
-      the next one; where nothing comes around the ring a part goes home at once.
+    - A chunk's exchange is posted before the chunk before it is computed. Then its KV stream is
+      started, if its keys and values are local. Else they are received with the exchange, which is
+      posted one more chunk ahead; for the first chunks the stream is started mid-chunk.
+    - A chunk whose KV gradients come around the ring is returned in the middle of the next chunk,
+      when they have been summed; without a ring it is returned at once.
 
     Args:
-        call: what is computed.
-        order: the parts, in the order in which they are computed.
-        send: begins a part's exchange.
-        walk: lets a part's keys and values go on their way around the ring; forward they come with
-            its exchange.
-        backward: they are here, and what goes home has to wait for what comes around the ring.
+        plan: what is computed.
+        order: the chunks, in the order in which they are computed.
+        post_exchange: posts a chunk's head exchange.
+        start_kv: starts a chunk's KV stream; forward its keys and values are from the exchange.
+        backward: keys and values are saved tensors, and a return waits for KV gradients.
     """
 
     def __init__(
@@ -167,14 +174,16 @@ class _ChunkPipeline:
         )
 
     def run(self, compute: Callable[[int, _InflightChunk], None]) -> None:
-        """Compute each part, which :meth:`leave` is to be told of. What it has needed is free
-        before the next ones come."""
+        """Compute each chunk; ``compute`` must call :meth:`return_chunk`. What a chunk needed is
+        freed before the next one is received."""
         for position, index in enumerate(self._chunk_order):
             self._current = position
             self._post_until(position + 1)
             self._start_kv_of(position)
             self._post_until(position + self._lookahead)
-            if self._kv_early or (self._has_ring and position > 1):  # it had a part's time to come
+            if self._kv_early or (
+                self._has_ring and position > 1
+            ):  # in flight for one chunk already
                 self._start_kv_of(position + 1)
             compute(index, self._ready[0])
             del self._ready[0]
@@ -182,23 +191,23 @@ class _ChunkPipeline:
             exchange.wait()
 
     def mid_chunk(self) -> None:
-        """In the middle of a part's computation."""
+        """Call after the first kernel of a chunk: post what waited for it, and wait for returns."""
         if self._deferred_return is not None:
             deferred, self._deferred_return = self._deferred_return, None
             self._post_return(*deferred)
         if self._has_ring:
             self._start_kv_of(self._current + 1)
-        while not self._defer_return and self._returning:  # it went home beside this part
+        while not self._defer_return and self._returning:  # its return overlapped this chunk
             self._returning.pop(0).wait()
 
     def return_chunk(
         self, post: Callable[[], PendingExchange], on_error: Callable[[], None] = noop
     ) -> None:
-        """A part is computed and may go home.
+        """Return a computed chunk, now or mid-chunk of the next one.
 
         Args:
-            task: begins the exchange.
-            undo: for it, after an error.
+            post: posts the return exchange.
+            on_error: releases what it would return, after an error.
         """
         if self._defer_return and self._current + 1 < len(self._chunk_order):
             self._deferred_return = post, on_error
@@ -206,7 +215,7 @@ class _ChunkPipeline:
             self._post_return(post, on_error)
 
     def close(self) -> None:
-        """After an error: nothing may stay under way, or the next call would take it."""
+        """After an error: wait for all in flight, or the next call would receive it."""
         with ExitStack() as stack:  # all of it, whatever fails
             for exchange in (*self._returning, *self._in_flight):
                 stack.callback(exchange.drain)
@@ -216,13 +225,13 @@ class _ChunkPipeline:
                 stack.callback(self._deferred_return[1])
 
     def _post_until(self, last: int) -> None:
-        """All parts up to this one, those that have not."""
+        """Post the exchanges of all chunks up to this position that are not posted yet."""
         for index in self._chunk_order[self._num_posted : last + 1]:
             self._in_flight.append(self._post_exchange(index))
             self._num_posted += 1
 
     def _start_kv_of(self, position: int) -> None:
-        """A part that comes next, if it has not: its keys and values travel."""
+        """Start the KV stream of the chunk at a position, if it is the next one and exists."""
         if self._num_started <= position < len(self._chunk_order):
             exchange = self._in_flight[0]
             self._ready.append(
@@ -234,7 +243,7 @@ class _ChunkPipeline:
     def _post_return(
         self, post: Callable[[], PendingExchange], on_error: Callable[[], None]
     ) -> None:
-        """Begin the trip home; the one before it must have ended, so that its memory is free."""
+        """Post a return; wait for the one before it, whose buffers are then free."""
         try:
             self._returning.append(post())
         except BaseException:
@@ -253,7 +262,8 @@ def pipelined_forward(
     *,
     save_for_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[SavedChunk]]:
-    """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if asked for, and what backward needs."""
+    """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if the plan returns it, and the tensors
+    of each chunk to save for backward."""
 
     def post_exchange(index: int) -> PendingExchange:
         return plan.chunks[index].qkv.post_to_heads((q, k, v))
@@ -306,7 +316,7 @@ def pipelined_backward(
     saved_chunks: Sequence[SavedChunk],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
-    and, where sinks are learned, this rank's share of theirs ``[h]``."""
+    and, where sinks require a gradient, this rank's summand of theirs ``[h]``."""
     grads: tuple[torch.Tensor, ...] = ()
 
     def post_exchange(index: int) -> PendingExchange:
@@ -339,7 +349,7 @@ def pipelined_backward(
             if plan.single_shot:
                 grads = reducer.result()
                 return
-            if not grads:  # as late as can be: they are as large as all that has come so far
+            if not grads:  # just before use: they are as large as all received so far
                 grads = tuple(dout.new_empty(shape) for shape in shapes)
         except BaseException:
             reducer.close()
@@ -357,39 +367,3 @@ def pipelined_backward(
     plan.mark_pass_done()
     dq, dk, dv = grads
     return dq, dk, dv, dsinks
-
-
-def staging_bytes_by_kind(
-    chunks: Sequence[ChunkExchanges],
-    ring_calls: Sequence[RingCall],
-    q: torch.Tensor,
-    v: torch.Tensor,
-) -> dict[str, int]:
-    """Bytes of each kind of traffic that a rank packs at most at once, for copy engines.
-
-    Args:
-        q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
-    """
-    ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
-    if not ring.use_copy_engines:
-        return {}
-    batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
-    acc_dtype = torch.promote_types(q.dtype, torch.float32).itemsize
-    sizes = {
-        "all_to_all": max(
-            max(
-                chunk.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
-                chunk.out.staging_bytes(batch, (value_dim,), q.element_size()),
-                chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
-            )
-            for chunk in chunks
-        )
-    }
-    if ring.schedule.ring_degree > 1:
-        token = max(chunk.qkv.widths()[1] for chunk in chunks) * batch * (dim + value_dim)
-        sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
-        tokens = ring.schedule.max_recv_tokens
-        if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
-            tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
-        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
-    return sizes

@@ -31,7 +31,7 @@ def check_on_all_ranks(
 
     Args:
         like: a tensor of the call. Where it lies on a GPU and the call is a known one, the
-            ranks do not wait for the comparison (see ``Agreement``).
+            ranks do not wait for the comparison (see ``ConsistencyChecker``).
         layout: of the call, as it was given.
 
     An error on one rank is raised there and reported on the others, so nobody waits for a rank
@@ -87,7 +87,7 @@ def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
 
 def is_on_cpu(like: object) -> bool:
     """Whether a call with such a tensor moves data on the host, so that its ranks wait for each
-    comparison (see ``Agreement``)."""
+    comparison (see ``ConsistencyChecker``)."""
     return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
 
 

@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 import ds_usp
 from ds_usp.attention import tuning
-from ds_usp.attention.call_plan import plan_call
+from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.geometry.heads import HeadSplit
 
@@ -205,18 +205,10 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
     mesh = mesh_of(2)
     layout = mesh.layout("zigzag", 64)
     x = torch.randn(1, 16, 8, 8)
-    _, call = plan_call(
-        x,
-        x,
-        x,
-        mesh=mesh,
-        layout=layout,
-        mask=ds_usp.MaskSpec.causal(),
-        softmax_scale=None,
-        dropout_p=0.0,
-        kernel="eager",
-        tuning=ds_usp.Tuning(3, True),
+    options = AttentionOptions(
+        mesh, layout, ds_usp.MaskSpec.causal(), kernel="eager", tuning=ds_usp.Tuning(3, True)
     )
+    _, call = plan_call(x, x, x, options)
     plans = [ring.schedule for ring in call.ring_calls]
     return (
         [plan.steps[0].is_local for plan in plans],

@@ -14,7 +14,7 @@ from test_attention import mean_errors
 from test_planner_comm import LEDGER, model, over, told
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
-from ds_usp.attention.functional import plan_call
+from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.traffic import attention_bytes
 
@@ -116,8 +116,7 @@ def nodes(ctx: RankContext) -> tuple[int, int, int, str]:
     mesh = both
     layout = mesh.layout("zigzag", 4 * 2048)
     q = torch.empty(1, layout.length(mesh.rank), 2, 64)
-    options = {"softmax_scale": None, "dropout_p": 0.0, "kernel": "auto"}
-    text, call = plan_call(q, q, q, mesh=mesh, layout=layout, mask=MaskSpec.causal(), **options)
+    text, call = plan_call(q, q, q, AttentionOptions(mesh, layout, MaskSpec.causal()))
     assert len(call.ring_calls[0].schedule.outer_steps) == 1
     return ring.ring_ranks_per_node, both.ring_ranks_per_node, turned.ring_ranks_per_node, text
 

@@ -13,9 +13,8 @@ import torch
 
 import ds_usp
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.attention.custom_ops import AttentionOpSpec
-from ds_usp.attention.exchange_op import ExchangeOpSpec
-from ds_usp.attention.tracing import make_op_spec
+from ds_usp.attention.call_plan import AttentionOptions
+from ds_usp.attention.op_specs import AttentionOpSpec, ExchangeOpSpec, attention_spec
 from ds_usp.comm.mesh import MESH_REGISTRY
 
 TOLD_OTHERWISE = {
@@ -73,19 +72,11 @@ def test_other_soft_caps_are_in_the_graph_too() -> None:
 
 
 def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | None:
-    given = {
-        "mesh": on,
-        "layout": on.layout("zigzag", 16),
-        "mask": ds_usp.MaskSpec.causal(),
-        "softmax_scale": None,
-        "dropout_p": 0.0,
-        "kernel": "auto",
-        "return_lse": True,
-        "tuning": ds_usp.Tuning(chunks=2, gather=True, copies=False),
-        "scores": ds_usp.Scores(),
-        "kv_layout": None,
-    }
-    return make_op_spec(x, x, x, **given | changed)
+    tuning = ds_usp.Tuning(chunks=2, gather=True, copies=False)
+    options = AttentionOptions(
+        on, on.layout("zigzag", 16), ds_usp.MaskSpec.causal(), return_lse=True, tuning=tuning
+    )
+    return attention_spec(x, x, x, options._replace(**changed))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +87,7 @@ def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | 
         {"layout": ds_usp.TokenLayout("zigzag", 16, ulysses=2)},
         {"layout": ds_usp.TokenLayout("zigzag", 16, order="ring-ulysses")},
         {"layout": ds_usp.TokenLayout("balanced", 16, documents=[0, 16])},
-        {"kv_layout": "zigzag"},
+        {"kv_layout": 16},
         {"mask": ds_usp.MaskSpec.causal([0, 3, 16])},
         {"mask": None},
         {"softmax_scale": torch.tensor(0.5)},
