@@ -10,7 +10,7 @@ from typing import Any
 
 from usp_trainer.arg_types import Integer
 from usp_trainer.arguments import build_parser
-from usp_trainer.suggestions import edit_distance
+from usp_trainer.command_line import edit_distance
 
 from ds_usp import ConfigError
 

@@ -204,12 +204,14 @@ NO_GPUS = {"DRY_RUN": "0"}
 CPU = {"DEVICE": "cpu", "PRECISION": "fp32"}
 MDS = {"NUM_GPUS": "4", "MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)}
 REFUSED = [
-    ({"NUM_GPUS": "6"}, "6 ranks cannot hold tensor 1 x sequence 4 x pipeline 1 = 4 ranks"),
-    ({"ULYSSES_DEGREE": "3"}, "ULYSSES_DEGREE=3 must divide SP_SIZE=4"),
-    ({"ULYSSES_DEGREE": "3"}, "Possible: 4 (ring 1), 2 (ring 2), 1 (ring 4)"),
+    ({"NUM_GPUS": "6"}, "6 ranks cannot hold MP_SIZE=1 x SP_SIZE=4 x PP_SIZE=1 = 4 ranks"),
+    ({"ULYSSES_DEGREE": "3"}, "ULYSSES_DEGREE=3 does not divide SP_SIZE=4. Use one of 4 (ring 1)"),
     ({"ULYSSES_DEGREE": "0"}, "ULYSSES_DEGREE='0' must be auto, or a whole number of 1 or more"),
-    ({"ULYSSES_DEGREE": "4", "MP_SIZE": "8"}, "Possible: 2 (ring 2)"),
-    ({"MP_SIZE": "3"}, "NUM_ATTN_HEADS=16 must be a multiple of MP_SIZE=3"),
+    (
+        {"ULYSSES_DEGREE": "4", "MP_SIZE": "8"},
+        "at least 4 query heads on each tensor-parallel rank, there are 2 (16 heads, MP_SIZE=8)",
+    ),
+    ({"MP_SIZE": "3"}, "MP_SIZE=3 must divide the 16 query heads"),
     ({"NUM_GPUS": "16"}, "Use GLOBAL_BATCH_SIZE=4"),
     ({"ZERO_STAGE": "3", "PP_SIZE": "2"}, "Use ZERO_STAGE=1 or PP_SIZE=1"),
     ({"ZERO_STAGE": "4"}, "ZERO_STAGE='4' must be 0, 1, 2 or 3"),

@@ -25,22 +25,22 @@ class Names:
 
 
 def test_a_blend_keeps_its_shares_and_its_order() -> None:
-    from usp_trainer import sample_order
+    from usp_trainer import data
 
-    blend = sample_order.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
+    blend = data.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
     first = [blend[i] for i in range(1000)]
     assert Counter(name for name, _ in first) == {"a": 300, "b": 600, "c": 100}
     for name in "abc":
         taken = [index for which, index in first if which == name]
         assert taken == list(range(len(taken)))
-    far = blend[3 * sample_order._FIRST_INDEX]  # the index grows
+    far = blend[3 * data._FIRST_INDEX]  # the index grows
     assert far[1] > 100 and [blend[i] for i in range(1000)] == first
-    again = sample_order.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
-    assert again[3 * sample_order._FIRST_INDEX] == far
+    again = data.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
+    assert again[3 * data._FIRST_INDEX] == far
 
 
 def test_samples_start_again_when_they_are_used_up() -> None:
-    from usp_trainer.sample_order import InOrder, ShuffledEpochs
+    from usp_trainer.data import InOrder, ShuffledEpochs
 
     assert [InOrder("abc")[i] for i in range(5)] == list("abcab")
     stream = ShuffledEpochs("abcdefgh", 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from harness import RankContext, fork_world
@@ -10,7 +13,6 @@ from trainer_runs import TRAINER
 
 import megatron_patches
 from ds_usp import TokenLayout
-from ds_usp.planner import ParallelConfig, Workload
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.training import prepare_deepspeed
 
@@ -28,11 +30,11 @@ MESHES: dict[int, list[Degrees]] = {
 
 
 def saved_over_formula(ctx: RankContext, degrees: list[Degrees]) -> list[float]:
-    """For every cut, kept and recomputed: counted bytes over the formula's."""
+    """Counted bytes over the formula's, for all degrees, without and with recomputation."""
     prepare_deepspeed()
     return [
-        _counted(*cut, recompute) / _predicted(*cut, recompute)
-        for cut in degrees
+        _counted(*tp_ulysses_ring, recompute) / _predicted(*tp_ulysses_ring, recompute)
+        for tp_ulysses_ring in degrees
         for recompute in ("none", "full")
     ]
 
@@ -42,39 +44,38 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
     return [*GPT.split(), *degrees.split(), "--ulysses-degree", str(ulysses)]
 
 
-def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
+def _validated(tp: int, ulysses: int, ring: int) -> Any:
     from usp_trainer.arguments import parse
-    from usp_trainer.memory import model_shape
     from usp_trainer.validate_args import validate_and_derive
-
-    args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
-    split = ParallelConfig(
-        tp=tp,
-        ulysses=ulysses,
-        ring=ring,
-        recompute=recompute,
-        micro_batch=args.micro_batch_size,
-        tp_sequence=False,
-    )
-    return layer_bytes(Workload(model_shape(args), args.seq_length), split)
-
-
-def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
-    """Bytes of all storages that autograd keeps, once each, parameters aside."""
-    from megatron.core import parallel_state
-    from usp_trainer.arguments import parse
-    from usp_trainer.model import Layer, build_model
-    from usp_trainer.validate_args import validate_and_derive
-
-    from megatron_patches.megatron_core.groups import initialize_groups
 
     args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
     args.padded_vocab_size = 256
+    return args
+
+
+def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
+    from usp_trainer.auto_args import planned_run
+
+    run = planned_run(_validated(tp, ulysses, ring))
+    return layer_bytes(run.workload(), replace(run.parallel_config(), recompute=recompute))
+
+
+def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
+    """Bytes of all storages that autograd saves, once each, parameters aside."""
+    from megatron.core import parallel_state
+    from usp_trainer.model import Layer, build_model
+
+    from megatron_patches.megatron_core import cpu_fallbacks_patch_set
+    from megatron_patches.megatron_core.groups import initialize_groups
+
+    args = _validated(tp, ulysses, ring)
     parallel_state.destroy_model_parallel()
     megatron_patches.restore()
+    cpu_fallbacks_patch_set().apply()
     layout = TokenLayout("zigzag", args.seq_length, ulysses, ring)
-    megatron_patches.apply("megatron_core", ulysses_degree=ulysses, layout=layout, everywhere=True)
-    mesh, groups = initialize_groups(tensor=tp, sequence=ulysses * ring, pipeline=1)
+    mesh, groups = initialize_groups(
+        tensor=tp, sequence=ulysses * ring, pipeline=1, ulysses=ulysses
+    )
     model = build_model(args, mesh, layout, groups, torch.device("cpu")).bfloat16()
     layer = next(part for part in model.layers if isinstance(part, Layer))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}

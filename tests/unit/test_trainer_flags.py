@@ -1,25 +1,65 @@
-"""Every flag of the trainer has a range and one default, and a bad one is refused without torch."""
+"""The flags: frozen names, ranges, contradictions, and refusals before torch is imported."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from ds_usp import ConfigError, USPError
 from ds_usp.kernels.registry import AUTO, KERNELS
 from ds_usp.memory import RECOMPUTE
+from ds_usp.training import solved_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
 from usp_trainer import arg_types, arguments  # noqa: E402
-from usp_trainer.arguments import build_parser, parse  # noqa: E402
-from usp_trainer.suggestions import closest_name, edit_distance  # noqa: E402
+from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
+from usp_trainer.auto_args import planned_run  # noqa: E402
+from usp_trainer.command_line import closest_name, edit_distance  # noqa: E402
+from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
+from usp_trainer.validate_args import validate_and_derive  # noqa: E402
+
+FLAGS = """
+    --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
+    --check-for-nan-in-loss-and-grad --check-only --clip-grad --data-cache-path
+    --data-path --device --disable-bias-linear --ds-sequence-parallel-size --eod-mask-loss
+    --eval-interval --eval-iters --exit-duration-in-mins --exit-interval --ffn-hidden-size
+    --global-batch-size --help --hidden-dropout
+    --hidden-size --init-method-std --layernorm-epsilon --load --local-rank --local_rank
+    --log-interval --lr --lr-decay-iters --lr-decay-style --lr-warmup-iters
+    --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size --min-lr
+    --no-bf16 --no-check-for-nan-in-loss-and-grad --no-disable-bias-linear --no-eod-mask-loss
+    --no-reset-attention-mask
+    --no-reset-position-ids --no-swiglu
+    --no-untie-embeddings-and-output-weights --no-use-rotary-position-embeddings
+    --normalization --num-attention-heads --num-key-value-heads --num-layers --num-processes
+    --optimizer --output-dir --overwrite-output --pipeline-model-parallel-size --quickstart --quiet
+    --reset-attention-mask --reset-position-ids --rotary-base --save --save-interval --seed
+    --seq-length --sgd-momentum --split --swiglu
+    --tensor-model-parallel-size --tensorboard-dir --train-iters --ulysses-degree
+    --untie-embeddings-and-output-weights --use-rotary-position-embeddings --usp-cluster
+    --usp-kernel --usp-layout --usp-loss-chunks --usp-offload-ratio --usp-recompute --vocab-size
+    --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay
+    --zero-stage
+"""
+
+
+def test_the_flags_are_these() -> None:
+    """A flag is a promise: add it to the list above and to the changelog, never rename one."""
+    actions = build_parser()._actions
+    assert sorted(o for a in actions for o in a.option_strings if o != "-h") == FLAGS.split()
+    assert all(action.help for action in actions)
+
 
 PARSER = build_parser()
 ACTIONS = {a.option_strings[0]: a for a in PARSER._actions if a.nargs != 0}
@@ -44,7 +84,7 @@ ZERO = {
 NEGATIVE = {"--local_rank"}  # -1: DeepSpeed's word for no launcher
 
 
-def takes(flag: str, value: str) -> bool:
+def accepts(flag: str, value: str) -> bool:
     try:
         parse([f"{flag}={value}"])
     except SystemExit:
@@ -56,42 +96,40 @@ def takes(flag: str, value: str) -> bool:
 def test_every_flag_has_a_range(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     action = ACTIONS[flag]
     if action.choices is None and not isinstance(action.type, (*NUMBERS, arg_types.Text)):
-        assert isinstance(action.type, arg_types.Ratios), f"{flag} takes anything"
-    assert not takes(flag, ""), flag
+        assert isinstance(action.type, arg_types.Ratios), f"{flag} accepts any value"
+    assert not accepts(flag, ""), flag
     if isinstance(action.type, arg_types.Text):
         return
     for value in ("nan", "inf", "-inf", "1e999", "-0.5", "word", "nan,1,1", "1,inf,0"):
-        assert not takes(flag, value), (flag, value)
+        assert not accepts(flag, value), (flag, value)
         assert flag in capsys.readouterr().err
-    assert takes(flag, "-1") is (flag in NEGATIVE)
+    assert accepts(flag, "-1") is (flag in NEGATIVE)
     if isinstance(action.type, NUMBERS):
-        assert takes(flag, "0") is (flag in ZERO), flag
+        assert accepts(flag, "0") is (flag in ZERO), flag
     if flag in ZERO:
         assert action.type is not None
 
 
-def test_the_upper_ends_are_refused() -> None:
-    for value in ("1", "1.5"):
-        for flag in ("--adam-beta1", "--adam-beta2", "--sgd-momentum", "--hidden-dropout"):
-            assert not takes(flag, value)
-    assert takes("--usp-offload-ratio", "1") and not takes("--usp-offload-ratio", "1.01")
-    assert takes("--seed", str(2**32 - 1)) and not takes("--seed", str(2**32))
-    assert not takes("--rotary-base", "1")
+def test_ranges_end_where_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--adam-beta1", "--adam-beta2", "--sgd-momentum", "--hidden-dropout"):
+        assert not accepts(flag, "1") and not accepts(flag, "1.5")
+    assert accepts("--usp-offload-ratio", "1") and not accepts("--usp-offload-ratio", "1.01")
+    assert accepts("--seed", str(2**32 - 1)) and not accepts("--seed", str(2**32))
+    assert not accepts("--rotary-base", "1")
     for split in ("0,1,1", "1,-1,1", "1,1", "a,b,c"):
-        assert not takes("--split", split)
-
-
-def test_the_refusal_says_what_was_found_and_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    said = {
+        assert not accepts("--split", split)
+    for text, ratio in (("0.25", 0.25), ("auto", "auto")):
+        assert parse(["--usp-offload-ratio", text]).usp_offload_ratio == ratio
+    capsys.readouterr()
+    for flag, message in {
         "--lr=nan": "--lr: 'nan' is not a finite number of 0 or more",
         "--seq-length=32k": "--seq-length: '32k' is not a whole number of 1 or more",
         "--adam-beta1=1.5": "--adam-beta1: '1.5' is not a number of 0 or more and below 1",
         "--ulysses-degree=0": "'0' is not a whole number of 1 or more, and not 'auto'",
         "--save=": "--save: '' is empty; give a path",
-    }
-    for flag, text in said.items():
-        assert not takes(*flag.split("="))
-        assert text in capsys.readouterr().err
+    }.items():
+        assert not accepts(*flag.split("="))
+        assert message in capsys.readouterr().err
 
 
 def test_names_come_from_one_place() -> None:
@@ -120,94 +158,228 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("flag", MISSPELT)
-def test_the_nearest_flag(flag: str) -> None:
+def test_a_misspelt_flag_has_a_suggestion(flag: str) -> None:
     known = [name for action in PARSER._actions for name in action.option_strings]
     assert closest_name(flag, known) == MISSPELT[flag]
 
 
-def test_edits() -> None:
+def test_edit_distance() -> None:
     for a, b, count in (("", "ab", 2), ("abc", "acb", 1), ("kitten", "sitting", 3), ("a", "a", 0)):
         assert edit_distance(a, b) == edit_distance(b, a) == count
 
 
-def without_torch(*argv: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The trainer where an import of torch fails."""
-    (folder / "no").mkdir(exist_ok=True)
-    (folder / "no" / "torch.py").write_text("raise SystemExit('torch was imported')")
-    path = os.pathsep.join([str(folder / "no"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, str(TRAINER / "pretrain_gpt_usp.py"), *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+def test_the_quickstart_sets_known_flags_which_the_command_line_overrides() -> None:
+    known = vars(parse([]))
+    assert known.keys() >= QUICKSTART.keys()
+    args = parse(["--quickstart", "--train-iters", "7", "--no-swiglu"])
+    assert (args.ds_sequence_parallel_size, args.ulysses_degree) == (4, 2)
+    assert (args.train_iters, args.swiglu) == (7, False)
+    assert validate_and_derive(args, 4).ring_degree == 2
+
+
+def test_values_derived_from_the_flags() -> None:
+    argv = "--ds-sequence-parallel-size 4 --tensor-model-parallel-size 2 --global-batch-size 8"
+    args = validate_and_derive(parse(argv.split()), 16)
+    assert (args.ulysses_degree, args.ring_degree) == (4, 1)
+    assert (args.data_parallel_size, args.accumulation_steps) == (2, 4)
+    assert (args.num_key_value_heads, args.ffn_hidden_size) == (8, 512)
+    assert args.lr_decay_iters == args.train_iters
+
+
+REFUSED = {
+    "--ds-sequence-parallel-size 4 --ulysses-degree 3": "Use one of 4 (ring 1), 2 (ring 2)",
+    "--ds-sequence-parallel-size 8 --ulysses-degree 8 --num-attention-heads 4": (
+        "8 query heads on each tensor-parallel rank, there are 4. Use one of 4 (ring 2)"
+    ),
+    "--ds-sequence-parallel-size 3": "Use a multiple of 3 ranks",
+    "--global-batch-size 12 --micro-batch-size 1": "8 data-parallel replicas = 8. Use "
+    "--global-batch-size 8",
+    "--num-attention-heads 7": "must divide --hidden-size 128",
+    "--num-key-value-heads 3": "8 query heads cannot share 3 key/value heads",
+    "--num-key-value-heads 2 --tensor-model-parallel-size 4": "Use one of 1, 2;",
+    "--tensor-model-parallel-size 4 --ffn-hidden-size 30": "the MLP's width of 30. Use one of",
+    "--pipeline-model-parallel-size 8": "--num-layers 4 cannot fill 8",
+    "--pipeline-model-parallel-size 2 --zero-stage 2": "Use --zero-stage 1",
+    "--pipeline-model-parallel-size 2 --zero-stage 3": "Use --zero-stage 1",
+    "--bf16 --zero-stage 0": "Use --zero-stage 1",
+    "--attention-dropout 0.1": "Use 0 for both",
+    "--hidden-dropout 0.1": "Use 0 for both",
+    "--max-position-embeddings 100": "below --seq-length 1024",
+    "--reset-attention-mask --pipeline-model-parallel-size 2 --zero-stage 1": (
+        "Use --pipeline-model-parallel-size 1"
+    ),
+    "--reset-position-ids --use-rotary-position-embeddings": "Add --reset-attention-mask",
+    "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 is above --lr 0.0001",
+    "--use-rotary-position-embeddings --hidden-size 24": "even head dimension",
+    "--ds-sequence-parallel-size 8 --seq-length 5": "at least 16 tokens",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags: str) -> None:
+    with pytest.raises(USPError) as refused:
+        validate_and_derive(parse(flags.split()), 8)
+    assert REFUSED[flags] in str(refused.value)
+
+
+def test_auto_offloads_what_does_not_fit() -> None:
+    flags = "--hidden-size 1024 --num-layers 24 --num-attention-heads 8 --seq-length 65536 --bf16"
+    args = validate_and_derive(parse([*flags.split(), "--usp-loss-chunks", "8"]), 1)
+    args.padded_vocab_size = 32000
+    run = planned_run(args)
+    planned, cpu = (run.workload(), run.parallel_config()), torch.device("cpu")
+    ratios = [solved_ratio("auto", *planned, cpu, gib * 2**30) for gib in (200, 50, 40)]
+    assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
+    assert solved_ratio(0.3, *planned, cpu) == 0.3
+    with pytest.raises(ConfigError, match="even with everything offloaded"):
+        solved_ratio("auto", *planned, cpu, 5 * 2**30)
+    with pytest.raises(ConfigError, match="the device is cpu"):
+        solved_ratio("auto", *planned, cpu)
+
+
+BIG = """
+    --ds-sequence-parallel-size 8 --num-layers 4 --hidden-size 4096 --num-attention-heads 32
+    --num-key-value-heads 8 --seq-length 32768 --bf16 --device cpu --ulysses-degree auto
+    --usp-cluster
+"""
+
+
+def chosen(cluster: str, flags: str = "", world: int = 8) -> tuple[int, str]:
+    args = parse([*BIG.split(), cluster, *flags.split()])
+    args.ulysses_degree = None
+    choice = planned_run(validate_and_derive(args, world)).choose_degree(on_gpu=False)
+    return choice.ulysses, "\n".join(choice.why)
+
+
+def test_auto_follows_the_cluster() -> None:
+    """NVLink carries the heads anywhere; on PCIe only the ring, which hides, leaves a switch."""
+    nvlink, why = chosen("a100")
+    assert nvlink == 8 and why.startswith("planner: ulysses 8 x ring 1 on a100")
+    for pair in ("8 x 1", "4 x 2", "2 x 4", "1 x 8"):
+        assert f"{pair} " in why
+    assert "ulysses 8, because ulysses 4 reaches" in why
+    for fixed in ("tp", "pp", "dp", "zero", "recompute"):
+        assert f"planner: {fixed} 1, because" not in why
+    assert chosen("l20")[0] == 2
+
+
+def test_auto_counts_recomputation_and_loss_chunks() -> None:
+    """Half a million tokens fit if layers save their inputs alone and there are no logits."""
+    long = "--seq-length 524288 --num-layers 32 --ffn-hidden-size 14336 --vocab-size 128256"
+    with pytest.raises(ConfigError, match="lacks"):
+        chosen("h200", f"{long} --zero-stage 3")
+    saving = "--usp-recompute full --usp-loss-chunks 16"
+    assert chosen("h200", f"{long} --zero-stage 3 {saving}")[0] <= 4
+    assert chosen("h200", f"{long} --zero-stage 3 {saving} --usp-offload-ratio auto")[0] <= 4
+
+
+def test_auto_of_one_rank_a_sequence() -> None:
+    assert chosen("h200", "--ds-sequence-parallel-size 1")[0] == 1
+
+
+def test_auto_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"nothing fits into 46.1 GiB.*lacks .* GiB.*is taken"):
+        chosen("l20", "--seq-length 4194304")
+
+
+def test_the_planner_has_the_trainers_model() -> None:
+    args = parse(["--num-key-value-heads", "2", "--swiglu", "--vocab-size", "500"])
+    shape = planned_run(validate_and_derive(args, 1)).model_shape()
+    assert (shape.kv_heads, shape.vocab) == (2, 500)
+    assert shape.gated and shape.tied and shape.learned_positions and shape.biases
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
+    ],
+)
+def test_warm_up_then_decay_to_the_end_and_no_further(style: str, expected: list[float]) -> None:
+    flags = f"--lr 1 --min-lr 0.2 --lr-warmup-iters 2 --lr-decay-iters 6 --lr-decay-style {style}"
+    args = validate_and_derive(parse(flags.split()), 1)
+    rates = [learning_rate(args, step) for step in range(9)]
+    assert rates == pytest.approx([*expected, expected[-1], expected[-1]], rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_weight_decay_is_for_matrices(optimizer: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    args = validate_and_derive(parse(["--weight-decay", "0.3", "--optimizer", optimizer]), 1)
+    decay = {
+        id(p): group["weight_decay"]
+        for group in make_optimizer(args, model).param_groups
+        for p in group["params"]
+    }
+    assert [decay[id(p)] for p in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, os, sys
+sys.modules["torch"] = None  # importing it fails
+from pretrain_gpt_usp import main
+for argv, variables in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = end.code
+    for name in variables:
+        del os.environ[name]
+    print(json.dumps([code, out.getvalue()]))
+"""
+RANK3 = {"RANK": "3", "WORLD_SIZE": "4"}
+OF_6 = {"RANK": "0", "WORLD_SIZE": "6"}
+OF_2 = {"RANK": "0", "WORLD_SIZE": "2"}
+SP2, SP4 = "--ds-sequence-parallel-size 2", "--ds-sequence-parallel-size 4"
+EARLY: list[tuple[str, dict[str, str], int, str]] = [
+    ("--seq-lenght 64", {}, 2, "there is no flag --seq-lenght; did you mean --seq-length?"),
+    ("--seq-lenght 64", {**RANK3, "RANK": "0"}, 2, "there is no flag --seq-lenght"),
+    ("--seq-lenght 64", RANK3, 2, ""),  # rank 0 prints it
+    ("--num-attention-heads 7", RANK3, 1, ""),
+    ("--lr nan", {}, 2, "--lr: 'nan' is not"),
+    (f"{SP4} --ulysses-degree 3", {}, 1, "Use one of 4 (ring 1), 2 (ring 2)"),
+    ("--data-path none.txt", {}, 1, "--data-path none.txt: No such file or directory, and no"),
+    ("--load nowhere", {}, 1, "--load nowhere holds no finished checkpoint"),
+    (
+        f"--vocab-size 5 --data-path {__file__}",
+        {},
+        1,
+        "text is read as bytes and has 257 token ids",
+    ),
+    ("--usp-cluster h200", {}, 1, "is for --ulysses-degree auto"),
+    (SP4, OF_6, 1, "6 ranks cannot hold --tensor-model-parallel-size 1 x --ds-sequence-parallel-"),
+    ("--num-processes 2", OF_6, 1, "leave it out under one"),
+    (SP2, OF_2, 1, "MASTER_PORT='' must be a whole number"),
+    (SP2, {**OF_2, "RANK": "x"}, 1, "RANK='x' must be a whole number"),
+    (SP2, {**OF_2, "RANK": "2", "MASTER_PORT": "1"}, 1, "RANK=2 must be below WORLD_SIZE=2"),
+    (SP2, {**OF_2, "MASTER_PORT": "1"}, 1, "MASTER_ADDR is not set"),
+    (f"--check-only {SP4} --num-processes 8", {}, 0, ""),
+    (f"--check-only {SP4} --num-processes 6", {}, 1, "6 ranks cannot hold"),
+    ("--help", {}, 0, "--usp-kernel"),
+]
+
+
+def test_flags_are_checked_without_torch(tmp_path: Path) -> None:
+    cases = [(flags.split(), variables) for flags, variables, *_ in EARLY]
+    path = os.pathsep.join([str(TRAINER), str(ROOT)])
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in launcher}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(cases)],
+        cwd=tmp_path,
+        env={**env, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=60,
     )
-
-
-REFUSED_EARLY = {
-    "--seq-lenght 64": (2, "there is no flag --seq-lenght; did you mean --seq-length?"),
-    "--lr nan": (2, "--lr: 'nan' is not"),
-    "--ds-sequence-parallel-size 4 --ulysses-degree 3": (1, "Possible: 4 (ring 1), 2 (ring 2)"),
-    "--data-path none.txt": (1, "--data-path none.txt: No such file or directory, and no"),
-    "--load nowhere": (1, "--load nowhere holds no finished checkpoint"),
-    f"--vocab-size 5 --data-path {__file__}": (1, "text is read as bytes and has 257 token ids"),
-    "--usp-cluster h200": (1, "is for --ulysses-degree auto"),
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED_EARLY)
-def test_bad_flags_are_refused_before_torch_is_imported(flags: str, tmp_path: Path) -> None:
-    code, text = REFUSED_EARLY[flags]
-    done = without_torch(*flags.split(), folder=tmp_path)
-    assert done.returncode == code and done.stdout == ""
-    assert text in done.stderr and done.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["no"]
-
-
-def test_only_rank_0_of_a_launcher_speaks(tmp_path: Path) -> None:
-    for flags, code in (("--seq-lenght 64", 2), ("--num-attention-heads 7", 1)):
-        for rank in (0, 3):
-            ranks = {"RANK": str(rank), "WORLD_SIZE": "4"}
-            done = without_torch(*flags.split(), folder=tmp_path, **ranks)
-            assert done.returncode == code
-            assert done.stderr.count("\n") == (rank == 0), done.stderr
-
-
-def test_a_launchers_ranks_are_checked_without_torch(tmp_path: Path) -> None:
-    ranks = {"RANK": "0", "WORLD_SIZE": "6"}
-    done = without_torch("--ds-sequence-parallel-size", "4", folder=tmp_path, **ranks)
-    assert "6 ranks cannot hold tensor 1 x sequence 4" in done.stderr
-    assert (
-        "leave it out under one"
-        in without_torch("--num-processes", "2", folder=tmp_path, **ranks).stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT='' must be a whole number"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' must be a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
-    ],
-)
-def test_a_launchers_variables_are_checked(
-    variables: dict[str, str], text: str, tmp_path: Path
-) -> None:
-    done = without_torch("--ds-sequence-parallel-size", "2", folder=tmp_path, **variables)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert text in done.stderr
-
-
-def test_check_only_ends_after_the_checks(tmp_path: Path) -> None:
-    flags = ["--check-only", "--ds-sequence-parallel-size", "4", "--num-processes"]
-    done = without_torch(*flags, "8", folder=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert "6 ranks cannot hold" in without_torch(*flags, "6", folder=tmp_path).stderr
-
-
-def test_help_needs_no_torch(tmp_path: Path) -> None:
-    done = without_torch("--help", folder=tmp_path)
-    assert done.returncode == 0 and "--usp-kernel" in done.stdout
+    results: list[Any] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(EARLY), done.stderr
+    for (flags, variables, code, text), result in zip(EARLY, results, strict=True):
+        assert result[0] == code and text in result[1], (flags, variables, result)
+        lines = result[1].count("\n")
+        assert lines == bool(text) or flags == "--help", result[1]
+    assert list(tmp_path.iterdir()) == []

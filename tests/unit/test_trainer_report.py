@@ -17,7 +17,7 @@ from ds_usp import ConfigError
 TRAINER = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "sequence_parallel"
 sys.path.insert(0, str(TRAINER))
 
-from usp_trainer import progress, quickstart, step_line, stop_rule, trackers  # noqa: E402
+from usp_trainer import progress, quickstart, stop_rule, trackers  # noqa: E402
 from usp_trainer.arguments import parse  # noqa: E402
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive  # noqa: E402
 
@@ -100,32 +100,32 @@ def test_smoothing_is_centred() -> None:
 def test_validation_and_speed_are_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 2 layers of 4 h^2 + 2 h f matrices, a vocabulary of 100, 64 tokens, 4 GPUs."""
     peak = SimpleNamespace(peak_flop_per_s=1e9)
-    monkeypatch.setattr(step_line, "this_cluster", lambda given, ranks, on_gpu: peak)
+    monkeypatch.setattr(progress, "this_cluster", lambda given, ranks, on_gpu: peak)
     argv = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --bf16"
     argv += " --seq-length 64 --vocab-size 100 --ds-sequence-parallel-size 4 --ulysses-degree 2"
     args = validate_and_derive(parse(argv.split()), 4)
-    assert step_line.StepLine(args).speed(row(1)) == {}  # on CPUs
+    assert progress.StepLine(args).speed(row(1)) == {}  # on CPUs
     args.device = "cuda"
     matrices = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 16 * 100
     flop_per_token = 6 * matrices + 3 * 2 * (2 * 2 * 16 * 64 / 2)  # causal: half of the scores
-    speed = step_line.StepLine(args).speed(row(1) | {"tokens_per_s": 1e4})
+    speed = progress.StepLine(args).speed(row(1) | {"tokens_per_s": 1e4})
     assert speed["tflops_per_gpu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e12)
     assert speed["mfu"] == pytest.approx(1e4 * flop_per_token / 4 / 1e9)
-    text = step_line.StepLine(args).text(row(1) | {"tokens_per_s": 1e4, "valid_loss": 2.5})
+    text = progress.StepLine(args).text(row(1) | {"tokens_per_s": 1e4, "valid_loss": 2.5})
     assert "loss 3.000, validation loss 2.500, lr 0.001, gradient norm 0.5, 10,000 tok" in text
     assert f"0 TFLOP/s a GPU, MFU {100 * speed['mfu']:.1f} %, 0 MiB" in text
 
     def unknown(*args: Any, **kwargs: Any) -> None:
         raise ConfigError("no built-in cluster has it")
 
-    monkeypatch.setattr(step_line, "this_cluster", unknown)
-    assert step_line.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
+    monkeypatch.setattr(progress, "this_cluster", unknown)
+    assert progress.StepLine(args).speed(row(1)).keys() == {"tflops_per_gpu"}
     args.reset_attention_mask = True
-    assert step_line.StepLine(args).speed(row(1)) == {}
+    assert progress.StepLine(args).speed(row(1)) == {}
 
 
 def test_the_first_step_does_not_count_for_the_time_left() -> None:
-    line = step_line.StepLine(validate_and_derive(parse(["--train-iters", "101"]), 1))
+    line = progress.StepLine(validate_and_derive(parse(["--train-iters", "101"]), 1))
     assert line.time_left(row(1) | {"seconds": 60.0}) == "1:40:00"
     assert line.time_left(row(2) | {"seconds": 2.0}) == "0:03:18"
 

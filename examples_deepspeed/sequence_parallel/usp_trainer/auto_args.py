@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 
-from ds_usp.planner import AUTO, Choice, choose_ulysses, framework_caps
-from ds_usp.training import this_cluster
+from ds_usp.planner import AUTO, Choice
+from megatron_patches.flags import PlannedRun
+from usp_trainer.input_files import TEXT_VOCAB_SIZE
 from usp_trainer.launch import broadcast_from_rank0
-from usp_trainer.memory import planner_inputs
-from usp_trainer.validate_args import validate_and_derive
+from usp_trainer.validate_args import model_parallel_size, validate_and_derive
+
+
+def planned_run(args: Namespace) -> PlannedRun:
+    """Validated arguments for the planner; before the data is read, with the flags' vocabulary."""
+    return PlannedRun(
+        args=args,
+        zero=args.zero_stage,
+        world_size=model_parallel_size(args) * args.data_parallel_size,
+        default_vocab=TEXT_VOCAB_SIZE,
+    )
 
 
 def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
@@ -23,21 +32,11 @@ def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tupl
     """
     if args.ulysses_degree != AUTO:
         return validate_and_derive(args, world_size), ()
-    trial = validate_and_derive(_with_ulysses(args, None), world_size)
-    choice: Choice = broadcast_from_rank0(lambda: choose_degree(trial, world_size))
+    run = planned_run(validate_and_derive(_with_ulysses(args, None), world_size))
+    on_gpu = args.device == "cuda"
+    choice: Choice = broadcast_from_rank0(lambda: run.choose_degree(on_gpu=on_gpu))
     return validate_and_derive(_with_ulysses(args, choice.ulysses), world_size), choice.why
 
 
 def _with_ulysses(args: Namespace, degree: int | None) -> Namespace:
     return Namespace(**{**vars(args), "ulysses_degree": degree})
-
-
-def choose_degree(args: Namespace, world_size: int) -> Choice:
-    """The planner's Ulysses degree for a run whose other flags are validated."""
-    cluster = this_cluster(args.usp_cluster, world_size, on_gpu=args.device == "cuda")
-    work, split = planner_inputs(args)
-    # An offload ratio "auto" is resolved after the degrees are known; a number is fixed.
-    framework = replace(
-        framework_caps("megatron-deepspeed"), offloads=args.usp_offload_ratio == "auto"
-    )
-    return choose_ulysses(cluster, work, framework, replace(split, ulysses=1, ring=1), world_size)

@@ -7,15 +7,17 @@ import hashlib
 import os
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from ds_usp import DataError, TokenLayout
@@ -23,10 +25,11 @@ from ds_usp.training import SequenceBatch, document_borders, document_positions,
 from usp_trainer import input_files
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_folder import CACHE
-from usp_trainer.sample_order import Blend, InOrder, Samples, ShuffledEpochs
 
 EOD = input_files.TEXT_VOCAB_SIZE - 1  # end of document; the ids below it are the 256 bytes
 DOCUMENT_BYTES = 1 << 14  # a text becomes documents of this size, so that some can be held out
+
+_FIRST_INDEX = 4096  # initial length of the index of a blend; it doubles when it is used up
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,66 @@ class TrainingBatch:
     local: SequenceBatch
     positions: torch.Tensor | None = None
     documents: list[list[int]] | None = None
+
+
+class Samples(Protocol):
+    """Sample ``i`` of an endless stream, as megatron-core's GPTDataset gives it."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class ShuffledEpochs:
+    """A dataset repeated endlessly, shuffled anew in each epoch."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._epoch, self._order = -1, numpy.arange(0)
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, offset = divmod(index, len(self._dataset))
+        if epoch != self._epoch:
+            shuffle = numpy.random.RandomState((self._seed + epoch) % 2**32)
+            self._epoch, self._order = epoch, shuffle.permutation(len(self._dataset))
+        return self._dataset[int(self._order[offset])]
+
+
+class InOrder:
+    """A dataset repeated endlessly in its own order."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index % len(self._dataset)]
+
+
+class Blend:
+    """Samples of several streams in proportion to their weights.
+
+    Each sample is of the stream that is furthest below its fraction so far (megatron-core's
+    ``build_blending_indices``), so the order does not depend on how many samples follow: a run can
+    be resumed with more steps, which would reorder a blend of fixed size.
+
+    Args:
+        weights: above 0; they need not sum to 1.
+    """
+
+    def __init__(self, streams: Sequence[Samples], weights: Sequence[float]) -> None:
+        self._streams = streams
+        self._weights = numpy.array(weights, dtype=numpy.float64) / sum(weights)
+        self._grow(_FIRST_INDEX)
+
+    def _grow(self, size: int) -> None:
+        self._stream = numpy.zeros(size, dtype=numpy.int16)
+        self._sample = numpy.zeros(size, dtype=numpy.int64)
+        build_blending_indices(
+            self._stream, self._sample, self._weights, len(self._streams), size, False
+        )
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self._stream):
+            self._grow(2 ** int(index).bit_length())
+        return self._streams[int(self._stream[index])][int(self._sample[index])]
 
 
 class TokenData:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_patches
 from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
+from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
 from usp_trainer import checkpoint, progress
 from usp_trainer.auto_args import resolve_auto_args
@@ -50,17 +50,12 @@ class TrainingLoop:
         layout = TokenLayout(
             args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
         )
-        megatron_patches.apply(
-            "megatron_core",
-            ulysses_degree=args.ulysses_degree,
-            layout=layout,
-            kernel=args.usp_kernel,
-            everywhere=True,
-        )
+        cpu_fallbacks_patch_set().apply()
         self.mesh, self.groups = initialize_groups(
             tensor=args.tensor_model_parallel_size,
             sequence=args.ds_sequence_parallel_size,
             pipeline=args.pipeline_model_parallel_size,
+            ulysses=args.ulysses_degree,
         )
         self.data = TokenData(args, layout, self.mesh.rank, dist.get_rank(self.groups.dp))
         args.padded_vocab_size = padded_vocab_size(args, self.data.vocab_size)

@@ -34,39 +34,20 @@ from ds_usp.training import (
     rotary_frequencies,
     weighted_loss,
 )
+from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
-from usp_trainer.memory import layer_memory
-
-
-class BatchContext:
-    """Positions and documents of the current batch, read by all layers of this rank.
-
-    DeepSpeed's pipeline passes one tensor from layer to layer, so these cannot be arguments.
-
-    Attributes:
-        params: the documents as megatron-core's layers take them; None: one document a sequence.
-        positions: ``[s_local]``, or ``[b, s_local]`` if they restart in each document.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        self._default_positions = positions
-        self.positions, self.params = positions, None
-
-    def set_batch(self, positions: Tensor | None, documents: list[list[int]] | None) -> None:
-        """Set the positions and the cumulative document lengths of each sample."""
-        self.positions = self._default_positions if positions is None else positions
-        self.params = None
-        if documents is not None:
-            longest = max(map(len, documents))
-            rows = [[*each, *each[-1:] * (longest - len(each))] for each in documents]
-            self.params = PackedSeqParams("sbhd", torch.tensor(rows, dtype=torch.int32))
+from usp_trainer.auto_args import planned_run
 
 
 class Embedding(nn.Module):
-    """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``."""
+    """Token ids ``[b, s_local]`` to hidden states ``[s_local, b, h]``.
+
+    Args:
+        positions: ``[s_local]``, of batches that bring none.
+    """
 
     def __init__(
-        self, seed: int, config: TransformerConfig, args: Namespace, context: BatchContext
+        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -79,10 +60,12 @@ class Embedding(nn.Module):
         )
         if not args.untie_embeddings_and_output_weights:
             self.output = output_projection(config, args, own_weight=False)
-        self.context = context
+        self.positions = positions
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens, self.context.positions.expand_as(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Positions ``[b, s_local]`` restart in each document; a pipeline has none."""
+        positions = self.positions if positions is None else positions
+        return self.embedding(tokens, positions.expand_as(tokens))
 
 
 class Layer(nn.Module):
@@ -96,19 +79,17 @@ class Layer(nn.Module):
         number: int,
         rotary: Tensor | None,
         memory: LayerMemory,
-        context: BatchContext,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.number, self.rotary, self.memory, self.context = number, rotary, memory, context
+        self.number, self.rotary, self.memory = number, rotary, memory
         if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        # Bound now: when backward recomputes it, the context may hold the next batch's documents.
-        run = partial(self._run, self.context.params)
-        return self.memory.run(self.number, run, hidden)
+    def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
+        """Documents are those packed in the sequences; None: one document a sequence."""
+        return self.memory.run(self.number, partial(self._run, documents), hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
         hidden, _ = self.layer(
@@ -216,9 +197,8 @@ class Loss:
 class GPT(nn.Module):
     """All layers in sequence, without a pipeline; returns this rank's part of the loss."""
 
-    def __init__(self, specs: Sequence[LayerSpec], context: BatchContext) -> None:
+    def __init__(self, specs: Sequence[LayerSpec]) -> None:
         super().__init__()
-        self.context = context
         self.layers = nn.ModuleList()
         self.calls = []
         built: dict[Any, nn.Module] = {}
@@ -238,12 +218,25 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         documents: list[list[int]] | None = None,
     ) -> Tensor:
-        self.context.set_batch(positions, documents)
-        *calls, output = self.calls
-        hidden = tokens
-        for call in calls:
-            hidden = call(hidden)
-        return output(hidden, labels, weights)
+        """The loss of ``tokens, labels, weights``, each ``[b, s_local]``.
+
+        Args:
+            positions: ``[b, s_local]`` if they restart in each document.
+            documents: cumulative document lengths of each sample.
+        """
+        embedding, *layers, norm, output = self.calls
+        packed = None if documents is None else packed_documents(documents)
+        hidden = embedding(tokens, positions)
+        for layer in layers:
+            hidden = layer(hidden, packed)
+        return output(norm(hidden), labels, weights)
+
+
+def packed_documents(documents: Sequence[Sequence[int]]) -> PackedSeqParams:
+    """Cumulative document lengths of each sample as megatron-core's layers take them."""
+    longest = max(map(len, documents))
+    rows = [[*lengths, *lengths[-1:] * (longest - len(lengths))] for lengths in documents]
+    return PackedSeqParams("sbhd", torch.tensor(rows, dtype=torch.int32))
 
 
 def build_model(
@@ -255,10 +248,9 @@ def build_model(
 ) -> nn.Module:
     """This rank's part of the model: all layers, or its pipeline stage."""
     loss = Loss(args.usp_loss_chunks)
-    context = BatchContext(local_positions(layout, mesh.rank, device))
-    specs = layer_specs(args, context, loss)
+    specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
-        return GPT(specs, context)
+        return GPT(specs)
     deepspeed.init_distributed(
         dist.get_backend(), verbose=False
     )  # PipelineModule asks it for ranks
@@ -275,15 +267,21 @@ def build_model(
         )
 
 
-def layer_specs(args: Namespace, context: BatchContext, loss: Loss) -> list[LayerSpec]:
+def layer_specs(
+    args: Namespace, mesh: SequenceMesh, layout: TokenLayout, device: torch.device, loss: Loss
+) -> list[LayerSpec]:
     """The layers of the model. Weights depend on the seed and the layer, not on the degrees:
     megatron-core draws the full matrix on every rank and keeps its shard."""
     config = transformer_config(args)
+    positions = local_positions(layout, mesh.rank, device)
     rotary = None
     if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
-        rotary = rotary_frequencies(context.positions, config.kv_channels, args.rotary_base)
+        rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    embedding = [Embedding, args.seed, config, args, context]
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        USPCoreAttention, params={"mesh": mesh, "layout": layout, "kernel": args.usp_kernel}
+    )
+    embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
@@ -294,13 +292,10 @@ def layer_specs(args: Namespace, context: BatchContext, loss: Loss) -> list[Laye
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
-    memory = layer_memory(args, context.positions.device)
+    memory = planned_run(args).layer_memory(device)
     return [
         first,
-        *(
-            LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, context)
-            for n in numbers
-        ),
+        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory) for n in numbers),
         LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
         last,
     ]

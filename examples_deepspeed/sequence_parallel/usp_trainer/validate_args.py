@@ -6,11 +6,11 @@ bad flags are refused before it is imported.
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 
-from ds_usp import ConfigError, TokenLayout
+from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
+from megatron_patches.flags import check_cluster_flag
 from usp_trainer import environment, input_files, trackers
 
 
@@ -37,10 +37,7 @@ def check_start(args: Namespace) -> None:
             raise ConfigError("--quickstart starts its own ranks: run it without a launcher")
         if args.num_processes:
             raise ConfigError("--num-processes is set by the launcher: leave it out under one")
-    if args.usp_cluster and args.ulysses_degree != AUTO:
-        raise ConfigError(
-            f"--usp-cluster {args.usp_cluster} is for --ulysses-degree auto; leave it out"
-        )
+    check_cluster_flag(args)
     # Without a launcher torch counts the GPUs later; until then assume the ranks of one replica.
     ranks = environment.world_size() or args.num_processes or model_parallel_size(args)
     trial = Namespace(**vars(args))
@@ -71,50 +68,26 @@ def validate_and_derive(args: Namespace, world_size: int) -> Namespace:
 
 def validate_flags(args: Namespace, world_size: int) -> None:
     """Validate the flags and fill in what follows from them, in place, without torch."""
-    _check_heads(args)
-    _check_degrees(args)
-    _check_world(args, world_size)
-    _check_batch(args)
     _check_model(args)
+    _check_degrees(args, world_size)
+    _check_batch(args)
     _check_documents(args)
 
 
-def _check_heads(args: Namespace) -> None:
-    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
-    args.num_key_value_heads = args.num_key_value_heads or heads
-    if heads % tp or heads % args.num_key_value_heads or args.hidden_size % heads:
-        raise ConfigError(
-            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
-            f"{tp} and of --num-key-value-heads {args.num_key_value_heads}, and divide "
-            f"--hidden-size {args.hidden_size}"
-        )
-    if args.use_rotary_position_embeddings and args.hidden_size // heads % 2:
-        raise ConfigError(
-            f"rotary position embeddings need an even head dimension, --hidden-size "
-            f"{args.hidden_size} over {heads} heads gives {args.hidden_size // heads}"
-        )
-    if args.num_key_value_heads % tp:
-        raise ConfigError(
-            f"--num-key-value-heads {args.num_key_value_heads} cannot be split over "
-            f"--tensor-model-parallel-size {tp}. Use tp "
-            f"{math.gcd(args.num_key_value_heads, tp)} and more sequence parallelism: it serves "
-            "any number of KV heads"
-        )
-
-
-def _check_degrees(args: Namespace) -> None:
-    sp, tp = args.ds_sequence_parallel_size, args.tensor_model_parallel_size
-    heads = args.num_attention_heads // tp
-    possible = [u for u in range(min(sp, heads), 0, -1) if sp % u == 0]
-    args.ulysses_degree = args.ulysses_degree or possible[0]
-    if args.ulysses_degree not in possible:
-        raise ConfigError(
-            f"--ulysses-degree {args.ulysses_degree} must divide --ds-sequence-parallel-size {sp} "
-            f"and not exceed the {heads} query heads of a tensor-parallel rank "
-            f"({args.num_attention_heads} heads, tp {tp}). Possible: "
-            + ", ".join(f"{u} (ring {sp // u})" for u in possible)
-        )
-    args.ring_degree = sp // args.ulysses_degree
+def _check_degrees(args: Namespace, world_size: int) -> None:
+    degrees = Degrees(
+        sp=args.ds_sequence_parallel_size,
+        ulysses=args.ulysses_degree,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        world=world_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        ffn=args.ffn_hidden_size,
+    ).check(Degrees.FLAGS)
+    args.ulysses_degree = args.ulysses_degree or degrees.valid_ulysses()[0]
+    args.ring_degree = degrees.sp // args.ulysses_degree
+    args.data_parallel_size = degrees.dp
     TokenLayout(
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
@@ -136,17 +109,6 @@ def _check_documents(args: Namespace) -> None:
         )
 
 
-def _check_world(args: Namespace, world_size: int) -> None:
-    replica = model_parallel_size(args)
-    if world_size % replica:
-        raise ConfigError(
-            f"{world_size} ranks cannot hold tensor {args.tensor_model_parallel_size} x sequence "
-            f"{args.ds_sequence_parallel_size} x pipeline {args.pipeline_model_parallel_size} = "
-            f"{replica} ranks. Start a multiple of {replica}, or lower a degree"
-        )
-    args.data_parallel_size = world_size // replica
-
-
 def _check_batch(args: Namespace) -> None:
     one_pass = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_pass
@@ -165,14 +127,19 @@ def _check_model(args: Namespace) -> None:
     args.ffn_hidden_size = args.ffn_hidden_size or max(width, 64)
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
-    pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    if args.num_layers < pp:
-        raise ConfigError(f"--num-layers {args.num_layers} cannot fill {pp} pipeline stages")
-    if args.ffn_hidden_size % tp:
+    heads, stages = args.num_attention_heads, args.pipeline_model_parallel_size
+    args.num_key_value_heads = args.num_key_value_heads or heads
+    if args.hidden_size % heads:
         raise ConfigError(
-            f"--ffn-hidden-size {args.ffn_hidden_size} is not a multiple of "
-            f"--tensor-model-parallel-size {tp}"
+            f"--num-attention-heads {heads} must divide --hidden-size {args.hidden_size}"
         )
+    if args.use_rotary_position_embeddings and args.hidden_size // heads % 2:
+        raise ConfigError(
+            f"rotary position embeddings need an even head dimension, --hidden-size "
+            f"{args.hidden_size} over {heads} heads gives {args.hidden_size // heads}"
+        )
+    if args.num_layers < stages:
+        raise ConfigError(f"--num-layers {args.num_layers} cannot fill {stages} pipeline stages")
     if args.max_position_embeddings < args.seq_length:
         raise ConfigError(
             f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
