@@ -30,8 +30,10 @@ _POOL = pytest.StashKey[WorkerPool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the support table of the README be written anew by the run that proves it."""
-    parser.addoption("--write-support-table", action="store_true", help="rewrite README's table")
+    """Let the tables in the docs be rewritten by the tests that check them."""
+    parser.addoption(
+        "--write-support-table", action="store_true", help="rewrite the tables in docs"
+    )
     parser.addoption("--write-durations", action="store_true", help="rewrite tests/durations.json")
 
 

@@ -1,4 +1,4 @@
-"""The support table of the README is what these runs find.
+"""The support matrix in the docs is what these runs find.
 
 scripts/test.sh dist -k support --write-support-table     # write it anew
 """
@@ -11,11 +11,11 @@ import pytest
 from harness import WorkerPool
 from support import EXACT, MESHES, REFUSED, ROWS, WORLD, probe_rows, render
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "support-matrix.md"
 BEGIN, END = "<!-- support table: written by tests -->", "<!-- end of support table -->"
 
 
-def test_the_readme_says_what_is_exact_and_what_is_refused(
+def test_the_page_says_what_is_exact_and_what_is_refused(
     pool: WorkerPool, pytestconfig: pytest.Config
 ) -> None:
     cells: dict[str, list[str]] = {}
@@ -30,12 +30,12 @@ def test_the_readme_says_what_is_exact_and_what_is_refused(
         assert not bad, f"{name}: neither exact nor refused: {bad}"
         cells[name] = by_rank[0]
     table = render(cells)
-    before, rest = README.read_text().split(BEGIN)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     shown, after = rest.split(END)
     if pytestconfig.getoption("--write-support-table"):
-        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
     else:
         assert shown.strip() == table, (
-            "the support table in README.md is out of date; write it anew with "
+            "the table in docs/reference/support-matrix.md is out of date; write it anew with "
             "scripts/test.sh dist -k support --write-support-table"
         )

@@ -100,7 +100,7 @@ def names(ctx: RankContext) -> dict[str, Any]:
         "full_v": full_v,
         "full_sequences": [{"input_ids": tokens}],
         "embedding": nn.Embedding(100, 32),
-        "places": nn.Embedding(64, 32),
+        "positions": nn.Embedding(64, 32),
         "qkv": nn.Linear(32, 96),
         "output": nn.Linear(32, 100),
         "cross_entropy": lambda logits, labels: F.cross_entropy(

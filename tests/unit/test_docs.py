@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import reference_pages
+
+ROOT = reference_pages.ROOT
 RESULTS = ROOT / "scripts" / "bench" / "results"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -80,3 +86,32 @@ def test_every_result_is_in_the_index() -> None:
     index = (RESULTS / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
     assert names == set(re.findall(r"`([\w.]+\.(?:csv|svg|json|txt))`", index.partition("|---")[2]))
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_reference_pages_are_current(name: str) -> None:
+    text = reference_pages.PAGES[name]()
+    assert reference_pages.is_current(name, text), "run python scripts/reference_pages.py"
+
+
+def strings(path: Path) -> str:
+    """All string literals of a module, in order, f-strings' parts among them."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    ordered = sorted(texts, key=lambda n: (n.lineno, n.col_offset))
+    return " ".join("".join(str(n.value) for n in ordered).split())
+
+
+def test_messages_in_troubleshooting_are_raised_somewhere() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.partition("## Error messages")[2].partition("## Questions")[0]
+    messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    sources = [
+        strings(path)
+        for folder in ("ds_usp", "megatron_patches")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(messages) > 15
+    for message in messages:
+        parts = [part.strip() for part in message.split("...")]
+        assert any(all(part in source for part in parts) for source in sources), message

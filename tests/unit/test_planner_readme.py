@@ -1,4 +1,4 @@
-"""The README's table of errors says what the planner's formulas say today."""
+"""The table of errors in docs/planner.md says what the planner's formulas say today."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.step_time import step_mfu, step_time
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
 def row(title: str) -> str:
-    (line,) = (line for line in README.splitlines() if line.startswith(f"| {title}"))
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {title}"))
     return line
 
 

@@ -1,17 +1,11 @@
-"""The ring's plan as it prints, and as the README shows it."""
+"""The ring's plan as it prints."""
 
 from __future__ import annotations
 
-import doctest
-from pathlib import Path
-
-import ds_usp
 from ds_usp import MaskSpec, TokenLayout
 from ds_usp.geometry.ring_schedule import ring_schedule
 
 CAUSAL = MaskSpec.causal()
-README = Path(__file__).resolve().parents[2] / "README.md"
-ARCHITECTURE = README.with_name("ARCHITECTURE.md")
 
 
 def test_a_schedule_prints_as_a_table() -> None:
@@ -51,12 +45,3 @@ def test_a_double_ring_prints_its_windows() -> None:
         "  window 1, held: q[0:8] k[0:4] full",
         "  window 1, of 0[0:4]: q[0:8] k[0:4] full, gives 2[0:4]",
     ]
-    assert plan in ARCHITECTURE.read_text(encoding="utf-8")
-
-
-def test_the_readme_shows_what_is_printed() -> None:
-    text = README.read_text(encoding="utf-8").replace("```", "")
-    examples = doctest.DocTestParser().get_doctest(text, {"ds_usp": ds_usp}, "README", None, 0)
-    assert any("ring_schedule(" in example.source for example in examples.examples)
-    said: list[str] = []
-    assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)

@@ -1,0 +1,184 @@
+"""Writes docs/reference/api.md from docstrings and docs/reference/command-line.md from --help.
+
+python scripts/reference_pages.py            # rewrite the pages
+python scripts/reference_pages.py --check    # exit 1 if a page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+sys.path.insert(0, str(ROOT))
+
+MODULES = {
+    "ds_usp": "attention, meshes, layouts, masks, errors",
+    "ds_usp.training": "batches, loss, DeepSpeed",
+    "ds_usp.memory": "recomputation and offload",
+    "ds_usp.planner": "memory, time and degrees from formulas",
+    "megatron_patches": "patches of Megatron-DeepSpeed, megatron-core and DeepSpeed",
+}
+TRAINER = "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
+COMMANDS = (
+    *(f"ds-usp {name}" for name in ("", "env", "verify")),
+    *(f"ds-usp {name}" for name in ("plan", "memory", "longest", "comm", "table", "profile")),
+    "python -m megatron_patches",
+    f"python {TRAINER}",
+)
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Shapes?|Yields|Source|Example)s?:\s*(.*)$")
+
+
+# ------------------------------------------------------------------ API
+
+
+def api_page() -> str:
+    """The public names of each module: signature and docstring."""
+    lines = ["# API", "", "Written from docstrings by `python scripts/reference_pages.py`.", ""]
+    lines += ["| module | |", "|---|---|"]
+    for name, topic in MODULES.items():
+        lines.append(f"| [`{name}`](#{name.replace('.', '')}) | {topic} |")
+    for name in MODULES:
+        module = importlib.import_module(name)
+        lines += ["", f"## {name}"]
+        for public in sorted(module.__all__, key=str.lower):
+            if not public.startswith("__"):
+                lines += ["", f"### {public}", "", *described(public, getattr(module, public))]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def described(name: str, member: object) -> Iterator[str]:
+    """Signature, docstring and public methods of a member, as Markdown."""
+    if not callable(member):
+        yield f"A constant: `{member!r}`."
+        return
+    is_error = inspect.isclass(member) and issubclass(member, BaseException)
+    if not is_error:
+        yield from ("```text", f"{name}{signature(member)}", "```", "")
+    yield from markdown(inspect.getdoc(member) or "")
+    if not inspect.isclass(member) or is_error or issubclass(member, Enum):
+        return
+    methods = [m for m in vars(member) if not m.startswith("_") and m != "forward"]
+    for method in methods:
+        raw = inspect.getattr_static(member, method)
+        function = getattr(member, method) if not isinstance(raw, property) else raw.fget
+        doc = inspect.getdoc(raw)
+        if doc and (callable(function) or isinstance(raw, property)):
+            shown = "" if isinstance(raw, property) else signature(function)
+            yield f"- `.{method}{shown}`: {inline(doc.partition(chr(10) * 2)[0])}"
+
+
+def signature(function: object) -> str:
+    """Parameters and the return type, without the quotes of postponed annotations."""
+    try:
+        found = inspect.signature(function)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters = [
+        p.replace(default=Default())
+        if dataclasses.is_dataclass(p.default) or " at 0x" in repr(p.default)
+        else p
+        for p in found.parameters.values()
+        if p.name != "self"
+    ]
+    return re.sub(r"'([^']*)'", lambda m: m[1], str(found.replace(parameters=parameters)))
+
+
+class Default:
+    """Stands for a default whose repr is long or holds an address."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def markdown(doc: str) -> Iterator[str]:
+    """A Google-style docstring as Markdown: sections become lists."""
+    in_section = False
+    for line in doc.splitlines():
+        head = SECTION.match(line)
+        if head:
+            in_section = True
+            yield from ("", f"**{head[0].partition(':')[0]}:** {inline(head[2])}".rstrip(), "")
+        elif in_section and re.match(r" {4}\S", line):
+            yield f"- {inline(line.strip())}"
+        elif in_section and line.startswith("     "):
+            yield f"  {inline(line.strip())}"
+        else:
+            in_section = in_section and not line
+            yield inline(line)
+    yield ""
+
+
+def inline(text: str) -> str:
+    """Sphinx roles and double backticks as Markdown code."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    return re.sub(r"``([^`]+)``", r"`\1`", " ".join(text.split())).replace("|", "\\|")
+
+
+# ------------------------------------------------------------------ command line
+
+
+def command_page() -> str:
+    """What ``--help`` of each program prints below its usage."""
+    lines = ["# Command line", "", "Written from `--help` by `python scripts/reference_pages.py`."]
+    for command in COMMANDS:
+        lines += ["", f"## {command.strip()}", "", "```text", help_text(command.split()), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def help_text(words: list[str]) -> str:
+    """The help of a program from its description on; the usage is laid out by Python's version."""
+    program = ["-m", "ds_usp"] if words[0] == "ds-usp" else words[1:2]
+    if words[:2] == ["python", "-m"]:
+        program = words[1:3]
+    arguments = words[1:] if words[0] == "ds-usp" else []
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *program, *arguments, "--help"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    usage, _, rest = done.stdout.partition("\n\n")
+    return (rest if usage.startswith("usage:") else done.stdout).strip("\n")
+
+
+# ------------------------------------------------------------------ files
+
+
+PAGES = {"api.md": api_page, "command-line.md": command_page}
+
+
+def is_current(name: str, text: str) -> bool:
+    """Whether a page has this text, whatever the width to which it was wrapped."""
+    path = REFERENCE / name
+    return path.exists() and path.read_text(encoding="utf-8").split() == text.split()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite or check the pages; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args(argv).check
+    stale = [name for name, page in PAGES.items() if not is_current(name, page())]
+    for name in stale if not check else ():
+        (REFERENCE / name).write_text(PAGES[name](), encoding="utf-8")
+    if stale and check:
+        print(f"out of date: {', '.join(stale)}; run python scripts/reference_pages.py")
+    return int(bool(stale and check))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
