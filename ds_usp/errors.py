@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 class USPError(ValueError):
     """Base class: a request that cannot be served exactly. Messages name numbers and the fix."""
@@ -19,12 +21,19 @@ class MeshError(USPError):
     """Process groups that cannot form the mesh, or ranks that disagree about a call.
 
     Args:
-        said: how each rank described its call, where the ranks disagree.
+        message: for the user.
+        signatures: each rank's text of the call, where the ranks disagree.
     """
 
-    def __init__(self, message: str = "", said: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str = "", signatures: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.said = said
+        self.signatures = signatures
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """:attr:`signatures` under its old name."""
+        warnings.warn("MeshError.said is now signatures", DeprecationWarning, stacklevel=2)
+        return self.signatures
 
 
 class UnsupportedAttentionError(USPError):

@@ -56,7 +56,7 @@ def check_on_all_ranks(
         mesh.consistency.check_call(text, wait=is_on_cpu(like))
     except MeshError as difference:
         named = isinstance(layout, str)
-        uneven = _uneven_shards(difference.said, mesh.sp_degree) if named else None
+        uneven = _uneven_shards(difference.signatures, mesh.sp_degree) if named else None
         if uneven is None:
             raise
         raise uneven from difference

@@ -1,60 +1,72 @@
-"""Ranks compare what they are about to do, so that those that differ raise instead of hanging."""
+"""Consistency check: ranks compare what they are about to do, so that those that differ raise
+instead of hanging."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import datetime
-import hashlib
 import os
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.difference import BACKWARD, ERROR, describe
-from ds_usp.comm.gather import all_gather_bytes, byte_tensor
-from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, MAX_MESSAGE_BYTES, ShmMailbox
+from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, mismatch_error
+from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, subgroup, transport_device
+from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
 from ds_usp.errors import MeshError
 
-# Descriptions may differ from step to step, by the seed of dropout or by documents.
+# Signatures may differ from step to step, by the seed of dropout or by documents.
 _MAX_VERIFIED = 1024
-_AFTER = " (after "
-_END = "the end of the process"
-_END_S = 1.0  # how long an ending process waits for what the others say
+_EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
+_DRAIN_TIMEOUT_S = 5.0
+
+
+class _Transport(Protocol):
+    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`_GroupTransport`."""
+
+    def post(self, data: bytes) -> int:
+        """Start the exchange of this rank's next record; its sequence number."""
+
+    def all_equal(self, seq: int) -> bool:
+        """Whether all ranks' records have been received and are equal; False: not known yet."""
+
+    def gather(self, seq: int, timeout_s: float | None = None) -> Sequence[bytes | bytearray]:
+        """Wait for the record of every rank."""
 
 
 class ConsistencyChecker:
-    """One comparison for each call and for each backward pass, on the host, so that no stream
-    waits for it.
+    """Compares the ranks' signatures of each call and each backward pass, on the CPU, so that no
+    CUDA stream waits for it.
 
-    Where tensors travel on the host, and for every description that is new, the ranks wait for
-    the comparison before anything moves. On GPUs a description that they have agreed on before
-    is compared while the call runs, and looked at when a later call or a backward pass
-    begins: a GPU that waits for another rank does not stop the host from finding out why. A mesh
-    on which that has happened is of no use any more, and says so at every call.
+    Where tensors are on CPUs, and for every signature that is new, the ranks wait for the
+    comparison before anything moves. On GPUs a signature that was equal before is compared while
+    the call runs, and the result is read when a later call or a backward pass begins: a GPU that
+    waits for another rank does not keep the CPU from finding out why. A mesh on which that has
+    happened is unusable from then on, and raises at every call.
 
     The n-th comparison of a rank meets the n-th of every other, so this number is the same on all
-    ranks. It names the call: its backward pass says which call it belongs to, and ranks that walk
-    backward in different orders, or one call twice, differ in it.
+    ranks and names the call: a backward pass declares the call it belongs to, and ranks whose
+    backward passes run in different orders, or twice for one call, differ in it.
 
     Args:
-        group: the ranks, over a host backend; None is one process alone.
-        board: memory that all of them see, which is faster; None: they say it over the group.
+        group: the ranks, over a CPU backend; None is one process alone.
+        mailbox: shared memory of all of them, which is faster; None: all-gathers over the group.
         name: of the mesh, the same on all ranks, where others compare over the same group.
-        ending: memory in which ranks without a board say how many calls they have made when they
-            end: a collective that nobody answers would abort the process.
+        exit_mailbox: shared memory for ranks without a mailbox, in which a process that ends
+            writes how many calls it made: a collective that nobody answers would abort it.
 
     Attributes:
-        number: of the last comparison.
-        exchanges: counts those that this rank's copy engines have begun.
-        when_broken: called when the ranks differ.
-        refuse_backward: why no gradient could be right; asked at each backward pass.
+        number: comparisons so far; after :meth:`check_call`, the number of that call.
+        num_exchanges: returns how many exchanges this rank's copy engines have started.
+        on_failure: called once when the ranks differ for good.
+        refuse_backward: returns why no gradient could be right; asked at each backward pass.
     """
 
     def __init__(
@@ -68,43 +80,56 @@ class ConsistencyChecker:
         self.number = 0
         self._name = f"{name}, " if name else ""
         self._calls = self._passes = 0  # compared: forward calls, backward passes
-        self._passes_in_a_row = 0  # since the last call
-        self._verified: set[str] = set()
-        self._pending: deque[_PendingCheck] = deque()
+        self._passes_since_call = 0
+        self._verified: set[str] = set()  # signatures that were equal on all ranks
+        self._pending: deque[tuple[_Transport, int]] = deque()
         self.on_failure: Callable[[], object] = lambda: None
-        self.exchanges: Callable[[], int] = lambda: 0
+        self.num_exchanges: Callable[[], int] = lambda: 0
         self.refuse_backward: Callable[[], Exception | None] = lambda: None
-        self._in_pass, self._aborted_passes, self._abort_note = False, 0, ""
+        self._in_pass, self._aborted_passes, self._exchanges_at_abort = False, 0, 0
         self._failure: MeshError | None = None
-        weakref.finalize(self, _drain_at_exit, self._pending)
+        self._transport: _Transport | None = mailbox
         if group is not None:
+            if mailbox is None:
+                self._transport = over_group = _GroupTransport(group)
+                weakref.finalize(self, over_group.drain)
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
-    def check_call(
-        self,
-        text: str,
-        *,
-        error: Exception | None = None,
-        wait: bool = True,
-    ) -> None:
+    @classmethod
+    def for_mesh(cls, group: dist.ProcessGroup, nodes: Sequence[bytes]) -> ConsistencyChecker:
+        """The checker of a mesh's group, by its backends. Collective over the group.
+
+        Args:
+            nodes: each rank's node.
+        """
+        backends = {type(group._get_backend(device)) for device in group._device_types}
+        if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
+            # Other meshes may compare over the same group; their calls have the same numbers.
+            name = all_gather_bytes(os.urandom(2), group)[0].hex()
+            return cls(group, None, f"mesh {name}", open_mailbox(group, nodes))
+        # Several comparisons are in flight where tensors may be on GPUs, and nothing else may come
+        # between them: a mailbox, or a group of its own.
+        control = subgroup(group, dist.get_process_group_ranks(group), backend="gloo")
+        return cls(control, open_mailbox(control, nodes))
+
+    def check_call(self, text: str, *, error: Exception | None = None, wait: bool = True) -> None:
         """Compare this call with the other ranks'. Its number is :attr:`number` then.
 
         Args:
-            text: what this rank is about to do, in fields with ``", "`` between them.
-            error: what it already knows to be wrong.
-            wait: wait for the comparison even if the text is known.
+            text: the signature of the call, fields with ``", "`` between them.
+            error: what this rank already knows to be wrong.
+            wait: wait for the comparison even if the signature is verified.
 
         Raises:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
             Exception: ``error`` itself, on the rank that passed it.
         """
-        new = wait or error is not None or text not in self._verified
-        # One may take milliseconds, and no host should wait for it: several are under way.
-        self._compare(text, text, error, new, MAX_IN_FLIGHT - 1)
+        # A comparison may take milliseconds, so several are in flight.
+        self._compare(CallRecord(text), text, error, wait, MAX_IN_FLIGHT - 1)
         self._calls += 1
-        self._passes_in_a_row = 0
+        self._passes_since_call = 0
 
     def check_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
         """Compare the backward pass that begins with the other ranks'. Calls before it have been
@@ -118,64 +143,18 @@ class ConsistencyChecker:
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
         """
-        # The number is another one each time: what is known is that passes were compared before.
-        known = f"{BACKWARD}{part}"
-        error = self.refuse_backward()
-        new = wait or error is not None or known not in self._verified
-        said = f"{self._name}{BACKWARD}{call}{part}"
-        self._compare(known, said, error, new, min(self._passes_in_a_row, MAX_IN_FLIGHT - 1))
+        record = CallRecord(f"{self._name}backward pass of call {call}{part}", Kind.BACKWARD)
+        # The call's number is new each time: verified is that passes were compared before.
+        key = f"backward pass{part}"
+        max_pending = min(self._passes_since_call, MAX_IN_FLIGHT - 1)
+        self._compare(record, key, self.refuse_backward(), wait, max_pending)
         self._passes += 1
-        self._passes_in_a_row += 1
-
-    def _compare(
-        self, known: str, said: str, error: Exception | None, new: bool, most: int
-    ) -> None:
-        """Compare what is said; pending unless it is new.
-
-        Args:
-            known: under which text later ones are not new.
-            most: comparisons that may stay pending before it.
-        """
-        if self.group is None:
-            if error is not None:
-                raise error
-            return
-        self.drain(0 if new else most)
-        if not new:
-            self._pending.append(self._begin(said + self._position()))
-            return
-        self._now(said + self._position(), error)
-        if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
-            self._verified.clear()
-        self._verified.add(known)
-
-    def begin_pass(self) -> None:
-        """Note that copy engines carry what follows."""
-        self._record_aborted_pass()
-        self._in_pass = True
-
-    def end_pass(self) -> None:
-        """Note that a pass by copy engines has ended well."""
-        self._in_pass = False
-
-    def _position(self) -> str:
-        """Where this rank's copy engines broke passes off. It must not go on with the others,
-        unless they all did so in the same place."""
-        self._record_aborted_pass()
-        return self._abort_note
-
-    def _record_aborted_pass(self) -> None:
-        if self._in_pass:
-            self._in_pass = False
-            self._aborted_passes += 1
-            self._abort_note = (
-                f"{_AFTER}{self._aborted_passes} passes by copy engines that were broken off, "
-                f"the last after {self.exchanges()} exchanges)"
-            )
+        self._passes_since_call += 1
 
     def check_now(self, text: str, error: Exception | None = None) -> None:
-        """Compare a text now, after all that is under way; see :func:`agree`."""
-        self._compare(text, text, error, True, 0)
+        """Compare a text and wait for the result, after all comparisons in flight; see
+        :func:`check_same`."""
+        self._compare(CallRecord(text), text, error, True, 0)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made.
@@ -185,163 +164,167 @@ class ConsistencyChecker:
         """
         self.check_now(f"{self._name}a check of the mesh, {self._counts()}")
 
-    def _counts(self) -> str:
-        return f"after {self._calls} calls, after {self._passes} backward passes"
+    def begin_pass(self) -> None:
+        """Note that exchanges by copy engines follow."""
+        self._record_aborted_pass()
+        self._in_pass = True
+
+    def end_pass(self) -> None:
+        """Note that a pass by copy engines has ended well."""
+        self._in_pass = False
 
     def clear_verified(self) -> None:
-        """Wait for the comparison of every description again, as if it were new."""
+        """Wait for the comparison of every signature again, as if it were new."""
         self._verified.clear()
 
-    def drain(self, most: int = 0) -> None:
-        """Wait until at most so many comparisons are under way. By their number alone, so that the
-        ranks find a difference at the same call, and no collective is left without its partners.
+    def drain(self, max_pending: int = 0) -> None:
+        """Wait until at most so many comparisons are in flight: a number, not a time, so that all
+        ranks find a difference at the same call and no collective is left without its partners.
 
         Raises:
             MeshError: the ranks differed in an earlier call.
         """
-        while self._failure is None and len(self._pending) > most:
-            comparison = self._pending.popleft()
-            if comparison.all_equal():
-                continue
-            try:
-                _raise_on_mismatch(comparison.wait(), None)
-            except MeshError as error:
-                self._fail(error)
+        while self._failure is None and len(self._pending) > max_pending:
+            transport, seq = self._pending.popleft()
+            if not transport.all_equal(seq):
+                try:
+                    _raise_on_mismatch(transport.gather(seq))
+                except MeshError as error:
+                    self._fail(error)
         if self._failure is not None:
             raise self._failure
 
-    def end(self) -> str:
-        """Compare for the last time, when the process ends; what differs, or nothing. It waits a
-        second at most for the others, and says nothing of those that do not come."""
+    def compare_at_exit(self) -> str:
+        """Compare for the last time, when the process ends: the difference, or "". Waits one
+        second at most, and ignores ranks that do not answer."""
         if self.group is None or self._failure is not None:
             return ""
-        said = f"{_END}, {self._counts()}"
-        if self.mailbox is not None:
-            self._pending.append(self._begin(said))
-        elif self._exit_mailbox is not None:
-            self._exit_mailbox.post(1, _truncated(said))
-            self._pending.append(_MailboxCheck(self._exit_mailbox, 1))
+        mailbox = self.mailbox or self._exit_mailbox
+        if mailbox is not None:
+            record = CallRecord(f"the end of the process, {self._counts()}")
+            self._pending.append((mailbox, mailbox.post(self._with_aborts(record).encode())))
         try:
             while self._pending:
-                everyone = self._pending.popleft().wait(_END_S)
-                if any(each != everyone[0] for each in everyone):
-                    return str(_mismatch_error(everyone))
-        except (MeshError, RuntimeError):  # the others are gone, or go on
+                transport, seq = self._pending.popleft()
+                data = transport.gather(seq, _EXIT_TIMEOUT_S)
+                if (difference := _difference(data)) is not None:
+                    return str(difference)
+        except (MeshError, RuntimeError):  # other ranks have ended, or continue
             pass
         return ""
 
-    def _ended_ranks(self) -> str:
-        """Which ranks have ended well, for one that cannot reach them; nothing if none has."""
-        if self._exit_mailbox is None or self.group is None:
-            return ""
-        notes = [self._exit_mailbox.read(1, rank) for rank in range(self.group.size())]
-        ended = {rank: note.decode() for rank, note in enumerate(notes) if note is not None}
-        if not ended:
-            return ""
-        own = {
-            rank: f"one call or pass more, {self._counts()}" for rank in [self._exit_mailbox.rank]
-        }
-        return describe([text for _, text in sorted((ended | own).items())], sorted(ended | own))
+    def _compare(
+        self, record: CallRecord, key: str, error: Exception | None, wait: bool, max_pending: int
+    ) -> None:
+        """Compare a record; without waiting if its key is verified and ``wait`` is False.
 
-    def _now(self, said: str, error: Exception | None) -> None:
-        if self.mailbox is None:
-            try:
-                check_same(self.group, said, error)
-            except RuntimeError as lost:
-                if error is None and (ended := self._ended_ranks()):
-                    raise MeshError(ended) from lost
-                raise
-            # Not before: one that fails may have met another mesh's, and ranks that go on after
-            # the error would number their calls differently.
-            self.number += 1
+        Args:
+            max_pending: comparisons that may stay in flight before it.
+        """
+        if self._transport is None:
+            if error is not None:
+                raise error
             return
+        wait = wait or error is not None or key not in self._verified
+        self.drain(0 if wait else max_pending)
+        record = self._with_aborts(record)
+        if not wait:
+            self.number += 1
+            self._pending.append((self._transport, self._transport.post(record.encode())))
+            return
+        self._compare_and_wait(self._transport, record, error)
+        # Not if it failed: over a group it may have met another mesh's, and ranks that continue
+        # after the error would number their calls differently.
+        self.number += 1
+        if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
+            self._verified.clear()
+        self._verified.add(key)
+
+    def _compare_and_wait(
+        self, transport: _Transport, record: CallRecord, error: Exception | None
+    ) -> None:
         try:
-            everyone = self._begin(_with(said, error)).wait()
-        except MeshError as gone:  # not a difference: somebody has left
-            self._fail(gone)
+            data = transport.gather(transport.post(_encode(record, error)))
+        except MeshError as unreachable:
+            self._fail(unreachable)
+            raise
+        except RuntimeError as lost:
+            if error is None and (ended := self._ended_ranks()):
+                raise ended from lost
             raise
         try:
-            _raise_on_mismatch(everyone, error)
+            _raise_on_mismatch(data, error)
         except MeshError as difference:
-            if difference is not error and _pass_counts_differ(everyone):
-                self._fail(difference)
+            if difference is not error and _abort_states_differ(data):
+                self._fail(difference)  # their streams wait for exchanges that never come
             raise
+
+    def _with_aborts(self, record: CallRecord) -> CallRecord:
+        """With this rank's aborted passes: it must not continue with ranks that aborted none, or
+        others."""
+        self._record_aborted_pass()
+        return record._replace(
+            aborted_passes=self._aborted_passes, exchanges=self._exchanges_at_abort
+        )
+
+    def _record_aborted_pass(self) -> None:
+        if self._in_pass:
+            self._in_pass = False
+            self._aborted_passes += 1
+            self._exchanges_at_abort = self.num_exchanges()
+
+    def _ended_ranks(self) -> MeshError | None:
+        """Which ranks have ended well, for one that cannot reach them."""
+        if self._exit_mailbox is None or self.group is None:
+            return None
+        data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}
+        records = {rank: CallRecord.decode(x) for rank, x in data.items() if x is not None}
+        if not records:
+            return None
+        records[self._exit_mailbox.rank] = CallRecord(f"one call or pass more, {self._counts()}")
+        ranks = sorted(records)
+        return mismatch_error([records[rank] for rank in ranks], ranks)
+
+    def _counts(self) -> str:
+        return f"after {self._calls} calls, after {self._passes} backward passes"
 
     def _fail(self, error: MeshError) -> None:
         self._failure = error
         self.on_failure()
 
-    def _begin(self, said: str) -> _PendingCheck:
-        self.number += 1
-        if self.mailbox is not None:
-            self.mailbox.post(self.number, _truncated(said))
-            return _MailboxCheck(self.mailbox, self.number)
-        group = cast(dist.ProcessGroup, self.group)  # one process alone never comes here
-        own = byte_tensor(_padded(said), group)
-        everyone = [bytearray(MAX_MESSAGE_BYTES) for _ in range(group.size())]
-        places = [torch.frombuffer(each, dtype=torch.uint8) for each in everyone]
-        return _GroupCheck(group.allgather([places], [own]), everyone)
 
+class _GroupTransport:
+    """Records by asynchronous all-gathers over a process group of a CPU backend."""
 
-class _PendingCheck(Protocol):
-    """One under way."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._seq = group, 0
+        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
 
-    def all_equal(self) -> bool:
-        """Whether it has ended and all ranks say the same; False says nothing."""
+    def post(self, data: bytes) -> int:
+        self._seq += 1
+        received = [bytearray(RECORD_BYTES) for _ in range(self._group.size())]
+        out = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
+        local = byte_tensor(_padded(data), self._group)
+        self._works[self._seq] = self._group.allgather([out], [local]), received
+        return self._seq
 
-    def wait(self, timeout_s: float | None = None) -> Sequence[bytes | bytearray]:
-        """What each rank says."""
-
-
-class _GroupCheck(NamedTuple):
-    work: dist.Work
-    said: list[bytearray]
-
-    def all_equal(self) -> bool:
+    def all_equal(self, seq: int) -> bool:
         return False
 
-    def wait(self, timeout_s: float | None = None) -> Sequence[bytearray]:
-        if timeout_s is None:
-            self.work.wait()
-        else:
-            self.work.wait(datetime.timedelta(seconds=timeout_s))
-        return self.said
+    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
+        work, received = self._works.pop(seq)
+        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        return received
 
-
-class _MailboxCheck(NamedTuple):
-    mailbox: ShmMailbox
-    number: int
-
-    def all_equal(self) -> bool:
-        return self.mailbox.all_equal(self.number)
-
-    def wait(self, timeout_s: float | None = None) -> Sequence[bytes]:
-        return self.mailbox.gather(self.number, timeout_s)
-
-
-def _drain_at_exit(pending: deque[_PendingCheck]) -> None:
-    """At the end of the process: torch aborts one that leaves a collective behind."""
-    for each in pending:
-        if isinstance(each, _GroupCheck):
+    def drain(self) -> None:
+        """At the end of the process: torch aborts one that leaves a collective behind."""
+        for work, _ in self._works.values():
             with contextlib.suppress(RuntimeError):
-                each.work.wait(datetime.timedelta(seconds=5))
-
-
-def _at_exit(checker: weakref.ref[ConsistencyChecker], process: int) -> None:
-    """Say what differs between ranks that end. After an error there is enough to read."""
-    exit_mailbox = checker()
-    failed = getattr(sys, "last_value", None) is not None
-    if (
-        exit_mailbox is not None
-        and not failed
-        and os.getpid() == process
-        and (text := exit_mailbox.end())
-    ):
-        sys.stderr.write(f"ds_usp: {text}\n")
+                work.wait(datetime.timedelta(seconds=_DRAIN_TIMEOUT_S))
 
 
 def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
-    """Check that every rank of a group says the same; collective over it.
+    """Check that every rank of a group passes the same text; collective over it.
 
     Args:
         group: the ranks; None is this process alone.
@@ -352,49 +335,46 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
         MeshError: the ranks differ; the message shows in what, and which ranks. On every rank.
         Exception: ``error`` itself, on the rank that passed it.
     """
-    # The full text, as comparisons in flight send it: a rank with an error may meet them.
-    said = _padded(_with(text, error))
-    _raise_on_mismatch(all_gather_bytes(said, group) if group is not None else [], error)
+    data = _padded(_encode(CallRecord(text), error))
+    _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
-def _with(text: str, error: Exception | None) -> str:
-    return f"{ERROR}{error}" if error else text
+def _encode(record: CallRecord, error: Exception | None) -> bytes:
+    return (record if error is None else CallRecord(str(error), Kind.ERROR)).encode()
 
 
-def _pass_counts_differ(said: Sequence[bytes | bytearray]) -> bool:
-    """Whether ranks are after other passes, which no later call can mend; not whether their calls
-    differ, or one has an error."""
-    texts = [bytes(each).rstrip(b"\0") for each in said]
-    ends = [
-        each.rpartition(_AFTER.encode())[1:]
-        for each in texts
-        if not each.startswith(ERROR.encode())
-    ]
-    return len({end if end[0] else (b"", b"") for end in ends}) > 1
+def _padded(data: bytes) -> bytes:
+    """Equally long on all ranks, as all-gathers need it."""
+    return data.ljust(RECORD_BYTES, b"\0")
 
 
-def _raise_on_mismatch(said: Sequence[bytes | bytearray], error: Exception | None) -> None:
-    """Raise this rank's error, or the difference between the ranks."""
+def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:
+    """Raise this rank's error, or the difference between the ranks' records."""
     if error is not None:
         raise error
-    if any(each != said[0] for each in said):
-        raise _mismatch_error(said)
+    if (difference := _difference(data)) is not None:
+        raise difference
 
 
-def _mismatch_error(said: Sequence[bytes | bytearray]) -> MeshError:
-    """The error that shows in what ranks differ."""
-    texts = tuple(bytes(each).rstrip(b"\0").decode(errors="replace") for each in said)
-    return MeshError(describe(texts), texts)
+def _difference(data: Sequence[bytes | bytearray]) -> MeshError | None:
+    if all(record == data[0] for record in data):
+        return None
+    return mismatch_error([CallRecord.decode(record) for record in data])
 
 
-def _padded(text: str) -> bytes:
-    """As long for every text."""
-    return _truncated(text).ljust(MAX_MESSAGE_BYTES, b"\0")
+def _abort_states_differ(data: Sequence[bytes | bytearray]) -> bool:
+    """Whether ranks aborted different passes, which no later call can mend; not whether their
+    calls differ, or one has an error."""
+    records = [CallRecord.decode(record) for record in data]
+    states = {record[2:] for record in records if record.kind is not Kind.ERROR}
+    return len(states) > 1
 
 
-def _truncated(text: str) -> bytes:
-    data = text.encode(errors="replace")
-    if len(data) <= MAX_MESSAGE_BYTES:
-        return data
-    digest = f"... (sha256 {hashlib.sha256(data).hexdigest()[:16]})".encode()
-    return data[: MAX_MESSAGE_BYTES - len(digest)] + digest
+def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:
+    """Print the difference between ranks that end. After an error there is enough to read."""
+    checker = reference()
+    failed = getattr(sys, "last_value", None) is not None
+    if checker is None or failed or os.getpid() != process:
+        return
+    if difference := checker.compare_at_exit():
+        sys.stderr.write(f"ds_usp: {difference}\n")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Final, cast
@@ -20,12 +19,15 @@ from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel, num_slots
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
 from ds_usp.comm.engines import abort_waits, num_exchanges
 from ds_usp.comm.existing_groups import grid_refusal, group_of_device_mesh, group_of_this_rank
-from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.comm.mesh_registry import WeakRegistry
-from ds_usp.comm.nodes import copy_engine_unavailable_reason, count_ring_ranks_per_node, node_ids
-from ds_usp.comm.process_groups import align_group_counters, subgroup
-from ds_usp.comm.shm_mailbox import open_mailbox
+from ds_usp.comm.process_groups import (
+    align_group_counters,
+    count_ring_ranks_per_node,
+    node_ids,
+    subgroup,
+)
+from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
 from ds_usp.errors import ConfigError, MeshError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
@@ -43,9 +45,9 @@ _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout
 class SequenceMesh:
     """The ranks that share one sequence, seen from one of them.
 
-    Frozen and free of globals: as many meshes as you like live side by side in one process.
-    Build it with :meth:`from_group`, :meth:`build` or :meth:`single`, at start, on every rank of
-    the group; it makes communicators of its own for the ring.
+    Frozen: as many meshes as you like live side by side in one process. Build it with
+    :meth:`from_group`, :meth:`build` or :meth:`single`, at start, on every rank of the group; it
+    creates communicators of its own for the ring.
 
     Attributes:
         ulysses_degree, ring_degree: sizes of the two axes.
@@ -55,19 +57,19 @@ class SequenceMesh:
         sp_group, ulysses_group: process groups; None where one process needs none.
         kv_group, dkv_group: two communicators over the same ring ranks, so that gradients and
             keys/values do not queue behind each other.
-        agreement: where ranks compare what they are about to do.
-        ledger: what this rank has sent through the mesh.
-        no_copies: why copy engines cannot carry its exchanges; None if they can.
-        node_ring: ranks of the ring in a row that share a host; all of them if the hosts do not
-            hold as many each.
-        engines: the copy engines in use, by the kind of traffic.
-        outer_groups: communicators for what crosses the network in a double ring, by the kind of
-            traffic: it is under way for longer than what the ranks of a node exchange meanwhile.
-        plans: calls over this mesh that were checked before, by what was asked for.
-        batch_layouts: the layout of the last batch of each length that a data loader has given the
-            ranks; meshes over one process group share it.
-        name: what compiled code calls it. Meshes that ever have the same name are alike in their
-            degrees, order and rank, so that what was compiled for one is right for the other.
+        consistency: compares what the ranks are about to do.
+        ledger: calls and bytes that this rank has sent through the mesh.
+        copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
+        ring_ranks_per_node: consecutive ranks of the ring that share a node; the ring degree if
+            the nodes hold different numbers.
+        copy_engines: those in use, by kind of traffic.
+        outer_groups: communicators for what crosses the network in a double ring, by kind of
+            traffic: it is in flight for longer than the node-local exchanges beside it.
+        plans: validated calls over this mesh, by their arguments.
+        batch_layouts: the layout of the last batch of each length from a data loader; meshes over
+            one process group share it.
+        name: key in :data:`MESH_REGISTRY`, for compiled code. Meshes that ever have the same name
+            have equal degrees, order and rank, so code compiled for one is right for the other.
     """
 
     ulysses_degree: int
@@ -127,14 +129,14 @@ class SequenceMesh:
                 of the group ask for different grids (all of them raise).
             ConfigError: a degree that does not divide the group, or an unknown order; no group.
         """
-        whole = group_of_this_rank(group)
-        size = dist.get_world_size(whole)
+        sp_group = group_of_this_rank(group)
+        size = dist.get_world_size(sp_group)
         ulysses = size if ulysses_degree is None else ulysses_degree
         # Before any group is made: making it with ranks that see another grid would not end.
-        refusal = grid_refusal(dist.get_process_group_ranks(whole), ulysses, order)
-        check_same(whole, f"ulysses_degree {ulysses}, {order}", refusal)
-        align_group_counters(whole)
-        return cls._from_grid(whole, ulysses, size // ulysses, order)
+        refusal = grid_refusal(dist.get_process_group_ranks(sp_group), ulysses, order)
+        check_same(sp_group, f"ulysses_degree {ulysses}, {order}", refusal)
+        align_group_counters(sp_group)
+        return cls._from_grid(sp_group, ulysses, size // ulysses, order)
 
     @classmethod
     def from_device_mesh(
@@ -196,9 +198,9 @@ class SequenceMesh:
         peers = {
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
-        hosts = node_ids(group)
-        whole_is_ulysses = ring == 1 and ulysses > 1  # no group of its own needed
-        ulysses_group = group if whole_is_ulysses else subgroup(group, peers["ulysses"])
+        nodes = node_ids(group)
+        needs_no_subgroup = ring == 1 and ulysses > 1
+        ulysses_group = group if needs_no_subgroup else subgroup(group, peers["ulysses"])
         mesh = cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
@@ -210,14 +212,14 @@ class SequenceMesh:
             ulysses_group=ulysses_group,
             kv_group=subgroup(group, peers["ring"]),
             dkv_group=subgroup(group, peers["ring"]),
-            consistency=_consistency_checker(group, ranks, hosts),
-            copy_engine_unavailable=copy_engine_unavailable_reason(group, hosts),
-            ring_ranks_per_node=count_ring_ranks_per_node(hosts, grid),
+            consistency=ConsistencyChecker.for_mesh(group, nodes),
+            copy_engine_unavailable=copy_engine_unavailable_reason(group, nodes),
+            ring_ranks_per_node=count_ring_ranks_per_node(nodes, grid),
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
-        # A rank that waits in a stream for one that will never come is freed with the error.
+        # Streams that wait for a rank that raised are released with the error.
         mesh.consistency.on_failure = partial(abort_waits, mesh.copy_engines)
-        mesh.consistency.exchanges = partial(num_exchanges, mesh.copy_engines)
+        mesh.consistency.num_exchanges = partial(num_exchanges, mesh.copy_engines)
         mesh.consistency.refuse_backward = DeepSpeedCheck(ranks)
         return mesh
 
@@ -241,12 +243,12 @@ class SequenceMesh:
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
             return P2PChannel(self._group_of(kind), self.ledger, kind)
         if kind not in self.copy_engines:
-            raise MeshError(f"copy engines were asked for {kind} before any room was reserved")
+            raise MeshError(f"copy engines have no staging memory for {kind}: call reserve first")
         return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
 
     def create_outer_groups(self) -> None:
-        """Make the communicators for what crosses the network in a double ring. Collective over
-        the mesh where they are not there yet."""
+        """Create the communicators for what crosses the network in a double ring. Collective over
+        the mesh at the first call."""
         if self.outer_groups or self.kv_group is None or self.sp_group is None:
             return
         align_group_counters(self.sp_group)
@@ -257,8 +259,8 @@ class SequenceMesh:
                 self.outer_groups[kind] = group
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        """Let copy engines carry exchanges of up to so many bytes a rank, by kind. Collective when
-        it has to make room; the ranks of a mesh ask for the same.
+        """Reserve staging memory for copy-engine exchanges of up to so many bytes a rank, by kind.
+        Collective when it has to allocate; the ranks of a mesh ask for the same sizes.
 
         Args:
             device: this rank's GPU.
@@ -268,8 +270,8 @@ class SequenceMesh:
         """
         if torch.cuda.is_current_stream_capturing():
             raise MeshError(
-                "a CUDA graph captures a call for which copy engines have no room yet: make it "
-                "once, forward and backward, before the capture"
+                "a CUDA graph captures a call for which copy engines have no staging memory yet: "
+                "make it once, forward and backward, before the capture"
             )
         for kind, size in sizes.items():
             group = self._group_of(kind)
@@ -282,12 +284,12 @@ class SequenceMesh:
                 self.copy_engines[kind].reserve(size)
             except RuntimeError as error:
                 raise MeshError(
-                    f"the GPUs of this host do not share {size / 2**20:.0f} MiB for {kind}: "
+                    f"the GPUs of this node do not share {size / 2**20:.0f} MiB for {kind}: "
                     f"{error}. Use Tuning(copies=False)"
                 ) from error
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Whether :meth:`reserve` would have to make room for these; the same on every rank."""
+        """Whether :meth:`reserve` would allocate for these sizes; the same on every rank."""
         return any(
             size and self._group_of(kind) is not None and not self._has_capacity(kind, size)
             for kind, size in sizes.items()
@@ -314,12 +316,12 @@ class SequenceMesh:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of this rank's GPU that copy engines keep."""
+        """Bytes of this rank's GPU that copy engines hold."""
         return sum(engine.reserved_bytes for engine in self.copy_engines.values())
 
     def release(self) -> None:
-        """Give back the memory that copy engines keep, until the next call needs some. Collective;
-        waits for all that is under way. What CUDA graphs have captured stays theirs."""
+        """Free the memory that copy engines hold, until the next call needs some. Collective; waits
+        for all work in flight. Memory that CUDA graphs have captured is kept."""
         self.agree("release")
         if self.copy_engines:
             torch.cuda.synchronize()
@@ -366,7 +368,7 @@ class SequenceMesh:
         self.consistency.check()
 
     def agree(self, text: str, error: Exception | None = None) -> None:
-        """Check now that every rank of the mesh says the same; collective over it.
+        """Check now that every rank of the mesh passes the same text; collective over it.
 
         See :func:`ds_usp.comm.consistency.check_same`.
         """
@@ -377,21 +379,6 @@ class SequenceMesh:
             f"rank {self.rank} of {self.sp_degree}: ulysses {self.ulysses_rank} of "
             f"{self.ulysses_degree}, ring {self.ring_rank} of {self.ring_degree}"
         )
-
-
-def _consistency_checker(
-    group: dist.ProcessGroup, ranks: list[int], hosts: Sequence[bytes]
-) -> ConsistencyChecker:
-    """Where ranks compare what they are about to do: on the host, so that no stream waits. Where
-    tensors may be on GPUs ranks compare several calls at a time, and nothing else may come between:
-    in memory that they share, or over a group of its own."""
-    backends = {type(group._get_backend(device)) for device in group._device_types}
-    if transport_device(group).type == "cpu" and len(backends) == 1:  # gloo, which is for both
-        # Other meshes may compare over the same group; their calls have the same numbers.
-        name = all_gather_bytes(os.urandom(2), group)[0].hex()
-        return ConsistencyChecker(group, None, f"mesh {name}", open_mailbox(group, hosts))
-    control = subgroup(group, ranks, backend="gloo")
-    return ConsistencyChecker(control, open_mailbox(control, hosts))
 
 
 @lru_cache(maxsize=64)

@@ -1,26 +1,34 @@
-"""Process groups that only their members make."""
+"""Process groups: sub-groups that only their members create, a few bytes from every rank, and
+which ranks are on one node."""
 
 from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_usp.comm.gather import all_gather_bytes, transport_device
+from ds_usp.geometry.ranks import RankGrid
 
 
 def subgroup(
     parent: dist.ProcessGroup, ranks: list[int], backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A communicator of its own over some ranks of a group, with its backend and timeout."""
+    """A communicator of its own over some ranks of a group, with its backend and timeout; None for
+    one rank. Collective over these ranks only."""
     if len(ranks) == 1:
         return None
-    own = dist.get_backend(parent)
+    parent_backend = dist.get_backend(parent)
     # Only members call: the ranks of other sequence-parallel groups need not take part.
     group = dist.new_group(
         ranks,
         timeout=parent._get_backend(transport_device(parent)).options._timeout,
-        backend=backend or (None if own == "undefined" else own),
+        backend=backend or (None if parent_backend == "undefined" else parent_backend),
         use_local_synchronization=True,
     )
     # Point-to-point messages need a communicator that all its ranks have met in.
@@ -29,14 +37,57 @@ def subgroup(
 
 
 def align_group_counters(group: dist.ProcessGroup) -> None:
-    """Let all ranks have made as many groups as the one that has made most.
+    """Create one-rank groups until all ranks have created as many groups as any of them.
 
-    torch names a group that only its members make after the number of groups that a process
+    torch names a group that only its members create after the number of groups that a process
     has, so ranks with other numbers would wait for each other under other names.
     """
     count = len(c10d._world.pg_names)
-    counts = [
-        int.from_bytes(each, "big") for each in all_gather_bytes(count.to_bytes(8, "big"), group)
-    ]
-    for _ in range(max(counts) - count):
+    counts = all_gather_bytes(count.to_bytes(8, "big"), group)
+    for _ in range(max(int.from_bytes(data, "big") for data in counts) - count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """``data`` of every rank, the same number of bytes each."""
+    local = byte_tensor(data, group)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    received = bytearray(len(gathered) * len(data))
+    torch.frombuffer(received, dtype=torch.uint8).copy_(torch.cat(gathered))
+    return [bytes(received[i : i + len(data)]) for i in range(0, len(received), len(data))]
+
+
+def byte_tensor(data: bytes, group: dist.ProcessGroup) -> torch.Tensor:
+    """A copy of the bytes ``[n]`` on a device from which the group can send."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport_device(group))
+
+
+def transport_device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors the group can send; the CPU if that is one."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+def node_ids(group: dist.ProcessGroup) -> list[bytes]:
+    """A digest of the node of each rank of a group; collective over it."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    node = boot_id.read_text() if boot_id.exists() else platform.node()
+    return all_gather_bytes(hashlib.sha256(node.encode()).digest(), group)
+
+
+def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
+    """How many consecutive ranks of every ring share a node; the ring degree if the nodes hold
+    different numbers.
+
+    Args:
+        nodes: of each rank of a grid of axes ``ulysses`` and ``ring``.
+    """
+    lengths = {
+        len(list(run))
+        for ring in grid.groups("ring")
+        for _, run in groupby(nodes[rank] for rank in ring)
+    }
+    return lengths.pop() if len(lengths) == 1 else grid.size("ring")

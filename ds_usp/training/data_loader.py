@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_usp.comm.gather import all_gather_bytes, transport_device
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import all_gather_bytes, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders

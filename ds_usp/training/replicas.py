@@ -7,8 +7,8 @@ from typing import NamedTuple, cast
 
 import torch.distributed as dist
 
-from ds_usp.comm.gather import all_gather_bytes
 from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_usp.comm.nodes import count_ring_ranks_per_node
+from ds_usp.comm.process_groups import count_ring_ranks_per_node
 from ds_usp.geometry.ranks import RankGrid
 
 # Host of each rank, Ulysses and ring degree, ring ranks of a host; Ulysses varies fastest.

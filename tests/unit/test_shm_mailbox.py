@@ -1,4 +1,4 @@
-"""Notes in shared memory: whole, in their place, and never those of another call."""
+"""Records in shared memory: complete, in their slot, and never those of another call."""
 
 from __future__ import annotations
 
@@ -6,55 +6,66 @@ from pathlib import Path
 
 import pytest
 
-from ds_usp.comm import shm_mailbox as boards
+from ds_usp.comm import shm_mailbox
+from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind
 from ds_usp.comm.shm_mailbox import ShmMailbox
+
+Pair = tuple[ShmMailbox, ShmMailbox]
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[ShmMailbox, ShmMailbox]:
-    """Two ranks' views of one board."""
-    path = tmp_path / "board"
+def pair(tmp_path: Path) -> Pair:
+    """Two ranks' views of one mailbox."""
+    path = tmp_path / "mailbox"
     path.write_bytes(bytes(ShmMailbox.size(2)))
     first, second = (ShmMailbox(str(path), rank, 2, timeout_s=0.2) for rank in range(2))
     return first, second
 
 
-def test_a_note_is_read_as_it_was_written(two: tuple[ShmMailbox, ShmMailbox]) -> None:
-    first, second = two
-    for number in range(1, 40):
-        notes = [f"rank {rank}, call {number}".encode() * (number % 5) for rank in range(2)]
-        first.post(number, notes[0])
-        assert second.read(number, 1) is None
-        second.post(number, notes[1])
-        assert first.gather(number) == second.gather(number) == notes
+def test_a_record_is_read_as_it_was_posted(pair: Pair) -> None:
+    first, second = pair
+    for seq in range(1, 40):
+        records = [f"rank {rank}, call {seq}".encode() * (seq % 5) for rank in range(2)]
+        assert first.post(records[0]) == seq
+        assert second.read(seq, 1) is None
+        assert second.post(records[1]) == seq
+        assert first.gather(seq) == second.gather(seq) == records
+        assert first.all_equal(seq) == (seq % 5 == 0)
 
 
-def test_the_last_eight_stay_and_no_other_is_taken_for_one(
-    two: tuple[ShmMailbox, ShmMailbox],
-) -> None:
-    first, second = two
-    for number in range(1, 21):
-        first.post(number, b"%d" % number)
-    for number in range(1, 30):
-        want = b"%d" % number if 13 <= number <= 20 else None
-        assert second.read(number, 0) == want
+def test_the_last_eight_stay_and_no_other_is_taken_for_one(pair: Pair) -> None:
+    first, second = pair
+    for seq in range(1, 21):
+        first.post(b"%d" % seq)
+    for seq in range(1, 30):
+        assert second.read(seq, 0) == (b"%d" % seq if 13 <= seq <= 20 else None)
 
 
-@pytest.mark.parametrize("at", [0, 8, 12, 16, 20])
-def test_a_note_that_is_not_whole_is_not_there(two: tuple[ShmMailbox, ShmMailbox], at: int) -> None:
-    first, second = two
-    first.post(9, b"a call")
+@pytest.mark.parametrize("byte", [0, 8, 12, 16, 20])
+def test_an_incomplete_record_is_not_read(pair: Pair, byte: int) -> None:
+    first, second = pair
+    for _ in range(9):
+        first.post(b"a call")
     assert second.read(9, 0) == b"a call"
-    first._memory[boards._RECORD + at] ^= 1  # note 9 is in the second of eight places
+    first._memory[shm_mailbox._SLOT_BYTES + byte] ^= 1  # record 9 is in the second of eight slots
     assert second.read(9, 0) is None
 
 
-def test_the_longest_note_fills_its_place_only(two: tuple[ShmMailbox, ShmMailbox]) -> None:
-    first, second = two
-    for number in range(1, 9):
-        second.post(number, b"%d" % number)
-    for number in range(1, 9):
-        first.post(number, b"x" * boards.MAX_MESSAGE_BYTES)
-    for number in range(1, 9):
-        assert first.read(number, 1) == b"%d" % number
-        assert second.read(number, 0) == b"x" * boards.MAX_MESSAGE_BYTES
+def test_the_longest_record_fills_its_slot_only(pair: Pair) -> None:
+    first, second = pair
+    for seq in range(1, 9):
+        second.post(b"%d" % seq)
+        first.post(b"x" * RECORD_BYTES)
+    for seq in range(1, 9):
+        assert first.read(seq, 1) == b"%d" % seq
+        assert second.read(seq, 0) == b"x" * RECORD_BYTES
+
+
+@pytest.mark.parametrize("text", ["", "q [2, 16, 4, 8], causal", "ü" * 5000])
+def test_a_call_record_survives_its_encoding(text: str) -> None:
+    record = CallRecord(text, Kind.BACKWARD, aborted_passes=3, exchanges=2**40)
+    data = record.encode()
+    decoded = CallRecord.decode(data.ljust(RECORD_BYTES, b"\0"))
+    assert len(data) <= RECORD_BYTES and decoded[1:] == record[1:]
+    assert decoded.text == text or "sha256" in decoded.text
+    assert data != CallRecord(f"{text}.", *record[1:]).encode()

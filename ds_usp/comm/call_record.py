@@ -1,0 +1,164 @@
+"""What a rank declares of its next operation, as bytes to compare and as text to show; and the
+error message when the ranks' records differ."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from ds_usp.errors import MeshError
+
+RECORD_BYTES = 2048
+_HEADER = struct.Struct("<BIQ")  # kind, aborted passes, exchanges at the last abort
+_MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
+_MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
+
+
+class Kind(IntEnum):
+    """What a record declares."""
+
+    CALL = 0
+    BACKWARD = 1
+    ERROR = 2  # the rank refuses the call
+
+
+class CallRecord(NamedTuple):
+    """One rank's declaration. Ranks are consistent if their encoded records are equal bytes.
+
+    Attributes:
+        text: the operation as fields with ``", "`` between them; of ``Kind.ERROR``, the error.
+        kind: see there.
+        aborted_passes: copy-engine passes of this rank that an error ended.
+        exchanges: copy-engine exchanges that it had started when the last of them ended.
+    """
+
+    text: str
+    kind: Kind = Kind.CALL
+    aborted_passes: int = 0
+    exchanges: int = 0
+
+    def encode(self) -> bytes:
+        """At most ``RECORD_BYTES``; a longer text is cut off, with its digest at the end."""
+        text, limit = self.text.encode(errors="replace"), RECORD_BYTES - _HEADER.size
+        if len(text) > limit:
+            digest = f"... (sha256 {hashlib.sha256(text).hexdigest()[:16]})".encode()
+            text = text[: limit - len(digest)] + digest
+        return _HEADER.pack(self.kind, self.aborted_passes, self.exchanges) + text
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> CallRecord:
+        """Of :meth:`encode`, zeros after it ignored."""
+        kind, aborted_passes, exchanges = _HEADER.unpack_from(data)
+        text = bytes(data[_HEADER.size :]).rstrip(b"\0").decode(errors="replace")
+        return cls(text, Kind(kind), aborted_passes, exchanges)
+
+
+def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = None) -> MeshError:
+    """The error that shows in which fields the records differ, by groups of ranks.
+
+    Args:
+        records: of each rank.
+        ranks: their numbers; None: all ranks, in order.
+    """
+    by_rank = dict(zip(ranks or range(len(records)), records, strict=True))
+    signatures = tuple(record.text for record in records)
+    errors = {rank: record for rank, record in by_rank.items() if record.kind is Kind.ERROR}
+    if errors:
+        lines = [f"{_name(group)}: {record.text}" for record, group in _group_equal(errors)]
+        header = "the call is refused by ranks of the sequence-parallel group:"
+        return MeshError("\n  ".join([header, *lines]), signatures)
+    groups = _group_equal(by_rank)
+    aborted = any(record.aborted_passes for record in records)
+    fields = [_fields(record, aborted=aborted) for record, _ in groups]
+    common = [field for field in fields[0] if all(field in others for others in fields[1:])]
+    differing = [[field for field in row if field not in common] for row in fields]
+    group_ranks = [group for _, group in groups]
+    if len({len(row) for row in differing}) == 1 and (common or len(differing[0]) == 1):
+        lines = [_compare_field(values, group_ranks) for values in zip(*differing, strict=True)]
+    else:
+        lines = [
+            f"{_name(group)}: {_shorten(', '.join(row) or 'no field')}"
+            for group, row in zip(group_ranks[:_MAX_VALUES], differing, strict=False)
+        ]
+        lines += _remaining(group_ranks)
+    header = "the ranks of the sequence-parallel group disagree. They differ in"
+    message = "\n  ".join([header, *lines])
+    if common:
+        message += f"\nequal on all ranks: {_shorten(', '.join(common))}"
+    if any(record.kind is Kind.BACKWARD for record in records):
+        message += (
+            "\nAll ranks must run the backward passes of a mesh in one order, each as often as "
+            "the others do: gradients would be wrong otherwise"
+        )
+    return MeshError(message, signatures)
+
+
+def _group_equal(records: dict[int, CallRecord]) -> list[tuple[CallRecord, list[int]]]:
+    """Every record once, with its ranks; that of most ranks first."""
+    groups: dict[CallRecord, list[int]] = {}
+    for rank, record in records.items():
+        groups.setdefault(record, []).append(rank)
+    return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
+def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
+    """The fields of a record's text; commas in brackets separate none."""
+    fields, depth, start = [], 0, 0
+    for index, character in enumerate(record.text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth <= 0 and record.text.startswith(", ", index):
+            fields.append(record.text[start:index])
+            start = index + 2
+    fields.append(record.text[start:])
+    if aborted:
+        last = f", the last after {record.exchanges} exchanges" if record.aborted_passes else ""
+        fields.append(f"aborted copy-engine passes: {record.aborted_passes}{last}")
+    return fields
+
+
+def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
+    """One field: the words that all values share once, then each value with its ranks."""
+    words = [value.split(" ") for value in values]
+    max_shared = min(map(len, words)) - 1  # a value is never empty
+    head = 0
+    while head < max_shared and len({row[head] for row in words}) == 1:
+        head += 1
+    tail = 0
+    while tail < max_shared - head and len({row[-1 - tail] for row in words}) == 1:
+        tail += 1
+    name = " ".join(words[0][:head] + words[0][len(words[0]) - tail :])
+    if any(bracket in name for bracket in "()[]{}"):
+        name, head, tail = "", 0, 0
+    ranks_by_value: dict[str, list[int]] = {}
+    for row, group in zip(words, ranks, strict=True):
+        value = " ".join(row[head : len(row) - tail])
+        ranks_by_value[value] = sorted(ranks_by_value.get(value, []) + group)
+    shown = [f"{_shorten(value)} on {_name(group)}" for value, group in ranks_by_value.items()]
+    values_shown = shown[:_MAX_VALUES] + _remaining(list(ranks_by_value.values()))
+    return (f"{name.removesuffix(':')}: " if name else "") + ", ".join(values_shown)
+
+
+def _remaining(groups: list[list[int]]) -> list[str]:
+    ranks = sorted(rank for group in groups[_MAX_VALUES:] for rank in group)
+    return [f"others on {_name(ranks)}"] if ranks else []
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {names}"
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return text[: _MAX_CHARACTERS // 2] + " ... " + text[-_MAX_CHARACTERS // 2 :]
