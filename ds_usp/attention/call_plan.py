@@ -1,4 +1,4 @@
-"""What one attention call will do, checked and planned; a call like an earlier one is looked up."""
+"""Planning of one attention call: arguments checked, plan made or found in the mesh's cache."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _new_plan(
     missing = missing_libraries(request) if kernel == AUTO else None
     _warn_slow_path(q, mesh, tuning, missing, _imbalance(layout, mask))
     resolved = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
-    # The mesh keeps the plan; a plan that kept the mesh would leave its groups to the end of all.
+    # The mesh caches the plan: a reference back would keep its process groups until the exit.
     mesh_ref = cast(SequenceMesh, weakref.proxy(mesh))
     exchanges = plan_head_exchanges(
         split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
@@ -154,7 +154,7 @@ def _schedules(
     kernel: AttentionKernel,
     resolved: ResolvedTuning,
 ) -> list[RingSchedule]:
-    """The ring's steps for each part. Backward goes from the last to the first."""
+    """The ring schedule of each chunk. Backward goes from the last to the first."""
     plan = partial(
         ring_schedule,
         layouts[0],
@@ -216,16 +216,16 @@ def _staging_bytes(
 
 
 def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
-    """How the causal work of a ring is unbalanced by its layout; None if it is not."""
+    """The message about causal work that the layout does not balance; None if it does."""
     ring = layout.ring
-    # Not where the axes' order gives each ring rank early and late pieces.
+    # Not where the axes' order gives each ring rank early and late tokens.
     in_pieces = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
     if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not in_pieces:
         return None
     return (
-        f"causal attention on a ring of {ring} ranks, whose tokens are {layout.kind}: the last "
+        f"causal attention on a ring of {ring} ranks, whose layout is {layout.kind}: the last "
         f"rank computes {2 - 1 / ring:.2f} times the mean, and the others wait for it. For "
-        "balanced work ask for layout='zigzag' by name, and shard tokens, labels and positions by "
+        "balanced work give layout='zigzag', and shard tokens, labels and positions by "
         "it: mesh.layout('zigzag', seq_len).shard(x, dim, mesh.rank)"
     )
 
@@ -233,7 +233,7 @@ def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
 def _warn_slow_path(
     q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
 ) -> None:
-    """Say what would make such calls faster, once."""
+    """Warn once about what would make such calls faster."""
     messages = [slow_path_notice(q.device), missing, work]
     if (
         q.is_cuda
@@ -249,6 +249,6 @@ def _warn_slow_path(
 
 
 def _is_deterministic() -> bool:
-    """Whether torch is asked for the same bits every time, and not only to warn."""
+    """Whether torch is to refuse, not only to warn of, nondeterministic kernels."""
     requested = torch.are_deterministic_algorithms_enabled()
     return requested and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""What one call of the drop-in consists of; see :mod:`ds_usp.attention.module`."""
+"""Arguments and plan of one call of the drop-in module, see :mod:`ds_usp.attention.module`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_usp.warn_once import warn_once
 
 
 class CallArguments(NamedTuple):
-    """What a call is given besides its tensors; see ``USPAttention.forward``."""
+    """The arguments of a call besides q, k and v; see ``USPAttention.forward``."""
 
     batch_dim_idx: int | torch.Tensor | None
     rotary: Rotary | None
@@ -31,7 +31,7 @@ class CallArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class DropInPlan:
-    """One call, checked: how its tensors lie, and what will be done with them."""
+    """One call, validated: the order of its dims, and its exchanges or plan."""
 
     batch_second: bool
     layout: TokenLayout
@@ -44,17 +44,17 @@ class DropInPlan:
 def exchange_heads(
     traffic: ChunkExchanges, call: int, to_heads: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v with all tokens of some heads, or the output the way back."""
+    """Exchange q, k and v to heads, or the output back to the sequence."""
     return head_exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
 
 
 def batch_dim_text(dim: object) -> str:
-    """What the ranks compare of the batch dim."""
+    """The batch dim in the call signature."""
     return f"batch dim {dim}"
 
 
 def hashable_documents(documents: Any) -> object:
-    """Documents as a value; what is refused later is none."""
+    """Documents as a hashable value; None for what is refused later."""
     try:
         return None if documents is None else borders_of(documents)
     except ConfigError:
@@ -62,10 +62,10 @@ def hashable_documents(documents: Any) -> object:
 
 
 def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
-    """Tell the user, once for each class and place, that a local attention is not called.
+    """Warn, once for each class and condition, that a local attention is not called.
 
     Args:
-        attention: what is computed in its place.
+        attention: what is computed instead.
         where: in which calls.
     """
     scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale

@@ -1,4 +1,4 @@
-"""Arguments that a host hands to its local attention, checked against what the ring computes."""
+"""Checks of the extra arguments that a framework passes to its local attention, with a ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_ARGUMENTS = "0 extra arguments, no keywords"
 
 
 class FrameworkArguments:
-    """Refuses every argument that would change the result, accepts those that say the same.
+    """Refuses every argument that would change the result; accepts those that agree with the ring.
 
     Args:
         attention: what the ring computes.
@@ -35,7 +35,7 @@ class FrameworkArguments:
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str:
-        """Look at one call's extra arguments; describe them for the other ranks.
+        """Check one call's extra arguments; returns their part of the call signature.
 
         Raises:
             UnsupportedAttentionError: an argument that the ring cannot honour.
@@ -70,30 +70,30 @@ class FrameworkArguments:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else value
             means = "hides a pair" if attention.true_means_masked else "lets a pair attend"
             raise UnsupportedAttentionError(
-                f"{label}={shown!s} asks for something else than the ring's {attention.mask} mask "
+                f"{label}={shown!s} differs from the ring's {attention.mask} mask "
                 f"(True {means}), scale {scale:.6g}, dropout {attention.dropout_p}. Leave it out, "
-                "say what the local attention computes with mask=, softmax_scale= and dropout_p= "
+                "give what the local attention computes as mask=, softmax_scale= and dropout_p= "
                 "of USPAttention, or use ring degree 1."
             )
 
     def _is_mask(self, mask: torch.Tensor, seq_len: int) -> bool:
         """Whether a dense mask ``[..., tokens, tokens]`` is the one the ring computes.
 
-        Compared once for each tensor: hosts pass the same one to every layer.
+        Compared once for each tensor: frameworks pass the same one to every layer.
         """
         seen = self._seen
         if seen and seen[0]() is mask and seen[1:] == (mask._version, seq_len):
             return True
         if mask.ndim < 2 or mask.shape[-2:] != (seq_len, seq_len):
             return False
-        if self.attention.mask.documents:  # which were given instead of a tensor that says them
+        if self.attention.mask.documents:  # the dense mask would have to contain them
             return False
         rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
         same = all(
             self._is_per_row(mask[..., start : start + rows, :], start)
             for start in range(0, seq_len, rows)
         )
-        if same and not mask.is_inference():  # those keep no version
+        if same and not mask.is_inference():  # inference tensors have no version
             self._seen = weakref.ref(mask), mask._version, seq_len
         return same
 

@@ -1,4 +1,4 @@
-"""Attention of a sequence over the ranks together with tokens that every rank has."""
+"""``usp_joint_attention``: a sharded sequence together with tokens replicated on every rank."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ def usp_joint_attention(
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORE_MOD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`usp_attention` over a sequence and tokens that every rank has, as one sequence.
+    """:func:`usp_attention` over a sharded sequence and replicated tokens, as one sequence.
 
-    As in diffusion transformers, where an image is spread over the ranks and its text is not. Each
-    rank takes its share of the joint tokens into its share of the sequence, so they are computed
-    once, evenly; at the end the ranks gather the joint tokens' outputs. Collective over the mesh.
+    As in diffusion transformers, where an image is sharded over the ranks and its text is not. Each
+    rank joins its shard of the joint tokens to its shard of the sequence, so they are computed
+    once, evenly; at the end the joint tokens' outputs are all-gathered. Collective over the mesh.
 
     Beside the attention of all tokens it costs one all-gather of ``joint_out`` forward and the
-    same bytes backward; and with Ulysses ranks their exchange is packed piece by piece and goes by
-    messages.
+    same bytes backward; and with Ulysses ranks the head exchange is packed run by run and sent by
+    NCCL/gloo P2P.
 
     Shapes:
         q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]``, joint_q,
         joint_k, joint_v alike with ``[b, joint]`` tokens, the same values on every rank -> out
         ``[b, s_local, h, e]`` and joint_out ``[b, joint, h, e]``, the same on every rank.
 
-    Gradients of the joint tensors are each rank's share: the sum over the ranks of the mesh is
-    the gradient, as it is for the weights that made them. What the ranks give as gradients of
-    joint_out is summed likewise. So layers on the joint tokens, computed on every rank alike,
-    have gradients that what sums those of other weights sums too.
+    Gradients of the joint tensors are local to each rank: their sum over the ranks of the mesh is
+    the gradient, as it is for the weights that made them; gradients of joint_out are summed
+    likewise. So the all-reduce that sums the gradients of other weights is right for layers that
+    every rank computes on the joint tokens, too.
 
     Args:
         layout: of the sequence without the joint tokens, which are laid out by the same kind.
-        mask: over both, in positions of both together.
+        mask: over all tokens, in positions of the joined sequence.
         joint_front: joint tokens come first, else last.
 
-    The others are those of :func:`usp_attention`, which says what is raised, on every rank.
+    The other arguments and errors are those of :func:`usp_attention`.
 
     Raises:
         LayoutError: fewer joint tokens than ranks.
@@ -111,7 +111,7 @@ def usp_joint_attention(
 
 
 def _validate(main: QKV, joint: QKV) -> int:
-    """Check that joint tensors fit the others; how many tokens they have.
+    """Check that joint tensors fit q, k and v; returns their number of tokens.
 
     Raises:
         ConfigError: they do not.

@@ -1,7 +1,7 @@
-"""What a host's local attention computes, read from the module where its class is known.
+"""Detection of what a framework's local attention computes, from the module's class and attributes.
 
-Above ring degree 1 the ring computes attention itself, so it has to know the mask, the scale and
-the dropout of the module it stands in for.
+Above ring degree 1 the package's kernels replace the local attention, so its mask, scale and
+dropout must be known.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class LocalAttention:
         softmax_scale: factor of the scores; None is ``head_dim ** -0.5``.
         dropout_p: its attention dropout in training.
         flat_output: it returns ``h * d`` as one dim.
-        true_hides: what True means in a bool mask handed to it: Megatron hides, torch shows.
-        scores: what it does to its scores, on a device; asked at each call, as weights may move.
+        true_means_masked: a bool mask passed to it is True for masked pairs (Megatron), not for
+            pairs that attend (torch).
+        scores: its score options on a device; called at each call, as weights may move.
     """
 
     mask: MaskSpec
@@ -55,7 +56,7 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
         own_forward = getattr(cls, "forward", None)
         if (
             inspect is not None and type(module).forward is own_forward
-        ):  # else it computes something else
+        ):  # else it computes something different
             megatron = cls.__module__.split(".")[0] == "megatron"
             return replace(inspect(module), true_means_masked=megatron)
     return None
@@ -68,21 +69,20 @@ def resolve_ring_attention(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> LocalAttention:
-    """What the ring computes in a module's stead: what is known of it, or what was given.
+    """What a ring computes instead of a module: what was detected, or the user's arguments.
 
     Raises:
-        UnsupportedAttentionError: an unknown module of which too little was given, or which has
-            parameters.
-        ConfigError: what was given is not what the module shows.
+        UnsupportedAttentionError: an unknown module without enough arguments, or with parameters.
+        ConfigError: an argument contradicts an attribute of the module.
     """
     if detected is not None:
         return detected
     if mask is None or dropout_p is None:
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
-            "class that can be read. Say what it does: USPAttention(..., mask=MaskSpec.causal(), "
-            "softmax_scale=..., dropout_p=0.0), or use ulysses_degree = sequence-parallel size "
-            "(ring 1), which runs it as it is."
+            "class whose attributes can be read. Give what it computes: USPAttention(..., "
+            "mask=MaskSpec.causal(), softmax_scale=..., dropout_p=0.0), or use ulysses_degree = "
+            "sequence-parallel size (ring 1), which runs it as it is."
         )
     if isinstance(module, torch.nn.Module):
         _check_unknown_module(module, mask, dropout_p)
@@ -98,11 +98,11 @@ def resolve_ring_attention(
 
 
 def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
-    """Check what was said of an unknown module, which a ring never calls, against what it shows.
+    """Check arguments for an unknown module, which a ring never calls, against its attributes.
 
     Raises:
         UnsupportedAttentionError: it has parameters, which would have no effect and no gradient.
-        ConfigError: it drops, or is causal, in another way.
+        ConfigError: another dropout or causality.
     """
     name = type(module).__name__
     trainable = [parameter for parameter, _ in module.named_parameters()]
@@ -133,11 +133,11 @@ def check_overrides(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> None:
-    """Check that what was given of a known local attention is what it computes.
+    """Check that the arguments for a detected local attention are what it computes.
 
     Raises:
-        ConfigError: it is not; the result would depend on the degrees. Documents, which are
-            another batch's at the next call.
+        ConfigError: they are not, and the result would depend on the degrees; or documents, which
+            belong to a batch.
     """
     if mask is not None and not isinstance(mask, MaskSpec):
         raise ConfigError(
@@ -162,7 +162,7 @@ def check_overrides(
 
 
 def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Scores:
-    """Scores from the tensors that a module keeps under some names, where it does."""
+    """Score options from the tensors that a module has as these attributes, if any."""
     tensors = {name: getattr(module, attribute, None) for name, attribute in attributes.items()}
     return Scores(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
 
@@ -187,7 +187,7 @@ def _flash_self_attention(module: Any) -> LocalAttention:
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
-    """``FlashSelfAttentionTriton`` of Megatron-DeepSpeed, which hands on no scale or dropout."""
+    """``FlashSelfAttentionTriton`` of Megatron-DeepSpeed, which passes no scale or dropout."""
     mask = MaskSpec.causal() if module.causal else MaskSpec.full()
     return LocalAttention(mask, None, 0.0, flat_output=True)
 
@@ -206,7 +206,7 @@ def _dot_product_attention(module: Any) -> LocalAttention:
     """``DotProductAttention`` of megatron-core."""
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
-    if softmax.window_size is not None:  # it stands for the whole mask there, on both sides
+    if softmax.window_size is not None:  # it is the whole mask there, both bounds
         mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)
@@ -225,7 +225,7 @@ def _megatron_mask(kind: Any) -> MaskSpec:
     return MaskSpec.causal() if name == "causal" else MaskSpec.full()
 
 
-# One row a class: (top-level package, class name) -> reader.
+# One row a class: (top-level package, class name) -> its inspector.
 _INSPECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
     {
         ("megatron", "FlashSelfAttention"): _flash_self_attention,

@@ -53,25 +53,25 @@ from ds_usp.memory.saved_attention import check_only_inputs_require_grad, comput
 
 
 class USPAttention(torch.nn.Module):
-    """Attention over a sequence that is spread over ranks, around any local attention.
+    """Sequence-parallel attention around any local attention (drop-in for DeepSpeed-Ulysses).
 
     Constructor and call are those of ``deepspeed.sequence.layer.DistributedAttention``, and so is
-    the order of tokens: rank ``r`` of the group holds the ``r``-th piece of the sequence, unless
-    ``layout`` names another one. With ``ring_degree`` 1 the local attention runs on all tokens of
-    its share of the heads, and the result is DeepSpeed's bit for bit.
+    the order of tokens: rank ``r`` of the group holds the ``r``-th shard of the sequence, unless
+    ``layout`` is another one. With ``ring_degree`` 1 the local attention runs on all tokens of this
+    rank's heads, and the result is DeepSpeed's bit for bit.
 
     **With a ring the local attention is never called.** The package's own kernels compute what it
-    would: its mask, scale and dropout are read from it where its class is known, and have to be
-    given otherwise. Whatever else it does (hooks, a bias, counters) does not happen. A notice in
-    the log says so once.
+    would: its mask, scale and dropout are read from it where its class is known, and must be
+    arguments otherwise. Whatever else it does (hooks, a bias, counters) does not happen. A warning
+    in the log says so once.
 
     Args:
         local_attention: module called as ``local_attention(q, k, v, *args, **kwargs)``; it may
             return ``[b, s, h, d]`` / ``[s, b, h, d]`` or ``[b, s, h * d]`` / ``[s, b, h * d]``.
         sequence_process_group: the sequence-parallel group; None: the default group.
         scatter_idx: dim of the heads: 2.
-        gather_idx: dim of the tokens, 0 or 1, for calls that do not say the batch dim. None: every
-            call says it, or passes a mask in its place, and tokens are dim 0 then.
+        gather_idx: dim of the tokens, 0 or 1, for calls without a batch dim. None: every call
+            gives it, or passes a mask instead, and tokens are dim 0 then.
         sp_stream: the stream that Megatron-DeepSpeed's overlap computes q and k on; it is waited
             for, forward and backward.
         num_kv_heads: if given, checked against the keys.
@@ -79,7 +79,7 @@ class USPAttention(torch.nn.Module):
         mesh: instead of a group and a degree, a mesh that exists. Without one, modules with the
             same group and degree share a mesh.
         layout: which tokens the shards hold: a kind of token layout, every rank holding as many
-            tokens, or a :class:`TokenLayout`, which also says the length of a sequence that does
+            tokens, or a :class:`TokenLayout`, which also has the length of a sequence that does
             not divide. None is ``contiguous``, DeepSpeed's order, in which a causal ring waits for
             its last rank; batches that ``SequenceParallelDataLoader`` gave in another one are
             refused then. ``layout="zigzag"`` balances it, if tokens, labels and positions are
@@ -89,10 +89,10 @@ class USPAttention(torch.nn.Module):
         kernel: name of the ring's kernel.
         order: which axis of the mesh has its ranks next to each other; None: that of ``mesh``, or
             ``ulysses-ring``.
-        tuning: how the ring's work is cut, where the default is not the fastest.
+        tuning: how the ring's work is divided, where the default is not the fastest.
 
     Raises:
-        ConfigError, LayoutError, MeshError, UnsupportedAttentionError: what cannot be served, at
+        ConfigError, LayoutError, MeshError, UnsupportedAttentionError: what is not supported, at
             construction or at the first call, on every rank.
 
     Source: the interface is DeepSpeed's (deepspeed.sequence.layer, 0.19).
@@ -147,7 +147,7 @@ class USPAttention(torch.nn.Module):
             warn_not_called(local_attention, self._framework.attention, "with a ring")
         self.mesh = mesh
         self.gather_idx = gather_idx or 0
-        self._batch_dim_required = gather_idx is None  # every call does
+        self._batch_dim_required = gather_idx is None  # every call gives it
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self.kernel, self.tuning = kernel, tuning
@@ -173,12 +173,12 @@ class USPAttention(torch.nn.Module):
         Args:
             batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
                 tensor here is an attention mask, as Megatron-DeepSpeed's path without flash
-                attention passes it; the batch dim then is the one that ``gather_idx`` leaves.
+                attention passes it; the batch dim is then the one other than ``gather_idx``.
             rotary_pos_emb: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence.
-            documents: borders of packed documents, as of ``MaskSpec``. The own kernels compute
-                attention then, with and without a ring.
-            args, kwargs: passed to the local attention. With a ring they are checked to say
-                nothing else than what the ring computes.
+            documents: borders of packed documents, as of ``MaskSpec``. The package's kernels
+                compute attention then, with and without a ring.
+            args, kwargs: passed to the local attention. With a ring they are checked against what
+                the ring computes.
         """
         given = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
         if torch.compiler.is_compiling():
@@ -257,11 +257,11 @@ class USPAttention(torch.nn.Module):
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
     ) -> tuple[str, DropInPlan]:
-        """All checks of one call on this rank, and its description for the others."""
+        """Check one call on this rank; returns its signature and plan."""
         batch_dim_idx, rotary, documents, args, kwargs = given
         if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
-                f"nothing says which dim of {list(query.shape)} is the batch: call "
+                f"which dim of {list(query.shape)} is the batch? Call "
                 "attn(q, k, v, 0) for [b, s, h, d], attn(q, k, v, 1) for [s, b, h, d], or give "
                 "gather_idx, the dim of the tokens, to USPAttention"
             )
@@ -313,7 +313,7 @@ class USPAttention(torch.nn.Module):
         return resolve_ring_attention(self.local_attn, detected, *self._overrides)
 
     def _with_documents(self, documents: Any) -> FrameworkArguments:
-        """What the local attention computes, within documents."""
+        """What the local attention computes, with documents in its mask."""
         known = self._framework
         attention = known.attention if known else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
@@ -334,7 +334,7 @@ class USPAttention(torch.nn.Module):
         )
 
     def _layout_of(self, x: torch.Tensor) -> TokenLayout:
-        """Where the tokens of ``x [b, s, h, d]`` are; as many on every rank where none is given."""
+        """The layout of ``x [b, s, h, d]``; equal shards where only a kind was given."""
         return token_layout(self._layout, x, self.mesh)
 
     def _local(
@@ -365,7 +365,7 @@ class USPAttention(torch.nn.Module):
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
-        """With a ring: what the local attention would compute, on the package's kernels."""
+        """What the local attention would compute, by the package's kernels."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)

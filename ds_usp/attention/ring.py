@@ -1,12 +1,12 @@
 """The forward loop and the backward loop of ring attention: the only two in the package.
 
-Both walk a printed plan of integers and know no layout, mask or library by name. While a rank
-computes with one block of keys and values, the next one comes straight from who holds it; gradients
-go straight back and are summed there in fp32. Two block buffers, the gradients that leave and one
-buffer for those that come serve any number of steps.
+Both execute a printed schedule of integers and know no layout, mask or library by name. While a
+rank computes with one KV block, the next one is received straight from its owner; KV gradients are
+sent straight back and summed there in fp32. Two KV buffers, one staging buffer for gradients and
+one receive buffer serve any number of steps.
 
-A rank holds its own block and, in a double ring, one window after another what its node sees of a
-block of another node. The same buffers again, over a communicator of their own, serve these.
+In a double ring a rank is also a relay: in each outer step it holds what its node uses of a block
+of another node. The same buffers, once more, over a communicator of their own, serve these.
 
 Online softmax over blocks as in Ring Attention (arXiv 2310.01889); backward from the final
 log-sum-exp, which makes every block independent (FlashAttention-2, arXiv 2307.08691).
@@ -43,21 +43,21 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def noop() -> None:
-    """Nothing is to be done in between."""
+    """An overlap hook that does nothing."""
 
 
 def run_once(hook: Callable[[], None]) -> Callable[[], None]:
-    """Do a task; what is to be done next time."""
+    """Call a hook; returns :func:`noop`, the hook for the next time."""
     hook()
     return noop
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything that a ring attention needs besides its tensors.
+    """Ring attention of one head chunk, without its tensors.
 
     Args:
-        copies: exchanges go by copy engines.
+        use_copy_engines: blocks are copied by copy engines, else sent by NCCL/gloo P2P.
     """
 
     mesh: SequenceMesh
@@ -67,8 +67,8 @@ class RingCall:
     use_copy_engines: bool = False
 
     def writes_grads_in_place(self, dtype: torch.dtype) -> bool:
-        """Whether backward is one call of a kernel that writes its gradients where they are wanted,
-        in the dtype of the tensors. Beside a ring they wait for others before they can leave."""
+        """Whether backward is one kernel call that can write its gradients into the send buffer, in
+        the dtype of the tensors. With a ring they are summed with those of other ranks first."""
         caps, schedule = self.kernel.caps, self.schedule
         if not caps.writes_grads_in_place or schedule.ring_degree > 1:
             return False
@@ -77,14 +77,14 @@ class RingCall:
 
 
 class KVStream:
-    """The keys and values of each step, in order.
+    """Iterator over the steps of a ring with their keys and values, prefetching one block ahead.
 
-    The first block that travels is asked for at once, each further one when the caller has taken
-    the one before it: it comes while the caller computes. So does what crosses the network for the
-    next window, while the caller is in the one before.
+    The first remote block is posted at once, each further one when the caller waits for the one
+    before it, so that it is received while the caller computes. So is the relayed block of the next
+    outer step, during the one before.
 
     Shapes:
-        k ``[B, T, G, D]``, v ``[B, T, G, E]``, this rank's own.
+        k ``[B, T, G, D]``, v ``[B, T, G, E]``: this rank's local KV.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class KVStream:
         return self._local_kv[1].shape[3]
 
     def close(self) -> None:
-        """After an error: nothing may stay under way, or the next call would take it."""
+        """After an error: wait for all in flight, or the next call would receive it."""
         self._inner.close()
         self._outer.close()
 
@@ -125,7 +125,7 @@ class KVStream:
             yield step, *unpack_kv(self._inner.wait_next(), *self._local_kv)
 
     def _switch_outer_step(self, outer_step: int) -> None:
-        """Go on to another window, or back to the own block."""
+        """Make another outer step's relayed block the local one, or this rank's own (0)."""
         self._outer_step, self._current_local = outer_step, self._local_kv
         if outer_step:
             packed = self._outer.wait_next()
@@ -146,7 +146,7 @@ def ring_forward(
     """Attention of this ring rank's queries with the keys and values of the whole ring.
 
     Args:
-        between: what else is to be done when some of the first step is under way.
+        overlap_hook: called once, after the first kernel call (or the first step, if it has none).
 
     Shapes:
         q ``[B, S, H, D]`` -> out ``[B, S, H, E]``, lse ``[B, H, S]``.
@@ -176,13 +176,14 @@ def ring_backward(
     overlap_hook: Callable[[], None] = noop,
     grad_buffers: Sequence[torch.Tensor] = (),
 ) -> RingGradReducer:
-    """The gradients of a ring attention, the last of them still on their way home.
+    """The gradients of a ring attention; the last KV gradients may still be in flight.
 
-    A step's share of ``dk`` and ``dv`` travels in the dtype in which the kernel returns it.
+    A step's gradients of remote KV are sent in the dtype in which the kernel returns them.
 
     Args:
-        between: what else is to be done when some of the first step is under way.
-        home: where ``dq``, ``dk`` and ``dv`` are wanted, if one call makes them (``call.fills``).
+        overlap_hook: see :func:`ring_forward`.
+        grad_buffers: out buffers of ``dq``, ``dk`` and ``dv``, where one kernel call computes them
+            (:meth:`RingCall.writes_grads_in_place`).
     """
     with closing(kv_stream):
         grads = RingGradReducer(ring_call, q, k, v, grad_buffers)
@@ -213,9 +214,9 @@ def ring_backward(
 
 
 class RingGradReducer:
-    """``dq``, ``dk`` and ``dv`` of one rank: what it computed, what it sends, what comes to it.
+    """Sums ``dq``, ``dk`` and ``dv`` of one rank, sends remote KV gradients to their owners.
 
-    The gradients of what a rank holds for its node are summed here, and sent home as one.
+    A relay rank sums its node's gradients of the relayed block and sends the owner the sum.
 
     Shapes:
         q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``.
@@ -255,11 +256,11 @@ class RingGradReducer:
     def accumulators_for(
         self, step: RingStep, k_block: torch.Tensor, v_block: torch.Tensor
     ) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
-        """Where a step's gradients are summed."""
+        """The fp32 accumulators of a step's ``dq``, ``dk`` and ``dv``."""
         self._post_pending_outer_step()
         if step.outer_step != self._outer_step:
             self._finish_outer_step()
-            if step.outer_step:  # its first step is of all that this rank holds
+            if step.outer_step:  # its first step has all of the relayed block
                 self._outer_step, self._relay_accumulators = (
                     step.outer_step,
                     (GradAccumulator(k_block), GradAccumulator(v_block)),
@@ -271,8 +272,8 @@ class RingGradReducer:
         return self._accumulators[0], GradAccumulator(k_block), GradAccumulator(v_block)
 
     def out_buffers_for(self, step: RingStep, kernel_call: KernelCall) -> GradBuffers | None:
-        """Where a kernel is to write the gradients of a call, if that is where they leave from: of
-        a step's first call, if it has all of its columns. Those of others are added there."""
+        """Where the kernel is to write the gradients of a call: into the send buffer, for a step's
+        first call if it has all KV tokens of the step. Those of other calls are added there."""
         all_columns = (
             kernel_call is step.calls[0]
             and kernel_call.tile
@@ -283,12 +284,12 @@ class RingGradReducer:
         return self._grad_buffers if step.is_local else (None, *self._inner.staging_views(step))
 
     def post_step_grads(self, step: RingStep, gradients: Sequence[GradAccumulator]) -> None:
-        """Send a step's gradients to those who hold its keys and expect those of what this rank
-        holds from their users."""
+        """Send a step's KV gradients to the owners, and receive those that other ranks computed of
+        this rank's (or its relayed) block in that step."""
         self._inner.send(step, gradients, self._relay_accumulators)
 
     def drain(self) -> None:
-        """Take what is still to come now, if its buffer or the sums so far cannot wait."""
+        """Finish the last outer step; wait for gradients that share one receive buffer."""
         self._post_pending_outer_step()
         self._finish_outer_step()
         self._post_pending_outer_step()
@@ -301,19 +302,19 @@ class RingGradReducer:
         return dq, dk, dv
 
     def accumulators(self) -> tuple[GradAccumulator, GradAccumulator, GradAccumulator]:
-        """The same, when all of it has come and before it is summed."""
+        """The accumulators of :meth:`result`, when all gradients have been received."""
         self._inner.wait_and_accumulate()
         self._outer.wait_and_accumulate()
         return self._accumulators
 
     def close(self) -> None:
-        """After an error: nothing may stay under way, or the next call would take it."""
+        """After an error: wait for all in flight, or the next call would receive it."""
         self._inner.close()
         self._outer.close()
 
     def _finish_outer_step(self) -> None:
-        """Go back to the own block. The last of the window's gradients may be under way to here:
-        before another window they travel under its first step."""
+        """Go back to the local block. The outer step's last gradients may be in flight: they are
+        received during the next outer step's first step, and the sum is sent after that."""
         if self._outer_step:
             self._pending_outer_step = (
                 self._outer_steps[self._outer_step - 1],
@@ -322,7 +323,7 @@ class RingGradReducer:
             self._outer_step, self._relay_accumulators = 0, self._accumulators[1:]
 
     def _post_pending_outer_step(self) -> None:
-        """Send the sums of a window that has ended, if one waits for it, to their owner."""
+        """Send the gradients of a finished outer step, if there is one, to the block's owner."""
         if self._pending_outer_step is not None:
             self._inner.wait_and_accumulate()
             self._outer.send(*self._pending_outer_step, self._accumulators[1:])

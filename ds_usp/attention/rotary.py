@@ -13,7 +13,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -> None:
-    """Check that cos and sin ``[tokens, 1, 1, rot_dim]`` serve the whole sequence.
+    """Check that cos and sin ``[tokens, 1, 1, rot_dim]`` cover the whole sequence.
 
     Raises:
         ConfigError: cos and sin of another shape, or for fewer tokens than the sequence has.
@@ -32,8 +32,8 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
 
 
 def local_rotary(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
-    """Cos and sin ``[s, rot_dim]`` of the tokens that are rotated here: before an exchange those of
-    a rank, after it, where there is none, those of the whole sequence."""
+    """Cos and sin ``[s, rot_dim]`` of a rank's tokens (before a head exchange), or, with no rank,
+    of the whole sequence (after it)."""
     cos, sin = (part[: layout.seq_len, 0, 0] for part in rotary)
     if rank is None:
         return cos, sin

@@ -1,4 +1,4 @@
-"""What a call does to its scores besides scaling and masking them, and each kernel call's share."""
+"""Score modifiers of a call (soft cap, ALiBi, sinks, dropout), bound to each kernel call."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, GlobalPositions, Scor
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What becomes of attention scores, besides the scale and the mask.
+    """Options that modify attention scores, besides the scale and the mask.
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118).
         alibi_slopes: ``slope * |key - query|``, in global positions, is taken off the capped
-            scores (ALiBi, arXiv 2108.12409; as flash-attn takes it). Not learned here.
+            scores (ALiBi, arXiv 2108.12409; as flash-attn takes it). Not trained here.
         sinks: logits beside the scores in the softmax, which take weight and give nothing
-            (gpt-oss), finite. They may be learned. Their gradient on each rank is that rank's
-            share: the sum over the ranks of the mesh is the gradient, as it is for any weight
+            (gpt-oss), finite. They may be trained. Each rank computes a local gradient of its own
+            tokens: the sum over the ranks of the mesh is the gradient, as it is for any weight
             that all of them hold.
         dropout_seed: what attention dropout (``dropout_p``) draws from, 0 to 2**63 - 1. A weight
             is dropped by the seed and its own sample, head, query and key, so the same ones are
@@ -70,12 +70,12 @@ class Scores:
 
     @property
     def static_values(self) -> Hashable:
-        """All that is no tensor, and which tensors there are."""
+        """All fields that are no tensors, and which tensors are given."""
         return self.softcap, self.dropout_seed, self.alibi_slopes is None, self.sinks is None
 
     @property
     def plan_key(self) -> Hashable:
-        """All of it but the values of tensors and of the seed: calls of one kind share a plan."""
+        """All but the values of tensors and of the seed: calls with equal keys share a plan."""
         tensors = (
             None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
             for x in (self.alibi_slopes, self.sinks)
@@ -89,13 +89,13 @@ NO_SCORE_MOD = Scores()
 def check_score_mod(
     scores: Scores, dropout_p: float, q: torch.Tensor, *, one_sequence: bool = True
 ) -> ScoreMod:
-    """Check that they fit queries ``[b, s, h, d]``; what a kernel is asked for.
+    """Check score options against queries ``[b, s, h, d]``; returns what a kernel must support.
 
     Args:
         one_sequence: the keys are of the queries' sequence.
 
     Raises:
-        ConfigError, UnsupportedAttentionError: they do not.
+        ConfigError, UnsupportedAttentionError: they do not fit.
     """
     if not isinstance(scores, Scores):
         raise ConfigError(f"scores={scores!r} must be a Scores, as Scores(softcap=50.0)")
@@ -119,7 +119,7 @@ def check_score_mod(
         )
     if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
         raise UnsupportedAttentionError(
-            "alibi_slopes requires a gradient, and slopes are not learned here: detach() them"
+            "alibi_slopes requires a gradient, and slopes are not trained here: detach() them"
         )
     is_number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
     if not is_number or not 0.0 <= dropout_p < 1.0:
@@ -129,10 +129,10 @@ def check_score_mod(
 
 @dataclass(frozen=True, eq=False)
 class ChunkScoreMod:
-    """The scores of one part of the heads on this rank.
+    """The score modifiers of one head chunk on this rank.
 
     Args:
-        spec: what the kernel does to them.
+        score_mod: what the kernel does to scores.
         batch, device: of the tensors of the call.
     """
 
@@ -144,14 +144,14 @@ class ChunkScoreMod:
     device: torch.device
 
     def bind(self, kernel: AttentionKernel, step: RingStep) -> AttentionKernel:
-        """The kernel for the queries here and the keys of a step."""
+        """The kernel with the modifiers, for the local queries and the keys of a step."""
         if self.score_mod == PLAIN:
             return kernel
         positions = self._global_positions(step) if self.score_mod.needs_positions else None
         return kernel.with_score_mod(BoundScoreMod(self.score_mod, positions))
 
     def slice_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a tensor of all query heads ``[h]`` those of this part, a view."""
+        """This chunk's view of a tensor of all query heads ``[h]``."""
         return x[slice(*self._head_range)]
 
     @property
@@ -172,7 +172,7 @@ class ChunkScoreMod:
         )
 
     def _positions(self, layout: TokenLayout, pieces: Sequence[TokenRange]) -> torch.Tensor:
-        """Global positions of some tokens, which lie one after the other: ``[tokens]``."""
+        """Global positions ``[tokens]`` of token ranges, one after the other."""
         runs = (
             segment.positions
             for piece in pieces

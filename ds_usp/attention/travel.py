@@ -1,4 +1,4 @@
-"""Keys and values on their way to where they are used, and gradients on their way home.
+"""Buffers of ring attention: prefetching remote KV, returning KV gradients to their owners.
 
 Letters of the shapes: B batch, T tokens of this rank's keys and values, N tokens of a block, G
 key/value heads, D head dim of keys, E of values.
@@ -23,11 +23,10 @@ Transfer = RingStep | OuterStep
 
 
 class KVPrefetcher:
-    """Keys and values that come one after the other. There are two buffers: while one is in use,
-    the other one is filled.
+    """Receives KV blocks one after the other into two buffers: one in use, one being filled.
 
     Args:
-        travels: all that will come.
+        travels: all that will be received.
     """
 
     def __init__(
@@ -43,20 +42,20 @@ class KVPrefetcher:
         self._packed = self._receiving = k[:0]
 
     def start(self, transfers: Sequence[Transfer], packed: torch.Tensor) -> None:
-        """Let the first of these come; others take theirs of what is packed here."""
+        """Post the first of these; other ranks receive their blocks from ``packed``."""
         self._queue.extend(transfers)
         self._packed = packed
         self._post()
 
     def wait_next(self) -> torch.Tensor:
-        """What was to come, when it is there; the next one is on its way then."""
+        """The next received block; posts the one after it."""
         self._channel.wait()
         block = self._receiving
         self._post()
         return block
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all in flight."""
         self._channel.drain()
 
     def _post(self) -> None:
@@ -78,11 +77,11 @@ class KVPrefetcher:
 
 
 class GradReturn:
-    """Gradients of keys and values that travel to where they are summed, one exchange in flight.
+    """Sends KV gradients to the owners of the KV and sums the received ones; one in flight.
 
     Attributes:
-        keeps: what comes has a buffer each, and is summed in one go: so few are the exchanges.
-            Else one buffer serves them all.
+        one_buffer_per_exchange: there are so few exchanges that each has a receive buffer of its
+            own, and all are summed in one kernel. Else one buffer serves them all.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class GradReturn:
         )
         self._receiving: list[tuple[TokenRange, torch.Tensor]] = []
         self._accumulators: Sequence[GradAccumulator] = ()
-        self._staged: StagingBuffer | None = None  # asked for already
+        self._staged: StagingBuffer | None = None  # acquired already
 
     def staging_views(self, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the gradients of what came for a step, which they leave from: of all of its
-        tokens, this rank's own last, which stay there until they are summed."""
+        """Views of the staging buffer for a step's KV gradients, which are sent from it: of all of
+        the step's tokens, this rank's own last, which stay there until they are summed."""
         self._staged = self._staging_for(transfer.num_kv_tokens)
         return self._views_of(self._staged)
 
@@ -118,10 +117,10 @@ class GradReturn:
         gradients: Sequence[GradAccumulator],
         accumulators: Sequence[GradAccumulator],
     ) -> None:
-        """Send the gradients of what came for a step or a window, and expect those of what left.
+        """Send the gradients of KV received in a step or outer step, and receive those of KV sent.
 
         Args:
-            sums: where those are added, and the gradients of what this rank holds itself.
+            accumulators: of this rank's KV, for the received gradients and its own.
         """
         self.wait_and_accumulate()
         if self.one_buffer_per_exchange:
@@ -154,7 +153,7 @@ class GradReturn:
         )
 
     def wait_and_accumulate(self) -> None:
-        """Add what has come, if anything is to come."""
+        """Wait for the exchange in flight, if there is one, and add what it received."""
         if not self._channel.in_flight:
             return
         self._channel.wait()
@@ -162,7 +161,7 @@ class GradReturn:
         accumulators, self._accumulators = (
             self._accumulators,
             (),
-        )  # a window's are not kept longer than it
+        )  # an outer step's are freed with it
         for token_range, view in received:
             for accumulator, gradient in zip(
                 accumulators, unpack_kv(view, *self._like), strict=True
@@ -176,11 +175,11 @@ class GradReturn:
                 )
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all in flight."""
         self._channel.drain()
 
     def _staging_for(self, tokens: int) -> StagingBuffer:
-        """To pack what leaves into."""
+        """A staging buffer for so many tokens to send."""
         shape = _packed_shape(*self._like, tokens)
         return self._channel.acquire_staging(shape, self._buffer, self._dtype)
 
@@ -195,24 +194,24 @@ class GradReturn:
 
 _EMPTY = torch.empty(0, 0, 0, 0)
 _NULL_CHANNEL = P2PChannel(None, CommLedger(), "nothing")
-# Of a ring of one, or for a rank that nothing comes to.
+# Of a ring of one, or for a rank that receives nothing.
 NULL_PREFETCHER = KVPrefetcher(_NULL_CHANNEL, (), _EMPTY, _EMPTY)
 NULL_GRAD_RETURN = GradReturn(_NULL_CHANNEL, (), 0, torch.float32, _EMPTY, _EMPTY)
 
-# Keys and values travel as one tensor [N, B, G D + G E], tokens first, so that any run of tokens is
-# one dense message.
+# Keys and values are sent as one tensor [N, B, G D + G E], tokens first, so that any run of tokens
+# is one contiguous message.
 
 
 def _packed_shape(k: torch.Tensor, v: torch.Tensor, tokens: int) -> tuple[int, int, int]:
-    """Of so many tokens like keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
+    """The shape of so many packed tokens, of keys ``[B, ., G, D]`` and values ``[B, ., G, E]``."""
     return tokens, k.shape[0], k.shape[2:].numel() + v.shape[2:].numel()
 
 
 def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """A copy of keys ``[B, T, G, D]`` and values ``[B, T, G, E]``, for all that take of them.
+    """Pack keys ``[B, T, G, D]`` and values ``[B, T, G, E]`` into a staging buffer to send from.
 
     Args:
-        runs: of tokens that anyone takes; the others are left out.
+        runs: of tokens that any rank receives; the others are left out.
     """
     staging = channel.acquire_staging(_packed_shape(k, v, k.shape[1]), k, k.dtype)
     for out_buffer, x in zip(staging.views(_shapes(k, v), tokens_first=True), (k, v), strict=True):
@@ -224,7 +223,7 @@ def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> t
 def unpack_kv(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[B, N, G, D]`` and values ``[B, N, G, E]`` like these two, views."""
+    """Views of packed keys ``[B, N, G, D]`` and values ``[B, N, G, E]``, like these two."""
     keys, values = split_features(packed, _shapes(k, v), tokens_first=True)
     return keys, values
 
@@ -236,7 +235,7 @@ def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[in
 
 
 def _send_rows(token_ranges: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
-    """Of tensors that lie one after the other: to whom each goes, its first row and the next's."""
+    """For token ranges packed one after the other: the receiving rank, first and end row."""
     rows, offset = [], 0
     for token_range in token_ranges:
         rows.append((token_range.rank, offset, offset + token_range.length))
@@ -247,7 +246,7 @@ def _send_rows(token_ranges: Sequence[TokenRange]) -> list[tuple[int, int, int]]
 def _split_by_range(
     packed: torch.Tensor, token_ranges: Sequence[TokenRange]
 ) -> list[tuple[TokenRange, torch.Tensor]]:
-    """Each piece with its part of a tensor in which they lie one after the other."""
+    """Each token range with its view of a tensor in which they are packed one after the other."""
     if len(token_ranges) == 1:
         return [(token_ranges[0], packed)]
     views = (

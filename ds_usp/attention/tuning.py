@@ -1,4 +1,4 @@
-"""How one call is cut into parts that overlap: numbers that change its speed, not its result."""
+"""Tuning of one call: head chunks, KV gathering, copy engines. It changes speed, not results."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from ds_usp.geometry.masks import MaskSpec
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a call is cut.
+    """How a call is divided and exchanged.
 
     Args:
-        chunks: parts of the heads. While one is computed, the next one's exchange and the way home
-            of the one before it run underneath, and buffers hold one part only. ``"auto"``: by the
-            work of a part on GPUs, one on CPUs.
-        gather: True fetches the keys and values of the whole ring at once, part by part: large
-            kernel calls and no sums over blocks. False fetches block by block, in memory that does
-            not grow with the ring. ``"auto"``: at once where that takes no more memory, or little.
-        copies: exchanges go by the GPUs' copy engines, which reach each other's memory, and leave
-            the SMs to attention. ``"auto"``: on NVIDIA GPUs of one host, except under
+        chunks: head chunks. While one is computed, the exchange of the next one and the return of
+            the one before are in flight, and buffers hold one chunk only. ``"auto"``: by the work
+            of a chunk on GPUs, one on CPUs.
+        gather: True all-gathers the keys and values of the ring, chunk by chunk: large kernel calls
+            and no sums over blocks. False receives them stepwise, in memory that does not grow with
+            the ring. ``"auto"``: all-gathered where that takes no more memory, or little.
+        copies: exchanges use the GPUs' copy engines and peer memory, and leave the SMs to
+            attention; else NCCL. ``"auto"``: on NVIDIA GPUs of one node, except under
             ``NCCL_P2P_DISABLE=1``.
-        inner_ring: ranks of the ring in a row that are a node: a double ring, in which keys and
-            values cross the network once for all of them, a window ahead, and their gradients once
-            as the node's sum (LoongTrain, arXiv 2406.18485). It goes by messages; ``gather`` then
-            is for the blocks of a window. It must divide the ring's degree, where there is a ring;
-            1 or all of it: every block straight to its users. ``"auto"``: the ranks of a host,
-            where the ring spans nodes that hold as many ranks each and blocks are large.
+        inner_ring: consecutive ranks of the ring that are a node: a double ring, in which keys and
+            values cross the network once per node, an outer step ahead, and their gradients once,
+            as the node's sum (LoongTrain, arXiv 2406.18485). It uses NCCL P2P; ``gather`` then is
+            for the blocks of an outer step. It must divide the ring's degree, where there is a
+            ring; 1 or all of it: every block straight to its users. ``"auto"``: the ranks of a
+            node, where the ring spans nodes of as many ranks each and blocks are large.
     """
 
     chunks: int | Literal["auto"] = "auto"
@@ -72,21 +72,21 @@ class Tuning:
         mask: MaskSpec,
         keys: int | None = None,
     ) -> ResolvedTuning:
-        """How a call is cut, the same on every rank.
+        """Resolve ``"auto"`` for one call, the same on every rank.
 
         Args:
             q: ``[b, s, h, d]``.
-            mask: who sees whom.
+            mask: which pairs attend.
             keys: tokens of the keys' sequence; None: the queries'.
 
         Raises:
-            ConfigError: more parts than heads allow, copies where there can be none, or an inner
-                ring that does not divide the ring.
+            ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
+                inner ring that does not divide the ring.
         """
         max_chunks = split.max_chunks
         if self.chunks != "auto" and self.chunks > max_chunks:
             raise ConfigError(
-                f"chunks={self.chunks}, but a rank has only {max_chunks} key/value heads to cut "
+                f"chunks={self.chunks}, but a rank has only {max_chunks} key/value heads "
                 f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {max_chunks}"
             )
         batch, _, heads, dim = q.shape
@@ -103,7 +103,7 @@ class Tuning:
         inner = self._resolve_inner_ring(layout.ring, mesh, keys * token // chunks)
         gather = self.gather
         if gather == "auto":
-            max_ranks_at_once = inner or layout.ring  # what comes at once at most
+            max_ranks_at_once = inner or layout.ring  # whose blocks are all-gathered at most
             size = keys * token * max_ranks_at_once // layout.ring
             gather = not no_overlap and should_all_gather_kv(size, chunks, max_ranks_at_once)
         use_copy_engines = self._resolve_copy_engines(q, mesh, inner)
@@ -117,7 +117,7 @@ class Tuning:
         )
 
     def _resolve_inner_ring(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
-        """Ranks of an inner ring; None where blocks go straight to their users."""
+        """Ranks of an inner ring; None for a single ring."""
         if self.inner_ring == "auto":
             return inner_ring_size(ring, mesh.ring_ranks_per_node, kv_bytes)
         return validate_inner_ring(ring, self.inner_ring)
@@ -127,7 +127,7 @@ class Tuning:
     ) -> bool:
         why_not = mesh.copy_engine_unavailable
         if why_not is None and inner is not None:
-            why_not = f"the blocks of a double ring (inner_ring={inner}) are passed on by messages"
+            why_not = f"the blocks of a double ring (inner_ring={inner}) are relayed by NCCL P2P"
         if why_not is None and p2p_disabled():
             why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
         if why_not is None and not q.is_cuda:
@@ -148,8 +148,8 @@ class ResolvedTuning(NamedTuple):
     """A :class:`Tuning` for one call, nothing left open.
 
     Attributes:
-        inner_ring: ranks of an inner ring; None where blocks go straight to their users.
-        chunk_positions: each part's place among them, forward and backward.
+        inner_ring: ranks of an inner ring; None for a single ring.
+        chunk_positions: of each chunk in the pipeline, forward and backward.
     """
 
     chunks: int
@@ -159,11 +159,11 @@ class ResolvedTuning(NamedTuple):
     chunk_positions: ChunkPositions = (("only", "only"),)
 
     def __str__(self) -> str:
-        kv_mode = "gathered" if self.gather_kv else "block by block"
-        parts = "1 part" if self.chunks == 1 else f"{self.chunks} parts"
+        kv_mode = "all-gathered KV" if self.gather_kv else "stepwise KV"
+        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         rings = f", inner ring {self.inner_ring}" if self.inner_ring else ""
-        carrier = "copy engines" if self.use_copy_engines else "messages"
-        return f"{parts}, {kv_mode}, by {carrier}{rings}"
+        transport = "copy engines" if self.use_copy_engines else "P2P"
+        return f"{chunks}, {kv_mode}, {transport}{rings}"
 
 
 AUTO_TUNING = Tuning()

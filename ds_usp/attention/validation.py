@@ -1,4 +1,4 @@
-"""One attention call, checked on this rank and agreed on with the others before anything moves."""
+"""Validation of one call: on this rank, then among all ranks, before any exchange."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ def check_on_all_ranks(
     like: object = None,
     layout: object = None,
 ) -> ResultT:
-    """Run a check on every rank and go on only if all passed and described the same call.
+    """Run a check on every rank; returns only if all passed with the same call signature.
 
     Args:
-        like: a tensor of the call. Where it lies on a GPU and the call is a known one, the
-            ranks do not wait for the comparison (see ``ConsistencyChecker``).
-        layout: of the call, as it was given.
+        check: returns the signature of the call, and a result.
+        like: a tensor of the call. Where it is on a GPU and the call is a known one, the
+            ranks do not wait for the consistency check (see ``ConsistencyChecker``).
+        layout: the argument of the call.
 
-    An error on one rank is raised there and reported on the others, so nobody waits for a rank
-    that has left.
+    An error on one rank is raised there and reported on the others, so that no rank waits for one
+    that has failed.
 
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
-        LayoutError: the layout is only named, and ranks hold different numbers of tokens.
+        LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
         ConfigError: no mesh.
     """
     if not isinstance(mesh, SequenceMesh):
@@ -67,8 +68,8 @@ _LENGTH = re.compile(rf"({'|'.join(KINDS)})\((\d+) tokens")
 
 
 def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
-    """The error of ranks that name a layout and hold different numbers of tokens, from what each
-    said of its call; None if they differ in something else."""
+    """The error of ranks that give a layout's kind and hold different numbers of tokens, from the
+    call signatures of all ranks; None if these differ in something else."""
     lengths_by_layout = {tuple(_LENGTH.findall(text)) for text in signatures}
     if (
         len({len(lengths_of_rank) for lengths_of_rank in lengths_by_layout}) != 1
@@ -86,29 +87,29 @@ def _uneven_shards(signatures: Sequence[str], ranks: int) -> LayoutError | None:
 
 
 def is_on_cpu(like: object) -> bool:
-    """Whether a call with such a tensor moves data on the host, so that its ranks wait for each
-    comparison (see ``ConsistencyChecker``)."""
+    """Whether a call with such a tensor exchanges data on CPUs, where ranks wait for each
+    consistency check (see ``ConsistencyChecker``)."""
     return not isinstance(like, torch.Tensor) or like.device.type == "cpu"
 
 
 def exchange_label(to_heads: bool) -> str:
-    """Which of the two exchanges around a local attention; told with its backward pass."""
+    """Which of the two exchanges around a local attention, for the signature of its backward."""
     return " (q, k, v)" if to_heads else " (output)"
 
 
 @dataclass(frozen=True)
 class ChunkExchanges:
-    """How q, k, v and the output of some heads travel among the Ulysses ranks."""
+    """The head exchanges (all-to-all) of q, k, v and of the output of one head chunk."""
 
     qkv: HeadAllToAll
     out: HeadAllToAll
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
-    """How the Ulysses ranks of a mesh share heads.
+    """How heads are divided among the Ulysses ranks of a mesh.
 
     Raises:
-        ConfigError: heads that they cannot share.
+        ConfigError: heads that cannot be divided among them.
     """
     ulysses = mesh.ulysses_degree
     Degrees(sp=mesh.sp_degree, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
@@ -123,7 +124,7 @@ def plan_head_exchanges(
     chunks: int = 1,
     use_copy_engines: bool = False,
 ) -> tuple[ChunkExchanges, ...]:
-    """The exchanges for q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, part by part."""
+    """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk."""
     head_chunks = (split.chunk(chunks, index) for index in range(chunks))
     return tuple(
         ChunkExchanges(
@@ -146,8 +147,8 @@ def plan_local_attention(
     layout: TokenLayout,
     kv_layout: TokenLayout,
 ) -> tuple[str, ChunkExchanges]:
-    """Describe a call of a local attention between two exchanges, of ``q [b, s, h, d]`` and
-    ``k [b, t, h_kv, d]``, and say how heads travel in it."""
+    """Signature and head exchanges of a call of a local attention between two exchanges, of
+    ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]``."""
     text = f"{check_layout(q, 'queries', mesh, layout)}, {check_layout(k, 'keys', mesh, kv_layout)}"
     split = head_split(q.shape[2], k.shape[2], mesh)
     (traffic,) = plan_head_exchanges(split, mesh, layout, kv_layout)
@@ -155,10 +156,10 @@ def plan_local_attention(
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Check that q, k, v ``[b, s, h, d]`` can be one attention, of any kind; describe it.
+    """Check that q, k, v ``[b, s, h, d]`` fit together; returns their part of the signature.
 
     Raises:
-        ConfigError: shapes, dtypes or devices that do not fit each other.
+        ConfigError: shapes, dtypes or devices that do not fit together.
     """
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
@@ -184,7 +185,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh) -> TokenLayout:
-    """Where the tokens of ``x [b, s, ...]`` are; as many on every rank where only a kind is given.
+    """The layout of ``x [b, s, ...]``; with equal shards where only a kind is given.
 
     Raises:
         LayoutError: an unknown kind, or one that needs documents; no layout at all.
@@ -200,10 +201,10 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
-    """Check a layout that nobody named against the batches that a data loader has given.
+    """Check the default layout against the batches that a data loader has given.
 
     Raises:
-        LayoutError: the last batch of this length has its tokens in other places.
+        LayoutError: the last batch of this length has another layout.
     """
     batch = mesh.batch_layouts.get(layout.seq_len)
     if batch is None or batch.has_same_shards_as(layout):
@@ -219,7 +220,7 @@ def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
 
 
 def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout) -> str:
-    """Check that ``x [b, s, ...]`` is this rank's share of a sequence; describe it.
+    """Check that ``x [b, s, ...]`` is this rank's shard; returns its part of the signature.
 
     Raises:
         LayoutError: a layout of another mesh, or not this rank's number of tokens in it, as of
@@ -242,14 +243,14 @@ def check_layout(x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: Tok
             )
         raise LayoutError(
             f"rank {mesh.rank} holds {x.shape[1]} tokens of the {arg_name}, {layout} gives it "
-            f"{length}; layout.shard(x, dim, rank) cuts the right share, and "
+            f"{length}; layout.shard(x, dim, rank) gives the right shard, and "
             "TokenLayout(kind, seq_len, ...) says the length of a sequence that does not divide"
         )
     return f"{layout}, {layout.order}"
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
-    """Check that the mask is one, and its documents those of the queries ``[b, s, h, d]``.
+    """Check the mask, and its documents against the queries ``[b, s, h, d]``.
 
     Raises:
         ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
@@ -274,7 +275,7 @@ def check_kv(
     layouts: tuple[TokenLayout, TokenLayout],
     mask: MaskSpec,
 ) -> str:
-    """Check keys ``[b, t, g, d]`` of the queries' sequence, or of another one; describe them.
+    """Check keys ``[b, t, g, d]``, of the queries' sequence or another; returns their signature.
 
     Args:
         layouts: of the queries and of the keys.
@@ -283,7 +284,7 @@ def check_kv(
         ConfigError: keys of other tokens than the queries in one layout; a layout of documents
             that the mask does not have.
         LayoutError: not this rank's number of keys in theirs.
-        UnsupportedAttentionError: a mask by positions, which two sequences have not in common.
+        UnsupportedAttentionError: a mask by positions, which two sequences do not share.
     """
     if layouts[0] == layouts[1]:
         if q.shape[1] != k.shape[1]:
@@ -307,7 +308,7 @@ def check_kv(
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor of the scores; None is ``head_dim ** -0.5``.
+    """The softmax scale as a number; None is ``head_dim ** -0.5``.
 
     Raises:
         ConfigError: not a finite number above 0; a tensor, whose gradient would be lost.
@@ -318,13 +319,13 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     if not number or not math.isfinite(softmax_scale) or softmax_scale <= 0:
         raise ConfigError(
             f"softmax_scale={softmax_scale!r} must be a finite number above 0. Multiply a "
-            "learned scale into the queries instead"
+            "trainable scale into the queries instead"
         )
     return float(softmax_scale)
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """Without a seed nothing draws the same dropout mask for every split of heads and sequence.
+    """Refuse dropout without a seed: its mask would depend on the degrees.
 
     Raises:
         UnsupportedAttentionError: dropout above 0.
@@ -339,10 +340,10 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
 
 
 def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
-    """Refuse a layout, or the kind of one, that cannot be right for the mesh.
+    """Check the layout, or kind of one, that a module is constructed with.
 
     Raises:
-        LayoutError: it cannot.
+        LayoutError: it cannot be one of the mesh.
     """
     if isinstance(layout, TokenLayout):
         fits = mesh.layout(layout.kind, layout.seq_len, layout.documents)
@@ -351,11 +352,11 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
     elif layout not in KINDS:
         raise LayoutError(f"unknown token layout {layout!r}; there are {', '.join(KINDS)}")
     elif layout == "balanced":
-        mesh.layout(layout, 2 * mesh.sp_degree)  # says what it needs
+        mesh.layout(layout, 2 * mesh.sp_degree)  # raises with what it needs
 
 
 def check_dims(scatter_idx: int, gather_idx: int | None) -> None:
-    """Check which dims of its tensors a module is told to scatter and to gather.
+    """Check the scatter and gather dims that a module is constructed with.
 
     Raises:
         ConfigError: others than heads and tokens.

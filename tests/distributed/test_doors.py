@@ -220,7 +220,7 @@ def function_on(ctx: RankContext, **given: Any) -> torch.Tensor:
 
 # Calls that were computed, and not as their caller means, or that ended in a traceback of Python's.
 REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
-    "no batch dim": (lambda ctx: ring_around(ctx, dims=()), "nothing says which dim"),
+    "no batch dim": (lambda ctx: ring_around(ctx, dims=()), "which dim of"),
     "weights of the local attention": (
         lambda ctx: ring_around(ctx, Learned()),
         r"Learned has parameters \(temperature\)",

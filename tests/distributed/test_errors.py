@@ -266,8 +266,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "mask": (WAYS[:2], {"mask": MaskSpec.window(3)}, ("mask: ", "causal", "window(3, 0)")),
     "scale": (WAYS[:2], {"scale": 0.3}, ("scale: ", "0.25", "0.3")),
     "kernel": (WAYS[:2], {"kernel": "eager"}, ("kernel: ", "sdpa", "eager")),
-    "parts": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 part", "2 parts")),
-    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("", "block by block", "gathered")),
+    "chunks": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 chunk", "2 chunks")),
+    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("", "stepwise KV", "all-gathered KV")),
 }
 # What one rank passes wrongly: it raises what is wrong, the others hear of it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
