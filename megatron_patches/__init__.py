@@ -1,8 +1,8 @@
-"""Adapters that put ds_usp into Megatron's training stacks, from outside and without edits.
+"""Run-time patches that use ds_usp in Megatron-DeepSpeed, megatron-core and DeepSpeed.
 
-A host is a subpackage with a function ``patches(settings) -> PatchSet``, and, where the host is
-a checkout and not an installed package, ``prepare(checkout)``, which makes it importable. A host
-with patches of a script names its module: ``SCRIPT``.
+A framework is a subpackage with a function ``patches(settings) -> PatchSet``; where it is a
+checkout and no installed package, also ``prepare(checkout)``, which makes it importable; and where
+it has patches of a script, the name of that module: ``SCRIPT``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from megatron_patches.bypass import Bypass
 from megatron_patches.guards import Guard, fingerprint
-from megatron_patches.patch import Patch, PatchSet, applied_sets
-from megatron_patches.table import markdown
+from megatron_patches.patch import Bypass, Patch
+from megatron_patches.patch_set import PatchSet, applied_sets
 
 __all__ = [
     "Bypass",
@@ -48,10 +47,10 @@ def hosts() -> tuple[str, ...]:
 
 
 def patch_set(framework: str, **settings: Any) -> PatchSet:
-    """What would be changed in a host, without a change.
+    """What :func:`apply` would change, without a change.
 
     Raises:
-        ConfigError: an unknown host, or settings that it cannot serve.
+        ConfigError: an unknown framework or setting.
     """
     if framework not in frameworks():
         raise ConfigError(f"unknown framework {framework!r}; there are {', '.join(frameworks())}")
@@ -60,18 +59,18 @@ def patch_set(framework: str, **settings: Any) -> PatchSet:
 
 
 def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
-    """Patch a host that is importable in this process.
+    """Patch a framework that is importable in this process.
 
     Args:
-        unchecked: proceed although the host's versions or sources are not the known ones.
-        settings: the host's own, for example ``ulysses_degree=2``.
+        unchecked: proceed although versions or sources are not the known ones.
+        settings: of the framework's ``Settings``, for example ``ulysses_degree=2``.
 
     Returns:
         What was applied; its ``stale()`` names modules that hold an old object.
 
     Raises:
-        ConfigError: an unknown host or setting.
-        PatchError: a host that does not match, or is patched already.
+        ConfigError: an unknown framework or setting.
+        PatchError: a framework that does not match, or is patched already.
     """
     patches = patch_set(framework, **settings)
     patches.apply(unchecked=unchecked)
@@ -79,19 +78,19 @@ def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchS
 
 
 def restore() -> None:
-    """Take every patch back, of all hosts."""
+    """Undo every patch, of all frameworks."""
     for patches in reversed(applied_sets()):
         patches.restore()
 
 
 def check(framework: str, checkout: Path | None = None) -> str:
-    """Whether the host of this process, or a checkout of it, is the one the patches know.
+    """Compare the installed framework, or a checkout of it, with the sources that are known.
 
     Returns:
-        One line for the reader, and one for each function whose edit only some flag bypasses.
+        One line, and one for each edited function that is refused with some flag alone.
 
     Raises:
-        ConfigError: an unknown host, or a path that is no checkout of it.
+        ConfigError: an unknown framework, or a path that is no checkout of it.
         PatchError: with every mismatch.
     """
     patches = patch_set(framework)
@@ -112,10 +111,10 @@ def check(framework: str, checkout: Path | None = None) -> str:
 
 
 def prepare(framework: str, checkout: Path | None) -> None:
-    """Make a host importable that is a checkout.
+    """Make a checkout of a framework importable.
 
     Raises:
-        ConfigError: a path that is no checkout of it, or a host that takes none.
+        ConfigError: a path that is no checkout of it, or a framework that takes none.
     """
     module = importlib.import_module(f"{__name__}.{framework}")
     if hasattr(module, "prepare"):
@@ -125,5 +124,5 @@ def prepare(framework: str, checkout: Path | None) -> None:
 
 
 def table(framework: str) -> str:
-    """What :func:`apply` changes in a host, why, and against which source: Markdown."""
-    return markdown(patch_set(framework))
+    """What :func:`apply` changes, why, and against which source, as a Markdown table."""
+    return patch_set(framework).markdown()

@@ -13,7 +13,7 @@ from ds_usp.errors import ConfigError, USPError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table of a host, or whether a checkout matches it; the exit status."""
+    """Print the table of a framework, or whether a checkout matches it; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_patches", description=__doc__)
     parser.add_argument(
         "--framework", "--host", default="megatron_deepspeed", choices=megatron_patches.frameworks()
@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         nargs="?",
         const="",
         metavar="PATH",
-        help="whether the host matches; PATH: a checkout of it, by default the one in "
-        "MEGATRON_DEEPSPEED_PATH, or, of other hosts, what is installed",
+        help="whether the framework matches; PATH: a checkout of Megatron-DeepSpeed (default: "
+        "$MEGATRON_DEEPSPEED_PATH); other frameworks as they are installed",
     )
     args = parser.parse_args(argv)
     try:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _checkout(framework: str, path: str) -> Path | None:
-    """The checkout to compare: the path, or what the host's variable says.
+    """The checkout to compare: the path, else the framework's environment variable.
 
     Raises:
         ConfigError: a variable that names no folder.

@@ -1,4 +1,4 @@
-"""Whether a host's code is the code that a patch was written for: its version and its source."""
+"""Whether a framework's code is the code that a patch was written for: version and source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from packaging.specifiers import SpecifierSet
 
-# Ways to write a node that mean the same, and what newer Pythons add to it when it is absent.
+# Fields that do not change what a node means, or that only newer Pythons write.
 _MEANINGLESS_FIELDS = ("kind", "type_comment")
 _FINGERPRINT_DIGITS = 16
 
@@ -25,7 +25,7 @@ class Guard:
 
     Args:
         distribution: name in the package index; "" for a checkout, which has no version.
-        versions: the versions that were tried, as in requirements: ``>=0.16,<0.17``.
+        versions: the versions that were tested, as in requirements: ``>=0.16,<0.17``.
         source_sha256: :func:`fingerprint` of the patched object, or several of them: one for each
             known body. Empty: the source is not compared.
     """
@@ -44,8 +44,8 @@ class Guard:
         """What differs here from what the patch was written for, one sentence each.
 
         Args:
-            original: the object, or its place, ``package.module:Class.name``, for those that have
-                no source of their own, such as TorchScript.
+            original: the object, or its target ``package.module:Class.name`` where the object
+                has no source of its own, such as TorchScript.
         """
         if self.distribution:
             yield from self._version_mismatch()
@@ -80,9 +80,9 @@ NO_GUARD: Final = Guard()
 
 
 def fingerprint(obj: Any) -> str:
-    """What a function, method or class says, without comments, docstrings and formatting.
+    """Digest of the syntax tree of a function, method or class, without docstrings.
 
-    The same on every version of Python for the same source.
+    Comments and formatting do not change it, nor does the version of Python.
 
     Raises:
         OSError, TypeError: there is no source to read.
@@ -91,7 +91,7 @@ def fingerprint(obj: Any) -> str:
 
 
 def fingerprint_at(target: str) -> str:
-    """The :func:`fingerprint` of what a module's file defines under a name.
+    """The :func:`fingerprint` of a definition, read from its module's file.
 
     Args:
         place: ``package.module:name`` or ``package.module:Class.name``; the module gets imported.
@@ -119,7 +119,7 @@ def _underlying_function(obj: Any) -> Any:
 
 
 def _canonical(node: Any) -> str:
-    """A node as text; empty fields are left out, because which ones exist differs by version."""
+    """A node as text, without empty fields: which of them exist depends on Python's version."""
     if isinstance(node, ast.AST):
         fields = [
             f"{name}={_canonical(value)}"
@@ -133,7 +133,7 @@ def _canonical(node: Any) -> str:
 
 
 def _is_docstring(node: Any) -> bool:
-    """A string that stands alone: a docstring, or a comment in disguise."""
+    """A string as a statement: a docstring, or one that serves as a comment."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

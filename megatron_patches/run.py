@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.run PATH/pretrain_gpt.py <flags>``: a stock script, patched.
+"""``python -m megatron_patches.run PATH/pretrain_gpt.py <flags>``: run a stock script, patched.
 
 Under ``torchrun --nproc_per_node N -m megatron_patches.run ...`` and under DeepSpeed's launcher:
 ``deepspeed --module megatron_patches.run ...``, which puts ``--local_rank`` before the script.
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import megatron_patches
 from ds_usp.errors import ConfigError, PatchError, USPError
-from megatron_patches.patch import UNCHECKED_FLAG
+from megatron_patches.patch_set import UNCHECKED_FLAG
 
 FRAMEWORK = "megatron_deepspeed"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Patch the host and run the script as ``__main__``, with all other arguments.
+    """Patch Megatron-DeepSpeed and run the script as ``__main__``, with all other arguments.
 
     Raises:
         ConfigError: no script, or one that is in no checkout.
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     stale = megatron_patches.apply(FRAMEWORK, unchecked=unchecked).stale()
     if stale:
         raise PatchError(
-            f"{', '.join(stale)} still hold what was replaced: a module imported it by name "
-            "before the patches went in. Add it to also_in of its row"
+            f"{', '.join(stale)} hold replaced objects: a module imported them by name before the "
+            "patches were applied. Add the names to also_in of their rows"
         )
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""What ``megatron_patches.apply(host, **settings)`` takes, as a frozen dataclass for each host."""
+"""The settings of ``megatron_patches.apply``: a frozen dataclass for each framework."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSettings:
-    """What every host takes whose groups exist without us.
+    """Settings of every framework: how attention is split and computed.
 
     Args:
         ulysses_degree: ranks of each sequence-parallel group that exchange heads; the ring takes
-            the rest. None: the host's own word for it, or all of them.
-        layout: which rank holds which token: a kind, or a ``TokenLayout``, which also says the
-            length of a sequence that does not divide. The default keeps the order in which the
-            program shards its tokens; a host whose batches we shard has another one.
-        kernel: what computes attention; ``auto``: the fastest that can.
+            the rest. None: the framework's own setting for it, or all of them.
+        layout: which rank holds which token: a kind, or a ``TokenLayout``, which also states the
+            length of a sequence that does not divide. Default: the order in which the program
+            shards its tokens; where the patches shard the batches it is another.
+        kernel: the attention kernel; ``auto``: the fastest that serves.
 
     Raises:
         ConfigError, LayoutError: a degree that is none, or an unknown layout.
@@ -38,16 +38,16 @@ class MeshSettings:
         if degree is not None and not is_positive:
             raise ConfigError(f"ulysses_degree={degree!r} must be a whole number of 1 or more")
         if isinstance(self.layout, str):
-            ds_usp.TokenLayout(self.layout, seq_len=2)  # knows the names
+            ds_usp.TokenLayout(self.layout, seq_len=2)  # validates the kind
 
 
 def read_settings(
     framework: str, settings_class: type[Settings], keywords: Mapping[str, Any]
 ) -> Settings:
-    """The settings of a host from keywords.
+    """The settings of a framework from keywords.
 
     Raises:
-        ConfigError: a keyword that is no setting of this host.
+        ConfigError: a keyword that is no setting of this framework.
     """
     known = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
     unknown = sorted(set(keywords) - set(known))

@@ -1,19 +1,19 @@
-"""ds_usp in DeepSpeed: its ``DistributedAttention`` is ours, for models that already use it."""
+"""``ds_usp.USPAttention`` under the name of DeepSpeed's ``DistributedAttention``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partialmethod
 from typing import Any
 
 import ds_usp
-from megatron_patches.deepspeed.distributed_attention import bound_attention
 from megatron_patches.guards import Guard
-from megatron_patches.patch import Patch, PatchSet
+from megatron_patches.patch import Patch
+from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
 _FRAMEWORK = "deepspeed"
-_DISTRIBUTION = Guard("deepspeed", ">=0.19,<0.20", "89c49d14b7a36fb6")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Settings(MeshSettings):
         layout: None is how batches are sharded for DeepSpeed (``contiguous``), so nothing else
             changes, and is checked against the batches of a ``SequenceParallelDataLoader``;
             ``zigzag`` balances causal work, but then the model's batches have to be sharded by it.
-        mask, softmax_scale, dropout_p: what the local attention computes, where a ring cannot
-            read it.
+        mask, softmax_scale, dropout_p: what the local attention computes, for a ring, where its
+            class is not a known one.
         also_in: modules that have imported the class by name already, as ``package.module:Name``.
     """
 
@@ -37,28 +37,24 @@ class Settings(MeshSettings):
 
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
-    """DeepSpeed's class replaced by ours, bound to the settings.
+    """DeepSpeed's class replaced by ``USPAttention``, bound to the settings.
 
     Raises:
         ConfigError: a keyword that is no setting.
     """
     settings = read_settings(_FRAMEWORK, Settings, keywords)
-    return PatchSet(
-        _FRAMEWORK,
-        (
-            Patch(
-                "deepspeed.sequence.layer:DistributedAttention",
-                bound_attention(
-                    ulysses_degree=settings.ulysses_degree,
-                    layout=settings.layout,
-                    mask=settings.mask,
-                    softmax_scale=settings.softmax_scale,
-                    dropout_p=settings.dropout_p,
-                    kernel=settings.kernel,
-                ),
-                also_in=settings.also_in,
-                guard=_DISTRIBUTION,
-                reason="stops at the number of heads; ours adds a ring under the same signature",
-            ),
-        ),
+    bound = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    also_in = bound.pop("also_in")
+    attention = type(
+        "DistributedAttention",
+        (ds_usp.USPAttention,),
+        {"__init__": partialmethod(ds_usp.USPAttention.__init__, **bound)},
     )
+    patch = Patch(
+        "deepspeed.sequence.layer:DistributedAttention",
+        attention,
+        also_in=also_in,
+        guard=Guard("deepspeed", ">=0.19,<0.20", "89c49d14b7a36fb6"),
+        reason="at most one rank a head; USPAttention adds a ring under the same signature",
+    )
+    return PatchSet(_FRAMEWORK, (patch,))

@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron_patches.megatron_core import patch_table
 from megatron_patches.megatron_core.context_parallel import ContextParallel, Settings
-from megatron_patches.patch import PatchSet
+from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import read_settings
 
 _FRAMEWORK = "megatron_core"
 
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
-    """megatron-core with our attention wherever ``context_parallel_size`` is above 1.
+    """megatron-core with USP attention wherever ``context_parallel_size`` is above 1.
 
     Raises:
         ConfigError: a keyword that is no setting.

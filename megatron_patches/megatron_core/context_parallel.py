@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
@@ -13,10 +13,9 @@ import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.settings import MeshSettings
 
-USP = "usp"  # the cp_comm_type of a layer that is ours
-RANK_ORDER = (
-    "ulysses-ring"  # that of hierarchical_context_parallel_sizes: the inner level is Ulysses
-)
+USP = "usp"  # the cp_comm_type of a layer with USP attention
+# As in hierarchical_context_parallel_sizes: the inner level is Ulysses.
+RANK_ORDER = "ulysses-ring"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +25,11 @@ class Settings(MeshSettings):
     Args:
         ulysses_degree: None: the first of ``hierarchical_context_parallel_sizes`` where the program
             gives them, otherwise all ranks of a context-parallel group. At context-parallel size 1
-            it has no effect: a program may be debugged on one rank without a change.
+            it has no effect, so that a program may be debugged on one rank without a change.
         layout: ``context_parallel`` is the order of megatron-core's own batch slicing and rotary
-            embedding; with another one the program has to cut both.
-        everywhere: ours also where ``context_parallel_size`` is 1. megatron-core's own attention
-            holds all scores of a sequence at once.
+            embedding; with another one the program has to shard both.
+        everywhere: USP attention also where ``context_parallel_size`` is 1. megatron-core's own
+            attention materializes all scores of a sequence.
     """
 
     layout: str | ds_usp.TokenLayout = "context_parallel"
@@ -38,10 +37,7 @@ class Settings(MeshSettings):
 
 
 class ContextParallel:
-    """What the patches of one :func:`megatron_patches.apply` share.
-
-    The methods that take ``original`` stand in megatron-core's place.
-    """
+    """The functions that one :func:`megatron_patches.apply` puts into megatron-core."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -49,7 +45,7 @@ class ContextParallel:
     def initialize_model_parallel(
         self, original: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Check the degrees, make megatron-core's groups, then the mesh. Collective.
+        """Check the degrees, create megatron-core's groups, then the mesh. Collective.
 
         Raises:
             ConfigError: degrees that do not multiply to the context-parallel size.
@@ -63,26 +59,26 @@ class ContextParallel:
             self.sequence_mesh()
 
     def sequence_mesh(self) -> ds_usp.SequenceMesh:
-        """The mesh of the context-parallel group that holds this rank."""
+        """The mesh over this rank's context-parallel group."""
         from megatron.core import parallel_state
 
         return self._mesh_over(parallel_state.get_context_parallel_group())
 
     def ulysses_group(self) -> dist.ProcessGroup | None:
-        """The ranks that exchange heads with this one."""
+        """The head all-to-all group of this rank."""
         return self.sequence_mesh().ulysses_group
 
     def ring_group(self) -> dist.ProcessGroup | None:
-        """The ranks that pass keys and values around with this one; None without a ring."""
+        """The ring-attention group of this rank; None without a ring."""
         return self.sequence_mesh().ring_group
 
     def build_attention(
         self, original: Callable[..., None], core: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Initialize ``core``, an attention of megatron-core's, as ours under context parallelism.
+        """Initialize ``core``, an attention of megatron-core, as :class:`USPCoreAttention`.
 
-        The object changes its class. So it does not matter who holds megatron-core's class, in a
-        layer spec or in a module that imported it by name.
+        The object changes its class, because layer specs and modules hold megatron-core's class by
+        name. A program that writes its own layer spec names ``USPCoreAttention`` there instead.
 
         Raises:
             ConfigError: a layer that asks for another kind of context parallelism.
@@ -108,7 +104,7 @@ class ContextParallel:
         )
 
     def _mesh_for(self, pg_collection: Any) -> ds_usp.SequenceMesh:
-        """The mesh of a layer, which may have been given groups of its own."""
+        """The mesh of a layer, over its own process groups where it has some."""
         group = getattr(pg_collection, "cp", None)
         return self.sequence_mesh() if group is None else self._mesh_over(group)
 
@@ -127,14 +123,10 @@ class ContextParallel:
         degree = self._settings.ulysses_degree
         if degree is None:
             degree = levels[0] if levels else size
-        if size == 1 and not levels:  # nothing is spread, and each layer keeps its attention
+        if size == 1 and not levels:  # no context parallelism: layers keep their attention
             return
-        if size % degree:
-            divisors = ", ".join(str(u) for u in range(1, size + 1) if size % u == 0)
-            raise ConfigError(
-                f"ulysses_degree={degree} does not divide context_parallel_size={size}. Use one "
-                f"of {divisors}"
-            )
+        names = {**ds_usp.Degrees.KEYWORDS, "sp": "context_parallel_size"}
+        ds_usp.Degrees(sp=size, ulysses=degree).check(names)
         if levels and list(levels) != [degree, size // degree]:
             raise ConfigError(
                 f"hierarchical_context_parallel_sizes={list(levels)} is not ulysses x ring = "
@@ -144,10 +136,10 @@ class ContextParallel:
 
 
 def _uses_usp(arguments: dict[str, Any]) -> bool:
-    """Whether a layer's context parallelism is ours.
+    """Whether a layer's ``cp_comm_type`` selects USP attention.
 
     Raises:
-        ConfigError: it is another kind, and nothing says that this is meant.
+        ConfigError: it is another kind, and no entry of the configuration is ``usp``.
     """
     kind, config = arguments.get("cp_comm_type"), arguments["config"]
     if kind in (None, USP):
@@ -159,3 +151,22 @@ def _uses_usp(arguments: dict[str, Any]) -> bool:
         f"was applied to replace it by USP. Leave cp_comm_type out or set it to {USP!r}; to mix "
         f"both, give a list with one entry a layer, {USP!r} for some"
     )
+
+
+class ListByLayerNumber(list):
+    """``TransformerConfig.cp_comm_type`` as a list, indexed by layer number from 1."""
+
+    def __getitem__(self, number: SupportsIndex | slice) -> Any:
+        if isinstance(number, slice):
+            return super().__getitem__(number)
+        return super().__getitem__(number.__index__() - 1)
+
+
+def index_from_one(
+    original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """``TransformerLayer.__init__``, which indexes ``cp_comm_type`` by a number from 1."""
+    kinds = config.cp_comm_type
+    if isinstance(kinds, list) and not isinstance(kinds, ListByLayerNumber):
+        config.cp_comm_type = ListByLayerNumber(kinds)
+    original(layer, config, *args, **kwargs)

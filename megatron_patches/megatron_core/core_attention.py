@@ -1,4 +1,4 @@
-"""megatron-core's ``core_attention`` slot, filled with ``ds_usp.usp_attention``."""
+"""megatron-core's ``core_attention`` module computed by ``ds_usp.usp_attention``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
-from megatron_patches.megatron_core.dense_mask import check_dense_mask
-from megatron_patches.megatron_core.packed import packed_layout, packed_mask
+from megatron_patches.megatron_core.masks import check_dense_mask, packed_layout, packed_mask
 
 
 class USPCoreAttention(torch.nn.Module):
-    """Attention of one layer over the ranks of a mesh; built by megatron-core's ``SelfAttention``.
+    """Core attention of one layer over the ranks of a mesh.
+
+    Named in a layer spec as ``ModuleSpec(USPCoreAttention, params={"mesh": ..., "layout": ...})``,
+    or put in place of megatron-core's classes by ``megatron_patches.apply("megatron_core")``.
 
     Args:
         mesh, kernel: as for ``ds_usp.usp_attention``.
-        layout: kind of token layout, every rank holding as many tokens; or a ``TokenLayout``, which
-            also says the length of a sequence that does not divide.
+        layout: kind of token layout where every rank has equally many tokens; or a
+            ``TokenLayout``, also of a sequence that does not divide.
         config, layer_number, attn_mask_type, attention_dropout, softmax_scale: from megatron-core.
-        unused: the rest of what megatron-core gives to any core attention.
+        unused: megatron-core's further arguments of any core attention.
 
     Raises:
         UnsupportedAttentionError: what the configuration asks for cannot be computed exactly.
@@ -76,12 +78,11 @@ class USPCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend over the whole sequence.
+        """Attention over the whole sequence.
 
         Args:
-            attention_mask: None, or a dense mask that says what ``attn_mask_type`` says.
-            packed_seq_params: the documents that the sequences are packed of
-                (see :func:`packed_mask`).
+            attention_mask: None, or a dense mask that equals ``attn_mask_type``.
+            packed_seq_params: the documents of packed sequences (see :func:`packed_mask`).
 
         Shapes:
             query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
@@ -122,7 +123,7 @@ class USPCoreAttention(torch.nn.Module):
         return out.transpose(0, 1).flatten(2)
 
     def _sinks(self, query: Tensor) -> Tensor | None:
-        """What stands beside the scores in the softmax, ``[h]``."""
+        """Attention sinks: extra logits in the softmax, ``[h]``; None without."""
         if self.softmax_type == "learnable":
             return self.softmax_offset
         return query.new_zeros(query.shape[2]) if self.softmax_type == "off-by-one" else None
@@ -133,7 +134,7 @@ class USPCoreAttention(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """For megatron-core's checkpoints: the learnt offset, cut by heads as its own module's."""
+        """For megatron-core's checkpoints: the sink parameter, sharded by heads."""
         groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -148,7 +149,8 @@ class USPCoreAttention(torch.nn.Module):
 
 
 def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter:
-    """A learnt attention sink a head of this tensor-parallel rank, as megatron-core makes it."""
+    """Learnable attention sinks ``[heads of this tensor-parallel rank]``, initialized as
+    megatron-core does."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
     device = torch.cuda.current_device() if on_gpu else "cpu"

@@ -1,6 +1,6 @@
-"""megatron-core on machines without a GPU: every place where it asks for CUDA by name.
+"""megatron-core on machines without a GPU: its calls that name CUDA.
 
-Each function gets the original, and leaves everything to it where a GPU is.
+Each function gets the original, and calls it where there is a GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import ds_usp
 
 
 def current_device(original: Callable[[], int]) -> int | torch.device:
-    """The device that megatron-core makes its tensors on."""
+    """The device on which megatron-core allocates."""
     return original() if torch.cuda.is_available() else torch.device("cpu")
 
 
 def rotary_of_this_rank(
     original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup
 ) -> Tensor:
-    """The angles of the tokens that this context-parallel rank holds, in megatron-core's order."""
+    """Rotary angles of this context-parallel rank's tokens, in megatron-core's order."""
     if torch.cuda.is_available():
         return original(pos_emb, seq_dim, cp_group)
     layout = ds_usp.TokenLayout("context_parallel", pos_emb.shape[seq_dim], cp_group.size())
@@ -37,7 +37,7 @@ def get_random_state(original: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
 
 def set_random_state(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Put back what :func:`get_random_state` gave."""
+    """Restore a state of :func:`get_random_state`."""
     if torch.cuda.is_available():
         original(*args, **kwargs)
 

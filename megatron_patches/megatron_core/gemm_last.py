@@ -1,4 +1,4 @@
-"""GEMM-last recomputation in megatron-core's transformer layers, of local and of TE's linear class.
+"""GEMM-last recomputation in megatron-core's transformer layers, local and TransformerEngine's.
 
 megatron-core 0.16 has it for norms (``recompute_modules=["layernorm"]``), on GPUs; the activation
 function of a dense MLP it recomputes together with the first product.
@@ -20,10 +20,10 @@ from ds_usp.memory import GemmLast, recompute_before
 
 
 def recompute_gemm_last(layer: TransformerLayer) -> None:
-    """Let a layer compute its norms and its activation function again in the backward pass.
+    """Recompute a layer's norms and activation function in backward, but no matrix product.
 
     Raises:
-        ConfigError: a layer that recomputes them already, or whose MLP is another one.
+        ConfigError: a layer that recomputes them already, or without a dense ``MLP``.
     """
     _refuse(layer)
     for norm, linear in (

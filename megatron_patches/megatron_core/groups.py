@@ -1,4 +1,4 @@
-"""megatron-core's process groups, and what ds_usp needs of them."""
+"""megatron-core's process groups and the mesh over its context-parallel group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ds_usp in an unedited checkout of Megatron-DeepSpeed."""
+"""Unified sequence parallelism in an unedited checkout of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 import ds_usp
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
-from megatron_patches.megatron_deepspeed import bypassed, patch_table
-from megatron_patches.megatron_deepspeed.checkout import find_checkout, prepend_to_path
-from megatron_patches.megatron_deepspeed.script import FRAMEWORK
-from megatron_patches.megatron_deepspeed.stubs import install_stubs
-from megatron_patches.patch import PatchSet
+from megatron_patches.megatron_deepspeed import bypassed, compat, patch_table, speedups
+from megatron_patches.megatron_deepspeed.compat.stubs import install_stubs
+from megatron_patches.megatron_deepspeed.startup import (
+    FRAMEWORK,
+    find_checkout,
+    prepend_to_path,
+)
+from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
-SCRIPT = "pretrain_gpt"  # defines what the later patches change
-CHECKOUT_VARIABLE = "MEGATRON_DEEPSPEED_PATH"  # where the command line finds one without a path
+SCRIPT = "pretrain_gpt"  # defines the functions of the later patches
+CHECKOUT_VARIABLE = "MEGATRON_DEEPSPEED_PATH"  # the default path of the command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +29,14 @@ class Settings(MeshSettings):
     """Defaults of the added flags, given to ``megatron_patches.apply("megatron_deepspeed", ...)``.
 
     Args:
-        layout: batches are sharded by the patches, in the order that balances causal work.
+        layout: the patches shard the batches, in the order that balances causal work.
     """
 
     layout: str | ds_usp.TokenLayout = ds_usp.TokenLayout.LOADERS_KIND
 
 
 def prepare(checkout: Path | None) -> None:
-    """Make the checkout importable, and fill in what it imports and training does not need.
+    """Make the checkout importable, with stubs of missing packages that training does not need.
 
     Raises:
         ConfigError: no path, or one that is in no checkout.
@@ -49,23 +52,24 @@ def prepare(checkout: Path | None) -> None:
 
 
 def patches(settings: Mapping[str, Any]) -> PatchSet:
-    """Everything that is changed.
+    """All patches: for sequence parallelism, for current packages, and for speed.
 
     Args:
         settings: defaults of the added flags: ``ulysses_degree``, ``layout`` and ``kernel``.
 
     Raises:
-        ConfigError: another setting.
+        ConfigError: an unknown setting.
     """
     return PatchSet(
         FRAMEWORK,
         (
             *patch_table.start(read_settings(FRAMEWORK, Settings, settings)),
-            *patch_table.fused_kernels(),
             *patch_table.rank_groups(),
             *patch_table.model(),
             *patch_table.layers(),
             *patch_table.engine(),
+            *compat.patches(),
+            *speedups.patches(),
         ),
         later=patch_table.script_functions(),
         bypassed=bypassed.rows(),

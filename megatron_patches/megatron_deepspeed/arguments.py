@@ -1,4 +1,4 @@
-"""The flags that are added to the host's, and everything that is refused before a group exists."""
+"""Arguments of Megatron-DeepSpeed: added flags, and refusals before any process group exists."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ds_usp.planner import AUTO
 from ds_usp.training import check_zero_stage, offload_ratio
 from megatron_patches import flags
 from megatron_patches.megatron_deepspeed import memory
-from megatron_patches.megatron_deepspeed.kernels import switch_off_missing_fusions
-from megatron_patches.megatron_deepspeed.script import patch_script, verify_flag
+from megatron_patches.megatron_deepspeed.compat.runtime import switch_off_missing_fusions
+from megatron_patches.megatron_deepspeed.startup import patch_script, verify_flag
 from megatron_patches.megatron_deepspeed.state import is_active
 from megatron_patches.megatron_deepspeed.unsupported import refuse, refuse_framework_failures
 from megatron_patches.settings import MeshSettings
@@ -41,7 +41,7 @@ def parse_args(
     *,
     settings: MeshSettings,
 ) -> Any:
-    """The host's arguments and ours."""
+    """``parse_args`` with the added flags."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         add_flags(parser, settings)
@@ -62,11 +62,11 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
 def validate_args(
     original: Callable[..., Any], args: Any, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """The host's checks, and ours where attention is ours.
+    """``validate_args``, and checks of what the patches compute.
 
     Raises:
-        ConfigError, LayoutError: what cannot be trained exactly; the message says what can.
-        PatchError: a script whose batches are not the stock ones.
+        ConfigError, LayoutError: what cannot be trained exactly; the message has the fix.
+        PatchError: a script that does not match.
     """
     _refuse_before(args)
     switch_off_missing_fusions(args)
@@ -79,7 +79,13 @@ def validate_args(
         args.ulysses_degree = _auto_degree(run)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
-        _check_heads(args, config)
+        ds_usp.Degrees(
+            sp=config.sp_degree,
+            ulysses=config.ulysses,
+            tp=args.tensor_model_parallel_size,
+            heads=args.num_attention_heads,
+            kv_heads=args.num_key_value_heads,
+        ).check(ds_usp.Degrees.FLAGS)
         ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
         _choose_flash(args, config)
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
@@ -89,7 +95,7 @@ def validate_args(
 
 
 def _refuse_before(args: Any) -> None:
-    """What the host's own checks would overwrite or trip over."""
+    """Checks before Megatron-DeepSpeed's own, which overwrite these flags or fail on them."""
     refuse_framework_failures(args)
     sp = args.ds_sequence_parallel_size
     if args.ulysses_degree != AUTO:
@@ -97,33 +103,13 @@ def _refuse_before(args: Any) -> None:
     flags.check_cluster_flag(args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
-            f"--sequence-parallel (Megatron's) cuts the sequence over tensor-parallel ranks, and "
+            f"--sequence-parallel (Megatron's) shards the sequence over tensor-parallel ranks, and "
             f"--ds-sequence-parallel-size {sp} over others. Leave --sequence-parallel out"
         )
 
 
-def _check_heads(args: Any, config: ds_usp.USPConfig) -> None:
-    tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
-    kv_heads = args.num_key_value_heads
-    if heads % tp or kv_heads % tp or heads % kv_heads:
-        raise ConfigError(
-            f"{heads} query heads of {kv_heads} key/value heads on {tp} tensor-parallel ranks: "
-            "both numbers must be multiples of the ranks, and the first of the second"
-        )
-    local, sp = heads // tp, config.sp_degree
-    if config.ulysses > local:
-        valid_degrees = [
-            f"{u} (ring {sp // u})" for u in range(min(local, sp), 0, -1) if sp % u == 0
-        ]
-        raise ConfigError(
-            f"--ulysses-degree {config.ulysses} needs at least {config.ulysses} query heads on "
-            f"each tensor-parallel rank, there are {local} ({heads} heads, tp={tp}). For "
-            f"--ds-sequence-parallel-size {sp} use --ulysses-degree {', '.join(valid_degrees)}"
-        )
-
-
 def _deepspeed_config(args: Any) -> Mapping[str, Any]:
-    """DeepSpeed's configuration, which a flag names."""
+    """The contents of ``--deepspeed_config``."""
     config = args.deepspeed_config
     if isinstance(config, str):
         with open(config, encoding="utf-8") as file:
@@ -158,23 +144,23 @@ def _auto_degree(run: flags.PlannedRun) -> int:
     """
     choice = run.choose_degree(on_gpu=torch.cuda.is_available())
     if run.args.rank == 0:
-        print("\n".join(choice.why), flush=True)  # noqa: T201 - beside Megatron-DeepSpeed's lines
+        print("\n".join(choice.why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
     return choice.ulysses
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
-    """Keep a flash attention that was asked for where it exists and can serve: without a ring.
+    """Keep a requested flash attention where it is installed and there is no ring.
 
-    Elsewhere rank 0 says what computes attention in its place. It is not refused: the loss is the
-    same, and so is the memory, and a script that names it runs on machines without it.
+    Elsewhere rank 0 prints what computes attention instead. It is not refused: loss and memory are
+    the same, and a script that requests it also runs on machines without it.
     """
     installed = importlib.util.find_spec("flash_attn") is not None
     keep = installed and config.ring == 1 and config.kernel == "auto"
     requested = [name for name in _FLASH if getattr(args, name)]
     unused = [name for name in requested if not keep or name not in _FLASH[:2]]
     if unused and args.rank == 0:
-        flag = f"--{unused[0].replace('_', '-')}"
-        print(f"{flag}: {_flash_unused_reason(installed, config)}", flush=True)  # noqa: T201 - beside the host's
+        line = f"--{unused[0].replace('_', '-')}: {_flash_unused_reason(installed, config)}"
+        print(line, flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
     args.use_flash_attn_v1 &= keep
     args.use_flash_attn_v2 &= keep
     args.use_flash_attn_triton = args.use_flash_attn_builder = False
@@ -182,13 +168,13 @@ def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
 
 
 def _flash_unused_reason(installed: bool, config: ds_usp.USPConfig) -> str:
-    """Why a flash attention of the host's is not used, and what is."""
+    """Why a requested flash attention is not used, and what is."""
     if not installed:
         reason = "flash-attn is not installed"
     elif config.ring > 1:
-        reason = f"it cannot be joined over a ring of {config.ring}"
+        reason = f"it cannot serve a ring of {config.ring}"
     elif config.kernel != "auto":
-        reason = f"--usp-kernel {config.kernel} was asked for"
+        reason = f"--usp-kernel {config.kernel} was given"
     else:
-        reason = "it takes batches in an order of its own"
+        reason = "its batch layout is another"
     return f"not used, because {reason}; usp_attention computes the same (kernel {config.kernel})"

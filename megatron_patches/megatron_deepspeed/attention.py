@@ -1,9 +1,10 @@
-"""The host's self-attention layer around ``ds_usp.usp_attention``."""
+"""Self-attention of Megatron-DeepSpeed by ``ds_usp.usp_attention``, with rotary positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,20 +12,24 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
-from ds_usp.training import apply_rotary
-from megatron_patches.megatron_deepspeed.rotary import rotary_table
-from megatron_patches.megatron_deepspeed.state import FrameworkState, current_mask, get_state
+from ds_usp.training import apply_rotary, local_positions, rotary_frequencies
+from megatron_patches.megatron_deepspeed.state import (
+    FrameworkState,
+    current_mask,
+    get_state,
+    is_active,
+)
 
 
 class SequenceParallelAttention(torch.nn.Module):
-    """Causal attention of one layer; it has no weights, so checkpoints are the host's.
+    """Causal sequence-parallel attention of one layer, without weights of its own.
 
     Args:
         state: mesh, layout and kernel.
-        layer: the host's ``ParallelAttention``, for its numbers of heads.
+        layer: the ``ParallelAttention`` around it, for its numbers of heads.
         rotary_dim: features of each head that are rotated; 0: none.
         rotary_base: base of the angles.
-        flash: the host's own flash attention, where the user asked for it.
+        flash: Megatron-DeepSpeed's flash attention, where the user selected it; else None.
     """
 
     def __init__(
@@ -47,11 +52,11 @@ class SequenceParallelAttention(torch.nn.Module):
         )
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """Attend over the whole sequence.
+        """Attention over the whole sequence.
 
         Shapes:
             mixed: ``[s_local, b, (h + 2 * h_kv) * d]``, all queries, then keys, then values, as
-            the host lays out its projection; result ``[s_local, b, h * d]``.
+            Megatron-DeepSpeed's projection has them; result ``[s_local, b, h * d]``.
         """
         state = self.state
         counts = (self.heads, self.kv_heads, self.kv_heads)
@@ -64,10 +69,10 @@ class SequenceParallelAttention(torch.nn.Module):
             q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         mask = current_mask()
-        # Documents without the host's flash attention, which knows of none; it has no dropout then.
+        # Flash attention here has no document mask; with documents dropout is refused.
         flash = self.flash and not mask.documents
         out = self._flash(q, k, v) if flash else self._attend(q, k, v, mask)
-        return out.transpose(0, 1).flatten(2).contiguous()  # the host views it as [s * b, h * d]
+        return out.transpose(0, 1).flatten(2).contiguous()  # viewed as [s * b, h * d]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ds_usp.MaskSpec) -> Tensor:
         out: Tensor = ds_usp.usp_attention(
@@ -84,7 +89,7 @@ class SequenceParallelAttention(torch.nn.Module):
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from megatron.core import tensor_parallel
 
-        # The tracked state differs over ranks that hold other heads or tokens, for its dropout.
+        # For dropout: the tracked random state differs over tensor- and sequence-parallel ranks.
         with tensor_parallel.get_cuda_rng_tracker().fork():
             out: Tensor = self.flash(q, k, v, 0)  # type: ignore[misc]
         return out
@@ -98,7 +103,7 @@ def build_attention(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """``ParallelAttention.__init__``: the host's weights, and our attention beside them.
+    """``ParallelAttention.__init__``: its weights, and sequence-parallel attention beside them.
 
     Raises:
         UnsupportedAttentionError: an attention that is not causal self-attention.
@@ -116,7 +121,7 @@ def build_attention(
     if kinds != (AttnType.self_attn, AttnMaskType.causal):
         raise UnsupportedAttentionError(
             f"layer {layer.layer_number} is {kinds[0].name} with mask {kinds[1].name}; only causal "
-            "self-attention is spread over ranks. Use --ds-sequence-parallel-size 1"
+            "self-attention can be sequence parallel. Use --ds-sequence-parallel-size 1"
         )
     flags = get_args()
     rotary_dim = int(layer.hidden_size_per_attention_head * flags.rotary_percent)
@@ -131,10 +136,9 @@ def build_attention(
 
 @contextmanager
 def _without_sequence_parallelism() -> Iterator[None]:
-    """Let the host build the layer as it does without sequence parallelism.
+    """Build the layer as Megatron-DeepSpeed does without sequence parallelism.
 
-    What it would build with it cannot be used: one head a rank or more, no grouped queries, and
-    an attention that expects no tensor parallelism.
+    With it, it requires one head a rank, no grouped queries and no tensor parallelism.
     """
     from megatron.core import parallel_state
 
@@ -157,8 +161,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """``ParallelAttention.forward``.
 
-    It takes ``cpu_offloading``, so that the calling layer's ``except TypeError`` never calls
-    attention a second time.
+    Takes ``cpu_offloading``: without it the caller's ``except TypeError`` runs attention twice.
 
     Raises:
         UnsupportedAttentionError: token by token inference.
@@ -169,7 +172,7 @@ def attend(
         )
     if inference_params is not None:
         raise UnsupportedAttentionError(
-            "inference attends one token at a time, with a cache; that is not spread over ranks. "
+            "inference attends one token at a time, with a cache; it has no sequence parallelism. "
             "Generate without these patches"
         )
     qkv, _ = layer.query_key_value(hidden_states)
@@ -179,5 +182,27 @@ def attend(
 def contiguous_core_attention(
     original: Callable[..., Tensor], core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any
 ) -> Tensor:
-    """``CoreAttention.forward``, which views its inputs as if they were contiguous."""
+    """``CoreAttention.forward`` on contiguous inputs, which its views need."""
     return original(core, q.contiguous(), k.contiguous(), v.contiguous(), mask)
+
+
+def switch_off_in_model(original: Callable[..., None], model: Any, *args: Any, **kw: Any) -> None:
+    """``TransformerLanguageModel.__init__`` without rotary embedding, which attention applies."""
+    from megatron import get_args
+
+    original(model, *args, **kw)
+    if is_active(get_args()):
+        model.use_rotary_position_embeddings = False
+
+
+@lru_cache(maxsize=8)
+def rotary_table(
+    layout: ds_usp.TokenLayout, rank: int, dim: int, base: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine at the global positions of one rank's tokens, cached for all layers.
+
+    Shapes:
+        two of ``[s_local, dim]``, fp32.
+    """
+    angles = rotary_frequencies(local_positions(layout, rank, device), dim, base)[:, 0, 0]
+    return angles.cos(), angles.sin()

@@ -1,4 +1,4 @@
-"""The batches and the pipeline model of ``pretrain_gpt.py``, where attention is ours."""
+"""Sequence-sharded batches of ``pretrain_gpt.py``, its pipeline model and its data set index."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ds_usp
@@ -16,7 +17,7 @@ _KEY = "text"
 
 
 class Batch(NamedTuple):
-    """What one rank holds of a micro batch.
+    """One rank's shard of a micro batch.
 
     Shapes:
         tokens, labels, position_ids: ``[b, s_local]``; loss_mask: ``[b, s]``, of the whole
@@ -30,10 +31,10 @@ class Batch(NamedTuple):
 
 
 def make_batch(data: dict[str, Tensor] | None) -> Batch:
-    """Cut one micro batch. Collective over the ranks that share the sequence.
+    """Shard one micro batch. Collective over the tensor- and sequence-parallel ranks.
 
     Args:
-        data: what the host's data loader gave, on the first of these ranks; None elsewhere.
+        data: a batch of Megatron-DeepSpeed's data loader on the first of these ranks, else None.
     """
     from megatron import get_args, get_tokenizer
     from megatron.core import tensor_parallel
@@ -45,7 +46,7 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
     if args.reset_attention_mask:
         borders = document_borders(tokens, get_tokenizer().eod)
         set_mask(ds_usp.MaskSpec.causal(borders))
-    # No mask of tokens x tokens: attention knows that it is causal, and its documents.
+    # No dense mask: attention has a mask rule, with the documents of set_mask().
     _, loss_mask, position_ids = get_ltor_masks_and_position_ids(
         tokens,
         get_tokenizer().eod,
@@ -55,7 +56,7 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
         skip_mask=True,
     )
     layout, rank = state.layout, state.mesh.rank
-    # Labels are shifted before the cut: the label of a shard's last token is another rank's token.
+    # Labels are shifted before sharding: the label of a shard's last token is another rank's token.
     tokens, labels, position_ids = (
         layout.shard(x, dim=1, rank=rank) for x in (tokens, text[:, 1:], position_ids)
     )
@@ -75,13 +76,13 @@ def get_batch(
 def get_batch_pipe(
     data: dict[str, Tensor] | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The script's function of that name: inputs of the first stage, labels of the last."""
+    """The script's ``get_batch_pipe``: inputs of the first stage, labels of the last."""
     batch = make_batch(data)
     return (batch.tokens, batch.position_ids), (batch.labels, batch.loss_mask)
 
 
 def model_provider(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The script's ``model_provider``; for a pipeline, without its mask of tokens x tokens."""
+    """The script's ``model_provider``; for a pipeline, without its dense mask."""
     from megatron import get_args
     from megatron.arguments import core_transformer_config_from_args
     from megatron.model import GPTModelPipe
@@ -91,6 +92,28 @@ def model_provider(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return original(*args, **kwargs)
     model = GPTModelPipe(core_transformer_config_from_args(flags), parallel_output=True)
     model._megatron_batch_fn = get_batch_pipe
-    # Its layers look these up; a mask and rotary tables of the whole sequence would be wrong.
+    # Its layers read these flags; a mask and rotary tables of the whole sequence would be wrong.
     flags.attn_mask = flags.rotary_pos_emb = None
     return model
+
+
+def build_index_mappings(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``_build_index_mappings`` with a barrier over tensor-parallel ranks after the first of them.
+
+    Rank 0 writes the index before barriers over its data- and pipeline-parallel groups. Under
+    sequence parallelism all tensor-parallel ranks read, which are in neither.
+    """
+    from megatron import get_args
+    from megatron.core import parallel_state
+
+    is_sequence_parallel = parallel_state.get_sequence_parallel_world_size() > 1
+    if not (is_sequence_parallel or get_args().force_ds_sequence_parallel):
+        return original(*args, **kwargs)  # one tensor-parallel rank reads
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if not first:
+        dist.barrier(group=group)
+    mappings = original(*args, **kwargs)
+    if first:
+        dist.barrier(group=group)
+    return mappings

@@ -1,7 +1,7 @@
-"""Functions of Megatron-DeepSpeed that a patched run does without: one row each.
+"""Functions of Megatron-DeepSpeed that a patched run bypasses: an edit of them is refused.
 
-``tests/megatron_deepspeed/test_mds_edits.py`` finds them, by what a patched run does not reach of
-what the host's own run does.
+``tests/megatron_deepspeed/test_mds_edits.py`` finds them: lines that the stock run executes and a
+patched run does not.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_patches.bypass import Bypass
-from megatron_patches.guards import Guard
+from megatron_patches.megatron_deepspeed.guards import checkout
+from megatron_patches.patch import Bypass
 
 _LAYER = "megatron.model.transformer"
 _CORE = "megatron.core"
 _SP_LOSS = f"{_CORE}.sequence_parallel.cross_entropy"
 _SOFTMAX = "megatron.model.fused_softmax"
 _ATTENTION = "usp_attention computes scores, softmax and scale"
-_FLASH = "with a ring usp_attention computes what the host's flash attention would"
+_FLASH = "with a ring usp_attention computes it"
 _CHUNKS = "--usp-loss-chunks"
 
-# What runs in their place: the functions, each with its fingerprint.
+# What computes the same instead: the functions, each with its fingerprint.
 _ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "batch.get_batch_pipe cuts the batch for a rank's tokens": {
+        "batch.get_batch_pipe shards the batch": {
             "__main__:get_batch_pipe": "71d4e30651baae75",
         },
-        "no mask of tokens x tokens is made; batch.make_batch reads the documents": {
+        "batch.make_batch makes no dense mask, and reads the documents": {
             "megatron.utils:get_ltor_masks_and_position_ids": "73f9a52ff7d8dee6",
         },
-        "SpreadAttention rotates queries and keys at the positions of its tokens": {
+        "attention.SequenceParallelAttention applies rotary positions": {
             "megatron.model.rotary_pos_embedding:RotaryEmbedding.__init__": "218d9b97b2f1fadb",
             "megatron.model.rotary_pos_embedding:RotaryEmbedding.forward": "1ff6d2d798f6cb0e",
             "megatron.model.rotary_pos_embedding:_rotate_half": "bb5f37f56940d10c",
@@ -60,7 +60,7 @@ _ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             f"{_LAYER}:FlashSelfAttentionTriton.__init__": "5e1050617c5be7cf",
             f"{_LAYER}:FlashSelfAttentionTriton.forward": "0bc9872af236d70a",
         },
-        "loss.gather_losses joins the losses of all ranks": {
+        "loss.gather_losses gathers the losses of all ranks": {
             f"{_SP_LOSS}:_VocabSequenceParallelCrossEntropy": "8e7725253db87b0d",
         },
         "on GPUs GeLUFunction runs in one kernel": {
@@ -81,13 +81,13 @@ _WITH_LOSS_CHUNKS: Mapping[str, str] = MappingProxyType(
 def rows() -> tuple[Bypass, ...]:
     """All of them."""
     always = (
-        Bypass(target, reason, Guard(source_sha256=digest))
+        Bypass(target, reason, checkout(digest))
         for reason, functions in _ALWAYS.items()
         for target, digest in functions.items()
     )
     reason = "chunked_token_losses computes the losses without logits"
     chunked = (
-        Bypass(target, reason, Guard(source_sha256=digest), flag=_CHUNKS)
+        Bypass(target, reason, checkout(digest), flag=_CHUNKS)
         for target, digest in _WITH_LOSS_CHUNKS.items()
     )
     return (*always, *chunked)

@@ -1,10 +1,10 @@
-"""Random numbers of dropout: other ones on every rank that holds other tokens, where sequences are
-spread: of the same sequence (sequence-parallel ranks) and of other ones (data-parallel ranks).
+"""Dropout seeds that differ over sequence-parallel and data-parallel ranks, where sequences are
+sharded.
 
-The host seeds all of them alike, so the same places of each shard would be dropped; with one rank a
-sequence it still seeds its data-parallel ranks alike, unless --data-parallel-random-init is given.
-Seeds are made anew from the number of the step: a resumed run draws what an uninterrupted one does,
-whatever the checkpoint holds.
+Megatron-DeepSpeed seeds all of them alike, so the dropout masks of all shards would be equal; with
+one rank a sequence its data-parallel ranks keep equal seeds, unless --data-parallel-random-init is
+given. Seeds depend on the number of the step: a resumed run draws what an uninterrupted one does,
+whatever the checkpoint contains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_patches.megatron_deepspeed.state import get_state
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The host's ``train_step`` on fresh seeds, where a sequence is spread and dropout is on."""
+    """``train_step`` with seeds of this step, where sequences are sharded and dropout is on."""
     from megatron import get_args
 
     flags = get_args()
@@ -29,7 +29,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _seed(seed: int, step: int) -> None:
     from deepspeed.accelerator import get_accelerator
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.tensor_parallel import random as host_random
+    from megatron.core.tensor_parallel import random as megatron_random
 
     replicated, tensor_parallel_seed = dropout_seeds(
         seed,
@@ -42,20 +42,20 @@ def _seed(seed: int, step: int) -> None:
     get_accelerator().manual_seed(replicated)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
-    tracker.add(host_random._MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_parallel_seed)
+    tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_parallel_seed)
 
 
 def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -> tuple[int, int]:
-    """The seeds of one rank for one step, from its rank along each axis.
+    """The seeds of one rank for one step, from its coordinates.
 
     Returns:
-        That of activations which all tensor-parallel ranks hold, the same on those ranks, and that
-        of activations which are split over them.
+        That of activations replicated over tensor-parallel ranks, equal on those ranks, and that
+        of activations sharded over them.
     """
     return _hash_mix(seed, step, pp, dp, sp), _hash_mix(seed, step, pp, dp, sp, tp)
 
 
 def _hash_mix(*numbers: int) -> int:
-    """A seed of 63 bits that looks nothing like that of other numbers."""
+    """A seed of 63 bits, by a hash of the numbers."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Where DeepSpeed reduces, scales or clips gradients wrongly, with and without sequences spread."""
+"""Corrections of DeepSpeed's gradient reduction, scale and clipping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def reduce_gradients(
 ) -> None:
     """``DeepSpeedEngine._reduce_non_expert_gradients``.
 
-    Under a pipeline it takes the data-parallel group and leaves the sequence out; without one it
-    does what is right for both.
+    Under a pipeline it reduces over the data-parallel group alone; without one over data- and
+    sequence-parallel ranks, which is right for both.
     """
     state = find_state()
     pipeline_parallelism = engine.pipeline_parallelism
@@ -33,7 +33,7 @@ def reduce_gradients(
 def scatter_gradients(
     original: Callable[..., list[torch.Tensor]], optimizer: Any, *args: Any, **kwargs: Any
 ) -> list[torch.Tensor]:
-    """ZeRO-3's ``__avg_scatter_grads``: a sum over the ranks of a sequence, not an average."""
+    """ZeRO-3's ``__avg_scatter_grads`` as a sum over sequence-parallel ranks, not an average."""
     partitions = original(optimizer, *args, **kwargs)
     if optimizer.sequence_parallel_size == 1:
         return partitions
@@ -41,17 +41,17 @@ def scatter_gradients(
 
 
 def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize``, with a norm and clipping of our own for ZeRO-0 in fp32.
+    """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32.
 
     There DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
     """
     config, optimizer = kwargs.get("config"), kwargs.get("optimizer")
     state = find_state()
     if state is not None and isinstance(config, Mapping) and optimizer is not None:
-        several = state.is_sequence_parallel or state.grid.size("pp") > 1
+        is_sharded = state.is_sequence_parallel or state.grid.size("pp") > 1
         reduced = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
         stage = config.get("zero_optimization", {}).get("stage", 0)
-        if several and not reduced and stage == 0:
+        if is_sharded and not reduced and stage == 0:
             kwargs["config"] = own_clipping(config, optimizer, _parallel_groups())
     return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The host's process groups, all read from one table over one grid of ranks."""
+"""Megatron-DeepSpeed's process groups, from one table over one grid of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_patches.megatron_deepspeed.state import (
 
 Ranks = tuple[int, ...]
 
-# The host's variable -> the axes along which the ranks of its group differ.
+# Megatron-DeepSpeed's variable -> the axes along which the ranks of its group differ.
 _GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "_TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
@@ -34,7 +34,7 @@ _GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "_AMAX_REDUCTION_GROUP": ("tp", "ulysses", "ring", "dp"),
     }
 )
-# Ours, which the host's destroy_model_parallel does not know, and what it forgets of its own.
+# Variables that destroy_model_parallel leaves set: the added ones, and some of its own.
 _CLEARED = (
     "_ULYSSES_PARALLEL_GROUP",
     "_RING_PARALLEL_GROUP",
@@ -57,7 +57,7 @@ def initialize_model_parallel(
     use_fp8: bool = False,
     use_distributed_optimizer: bool = False,
 ) -> None:
-    """Make every group of the host, and the mesh. Collective over the world.
+    """Create every process group, and the mesh. Collective over the world.
 
     Raises:
         ConfigError: degrees that do not multiply to the world, or an interleaved pipeline.
@@ -76,7 +76,7 @@ def initialize_model_parallel(
         )
     degrees: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(degrees, (config.ulysses, config.ring))
-    if len(set(degrees)) > 1:  # or they would wait for each other in other groups
+    if len(set(degrees)) > 1:  # new_group() would deadlock
         raise ConfigError(
             f"ranks have different --ulysses-degree and ring degrees: {degrees}. Give the degree "
             "as a number instead of auto"
@@ -91,7 +91,7 @@ def initialize_model_parallel(
     rank, split = dist.get_rank(), pipeline_model_parallel_split_rank
     group_by_ranks: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
     for name, groups in group_table(grid, split, use_fp8).items():
-        if groups not in group_by_ranks:  # groups over the same ranks are one group
+        if groups not in group_by_ranks:  # one group for variables with equal ranks
             group_by_ranks[groups] = _new_group(groups)
         setattr(parallel_state, name, group_by_ranks[groups])
     if use_distributed_optimizer:
@@ -117,24 +117,21 @@ def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> 
     Raises:
         ConfigError: the other axes do not divide the world.
     """
-    used = tp * ulysses * ring * pp
-    if world_size % used:
-        raise ConfigError(
-            f"{world_size} ranks cannot be shared by tensor parallel {tp} x ulysses {ulysses} x "
-            f"ring {ring} x pipeline {pp} = {used}. Use a multiple of {used} ranks"
-        )
-    sizes = {"tp": tp, "ulysses": ulysses, "ring": ring, "dp": world_size // used, "pp": pp}
+    degrees = ds_usp.Degrees(
+        sp=ulysses * ring, ulysses=ulysses, ring=ring, tp=tp, pp=pp, world=world_size
+    ).check(ds_usp.Degrees.FLAGS)
+    sizes = {"tp": tp, "ulysses": ulysses, "ring": ring, "dp": degrees.dp, "pp": pp}
     return ds_usp.RankGrid(sizes)
 
 
 def group_table(
     grid: ds_usp.RankGrid, split: int | None = None, use_fp8: bool = False
 ) -> dict[str, tuple[Ranks, ...]]:
-    """All groups of the world, by the host's variable; on integers.
+    """The ranks of all groups of the world, by Megatron-DeepSpeed's variable.
 
     Args:
         split: the pipeline stage at which a decoder begins.
-        use_fp8: with the groups over which the largest values are found.
+        use_fp8: with the groups that reduce the maxima of fp8 tensors.
     """
     table = {name: grid.groups(*axes) for name, axes in _GROUP_AXES.items()}
     if not use_fp8:
@@ -169,7 +166,7 @@ def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.Proc
 
 
 def destroy_model_parallel(original: Callable[[], None]) -> None:
-    """Forget the groups, ours and those that the host's function leaves behind."""
+    """``destroy_model_parallel``, which clears all variables."""
     from megatron.core import parallel_state
 
     original()
@@ -185,7 +182,7 @@ def get_sequence_parallel_src_rank() -> int:
 
 
 def getter(variable: str, query: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A function of the host's kind: what ``ask`` says about the group in ``variable``."""
+    """A getter of ``parallel_state``: ``query`` of the group in ``variable``."""
 
     def get() -> Any:
         from megatron.core import parallel_state

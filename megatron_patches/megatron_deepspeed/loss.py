@@ -1,4 +1,4 @@
-"""Token losses of the whole sequence on every rank that holds a part of it."""
+"""Token losses of the whole sequence on every rank that holds a shard of it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_patches.megatron_deepspeed.state import FrameworkState, get_state
 
 
 def gather_losses(losses: Tensor, state: FrameworkState) -> Tensor:
-    """All token losses in the order of the sequence; gradients reach this rank's own only.
+    """All-gather of token losses in sequence order; gradients reach the local losses only.
 
-    Every rank weighs the same gathered losses, so the sum of the ranks' gradients is the gradient
-    of the mean, and loss masks, averages and logs stay those of the host.
+    Every rank weights the same gathered losses, so the sum of the ranks' gradients is the gradient
+    of the mean, and Megatron-DeepSpeed's loss masks, averages and logs stay right.
 
     Shapes:
         losses: ``[s_local, b]``; result ``[s, b]``.
     """
     mesh, layout = state.mesh, state.layout
     lengths = [layout.length(rank) for rank in range(mesh.sp_degree)]
-    padded = losses.new_zeros((max(lengths), *losses.shape[1:]))  # backends want equal shapes
+    padded = losses.new_zeros((max(lengths), *losses.shape[1:]))  # all_gather needs equal shapes
     padded[: losses.shape[0]] = losses.detach()
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=mesh.sp_group)

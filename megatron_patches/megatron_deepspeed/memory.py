@@ -1,4 +1,4 @@
-"""What the host's layers keep for their backward pass: ``--usp-recompute``."""
+"""Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute`` and its checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_patches.megatron_deepspeed.state import get_state
 
 
 def check_flags(args: Any) -> None:
-    """Look at the host's validated arguments.
+    """Check the memory flags in the validated arguments.
 
     Raises:
-        ConfigError: recomputation by two hands, or what GEMM-last cannot see into.
+        ConfigError: recomputation by Megatron-DeepSpeed too, or layers without GEMM-last.
     """
     _check_chunks(args)
     if args.usp_recompute == "none":
@@ -49,7 +49,7 @@ def _check_chunks(args: Any) -> None:
     if chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {chunks}: must be 0 or more")
     refused = {
-        "a pipeline, whose last stage hands logits to its loss: --no-pipeline-parallel": (
+        "a pipeline, whose last stage passes logits to its loss: --no-pipeline-parallel": (
             not args.no_pipeline_parallel
         ),
         "--fp16: use --bf16": args.fp16,
@@ -62,8 +62,7 @@ def _check_chunks(args: Any) -> None:
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """``ParallelTransformerLayer.__init__``: norms that run again before the product they are
-    for."""
+    """``ParallelTransformerLayer.__init__``: norms are recomputed before the GEMM they feed."""
     original(layer, *args, **kwargs)
     if get_state().memory.recompute == "gemm-last":
         GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
@@ -73,7 +72,7 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
 def run_layer(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """``ParallelTransformerLayer.forward``, keeping what the policy says."""
+    """``ParallelTransformerLayer.forward`` under the memory policy."""
 
     def run(hidden: Tensor) -> Any:
         return original(layer, hidden, *args, **kwargs)
@@ -82,7 +81,7 @@ def run_layer(
 
 
 def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> Any:
-    """``ParallelMLP.forward``: the activation function runs again before the second product."""
+    """``ParallelMLP.forward``: the activation function is recomputed before the second GEMM."""
     if get_state().memory.recompute != "gemm-last":
         return original(mlp, hidden_states)
     projected, bias = mlp.dense_h_to_4h(hidden_states)
@@ -90,7 +89,7 @@ def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> An
 
 
 def _activate(mlp: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
-    """What stands between the two products of ``ParallelMLP.forward``."""
+    """Bias and activation function between the two GEMMs of ``ParallelMLP.forward``."""
     activated: Tensor
     if mlp.bias_gelu_fusion:
         from megatron.model.fused_bias_gelu import bias_gelu_impl

@@ -1,7 +1,7 @@
-"""DeepSpeed's pipeline, which knows no sequence axis: it is folded into its data axis.
+"""DeepSpeed's pipeline grid with the sequence axis folded into its data axis.
 
-Its rank order is pipe, data, model, so with data = dp x ring x ulysses the ranks coincide with
-ours. For averages, batch sizes and ZeRO it asks its grid, which answers as the host's mpu does.
+Its rank order is pipe, data, model, so with data = dp x ring x ulysses it is the grid of
+:mod:`.groups`. For averages, batch sizes and ZeRO it uses getters, which are those of the mpu here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GETTERS = ("group", "rank", "world_size")
 
 
 def _is_sequence_parallel() -> bool:
-    """Whether sequences are spread; also asked where DeepSpeed runs without the host."""
+    """Whether sequences are sharded; False where DeepSpeed runs without Megatron-DeepSpeed."""
     state = find_state()
     return state is not None and state.is_sequence_parallel
 
@@ -24,13 +24,13 @@ def _is_sequence_parallel() -> bool:
 def fold_topology(
     original: Callable[..., None], topology: Any, num_pp: int, num_mp: int, num_dp: int
 ) -> None:
-    """``PipeModelDataParallelTopology.__init__`` with all ranks that hold different tokens."""
+    """``PipeModelDataParallelTopology.__init__`` with data x sequence ranks as its data axis."""
     folded = get_state().mesh.sp_degree if _is_sequence_parallel() else 1
     original(topology, num_pp, num_mp, num_dp * folded)
 
 
 def build_grid(original: Callable[..., None], grid: Any, *args: Any, **kwargs: Any) -> None:
-    """``PipelineParallelGrid.__init__``: the folded axis inside, the host's answers outside."""
+    """``PipelineParallelGrid.__init__``: the folded axis inside, the mpu's getters outside."""
     from megatron.core import parallel_state
 
     original(grid, *args, **kwargs)
@@ -44,7 +44,7 @@ def build_grid(original: Callable[..., None], grid: Any, *args: Any, **kwargs: A
 def build_engine(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """``PipelineEngine.__init__``, which compares batch sizes with the size of the data axis.
 
-    Before and after it the folded size counts: for tied weights, and for who writes checkpoints.
+    Otherwise it uses the folded size: for tied weights, and for which rank writes checkpoints.
     """
     if not _is_sequence_parallel():
         original(engine, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""What the patches know about this process: settings, grid of ranks, mesh and token layout.
+"""State of the patches in this process: grid of ranks, mesh, token layout, kernel, memory policy.
 
-One value, made when the host makes its groups and kept where the host keeps them: on its module
+One value, set with Megatron-DeepSpeed's process groups and on the same module:
 ``megatron.core.parallel_state``.
 """
 
@@ -19,15 +19,15 @@ _STATE, _MASK = "_USP_STATE", "_USP_MASK"
 
 @dataclass(frozen=True)
 class FrameworkState:
-    """How this process takes part in one run of the host.
+    """One process of one run of Megatron-DeepSpeed.
 
     Args:
         grid: all ranks, along the axes tp, ulysses, ring, dp and pp.
         mesh: the ranks that share this rank's sequences.
-        layout: where each token of a sequence is.
-        kernel: what computes attention.
-        active: whether attention is ours: sequences are spread, or the host's own is wrong.
-        memory: what layers keep for their backward pass.
+        layout: which rank holds which token.
+        kernel: the attention kernel.
+        active: whether attention is computed by ds_usp (see :func:`is_active`).
+        memory: what layers save for backward.
     """
 
     grid: ds_usp.RankGrid
@@ -44,11 +44,11 @@ class FrameworkState:
 
 
 def is_active(args: Any) -> bool:
-    """Whether attention has to be ours for these arguments of the host.
+    """Whether ds_usp computes attention for these arguments.
 
-    With one rank a sequence the host is left alone, but for rotary positions (it takes the cosine
-    of a cosine) and for grouped queries (it cuts the projection into three equal parts). Only ours
-    can be kept over an activation checkpoint.
+    With one rank a sequence it does so where Megatron-DeepSpeed is wrong: for rotary positions (it
+    applies the cosine twice) and grouped queries (it splits the projection into three equal
+    chunks); and for ``--usp-recompute attention``.
     """
     return bool(
         args.ds_sequence_parallel_size > 1
@@ -68,7 +68,7 @@ def get_state() -> FrameworkState:
     """The state.
 
     Raises:
-        MeshError: the host has not made its groups yet.
+        MeshError: the process groups do not exist yet.
     """
     state = find_state()
     if state is None:
@@ -79,17 +79,17 @@ def get_state() -> FrameworkState:
 
 
 def set_state(state: FrameworkState | None) -> None:
-    """Keep the state beside the host's groups; None: they are gone."""
+    """Set the state; None: the groups were destroyed."""
     setattr(_holder(), _STATE, state)
 
 
 def current_mask() -> ds_usp.MaskSpec:
-    """What attention of the micro batch that is computed sees; all layers share it."""
+    """The mask of the current micro batch, which all layers share."""
     return getattr(_holder(), _MASK, None) or ds_usp.MaskSpec.causal()
 
 
 def set_mask(mask: ds_usp.MaskSpec) -> None:
-    """Keep what attention sees of the micro batch that is computed next, to its backward pass."""
+    """Set the mask of the next micro batch, for forward and backward."""
     setattr(_holder(), _MASK, mask)
 
 

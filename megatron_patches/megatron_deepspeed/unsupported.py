@@ -1,4 +1,4 @@
-"""What cannot be trained exactly with sequences spread over ranks: one row each."""
+"""Options that cannot be trained exactly with sharded sequences: one row each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ds_usp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that is refused.
+    """One refused option.
 
     Args:
-        asked: whether the host's arguments, and DeepSpeed's configuration, ask for it.
+        applies: of Megatron-DeepSpeed's arguments and DeepSpeed's configuration.
         why: the reason; ``{name}`` stands for an argument.
         fix: what works instead.
     """
@@ -30,27 +30,27 @@ def _on_cpu() -> bool:
     return bool(get_accelerator().device_name() == "cpu")
 
 
-# What ends in an error of the host's or of DeepSpeed's own, with sequences spread or not.
+# Options that fail in Megatron-DeepSpeed or DeepSpeed itself, with sharded sequences or not.
 _FRAMEWORK_FAILURES = (
     Refusal(
         lambda args, _: args.distribute_saved_activations,
         "--distribute-saved-activations (tensor parallel {tensor_model_parallel_size}) looks for "
-        "a field that the host's TransformerConfig does not have",
-        "Leave it out: --usp-offload-ratio 1 keeps what layers save in host memory",
+        "a field that Megatron-DeepSpeed's TransformerConfig does not have",
+        "Leave it out: --usp-offload-ratio 1 offloads what layers save to host memory",
     ),
     Refusal(
         lambda args, _: args.distribute_checkpointed_activations,
         "--distribute-checkpointed-activations copies to a buffer for sequences of whole length",
-        "Leave it out: --usp-offload-ratio 1 keeps what layers save in host memory",
+        "Leave it out: --usp-offload-ratio 1 offloads what layers save to host memory",
     ),
     Refusal(
         lambda args, _: args.init_method_xavier_uniform,
-        "--init-method-xavier-uniform sets a field that the host's TransformerConfig does not have",
+        "--init-method-xavier-uniform sets a field that TransformerConfig does not have",
         "Leave it out; --init-method-std sets the width of the normal distribution",
     ),
     Refusal(
         lambda args, _: args.cpu_optimizer and args.cpu_torch_adam,
-        "--cpu_torch_adam uses torch where the host does not import it",
+        "--cpu_torch_adam uses torch where Megatron-DeepSpeed does not import it",
         "Leave it out, or offload the optimizer in DeepSpeed's configuration (zero_optimization)",
     ),
     Refusal(
@@ -74,12 +74,12 @@ _FRAMEWORK_FAILURES = (
             and not args.deepspeed_activation_checkpointing
             and args.no_pipeline_parallel
         ),
-        "--checkpoint-activations alone recomputes by a method that the host does not know",
-        "Add --deepspeed-activation-checkpointing, or use --usp-recompute full in its place",
+        "--checkpoint-activations alone has no recomputation method in Megatron-DeepSpeed",
+        "Add --deepspeed-activation-checkpointing, or use --usp-recompute full instead",
     ),
     Refusal(
         lambda args, _: args.checkpoint_in_cpu and args.checkpoint_activations and _on_cpu(),
-        "--checkpoint-in-cpu where there is no GPU: DeepSpeed empties the tensors that it keeps",
+        "--checkpoint-in-cpu where there is no GPU: DeepSpeed frees the tensors that it saves",
         "Leave it out: they are in host memory already",
     ),
     Refusal(
@@ -87,8 +87,8 @@ _FRAMEWORK_FAILURES = (
             args.partition_activations and args.checkpoint_activations and args.no_pipeline_parallel
         ),
         "--partition-activations (tensor parallel {tensor_model_parallel_size}) without a pipeline "
-        "calls layers with more arguments than the host's take",
-        "Leave it out: --ds-sequence-parallel-size cuts activations along the sequence. Or leave "
+        "calls layers with more arguments than they take",
+        "Leave it out: --ds-sequence-parallel-size shards activations along the sequence. Or leave "
         "out --no-pipeline-parallel",
     ),
     Refusal(
@@ -116,20 +116,20 @@ _REFUSALS = (
     ),
     Refusal(
         lambda args, _: args.attention_dropout > 0 and not args.use_flash_attn,
-        "--attention-dropout {attention_dropout} would drop other weights for each split of the "
-        "sequence, and again others in the backward pass",
+        "--attention-dropout {attention_dropout} would drop other weights for each sequence "
+        "shard, and others in backward than in forward",
         "Set --attention-dropout 0, or use --use-flash-attn-v2 with flash-attn installed and "
         "--ulysses-degree {ds_sequence_parallel_size}",
     ),
     Refusal(
         lambda args, _: args.reset_attention_mask and not args.no_pipeline_parallel,
-        "--reset-attention-mask: documents do not travel from stage to stage of a pipeline",
+        "--reset-attention-mask: documents are not sent from stage to stage of a pipeline",
         "Add --no-pipeline-parallel",
     ),
     Refusal(
         lambda args, _: args.reset_attention_mask and args.attention_dropout > 0,
-        "--reset-attention-mask with --attention-dropout {attention_dropout}: the host's flash "
-        "attention, which drops weights, knows no documents",
+        "--reset-attention-mask with --attention-dropout {attention_dropout}: Megatron-"
+        "DeepSpeed's flash attention, which has the dropout, has no document mask",
         "Set --attention-dropout 0",
     ),
     Refusal(
@@ -158,7 +158,7 @@ _REFUSALS = (
             or args.random_ltd
             or config.get("curriculum_learning", {}).get("enabled")
         ),
-        "curriculum learning and random-LTD change the length of sequences that are cut already",
+        "curriculum learning and random-LTD change the length of sequences that are sharded",
         "Train at one length",
     ),
     Refusal(
@@ -173,8 +173,8 @@ _REFUSALS = (
     ),
     Refusal(
         lambda args, _: args.transformer_impl != "local",
-        "--transformer-impl {transformer_impl} has layers with an attention of their own, which "
-        "sees the tokens of its rank alone",
+        "--transformer-impl {transformer_impl} has layers with their own attention, over the "
+        "tokens of one rank",
         "Use --transformer-impl local, without --fp8-e4m3 and --fp8-hybrid",
     ),
     Refusal(
@@ -204,13 +204,13 @@ _REFUSALS = (
         lambda _, config: "sequence_parallel_size" in config,
         "sequence_parallel_size in DeepSpeed's configuration makes a device mesh along which "
         "gradients are not summed over the ranks that share a sequence",
-        "Leave it out: --ds-sequence-parallel-size says it",
+        "Leave it out: --ds-sequence-parallel-size is enough",
     ),
 )
 
 
 def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
-    """Look at the host's validated arguments, where sequences are spread.
+    """Refuse options of validated arguments, where ds_usp computes attention.
 
     Raises:
         ConfigError: the first row that applies.
@@ -219,7 +219,7 @@ def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
 
 
 def refuse_framework_failures(args: Any) -> None:
-    """Look at the host's arguments before the host does, however many ranks share a sequence.
+    """Refuse options before Megatron-DeepSpeed's own checks, for any degree.
 
     Raises:
         ConfigError: the first row that applies.

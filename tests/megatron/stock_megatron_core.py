@@ -74,7 +74,7 @@ def step(
         max_sequence_length=S,
         position_embedding_type="rope" if rotary else "learned_absolute",
     )
-    batch = get_batch_on_this_cp_rank(whole_batch(dense_mask))
+    batch = get_batch_on_this_cp_rank(full_batch(dense_mask))
     losses = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
@@ -98,7 +98,7 @@ def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str
     return loss.item(), gradients
 
 
-def whole_batch(dense_mask: bool) -> dict[str, Any]:
+def full_batch(dense_mask: bool) -> dict[str, Any]:
     """The batch before it is cut over the context-parallel ranks."""
     torch.manual_seed(2)
     text = torch.randint(VOCAB, (B, S + 1))

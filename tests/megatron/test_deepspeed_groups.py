@@ -27,10 +27,8 @@ class Layer(torch.nn.Module):
         return out.square().sum()
 
 
-def train(
-    ctx: RankContext, stage: int, how: str, ulysses: int, unchecked: bool = False
-) -> tuple[str, float]:
-    """What the first backward pass says, and the relative error of one SGD step, which DeepSpeed
+def train(ctx: RankContext, stage: int, setting: str, ulysses: int) -> tuple[str, float]:
+    """The error of the first backward pass, and the relative error of one SGD step, which DeepSpeed
     divides by the number of ranks, against one process."""
     import deepspeed
 
@@ -39,53 +37,51 @@ def train(
     prepare_deepspeed()
     torch.manual_seed(1)
     x = torch.randn(1, TOKENS, HEADS * DIM)
-    alone = Layer(ds_usp.SequenceMesh.single())
+    reference = Layer(ds_usp.SequenceMesh.single())
     layer = Layer(ds_usp.SequenceMesh.from_group(None, ulysses))
-    layer.load_state_dict(alone.state_dict())
-    if unchecked:
-        layer.mesh.consistency.refuse_backward = lambda: None
-    alone(x).backward()
-    want = [p.grad / ctx.world for p in alone.parameters() if p.grad is not None]
+    layer.load_state_dict(reference.state_dict())
+    reference(x).backward()
+    expected = [p.grad / ctx.world for p in reference.parameters() if p.grad is not None]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
-    if how == "config":
+    if setting == "config":
         config |= {"data_parallel_size": 1, "sequence_parallel_size": ctx.world}
     engine, *_ = deepspeed.initialize(
         model=layer,
         optimizer=torch.optim.SGD(layer.parameters(), lr=1.0),
         config=config,
-        mesh_param=(1, ctx.world) if how == "mesh_param" else None,
+        mesh_param=(1, ctx.world) if setting == "mesh_param" else None,
         dist_init_required=False,
     )
-    mine = layer.mesh.layout("contiguous", TOKENS).shard(x, 1, layer.mesh.rank)
+    shard = layer.mesh.layout("contiguous", TOKENS).shard(x, 1, layer.mesh.rank)
     try:
-        engine.backward(engine(mine))
+        engine.backward(engine(shard))
         engine.step()
     except ds_usp.USPError as error:
         return str(error), 0.0
     with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=stage == 3):
-        pairs = zip(alone.parameters(), layer.parameters(), strict=True)
+        pairs = zip(reference.parameters(), layer.parameters(), strict=True)
         steps = [(before - after).detach() for before, after in pairs]
-    return "", max(float((a - b).norm() / b.norm()) for a, b in zip(steps, want, strict=True))
+    return "", max(float((a - b).norm() / b.norm()) for a, b in zip(steps, expected, strict=True))
 
 
 def train_late(ctx: RankContext) -> str:
-    """What the backward pass of an engine says that was given no device mesh, but is made after
-    one was, by an idle engine that is right, and after a backward pass without DeepSpeed."""
+    """The error of the backward pass of an engine without a device mesh, which is created after
+    another engine had one, and after a backward pass without DeepSpeed."""
     import deepspeed
 
     from ds_usp.training.deepspeed import prepare_deepspeed
 
     prepare_deepspeed()
     layer = Layer(ds_usp.SequenceMesh.from_group(None, 1))
-    mine = layer.mesh.layout("contiguous", TOKENS).shard(
+    shard = layer.mesh.layout("contiguous", TOKENS).shard(
         torch.randn(1, TOKENS, HEADS * DIM), 1, layer.mesh.rank
     )
-    layer(mine).backward()
+    layer(shard).backward()
     other = torch.nn.Linear(2, 2)
     engines = []
     for model, stage, mesh_param in ((other, 3, (1, ctx.world)), (layer, 1, None)):
@@ -102,7 +98,7 @@ def train_late(ctx: RankContext) -> str:
         )
         engines.append(engine)
     try:
-        engines[1].backward(engines[1](mine))
+        engines[1].backward(engines[1](shard))
     except ds_usp.USPError as error:
         return str(error)
     return ""
@@ -117,10 +113,12 @@ CASES = [(stage, "mesh_param", 1) for stage in range(4)]
 CASES += [(1, "config", 2), (1, "neither", 2), (2, "neither", 1)]
 
 
-@pytest.mark.parametrize(("stage", "how", "ulysses"), CASES)
-def test_gradients_that_would_not_be_summed_are_refused(stage: int, how: str, ulysses: int) -> None:
-    for text, error in fork_world(train, 2, stage=stage, how=how, ulysses=ulysses):
-        if how != "neither" and stage < 3:
+@pytest.mark.parametrize(("stage", "setting", "ulysses"), CASES)
+def test_gradients_that_would_not_be_summed_are_refused(
+    stage: int, setting: str, ulysses: int
+) -> None:
+    for text, error in fork_world(train, 2, stage=stage, setting=setting, ulysses=ulysses):
+        if setting != "neither" and stage < 3:
             assert f"ZeRO-{stage} sums gradients over" in text
             assert "initialize_deepspeed" in text and "mpu" in text
         else:

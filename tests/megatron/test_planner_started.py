@@ -268,7 +268,7 @@ def core_step(config: dict[str, Any], model: dict[str, Any], levels: Any) -> Any
         qk_layernorm=made.qk_layernorm, normalization=made.normalization
     )
     gpt = GPTModel(made, spec, **model)
-    batch = get_batch_on_this_cp_rank(stock_megatron_core.whole_batch(False))
+    batch = get_batch_on_this_cp_rank(stock_megatron_core.full_batch(False))
     losses = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     loss = (losses * batch["loss_mask"]).sum() / losses.new_tensor(
         stock_megatron_core.B * stock_megatron_core.S

@@ -249,7 +249,6 @@ def test_documents_that_are_not_cut_so_are_refused(
 
 def test_documents_that_change_in_their_place_are_read_again() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
-
     from megatron_patches.megatron_core.packed import packed_mask
 
     params = PackedSeqParams("sbhd", torch.tensor([0, 3, 8]))

@@ -16,7 +16,7 @@ from ds_usp.errors import ConfigError, LayoutError, PatchError
 SP2 = {"sp": 2, "u": 1}
 CHECKPOINT = "--checkpoint-activations --deepspeed-activation-checkpointing"
 REFUSED = [
-    (SP2, "--sequence-parallel", "cuts the sequence over tensor-parallel ranks"),
+    (SP2, "--sequence-parallel", "shards the sequence over tensor-parallel ranks"),
     (SP2, "--ds-sequence-parallel-fpdt", "--ds-sequence-parallel-fpdt has an attention"),
     ({"sp": 2, "u": 3}, "", "--ulysses-degree 3 does not divide --ds-sequence-parallel-size 2"),
     ({"sp": 2, "u": "auto"}, "--usp-cluster b9", "no cluster 'b9'; there are a100"),
@@ -30,8 +30,8 @@ REFUSED = [
     (
         {"sp": 2},
         "--num-attention-heads 1 --kv-channels 64",
-        "--ulysses-degree 2 needs at least 2 query heads on each tensor-parallel rank, there are 1 "
-        "(1 heads, tp=1). For --ds-sequence-parallel-size 2 use --ulysses-degree 1 (ring 2)",
+        "--ulysses-degree 2 needs at least 2 query heads on each tensor-parallel rank, there are 1"
+        ". Use one of 1 (ring 2)",
     ),
     (SP2, "--seq-length 1", "1 tokens leave a rank of ulysses 1 x ring 2 (zigzag) without any"),
     (SP2, "--attention-dropout 0.1", "Set --attention-dropout 0"),
@@ -106,7 +106,7 @@ def test_a_flash_attention_that_is_not_used_is_said_once(
 
 def test_deepspeeds_configuration_is_read_too(host: HostServer) -> None:
     for config, message in (
-        ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size says it"),
+        ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
         ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "ZeRO++ and MiCS"),
         ({"optimizer": {"type": "OneBitAdam"}}, "1-bit optimizer"),

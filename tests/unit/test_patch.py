@@ -1,10 +1,11 @@
-"""Patches go in together or not at all, and only where the host is what they were written for."""
+"""Patches are applied together or not at all, and only to the source that they were written for."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -12,10 +13,13 @@ import pytest
 
 import megatron_patches
 from ds_usp.errors import ConfigError, PatchError
-from megatron_patches import Guard, Patch, PatchSet, fingerprint
-from megatron_patches.patch import applied_sets
+from megatron_patches import Bypass, Guard, Patch, PatchSet, fingerprint
+from megatron_patches.__main__ import main
+from megatron_patches.guards import fingerprint_at
+from megatron_patches.patch_set import applied_sets
 
-HOST = '''
+NAME, USER = "doctored_framework", "doctored_user"
+SOURCE = '''
 LIMIT = 3
 
 def double(x):
@@ -31,6 +35,10 @@ class Layer:
     def size(self):
         return self.width * self.factor
 
+    @property
+    def half(self):
+        return self.width // 2
+
     @staticmethod
     def name(suffix):
         return "layer" + suffix
@@ -42,9 +50,9 @@ class Layer:
 class Wide(Layer):
     pass
 '''
-USER = """
-from doctored_host import Layer, double
-from doctored_host import double as kept
+USER_SOURCE = f"""
+from {NAME} import Layer, double
+from {NAME} import double as renamed
 
 def use(x):
     return double(x)
@@ -52,32 +60,42 @@ def use(x):
 
 
 @pytest.fixture
-def write_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Write and import the doctored host, with or without changes to its text."""
+def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """Import the doctored framework and its user again, after replacements in its text."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(text: str = HOST) -> None:
-        for name, source in (("doctored_host", text), ("doctored_user", USER)):
+    def write(*replacements: tuple[str, str]) -> ModuleType:
+        text = SOURCE
+        for old, new in replacements:
+            assert old in text
+            text = text.replace(old, new)
+        for name, source in ((NAME, text), (USER, USER_SOURCE)):
             sys.modules.pop(name, None)
             (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
-        for name in ("doctored_host", "doctored_user"):
-            importlib.import_module(name)
+        framework = importlib.import_module(NAME)
+        if hasattr(framework, "double"):
+            importlib.import_module(USER)
+        return framework
 
-    write()
     yield write
     megatron_patches.restore()
-    for name in ("doctored_host", "doctored_user"):
+    for name in (NAME, USER):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
-def host(write_host: Callable[..., None]) -> ModuleType:
-    return sys.modules["doctored_host"]
+def framework(edit: Callable[..., ModuleType]) -> ModuleType:
+    return edit()
 
 
 def patch(name: str, replacement: object, kind: str = "wrap", **kwargs: object) -> Patch:
-    return Patch(f"doctored_host:{name}", replacement, kind, **kwargs)  # type: ignore[arg-type]
+    return Patch(f"{NAME}:{name}", replacement, kind, **kwargs)  # type: ignore[arg-type]
+
+
+def bypass(path: str, flag: str = "") -> Bypass:
+    guard = Guard(source_sha256=fingerprint_at(f"{NAME}:{path}"))
+    return Bypass(f"{NAME}:{path}", "ds_usp computes it", guard, flag)
 
 
 def times_three(original: Callable[..., int], *args: object, **kwargs: object) -> int:
@@ -88,13 +106,16 @@ def louder(original: Callable[..., str], *args: object) -> str:
     return original(*args).upper()
 
 
-def test_all_kinds_apply_and_restore(host: ModuleType) -> None:
-    before = dict(vars(host)), dict(vars(host.Layer)), dict(vars(host.Wide))
-    user = sys.modules["doctored_user"]
+TRIPLED = partial(patch, "double", times_three)
+
+
+def test_all_kinds_apply_and_restore(framework: ModuleType) -> None:
+    layer, wide, user = framework.Layer, framework.Wide, sys.modules[USER]
+    before = dict(vars(framework)), dict(vars(layer)), dict(vars(wide))
     patches = PatchSet(
         "doctored",
         (
-            patch("double", times_three, also_in=("doctored_user:double",)),
+            TRIPLED(also_in=(f"{USER}:double",)),
             patch("LIMIT", 5, "replace"),
             patch("triple", lambda x: 3 * x, "add"),
             patch("Layer.size", times_three),
@@ -104,79 +125,76 @@ def test_all_kinds_apply_and_restore(host: ModuleType) -> None:
         ),
     )
     patches.apply()
-    assert (host.double(1), user.use(1), host.LIMIT, host.triple(1)) == (6, 6, 5, 3)
-    assert (host.Layer(1).size(), host.Wide(1).size()) == (30, 90)  # the one inherited
-    assert (host.Layer.name("s"), host.Layer.make(1).width) == ("LAYERS", 2)
+    assert (framework.double(1), user.use(1), framework.LIMIT, framework.triple(1)) == (6, 6, 5, 3)
+    assert (layer(1).size(), wide(1).size()) == (30, 90)  # the inherited one is wrapped twice
+    assert (layer.name("s"), layer.make(1).width) == ("LAYERS", 2)
     assert applied_sets() == (patches,)
     patches.restore()
-    assert (dict(vars(host)), dict(vars(host.Layer)), dict(vars(host.Wide))) == before
-    assert user.use(1) == 2
-    assert applied_sets() == ()
-    patches.apply()  # a set that was taken back can go in again
-    assert host.double(1) == 6
+    assert (dict(vars(framework)), dict(vars(layer)), dict(vars(wide))) == before
+    assert (user.use(1), applied_sets()) == (2, ())
+    patches.apply()
+    assert framework.double(1) == 6
 
 
-def test_names_that_hold_the_old_object_are_reported(host: ModuleType) -> None:
-    patches = PatchSet("doctored", (patch("double", times_three),))
+def test_names_that_hold_a_replaced_object_are_reported(framework: ModuleType) -> None:
+    patches = PatchSet("doctored", (TRIPLED(also_in=(f"{USER}:double",)),))
     assert patches.stale() == ()
     patches.apply()
-    assert set(patches.stale()) == {"doctored_user:double", "doctored_user:kept"}
+    assert patches.stale() == (f"{USER}:renamed",)
 
 
-def test_a_second_apply_is_refused_and_changes_nothing(host: ModuleType) -> None:
-    first = PatchSet("doctored", (patch("double", times_three),))
-    again = PatchSet("other", (patch("LIMIT", 9, "replace"), patch("double", times_three)))
+def test_a_second_apply_is_refused_and_changes_nothing(framework: ModuleType) -> None:
+    first = PatchSet("doctored", (TRIPLED(),))
     first.apply()
-    for patches in (first, again):
+    for patches in (first, PatchSet("other", (patch("LIMIT", 9, "replace"), TRIPLED()))):
         with pytest.raises(PatchError, match="patched already"):
             patches.apply()
-    assert (host.double(1), host.LIMIT) == (6, 3)
+    assert (framework.double(1), framework.LIMIT) == (6, 3)
     PatchSet("disjoint", (patch("LIMIT", 9, "replace"),)).apply()
     assert len(applied_sets()) == 2
     megatron_patches.restore()
-    assert (host.double(1), host.LIMIT, applied_sets()) == (2, 3, ())
+    assert (framework.double(1), framework.LIMIT, applied_sets()) == (2, 3, ())
 
 
-def test_an_error_half_way_leaves_nothing_changed(host: ModuleType) -> None:
-    patches = PatchSet(
-        "doctored", (patch("double", times_three), Patch("builtins:int.real", 1, "replace"))
-    )
-    with pytest.raises(PatchError, match="Nothing was changed"):
-        patches.apply(unchecked=True)
-    assert host.double(1) == 2
-    assert applied_sets() == ()
-    with pytest.raises(PatchError, match="gone"):
-        PatchSet("d", (patch("double", times_three), patch("gone", times_three))).apply(
-            unchecked=True
-        )
-    assert host.double(1) == 2
-
-
-def test_the_fingerprint_ignores_comments_and_formatting(
-    write_host: Callable[..., None], host: ModuleType
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Patch("builtins:int.real", 1, "replace"), "Nothing was changed"),
+        (patch("gone", times_three), "gone does not exist"),
+    ],
+)
+def test_an_error_half_way_leaves_nothing_changed(
+    framework: ModuleType, bad: Patch, message: str
 ) -> None:
-    known = fingerprint(host.double), fingerprint(host.Layer)
-    write_host(
-        HOST.replace('    """Twice x."""\n', "")
-        .replace("# as ever", "# as always")
-        .replace("2 * x", "(2 *\n        x)")
-    )
-    now = sys.modules["doctored_host"]
-    assert (fingerprint(now.double), fingerprint(now.Layer)) == known
-    write_host(HOST.replace("2 * x", "x * 2"))
-    assert fingerprint(sys.modules["doctored_host"].double) != known[0]
+    with pytest.raises(PatchError, match=message):
+        PatchSet("doctored", (TRIPLED(), bad)).apply(unchecked=True)
+    assert (framework.double(1), applied_sets()) == (2, ())
+
+
+def test_the_fingerprint_ignores_comments_and_formatting(edit: Callable[..., ModuleType]) -> None:
+    def fingerprints(*replacements: tuple[str, str]) -> list[str]:
+        framework = edit(*replacements)
+        layer = framework.Layer
+        objects = {"double": framework.double, "Layer": layer, "Layer.half": layer.half}
+        digests = [fingerprint(value) for value in objects.values()]
+        assert digests == [fingerprint_at(f"{NAME}:{path}") for path in objects]
+        return digests
+
+    known = fingerprints()
+    docstring = ('    """Twice x."""\n', "")
+    assert fingerprints(docstring, ("# as ever", "#"), ("2 * x", "(2 *\n        x)")) == known
+    assert fingerprints(("2 * x", "x * 2"))[0] != known[0]
 
 
 def test_all_mismatches_are_reported_together(
-    write_host: Callable[..., None], host: ModuleType
+    edit: Callable[..., ModuleType], framework: ModuleType
 ) -> None:
-    known = fingerprint(host.double)
-    same = Guard(source_sha256=known)
-    one_of = Guard(source_sha256=("0" * 16, fingerprint(host.Layer.size)))
+    known = fingerprint(framework.double)
+    one_of = Guard(source_sha256=("0" * 16, fingerprint(framework.Layer.size)))
     patches = PatchSet(
         "doctored",
         (
-            patch("double", times_three, also_in=("doctored_user:use",), guard=same),
+            TRIPLED(also_in=(f"{USER}:use",), guard=Guard(source_sha256=known)),
             patch("Layer.size", times_three, guard=one_of),
             patch("Layer", times_three),
             patch("gone", times_three),
@@ -187,72 +205,123 @@ def test_all_mismatches_are_reported_together(
             patch("Layer.make", louder, guard=Guard("no-such-distribution", ">=1")),
         ),
     )
-    write_host(HOST.replace("2 * x", "x * 2"))
+    framework = edit(("2 * x", "x * 2"))
     with pytest.raises(PatchError) as caught:
         patches.apply()
     text = str(caught.value)
     for expected in (
-        f"doctored_host:double: its source is another: expected fingerprint {known}, found",
-        "doctored_user:use: is not the same object as doctored_host:double",
-        "doctored_host:Layer: is a class",
-        "doctored_host:gone: does not exist",
-        "doctored_host:LIMIT: exists already",
-        "doctored_host:Layer.factor: its source cannot be read",
+        f"{NAME}:double: its source is another: expected fingerprint {known}, found",
+        f"{USER}:use: is not the same object as {NAME}:double",
+        f"{NAME}:Layer: is a class",
+        f"{NAME}:gone: does not exist",
+        f"{NAME}:LIMIT: exists already",
+        f"{NAME}:Layer.factor: its source cannot be read",
         "no_such_module:name: ModuleNotFoundError",
-        "doctored_host:Layer.name: needs pytest >=1000, found",
-        "doctored_host:Layer.make: needs no-such-distribution >=1, which is not installed",
+        f"{NAME}:Layer.name: needs pytest >=1000, found",
+        f"{NAME}:Layer.make: needs no-such-distribution >=1, which is not installed",
         "--usp-unchecked-host",
     ):
         assert expected in text, text
     assert "Layer.size" not in text
-    assert sys.modules["doctored_host"].double(1) == 2
+    assert framework.double(1) == 2
+    PatchSet("doctored", (patches.patches[0],)).apply(unchecked=True)
+    assert framework.double(1) == 6
 
 
-def test_at_the_users_own_risk_guards_are_not_compared(host: ModuleType) -> None:
-    guarded = patch("double", times_three, guard=Guard("pytest", ">=1000", "0" * 16))
-    PatchSet("doctored", (guarded,)).apply(unchecked=True)
-    assert host.double(1) == 6
-
-
-def test_what_is_no_patch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no place to patch"):
-        Patch("doctored_host.double", 1)
+def test_invalid_patches_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no patch target"):
+        Patch(f"{NAME}.double", 1)
     with pytest.raises(ConfigError, match="not replace, wrap or add"):
-        Patch("doctored_host:double", 1, "remove")  # type: ignore[arg-type]
+        Patch(f"{NAME}:double", 1, "remove")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"unknown framework 'nemo'; there are .*deepspeed"):
         megatron_patches.apply("nemo")
+    with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
+        megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
+    with pytest.warns(DeprecationWarning, match="frameworks"):
+        assert megatron_patches.hosts() == megatron_patches.frameworks()
 
 
-def test_a_patch_without_its_package_is_left_out(host: ModuleType) -> None:
+def test_a_patch_without_its_package_is_left_out(framework: ModuleType) -> None:
     absent = Patch("no_such_package.module:name", 1, needs="no_such_package")
-    present = patch("double", times_three, needs="pytest")
-    PatchSet("doctored", (absent, present)).apply()
-    assert host.double(1) == 6
+    PatchSet("doctored", (absent, TRIPLED(needs="pytest"))).apply()
+    assert framework.double(1) == 6
 
 
-def test_patches_of_a_script_wait_for_it(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_of_a_script_are_applied_when_it_runs(
+    framework: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = ModuleType("__main__")
     exec("def batch(x):\n    return x\n", vars(script))
     monkeypatch.setitem(sys.modules, "__main__", script)
-    patches = PatchSet(
-        "doctored",
-        (patch("double", times_three),),
-        later=(Patch("__main__:batch", times_three, "wrap"),),
-    )
+    patches = PatchSet("doctored", (TRIPLED(),), (Patch("__main__:batch", times_three, "wrap"),))
     patches.apply()
     assert vars(script)["batch"](1) == 1
     patches.apply_later()
     patches.apply_later()
     assert vars(script)["batch"](1) == 3
     megatron_patches.restore()
-    assert (vars(script)["batch"](1), host.double(1)) == (1, 2)
+    assert (vars(script)["batch"](1), framework.double(1)) == (1, 2)
 
-    wrong = PatchSet(
-        "doctored",
-        (patch("double", times_three),),
-        later=(Patch("__main__:other", times_three, "wrap"),),
-    )
+    wrong = PatchSet("doctored", (TRIPLED(),), (Patch("__main__:other", times_three, "wrap"),))
     wrong.apply()
     with pytest.raises(PatchError, match="__main__:other: does not exist"):
         wrong.apply_later()
-    assert host.double(1) == 6  # what was applied before stays
+    assert framework.double(1) == 6  # earlier patches stay
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("double", "2 * x", "3 * x"),
+        ("Layer.__init__", "self.width = width", "self.width = -width"),
+        ("Layer", '"layer"', '"level"'),
+        ("double", "def double", "def twice"),
+    ],
+)
+def test_an_edit_of_a_bypassed_function_is_refused(
+    edit: Callable[..., ModuleType], framework: ModuleType, path: str, old: str, new: str
+) -> None:
+    patches = PatchSet("doctored", (), bypassed=(bypass(path),))
+    others = PatchSet("doctored", (), bypassed=(bypass("Layer.half"), bypass("Wide")))
+    edit(("# as ever", "#"))
+    patches.verify()
+    edit((old, new))
+    with pytest.raises(PatchError, match=rf"(?s){NAME}:{path}: its source .*Undo the edits") as got:
+        patches.apply()
+    assert "def" in old or "An edit has no effect: ds_usp computes it" in str(got.value)
+    others.verify()
+    patches.apply(unchecked=True)
+
+
+def test_bypasses_of_a_flag_and_of_the_script_are_compared_later(
+    edit: Callable[..., ModuleType], framework: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flagged, scripted = bypass("double", flag="--chunks"), bypass("double")
+    scripted = scripted.retarget(NAME, "__main__")
+    patches = PatchSet("doctored", (), bypassed=(flagged, scripted))
+    monkeypatch.setitem(sys.modules, "__main__", framework)
+    patches.apply_later()
+    monkeypatch.setitem(sys.modules, "__main__", edit(("2 * x", "3 * x")))
+    patches.apply()
+    patches.verify_flag("--other")
+    with pytest.raises(PatchError, match=f"{NAME}:double: its source is another"):
+        patches.verify_flag("--chunks")
+    with pytest.raises(PatchError, match="__main__:double: its source is another"):
+        patches.apply_later()
+
+
+def test_the_checkout_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_DEEPSPEED_PATH", str(tmp_path))
+    assert main(["--check"]) == 1
+    assert f"{tmp_path} is in no checkout of Megatron-DeepSpeed" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert main(["--host", "megatron_deepspeed", "--check", str(tmp_path / "other")]) == 1
+    assert f"{tmp_path / 'other'} is in no checkout" in capsys.readouterr().err  # a path goes first
+    monkeypatch.setenv("MEGATRON_DEEPSPEED_PATH", str(tmp_path / "gone"))
+    assert main(["--check"]) == 1
+    assert "MEGATRON_DEEPSPEED_PATH=" in capsys.readouterr().err
+    monkeypatch.delenv("MEGATRON_DEEPSPEED_PATH")
+    with pytest.raises(ConfigError, match="or set MEGATRON_DEEPSPEED_PATH"):
+        megatron_patches.check("megatron_deepspeed")

@@ -1,4 +1,4 @@
-"""Parts of the Megatron-DeepSpeed host that need no checkout."""
+"""The patches of Megatron-DeepSpeed, as far as they need no checkout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import megatron_patches
 from ds_usp.errors import ConfigError
 from ds_usp.training import apply_rotary
 from megatron_patches import run
-from megatron_patches.megatron_deepspeed import apex, stubs
-from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention
-from megatron_patches.megatron_deepspeed.checkout import find_checkout, prepend_to_path
+from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention, rotary_table
+from megatron_patches.megatron_deepspeed.compat import apex, stubs
 from megatron_patches.megatron_deepspeed.dropout import dropout_seeds
-from megatron_patches.megatron_deepspeed.rotary import rotary_table
+from megatron_patches.megatron_deepspeed.startup import find_checkout, prepend_to_path
 from megatron_patches.megatron_deepspeed.state import FrameworkState
 
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
@@ -34,8 +33,8 @@ def test_a_table_holds_the_positions_of_its_rank() -> None:
         x = torch.randn(layout.length(rank), BATCH, 3, HEAD_DIM)
         table = rotary_table(layout, rank, HEAD_DIM, 10000.0, x.device)
         expected = oracle.rotated(x, layout.positions(rank), HEAD_DIM, 10000.0, token_dim=0)
-        (got,) = apply_rotary([x], *table, token_dim=0)
-        assert oracle.relative_error(got, expected) < 1e-6
+        (rotated,) = apply_rotary([x], *table, token_dim=0)
+        assert oracle.relative_error(rotated, expected) < 1e-6
 
 
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
@@ -60,40 +59,42 @@ def test_a_layers_attention_from_its_projection(heads: int, kv_heads: int, rotar
     out = attention(torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1))
     assert out.is_contiguous()
     if rotary_dim:
-        turned = partial(oracle.rotated, positions=range(TOKENS), dim=rotary_dim, base=1e4)
-        q, k = (turned(x, token_dim=0) for x in (q, k))
+        rotate = partial(oracle.rotated, positions=range(TOKENS), dim=rotary_dim, base=1e4)
+        q, k = (rotate(x, token_dim=0) for x in (q, k))
     expected, _ = oracle.dense_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), oracle.causal(range(TOKENS), range(TOKENS))
     )
     assert oracle.relative_error(out, expected.transpose(0, 1).flatten(2)) < 1e-6
 
 
-def test_what_apex_does_is_done_by_torch() -> None:
-    made = apex.modules()
-    norm = made["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
+def test_the_apex_stubs_compute_what_apex_does() -> None:
+    apex_modules = apex.modules()
+    norm = apex_modules["apex.normalization"].MixedFusedRMSNorm(8, 1e-5, sequence_parallel=True)
     x = torch.randn(3, 8)
     assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
-    function = made["apex.normalization.fused_layer_norm"].FusedLayerNormAffineFunction
+    function = apex_modules["apex.normalization.fused_layer_norm"].FusedLayerNormAffineFunction
     weight, bias = torch.randn(2, 8)
     given = (x, weight, bias, torch.Size([8]), 1e-5)
     assert torch.equal(function.apply(*given), F.layer_norm(x, (8,), weight, bias, 1e-5))
-    applier = made["apex.multi_tensor_apply"].multi_tensor_applier
+    applier = apex_modules["apex.multi_tensor_apply"].multi_tensor_applier
     tensors, overflow = [torch.randn(5), torch.randn(2, 3)], torch.zeros(1, dtype=torch.int)
-    whole = torch.cat([t.flatten() for t in tensors])
-    norm_of_all, _ = applier(made["amp_C"].multi_tensor_l2norm, overflow, [tensors], False)
-    assert torch.allclose(norm_of_all, whole.norm())
+    flat = torch.cat([t.flatten() for t in tensors])
+    norm_of_all, _ = applier(apex_modules["amp_C"].multi_tensor_l2norm, overflow, [tensors], False)
+    assert torch.allclose(norm_of_all, flat.norm())
     targets = [torch.empty_like(t) for t in tensors]
-    applier(made["amp_C"].multi_tensor_scale, overflow, [tensors, targets], 0.5)
+    applier(apex_modules["amp_C"].multi_tensor_scale, overflow, [tensors, targets], 0.5)
     assert all(torch.equal(a * 0.5, b) for a, b in zip(tensors, targets, strict=True))
     for name in ("FusedAdam", "FusedSGD"):
         weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = getattr(made["apex.optimizers"], name)([weight], lr=0.1, weight_decay=0.0)
+        optimizer = getattr(apex_modules["apex.optimizers"], name)(
+            [weight], lr=0.1, weight_decay=0.0
+        )
         weight.grad = torch.ones(3)
         optimizer.step()
         assert torch.allclose(weight, torch.full((3,), 0.9))
 
 
-def test_a_stand_in_says_what_to_install_when_it_is_used() -> None:
+def test_using_a_stub_raises_with_what_to_install() -> None:
     row = stubs.Stub("nemo", "nemo", "fishing: pip install nemo")
     module = stubs._MissingModule(row)
     tokenizer = module.AutoTokenizer
@@ -103,7 +104,7 @@ def test_a_stand_in_says_what_to_install_when_it_is_used() -> None:
     assert not hasattr(module, "__path__")  # what import asks of every module
 
 
-def test_a_path_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+def test_a_path_in_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         find_checkout(tmp_path / "nowhere")
     script = tmp_path / "pretrain_gpt.py"
@@ -121,7 +122,7 @@ def test_a_path_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         run.main(["--local_rank=0"])
 
 
-def test_another_megatron_that_is_loaded_is_refused(
+def test_another_loaded_megatron_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = ModuleType("megatron")
@@ -133,12 +134,7 @@ def test_another_megatron_that_is_loaded_is_refused(
     assert sys.path == before
 
 
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'ring_degree'.*ulysses_degree"):
-        megatron_patches.patch_set("megatron_deepspeed", ring_degree=2)
-
-
-def test_ranks_with_other_tokens_drop_other_places() -> None:
+def test_dropout_seeds_differ_over_ranks_with_other_tokens() -> None:
     """One seed a pipeline stage, replica and shard; tensor-parallel ranks share the first."""
     ranks = [
         {"pp": pp, "dp": dp, "sp": sp, "tp": tp}

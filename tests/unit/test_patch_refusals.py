@@ -1,4 +1,4 @@
-"""What Megatron-DeepSpeed's own errors would end, refused in words; without a checkout."""
+"""Refusals of Megatron-DeepSpeed's options, as far as they need no checkout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "message"),
     [
         ({"distribute_saved_activations": True}, "parallel 4.*--usp-offload-ratio 1"),
         ({"distribute_checkpointed_activations": True}, "whole length.*--usp-offload-ratio 1"),
@@ -48,13 +48,15 @@ CHECKPOINT = {"checkpoint_activations": True, "deepspeed_activation_checkpointin
         ({**CHECKPOINT, "contigious_checkpointing": True}, "--partition-activations alone"),
     ],
 )
-def test_a_failure_of_the_hosts_is_refused_with_the_fix(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        refuse_framework_failures(SimpleNamespace(**{**PLAIN, **asked}))
+def test_an_option_that_fails_in_the_framework_is_refused_with_the_fix(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_framework_failures(SimpleNamespace(**{**PLAIN, **options}))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {},
         CHECKPOINT,
@@ -63,12 +65,12 @@ def test_a_failure_of_the_hosts_is_refused_with_the_fix(asked: dict[str, Any], w
         {"log_optimizer_states_to_tensorboard": True, "optimizer": "adam"},
     ],
 )
-def test_what_runs_is_not_refused(asked: dict[str, Any]) -> None:
-    refuse_framework_failures(SimpleNamespace(**{**PLAIN, **asked}))
+def test_options_that_work_are_not_refused(options: dict[str, Any]) -> None:
+    refuse_framework_failures(SimpleNamespace(**{**PLAIN, **options}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_flash_attention_that_is_not_used_is_named_on_one_rank(
+def test_an_unused_flash_attention_is_printed_on_rank_0(
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("v1", "v2", "triton", "builder")
@@ -80,8 +82,8 @@ def test_a_flash_attention_that_is_not_used_is_named_on_one_rank(
         assert not capsys.readouterr().out
         args.use_flash_attn_v2 = True
         _choose_flash(args, config)
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         assert not args.use_flash_attn_v2
-        assert (f"--use-flash-attn-v2: not used, because {why}" in said or why in said) == (
+        assert (f"--use-flash-attn-v2: not used, because {why}" in printed or why in printed) == (
             not rank
         )

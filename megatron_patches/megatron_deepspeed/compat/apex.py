@@ -1,4 +1,4 @@
-"""What the host takes from apex on GPUs, in plain torch; used where apex is not installed."""
+"""The functions of apex that Megatron-DeepSpeed uses on GPUs, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class MixedFusedRMSNorm(torch.nn.RMSNorm):
-    """``apex.normalization.MixedFusedRMSNorm`` with the host's extra keyword."""
+    """``apex.normalization.MixedFusedRMSNorm`` with Megatron-DeepSpeed's extra keyword."""
 
     def __init__(
         self, normalized_shape: int, eps: float = 1e-5, sequence_parallel: bool = False
@@ -23,7 +23,7 @@ class MixedFusedRMSNorm(torch.nn.RMSNorm):
 
 
 class FusedLayerNormAffineFunction:
-    """Called as the autograd function of that name; autograd needs no help for this one."""
+    """The interface of apex's autograd function; torch differentiates it."""
 
     @staticmethod
     def forward(
@@ -36,7 +36,7 @@ class FusedLayerNormAffineFunction:
 
 
 def fused_adam(params: Iterable[Any], **kwargs: Any) -> torch.optim.Optimizer:
-    """``apex.optimizers.FusedAdam``, which decays weights as AdamW does."""
+    """``apex.optimizers.FusedAdam``, with AdamW's weight decay."""
     return torch.optim.AdamW(params, fused=True, **kwargs)
 
 
@@ -55,7 +55,7 @@ def multi_tensor_applier(
 def multi_tensor_l2norm(
     overflow: Tensor, tensors: Sequence[Sequence[Tensor]], per_parameter: bool
 ) -> tuple[Tensor, Tensor]:
-    """``amp_C.multi_tensor_l2norm``: the norm of all tensors, and of each."""
+    """``amp_C.multi_tensor_l2norm``: the norm of all tensors together, and of each one."""
     norms = torch.stack(torch._foreach_norm([x.float() for x in tensors[0]]))
     return norms.norm(), norms
 
@@ -84,7 +84,7 @@ def modules() -> dict[str, ModuleType]:
     }
     stubs = {}
     for name, names in contents.items():
-        stubs[name] = ModuleType(name, "Stand-in of ds_usp.")
-        stubs[name].__spec__ = ModuleSpec(name, None)  # others look for it with find_spec
+        stubs[name] = ModuleType(name, "Stub of ds_usp.")
+        stubs[name].__spec__ = ModuleSpec(name, None)  # find_spec() of other libraries
         vars(stubs[name]).update(names)
     return stubs

@@ -1,5 +1,4 @@
-"""What follows a product and its bias, each in one pass on the GPU: GELU by tanh and its gradient,
-and the sum with a residual."""
+"""Triton kernels: bias with tanh GELU and its gradient, and bias with a residual."""
 
 from __future__ import annotations
 
@@ -49,22 +48,22 @@ def _add(out, residual, x, bias, count, width, BLOCK: tl.constexpr):  # type: ig
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Of ``given [..., width] + bias [width]``."""
+    """Tanh GELU of ``x [..., width] + bias [width]``."""
     return _launch(_gelu, bias, x)
 
 
 def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of :func:`gelu` with respect to ``given``, and of every token to the bias."""
+    """The gradient of :func:`gelu` with respect to ``x``, ``[..., width]``."""
     return _launch(_gelu_backward, bias, grad, x)
 
 
 def add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``given + bias + residual``, rounded once; ``given`` and ``residual`` ``[..., width]``."""
+    """``x + bias + residual``, rounded once; ``x`` and ``residual`` ``[..., width]``."""
     return _launch(_add, bias, residual, x)
 
 
 def _launch(kernel: Any, bias: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    """One number for each of those given, which are as many as the first."""
+    """One elementwise kernel over tensors of one shape and a bias ``[width]``."""
     tensors = tuple(x.contiguous() for x in tensors)
     out = torch.empty_like(tensors[0])
     count = out.numel()

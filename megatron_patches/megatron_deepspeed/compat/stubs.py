@@ -1,6 +1,6 @@
-"""Modules in place of packages that the host imports and training does not need.
+"""Stubs of packages that Megatron-DeepSpeed imports and training does not need.
 
-Each goes in only where the real one is missing. What is called all the same says what to install.
+Each is installed only where the package is missing; using one raises, with what to install.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ds_usp.errors import ConfigError
-from megatron_patches.megatron_deepspeed import apex
+from megatron_patches.megatron_deepspeed.compat import apex
 
 
 @dataclass(frozen=True)
 class Stub:
-    """One module that may be missing.
+    """A module that may be missing.
 
     Args:
-        name: of the module that is put in.
+        name: of the stub module.
         needs: the package whose absence makes it necessary.
-        purpose: what the host uses it for, with the package to install.
+        purpose: what Megatron-DeepSpeed uses it for, with the package to install.
         until: the module whose import needs it; afterwards nobody else shall see it. "": it stays.
     """
 
@@ -66,7 +66,7 @@ _STUBS = (
 
 
 def install_stubs() -> None:
-    """Put a stand-in wherever a package is missing; the checkout must be importable."""
+    """Install a stub for every missing package; the checkout must be importable."""
     if _on_cuda() and not _exists("apex"):
         sys.modules.update(apex.modules())
     missing = [row for row in _STUBS if row.name not in sys.modules and not _exists(row.needs)]
@@ -81,14 +81,14 @@ def install_stubs() -> None:
 
 
 def compile_helpers(original: Callable[[], None]) -> None:
-    """Instead of ``make`` in the checkout: build its index builder in torch's extension cache."""
+    """``compile_helper``: build the index builder in torch's extension cache instead."""
     helpers = sys.modules.get(_HELPERS)
     if isinstance(helpers, _LazyModule):
         helpers.load()
 
 
 class _Missing:
-    """A name of a package that is not there; any use of it says so."""
+    """An attribute of a missing package; any use raises."""
 
     def __init__(self, row: Stub, name: str) -> None:
         self._row, self._name = row, name
@@ -114,7 +114,7 @@ class _MissingModule(ModuleType):
 
 
 class _LazyModule(ModuleType):
-    """A module that is made when something of it is asked for."""
+    """A module that is built at the first access to an attribute."""
 
     def __init__(self, name: str, make: Callable[[], ModuleType]) -> None:
         super().__init__(name)
@@ -135,9 +135,9 @@ def _build_helpers() -> ModuleType:
     from megatron.data import __path__ as folders
     from torch.utils import cpp_extension
 
-    # torch brings pybind11's headers and a lock: ranks that come together build once. Where the
-    # compiler puts libstdc++ into the module, its symbols must stay there: beside the libstdc++
-    # that torch has loaded, half of one and half of the other print no number without a crash.
+    # cpp_extension brings pybind11's headers and a lock, so that concurrent ranks build once. Where
+    # the compiler links libstdc++ statically its symbols must stay local: mixed with those of the
+    # libstdc++ that torch has loaded, printing a number crashes.
     built: ModuleType = cpp_extension.load(
         name="helpers",
         sources=[str(Path(folders[0]) / "helpers.cpp")],

@@ -1,7 +1,7 @@
-"""Norms of many gradients at once, where DeepSpeed's loops launch ten kernels a parameter.
+"""Gradient norms and overflow checks by ``torch._foreach_norm`` instead of loops over parameters.
 
-The loops run after the last gradient and before the first update, while nothing else keeps the GPU
-busy: of GPT 1.3B on 16K tokens (2 H200) a twentieth of the time.
+DeepSpeed's loops launch ten kernels a parameter while the GPU has no other work: a twentieth of the
+step of GPT 1.3B on 16K tokens (2 H200).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def has_overflow(original: Callable[[Any], Tensor], optimizer: Any) -> Tensor:
     gradients = [grad for group in groups for grad in group if grad is not None]
     if not _is_foreach_compatible(gradients):
         return original(optimizer)
-    # The largest of a tensor is finite if all are; NaN is larger than anything.
+    # The maximum norm is finite if all elements are; NaN propagates through it.
     max_abs = torch.stack(torch._foreach_norm(gradients, math.inf))
     return max_abs.isfinite().all().logical_not().unsqueeze(0)
 
 
 class _ParamKind(NamedTuple):
-    """What DeepSpeed asks of a parameter before it counts it: alike parameters count together."""
+    """Properties by which DeepSpeed decides whether a parameter counts on this rank."""
 
     replicated: bool
     split: bool
@@ -45,8 +45,8 @@ def gradient_norm(
     params: Iterable[Any],
     norm_type: float = 2,
 ) -> Tensor:
-    """``get_grad_norm_direct`` of ZeRO-1 and 2, of one number for all parameters that it treats
-    alike, in place of their gradients: the norm of norms is that of all."""
+    """``get_grad_norm_direct`` of ZeRO-1 and 2 on one norm for each kind of parameter, instead of
+    on their gradients: the norm of the norms is the norm of all."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -64,12 +64,12 @@ def gradient_norm(
 
 
 def _norm(gradients: tuple[Tensor, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """Of all of them as one vector, summed up in ``dtype``."""
+    """The norm of all tensors as one vector, accumulated in ``dtype``."""
     norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
     return torch.linalg.vector_norm(norms, norm_type)
 
 
 def _is_foreach_compatible(gradients: list[Tensor]) -> bool:
-    """Whether torch takes them in one call: there are some, dense, of one kind, none empty."""
+    """Whether ``torch._foreach_norm`` takes them: dense, of one dtype and device, none empty."""
     kinds = {(grad.device, grad.dtype, grad.layout) for grad in gradients}
     return len(kinds) == 1 and not gradients[0].is_sparse and all(x.numel() for x in gradients)

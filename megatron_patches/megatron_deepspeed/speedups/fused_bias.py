@@ -1,9 +1,8 @@
-"""The host's fused kernels, left out or replaced where they cannot be built."""
+"""Bias with GELU, with the GEMM and with the residual: one GPU kernel each instead of several."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -13,39 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LAST_CUDA_WITH_VOLTA = 12
-
-
-def switch_off_missing_fusions(args: Any) -> None:
-    """Leave out fusions whose compiled kernels are not there and cannot be built, and the one that
-    TorchScript would compile: no torch of today fuses it, and in place of a dropout of 0 it runs
-    one that draws, keeps a mask, and keeps all else that its gradient might need."""
-    args.bias_dropout_fusion = False
-    if not _can_build():
-        args.masked_softmax_fusion = False
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        args.gradient_accumulation_fusion = False
-
-
-def load_fused_kernels(original: Callable[[Any], None], args: Any) -> None:
-    """``fused_kernels.load``, where a CUDA compiler can do what its flags ask for."""
-    if _can_build():
-        original(args)
-
-
-def set_jit_fusion_options(original: Callable[[], None]) -> None:
-    """``set_jit_fusion_options``, whose switches newer torch lacks."""
-    if hasattr(torch._C, "_jit_set_nvfuser_enabled"):
-        original()
-
 
 def gelu(original: Callable[..., Tensor], ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-    """``GeLUFunction.forward``: tanh's GELU of ``given + bias``, on GPUs in one kernel, or two
-    without Triton.
+    """``GeLUFunction.forward``: tanh GELU of ``x + bias``, on GPUs in one Triton kernel, or
+    two of torch.
 
-    The host's is TorchScript that a fuser made one kernel of. TorchScript lost it before torch 2.6
-    (its switch was there to 2.11, and did nothing): each of the ten operations is a kernel, a sixth
-    of the GPU's time of GPT 1.3B on 16K tokens (2 H200).
+    Megatron-DeepSpeed relies on TorchScript's nvfuser, which torch 2.6 no longer has: each of the
+    ten operations is a kernel, a sixth of the GPU time of GPT 1.3B on 16K tokens (2 H200).
     """
     if not x.is_cuda:
         return original(ctx, x, bias)
@@ -81,10 +54,10 @@ def linear(
     async_grad_allreduce: bool,
     sequence_parallel: bool,
 ) -> Tensor:
-    """``LinearWithGradAccumulationAndAsyncCommunication.forward``: the product adds the bias.
+    """``LinearWithGradAccumulationAndAsyncCommunication.forward`` with the bias in the GEMM.
 
-    The host adds it afterwards, in a pass over the whole output that takes half as long as the
-    product of queries, keys and values.
+    Megatron-DeepSpeed adds it in a second pass over the output, which takes half as long as the
+    QKV projection.
     """
     options = gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel
     same_dtype = bias is not None and x.dtype == weight.dtype == bias.dtype
@@ -97,7 +70,7 @@ def linear(
 
 @partial(torch.amp.custom_fwd, device_type="cuda")
 def _linear(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What the host's backward, which reads it under autocast too, needs kept."""
+    """The GEMM, saving what the original backward reads, under autocast too."""
     ctx.save_for_backward(x, weight)
     return F.linear(x, weight, bias)
 
@@ -110,8 +83,7 @@ def add_bias(
     prob: float,
     training: bool,
 ) -> Tensor:
-    """``bias_dropout_add`` without a dropout: one pass instead of two, of which that of the bias
-    is slow."""
+    """``bias_dropout_add`` without dropout: bias and residual in one pass instead of two."""
     can_fuse = x.is_cuda and x.shape == residual.shape and x.dtype == residual.dtype
     if bias is not None and can_fuse and not (training and prob):
         triton_kernels = _triton_kernels_for(x, _unexpand_bias(bias))
@@ -122,7 +94,7 @@ def add_bias(
 
 
 class _Add(torch.autograd.Function):
-    """``x + bias + residual`` of three tensors of one shape; the bias may be a row for all."""
+    """``x + bias + residual`` of three tensors of one shape; the bias may be an expanded row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, triton_kernels: Any) -> Tensor:
@@ -135,14 +107,14 @@ class _Add(torch.autograd.Function):
 
 
 def _unexpand_bias(bias: Tensor) -> Tensor:
-    """The bias ``[width]`` that was expanded for all tokens; others as they are."""
+    """The bias ``[width]`` of one that was expanded over tokens; any other as it is."""
     while bias.ndim > 1 and (bias.stride(0) == 0 or len(bias) == 1):
         bias = bias[0]
     return bias
 
 
 def _triton_kernels_for(x: Tensor, bias: Tensor) -> ModuleType | None:
-    """The Triton kernels, if there are any for this."""
+    """The module of Triton kernels; None where they do not serve these tensors."""
     if x.dtype == torch.float64 or x.dtype != bias.dtype:
         return None
     if bias.shape != x.shape[-1:]:
@@ -153,38 +125,6 @@ def _triton_kernels_for(x: Tensor, bias: Tensor) -> ModuleType | None:
 @cache
 def _import_triton_kernels() -> ModuleType | None:
     try:
-        return importlib.import_module("megatron_patches.megatron_deepspeed.bias_triton")
+        return importlib.import_module("megatron_patches.megatron_deepspeed.speedups.bias_triton")
     except ImportError:
         return None
-
-
-def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-    """``torch.tensor``; a number goes to a GPU as an argument of a kernel."""
-    if (
-        isinstance(data, (int, float))
-        and device is not None
-        and torch.device(device).type == "cuda"
-    ):
-        return torch.full((), data, device=device, **options)
-    return torch.tensor(data, device=device, **options)
-
-
-def lazy_sync_torch() -> ModuleType:
-    """``torch`` as a module of the host sees it, with a ``tensor`` that the host need not wait for.
-
-    ``torch.tensor(0.0, device="cuda")`` copies 4 bytes and waits until the GPU has done all that
-    was launched before. Twice in each layer, that leaves the GPU idle wherever it is faster than
-    its launches: of GPT 1.3B on 16K tokens (2 H200) an eighth of the time.
-    """
-    module = ModuleType("torch")
-    # All else is torch's as it is when it is asked for: profilers and ZeRO change it later.
-    vars(module).update(tensor=_tensor, __getattr__=partial(getattr, torch))
-    return module
-
-
-def _can_build() -> bool:
-    from torch.utils import cpp_extension
-
-    # The flags ask for Volta, which CUDA 13 and later do not compile for.
-    cuda = int((torch.version.cuda or "0").split(".")[0])
-    return cpp_extension.CUDA_HOME is not None and 0 < cuda <= _LAST_CUDA_WITH_VOLTA
