@@ -193,7 +193,7 @@ def attention(
 
 def refusals(session: Session, peers: Sequence[str], shape: Shape) -> Iterator[tuple[str, str]]:
     """Libraries that do not support packed documents, each with its error message."""
-    for peer in (each for each in PROBES if each in peers):
+    for peer in (name for name in PROBES if name in peers):
         answer = session.try_all_ranks(lambda probe=PROBES[peer]: probe(session, shape))
         yield peer, answer if isinstance(answer, str) else "it ran: check its result before use"
 

@@ -135,7 +135,7 @@ class Stack:
         """Forward and backward; gradients are kept allocated, so the peak does not count them.
 
         Args:
-            watched: record the allocated bytes at each layer boundary, forward and backward.
+            record_memory: record the allocated bytes at each layer boundary, forward and backward.
         """
         self.moments.clear()
         x = self.x

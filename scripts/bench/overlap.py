@@ -115,7 +115,7 @@ def main() -> None:
             labelled = [(baseline.label, mean(ranks))]
             if args.each_rank:
                 labelled += [
-                    (f"{baseline.label}, rank {rank}", each) for rank, each in enumerate(ranks)
+                    (f"{baseline.label}, rank {rank}", row) for rank, row in enumerate(ranks)
                 ]
             for label, parts in labelled:
                 hidden = 1 - parts["exposed"] / max(parts["communication"], 1e-9)

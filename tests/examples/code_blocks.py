@@ -1,4 +1,4 @@
-"""The fenced code blocks of the project's markdown files, and the names that they start from."""
+"""Fenced code blocks of the Markdown files, and the namespace in which Python blocks run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ SEQ_LEN = 4112
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `reason` says why it is not run, if it is marked so in the line above."""
+    """One fenced block; `reason` is set if the line above marks it as not run."""
 
     path: Path
     line: int
@@ -37,8 +36,8 @@ class Block:
         return f"{self.path.relative_to(ROOT)}:{self.line}"
 
 
-def documents() -> list[Path]:
-    """The files whose blocks are run."""
+def pages() -> list[Path]:
+    """The Markdown files whose blocks are run."""
     return [
         ROOT / "README.md",
         *sorted(ROOT.glob("docs/**/*.md")),
@@ -47,7 +46,7 @@ def documents() -> list[Path]:
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """The blocks of a file, in their order."""
+    """The blocks of a file, in order."""
     lines, start, language, above = path.read_text(encoding="utf-8").splitlines(), 0, "", ""
     inside: list[str] | None = None
     for number, line in enumerate(lines, 1):
@@ -69,15 +68,15 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 class Causal(nn.Module):
-    """The attention of one device that README's first block wraps."""
+    """The local attention that a block wraps."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def names(ctx: RankContext) -> dict[str, Any]:
-    """What a reader has before the first block: a group, tensors, parts of a model."""
+def namespace(ctx: RankContext) -> dict[str, Any]:
+    """Names that blocks may use without defining them: a group, tensors, modules."""
     tokens = torch.randint(100, (2, 64))
     full_q, full_k, full_v = torch.randn(3, 1, SEQ_LEN, 4, 8).unbind()
     q, k, v = torch.randn(3, 2, 16, 4, 8).unbind()
@@ -106,7 +105,6 @@ def names(ctx: RankContext) -> dict[str, Any]:
         "cross_entropy": lambda logits, labels: F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum"
         ),
-        # of the blocks about memory
         "device": torch.device("cpu"),
         "layer": nn.Linear(32, 32),
         "layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(2)),
@@ -118,15 +116,15 @@ def names(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def run_python(ctx: RankContext, *, found: list[Block]) -> list[str]:
-    """Run the blocks one after the other in one namespace; what failed, with its place."""
-    space = SimpleNamespace(**names(ctx)).__dict__
-    for block in found:
+def run_python(ctx: RankContext, *, page: list[Block]) -> list[str]:
+    """Run the blocks of a page in order in one namespace; the first failed doctest, if any."""
+    space = namespace(ctx)
+    for block in page:
         try:
             if block.text.startswith(">>> "):
-                wrong = failed_doctest(block, space)
-                if wrong:
-                    return [f"{block}\n{wrong}"]
+                failure = failed_doctest(block, space)
+                if failure:
+                    return [f"{block}\n{failure}"]
             else:
                 # Padded, so that a traceback names the line of the file.
                 text = "\n" * block.line + block.text
@@ -137,20 +135,20 @@ def run_python(ctx: RankContext, *, found: list[Block]) -> list[str]:
 
 
 def failed_doctest(block: Block, space: dict[str, Any]) -> str:
-    """What a block with prompts prints otherwise than it says."""
-    said: list[str] = []
+    """The difference between the output of a block with prompts and the one it shows."""
+    output: list[str] = []
     parsed = doctest.DocTestParser().get_doctest(
         block.text + "\n", space, str(block), str(block.path), block.line
     )
-    doctest.DocTestRunner(verbose=False).run(parsed, out=said.append)
-    return "".join(said)
+    doctest.DocTestRunner(verbose=False).run(parsed, out=output.append)
+    return "".join(output)
 
 
 # ------------------------------------------------------------------ the shell
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The commands of a block as words, without comments and settings before them."""
+    """The commands of a block as words, without comments and variable assignments."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.match(r"^\w+=", words[0]):

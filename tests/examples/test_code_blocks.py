@@ -1,4 +1,4 @@
-"""Code blocks of README, docs and the examples: Python is run, commands exist and take their flags.
+"""Code blocks of README, docs and examples: Python runs, commands exist and accept their flags.
 
 A block that cannot be run says why in a comment above it, ``<!-- not run: reason -->``.
 """
@@ -12,18 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from code_blocks import ROOT, Block, blocks, commands, documents, run_python
+from code_blocks import ROOT, Block, blocks, commands, pages, run_python
 from harness import WorkerPool
 
-from ds_usp.planner.__main__ import main as planner
+from ds_usp.__main__ import main as ds_usp_main
 
 WORLD = 4
 SHELLS = ("bash", "sh", "")
-# Programs of others, whose flags are not ours to check.
+# Programs of others: their flags are not checked.
 OTHERS = {".", "cd", "deepspeed", "export", "git", "pip", "pytest", "sbatch", "scancel", "srun"}
-MARKED = 0  # blocks that are not run; a new one is a decision
+MARKED = 0  # blocks marked as not run; a new one is a decision
 
-ALL = [block for path in documents() for block in blocks(path)]
+ALL = [block for path in pages() for block in blocks(path)]
 
 
 def relative(path: Path) -> str:
@@ -38,12 +38,12 @@ def test_the_blocks_that_are_not_run_are_counted() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in documents() if any(b.language == "python" and not b.reason for b in blocks(p))],
+    [p for p in pages() if any(b.language == "python" and not b.reason for b in blocks(p))],
     ids=relative,
 )
 def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
-    found = [block for block in blocks(path) if block.language == "python" and not block.reason]
-    for failures in pool.run(run_python, WORLD, found=found):
+    page = [block for block in blocks(path) if block.language == "python" and not block.reason]
+    for failures in pool.run(run_python, WORLD, page=page):
         assert failures == []
 
 
@@ -60,20 +60,19 @@ def test_commands_exist_and_take_their_flags(block: Block) -> None:
         check_command(block, words)
 
 
-PLANNED = ("plan", "memory", "longest", "comm", "table", "profile")
+# Commands of ds-usp that need torch, a GPU or time: their flags are checked, the others run.
+NOT_STARTED = ("env", "profile", "verify")
 
 
 def check_command(block: Block, words: list[str]) -> None:
-    """Check one command: what it starts is there, and has the flags."""
+    """Check that what a command starts exists and has the flags."""
     program, rest = words[0], words[1:]
     if program in OTHERS:
         return
     if program == "bash":
-        assert place(block, rest[0]).exists(), f"{block}: no {rest[0]}"
+        assert resolve(block, rest[0]).exists(), f"{block}: no {rest[0]}"
     elif program in ("python", "torchrun"):
         check_target(block, *target_of(rest))
-    elif program == "ds-usp" and rest[0] in PLANNED:
-        check_target(block, "ds_usp.planner", rest, is_module=True)
     elif program == "ds-usp":
         check_target(block, "ds_usp", rest, is_module=True)
     else:
@@ -81,7 +80,7 @@ def check_command(block: Block, words: list[str]) -> None:
 
 
 def target_of(words: list[str]) -> tuple[str, list[str], bool]:
-    """The module or script that an interpreter or torchrun starts, and what it is given."""
+    """The module or script that an interpreter or torchrun starts, and its arguments."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] != "-m":
         flag = words.pop(0)
@@ -93,19 +92,19 @@ def target_of(words: list[str]) -> tuple[str, list[str], bool]:
 
 
 def check_target(block: Block, target: str, rest: list[str], is_module: bool) -> None:
-    """Check that a module or script is there, and knows every flag."""
-    if target == "ds_usp.planner" and rest[0] != "profile":
+    """Check that a module or script exists and knows every flag; run the planner's commands."""
+    if target in ("ds_usp", "ds_usp.planner") and rest[0] not in NOT_STARTED:
         with contextlib.redirect_stdout(io.StringIO()):
-            assert planner(rest) == 0, f"{block}: {rest}"
+            assert ds_usp_main(rest) == 0, f"{block}: {rest}"
         return
-    if target == "megatron_patches.run":
-        rest = [word for word in rest if word.startswith(("--usp", "--ulysses"))]  # else the host's
+    if target == "megatron_patches.run":  # the other flags are the framework's
+        rest = [word for word in rest if word.startswith(("--usp", "--ulysses"))]
     if is_module:
         spec = find_spec(target)
         assert spec is not None and spec.origin is not None, f"{block}: no module {target}"
         path = Path(spec.origin)
     else:
-        path = place(block, target)
+        path = resolve(block, target)
         assert path.is_file(), f"{block}: no {target}"
     sources = "".join(p.read_text(encoding="utf-8") for p in path.parent.rglob("*.py"))
     for word in rest:
@@ -114,13 +113,13 @@ def check_target(block: Block, target: str, rest: list[str], is_module: bool) ->
             assert f'"{flag}"' in sources or f"{flag} " in sources, f"{block}: no flag {flag}"
 
 
-def place(block: Block, path: str) -> Path:
-    """A path of a command, from the root of the repository or from the file that shows it."""
+def resolve(block: Block, path: str) -> Path:
+    """A path of a command, relative to the file that shows it or to the repository."""
     beside = block.path.parent / path
     return beside if beside.exists() else ROOT / path
 
 
-def made_up(language: str, text: str) -> Block:
+def sample(language: str, text: str) -> Block:
     return Block(ROOT / "README.md", 7, language, text, None)
 
 
@@ -135,13 +134,13 @@ WRONG_COMMANDS = {
 @pytest.mark.parametrize("text", WRONG_COMMANDS.values(), ids=WRONG_COMMANDS)
 def test_a_wrong_command_is_found(text: str) -> None:
     with pytest.raises((AssertionError, ModuleNotFoundError)):
-        test_commands_exist_and_take_their_flags(made_up("bash", text))
+        test_commands_exist_and_take_their_flags(sample("bash", text))
 
 
 def test_a_wrong_python_block_is_found(pool: WorkerPool) -> None:
-    found = [made_up("python", "x = 1"), made_up("python", "y = x.z")]
-    for error in pool.errors(run_python, WORLD, found=found):
+    page = [sample("python", "x = 1"), sample("python", "y = x.z")]
+    for error in pool.errors(run_python, WORLD, page=page):
         assert "README.md:7: AttributeError" in str(error)
-    found = [made_up("python", ">>> 1 + 1\n3")]
-    (failure,) = pool.run(run_python, WORLD, found=found)[0]
+    page = [sample("python", ">>> 1 + 1\n3")]
+    (failure,) = pool.run(run_python, WORLD, page=page)[0]
     assert "Expected" in failure and "README.md:7" in failure

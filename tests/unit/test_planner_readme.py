@@ -43,7 +43,7 @@ def test_llama3_on_two_nodes() -> None:
 def test_own_training() -> None:
     cluster = load_cluster("h200").with_gpus_per_node(4)
     short = [1 - step_time(cluster, w, s).total / true for w, s, true in own_training_runs()]
-    text = row(f"step of GPT 1.3B under Megatron-DeepSpeed on 4 H200, {len(short)} splits")
+    text = row(f"step of GPT 1.3B under Megatron-DeepSpeed on 4 H200, {len(short)} meshes")
     assert f"| {100 * min(short):.0f} to {100 * max(short):.0f} % too few" in text
 
 
