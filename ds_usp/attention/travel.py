@@ -15,7 +15,7 @@ from ds_usp.comm.channel import Channel, P2PChannel, StagingBuffer, split_featur
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.geometry.double_ring import OuterStep, TokenRange
 from ds_usp.geometry.ring_schedule import RingStep
-from ds_usp.geometry.visibility import Runs
+from ds_usp.geometry.segments import Runs
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.strided_copy import strided_copy
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 from ds_usp.errors import LayoutError
-from ds_usp.geometry.balance import balance_documents
+from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.masks import Borders, borders_of, format_documents
 from ds_usp.geometry.segments import Segment, coalesce, even_split, slice_segments
 from ds_usp.geometry.shards import shards_of_group

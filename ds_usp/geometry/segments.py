@@ -1,9 +1,12 @@
-"""Runs of global token positions: the unit in which a rank's share of the sequence is written."""
+"""Token segments: runs of global positions, in which a rank's shard of the sequence is written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+Runs = tuple[tuple[int, int], ...]  # half-open
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,20 @@ class Segment:
         return range(self.start, self.start + self.length * self.stride, self.stride)
 
     def slice(self, begin: int, end: int) -> Segment:
-        """The part of the run between its tokens ``begin`` and ``end`` (half open)."""
+        """The segment of its tokens ``begin`` to ``end`` (half open)."""
         return Segment(self.start + begin * self.stride, end - begin, self.stride)
 
     def continues(self, other: Segment) -> bool:
-        """True if ``other`` is the run that follows this one without a gap."""
+        """True if ``other`` follows this segment without a gap."""
         return other.stride == self.stride and other.start == self.positions.stop
 
 
+# The segments of a shard, each with the index of its first token in the shard.
+Shard = tuple[tuple[Segment, int], ...]
+
+
 def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """The same positions in the same order, in as few runs as possible; empty runs vanish."""
+    """The same positions in the same order, in as few segments as possible; empty ones vanish."""
     joined: list[Segment] = []
     for segment in segments:
         if not segment.length:
@@ -42,22 +49,50 @@ def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def slice_segments(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
-    """Tokens ``begin`` to ``end`` (half open) of the concatenated runs."""
-    parts = []
-    offset = 0
+    """Tokens ``begin`` to ``end`` (half open) of the concatenated segments."""
+    return tuple(
+        segment.slice(max(begin - offset, 0), min(end - offset, segment.length))
+        for segment, offset in with_offsets(segments)
+        if max(begin, offset) < min(end, offset + segment.length)
+    )
+
+
+def with_offsets(segments: Iterable[Segment]) -> Shard:
+    """Each segment with the index of its first token among all."""
+    offset, shard = 0, []
     for segment in segments:
-        low, high = max(begin - offset, 0), min(end - offset, segment.length)
-        if low < high:
-            parts.append(segment.slice(low, high))
+        shard.append((segment, offset))
         offset += segment.length
-    return tuple(parts)
+    return tuple(shard)
 
 
 def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open bounds of part ``index`` when ``total`` things are cut as evenly as possible.
+    """Half-open bounds of part ``index`` of ``total`` elements split as evenly as possible.
 
-    The first parts get what does not divide, one each, as DeepSpeed cuts heads.
+    The first parts get one more each where it does not divide, as DeepSpeed splits heads.
     """
-    each, rest = divmod(total, parts)
-    begin = index * each + min(index, rest)
-    return begin, begin + each + (index < rest)
+    size, rest = divmod(total, parts)
+    begin = index * size + min(index, rest)
+    return begin, begin + size + (index < rest)
+
+
+def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> dict[int, Shard]:
+    """The segments of a shard by the document that they are in, split where documents begin.
+
+    Args:
+        borders: cumulative sequence lengths (``cu_seqlens``); empty: all is one document.
+    """
+    documents: dict[int, list[tuple[Segment, int]]] = {}
+    for segment, offset in with_offsets(segments):
+        begin, document = 0, bisect_right(borders, segment.start) - 1
+        while begin < segment.length:
+            end = segment.length
+            if borders:
+                position = segment.start + begin * segment.stride
+                if borders[document + 1] <= position:  # a stride may step over documents
+                    document = bisect_right(borders, position) - 1
+                end = min(end, -(-(borders[document + 1] - segment.start) // segment.stride))
+            shard = documents.setdefault(document, [])
+            shard.append((segment.slice(begin, end), offset + begin))
+            begin = end
+    return {document: tuple(shard) for document, shard in documents.items()}

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.documents import Shard, split_at_documents
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.segments import Segment
+from ds_usp.geometry.segments import Segment, Shard, split_at_documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,8 @@ class Tile:
 
     def shifted(self, rows: int, columns: int) -> Tile:
         """The same pairs, rows and columns counted from elsewhere."""
+        if not (rows or columns):
+            return self
         return Tile(
             self.q_start + rows,
             self.q_stop + rows,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.resplit import SearchBudget, rebalance_pair
+from ds_usp.geometry.rank_pair_balance import SearchBudget, rebalance_pair
 from ds_usp.geometry.ring_schedule import ring_schedule
 
 

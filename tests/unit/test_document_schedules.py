@@ -14,11 +14,11 @@ import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.geometry.balance import balance_documents
+from ds_usp.geometry.document_sharding import balance_documents
+from ds_usp.geometry.double_ring import visible_runs
 from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import Tile, TileSupport
-from ds_usp.geometry.visibility import visible_runs
 
 Borders = list[int]
 LAYOUTS = (*ALL_LAYOUTS, "balanced")

@@ -13,10 +13,10 @@ def test_a_schedule_prints_as_a_table() -> None:
     first, last = (ring_schedule(layout, CAUSAL, rank) for rank in range(2))
     assert str(first).splitlines() == [
         "ring rank 0 of 2, 36 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of nobody: nothing, gives 1[0:8]",
+        "  local: q[0:8] k[0:8] causal",
+        "  from no rank: nothing, sends 1[0:8]",
     ]
-    assert str(last).splitlines()[-1] == "  of 0[0:8]: q[0:8] k[0:8] full"
+    assert str(last).splitlines()[-1] == "  from 0[0:8]: q[0:8] k[0:8] full"
     windowed = ring_schedule(TokenLayout("zigzag", 16, 1, 2), MaskSpec.window(2, 1), 0)
     assert "q[0:4] k[0:4] window(2,1); q[4:8] k[4:8] window(2,1)" in str(windowed)
     zigzag = TokenLayout("zigzag", 24, 1, 3)
@@ -24,24 +24,24 @@ def test_a_schedule_prints_as_a_table() -> None:
         ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_first")
     ).splitlines() == [
         "ring rank 1 of 3, 100 pairs",
-        "  own: q[0:8] k[0:8] causal",
-        "  of 2[0:8] 0[0:4]: q[4:8] k[0:12] full; q[0:4] k[8:12] full, gives 0[0:8] 2[0:4]",
+        "  local: q[0:8] k[0:8] causal",
+        "  from 2[0:8] 0[0:4]: q[4:8] k[0:12] full; q[0:4] k[8:12] full, sends 0[0:8] 2[0:4]",
     ]
     assert str(
         ring_schedule(zigzag, CAUSAL, 1, gather=True, position="local_merged")
     ).splitlines() == [
         "ring rank 1 of 3, 100 pairs",
-        "  of 2[0:8] 0[0:4] 1[0:8]: q[4:8] k[0:20] causal; q[0:4] k[8:16] causal, "
-        "gives 0[0:8] 2[0:4]",
+        "  from 2[0:8] 0[0:4] 1[0:8]: q[4:8] k[0:20] causal; q[0:4] k[8:16] causal, "
+        "sends 0[0:8] 2[0:4]",
     ]
 
 
 def test_a_double_ring_prints_its_windows() -> None:
     plan = str(ring_schedule(TokenLayout("zigzag", 32, 1, 4), CAUSAL, 3, inner=2))
     assert plan.splitlines()[1:] == [
-        "  window 1 holds 1[0:4], gives 1[0:8]",
-        "  own: q[0:8] k[0:8] causal",
-        "  of 2[0:4]: q[0:8] k[0:4] full, gives 2[0:8]",
-        "  window 1, held: q[0:8] k[0:4] full",
-        "  window 1, of 0[0:4]: q[0:8] k[0:4] full, gives 2[0:4]",
+        "  outer step 1 relays 1[0:4], sends 1[0:8]",
+        "  local: q[0:8] k[0:8] causal",
+        "  from 2[0:4]: q[0:8] k[0:4] full, sends 2[0:8]",
+        "  outer step 1, relayed: q[0:8] k[0:4] full",
+        "  outer step 1, from 0[0:4]: q[0:8] k[0:4] full, sends 2[0:4]",
     ]
