@@ -82,6 +82,14 @@ def test_a_missing_file_anchor_and_path_are_found() -> None:
     assert missing(ROOT / "README.md", text) == ["no.md", "#two", "ds_usp/no.py", "no.csv"]
 
 
+@pytest.mark.parametrize(
+    ("name", "lines", "words"), [("README.md", 150, 1300), ("ARCHITECTURE.md", 150, 1500)]
+)
+def test_the_first_pages_are_short(name: str, lines: int, words: int) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= lines and len(text.split()) <= words
+
+
 def test_every_result_is_in_the_index() -> None:
     index = (RESULTS / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}

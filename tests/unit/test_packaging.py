@@ -42,7 +42,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SOURCES:
         shutil.copy(ROOT / name, copy)
     skip = shutil.ignore_patterns("__pycache__")
-    for name in ("ds_usp", "megatron_patches", "examples_deepspeed", "scripts"):
+    for name in ("ds_usp", "megatron_patches", "examples_deepspeed", "scripts", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=skip)
     (copy / ".git").mkdir()
     (copy / ".git/HEAD").write_text(f"{SHA}\n")
@@ -106,6 +106,7 @@ def test_the_source_distribution_holds_a_checkout(checkout: Path, tmp_path: Path
         "scripts/bench/bench_memory.py",
         "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py",
         "megatron_patches/README.md",
+        "docs/usage/python.md",
     ):
         assert name in names, name
     assert not any("__pycache__" in name or name.endswith(".log") for name in names)
