@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from fake_flash import SIGNATURES, signature_of
+from kernel_cases import attend, tensors
 from oracle import relative_error
 
 from ds_usp import MaskSpec
 from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
-from ds_usp.kernels.api import BackwardInputs, KernelRequest
+from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
-from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 from ds_usp.kernels.registry import _load, available_kernels
 
 SCALE = 0.2
@@ -40,9 +43,8 @@ SHAPES = {
 }
 
 
-def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
+def results(kernel, x, shape):  # type: ignore[no-untyped-def]
     """Out, lse and gradients of the queries with these keys alone."""
-    q, k, v, dout = tensors
     rows, columns, start, mask = shape
     segments = [Segment(start, rows)], [Segment(0, columns)]
     tiles = plan_tiles(*segments, mask, kernel.caps.tiles)
@@ -51,17 +53,18 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
         if mask.documents
         else map(KernelCall.of, tiles)
     )
-    calls = tuple(calls)
-    total = OutputAccumulator(q)
-    for call in calls:
-        total.add(*kernel.forward((q, k, v), call, scale=SCALE), call.q_span)
-    out, lse = total.result()
-    sums = tuple(GradAccumulator(each) for each in (q, k, v))
-    for call in calls:
-        parts = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), call, scale=SCALE)
-        for each, part, span in zip(sums, parts, (call.q_span, *[call.k_span] * 2), strict=True):
-            each.add(part, [span])
-    return out, lse, *(each.result() for each in sums)
+    return attend(kernel, x, {(0, columns): tuple(calls)}, SCALE)
+
+
+def check_on_gpu(kernel, dtype, heads, head_dim, shape, limit):  # type: ignore[no-untyped-def]
+    rows, columns, _, _ = shape
+    x = tensors(heads, head_dim, dtype, rows, columns)
+    x = {name: tensor.cuda() for name, tensor in x.items()}
+    want = results(EagerKernel(), {name: tensor.double() for name, tensor in x.items()}, shape)
+    for name, got in results(kernel, x, shape).items():
+        if want[name].abs().max() > 1e-9:  # nothing flows back to q and k through a single pair
+            error = relative_error(got.cpu(), want[name].cpu())
+            assert error <= (1e-5 if name == "lse" else limit), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
@@ -69,18 +72,11 @@ def attend(kernel, tensors, shape):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type: ignore[no-untyped-def]
-    rows, columns, _, mask = SHAPES[shape]
+    mask = SHAPES[shape][3]
     if dtype not in kernel.caps.dtypes or (mask.left is not None and not kernel.caps.tiles.window):
         pytest.skip("the kernel does not claim it")
     for head_dim in (64, kernel.caps.max_head_dim or 256):
-        counts = ((rows, heads[0]), (columns, heads[1]), (columns, heads[1]), (rows, heads[0]))
-        tensors = [torch.randn(2, *n, head_dim, device="cuda").to(dtype) for n in counts]
-        got = attend(kernel, tensors, SHAPES[shape])
-        want = attend(EagerKernel(), [each.double() for each in tensors], SHAPES[shape])
-        for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-            if true.abs().max() > 1e-9:  # nothing flows back to q and k through a single pair
-                error = relative_error(mine.cpu(), true.cpu())
-                assert error <= (1e-5 if name == "lse" else TOLERANCE[dtype]), f"{name}: {error}"
+        check_on_gpu(kernel, dtype, heads, head_dim, SHAPES[shape], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 40, 56, 72, 80, 96, 112, 128, 160, 192, 224, 256])
@@ -90,14 +86,8 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: igno
     if kernel.caps.refusal(asked):
         pytest.skip("the kernel does not claim it")
     for heads in ((2, 2), (6, 2)):
-        counts = ((300, heads[0]), (300, heads[1]), (300, heads[1]), (300, heads[0]))
-        tensors = [torch.randn(2, *n, head_dim, device="cuda").bfloat16() for n in counts]
-        got = attend(kernel, tensors, (300, 300, 0, MaskSpec.causal()))
-        exact = [each.double() for each in tensors]
-        want = attend(EagerKernel(), exact, (300, 300, 0, MaskSpec.causal()))
-        for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-            error = relative_error(mine.cpu(), true.cpu())
-            assert error <= (1e-5 if name == "lse" else 2e-2), f"{name}: {error}"
+        shape = (300, 300, 0, MaskSpec.causal())
+        check_on_gpu(kernel, torch.bfloat16, heads, head_dim, shape, TOLERANCE[torch.bfloat16])
 
 
 # eager is cuBLAS's, which torch lets be deterministic by an environment variable at start only.
@@ -107,14 +97,26 @@ EXACT = [kernel for kernel in KERNELS if kernel.caps.deterministic and kernel.na
 @pytest.mark.parametrize("kernel", EXACT, ids=lambda kernel: kernel.name)
 def test_a_deterministic_backward_repeats_its_bits(kernel) -> None:  # type: ignore[no-untyped-def]
     shape = (2048, 2048, 0, MaskSpec.causal())
-    tensors = [
-        torch.randn(2, 2048, heads, 128, device="cuda", dtype=torch.bfloat16)
-        for heads in (8, 2, 2, 8)
-    ]
+    x = tensors((8, 2), 128, torch.bfloat16, 2048)
+    x = {name: tensor.cuda() for name, tensor in x.items()}
     torch.use_deterministic_algorithms(True)
     try:
-        first, *others = (attend(kernel, tensors, shape) for _ in range(4))
+        first, *others = (results(kernel, x, shape) for _ in range(4))
     finally:
         torch.use_deterministic_algorithms(False)
     for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("version", SIGNATURES)
+def test_the_stub_signatures_are_the_librarys(version: str) -> None:
+    """Every parameter of the newest stub of an installed library is one of the library's own."""
+    name, number = version.split()
+    if version != max(other for other in SIGNATURES if other.split()[0] == name):
+        pytest.skip("a newer version is known")
+    interface = {"flash_attn": ".flash_attn_interface", "flash_attn.cute": ".interface"}
+    library = pytest.importorskip(name + interface.get(name, ""), exc_type=ImportError)
+    for function, parameters in SIGNATURES[version].items():
+        real = getattr(library, function)
+        real = inspect.signature(getattr(real, "_init_fn", real)).parameters
+        assert set(signature_of(parameters).parameters) <= set(real), (function, number)

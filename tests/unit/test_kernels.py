@@ -1,215 +1,81 @@
-"""Every kernel that runs on CPUs against the fp64 oracle, and blocks merged by log-sum-exp."""
+"""Every kernel against the fp64 oracle: on tiles, blocks that are merged, documents and score
+modifiers. Kernels of GPU libraries compute with stubs of these (fake_flash.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from cases import RESULTS
+from kernel_cases import (
+    BLOCKS,
+    HEADS,
+    PACKED,
+    SPLITS,
+    TOKENS,
+    TOLERANCE,
+    Block,
+    Subject,
+    Tensors,
+    attend,
+    check,
+    check_block,
+    check_packed,
+    every_cpu_kernel,
+    every_kernel,
+    every_library,
+    reference,
+    ring_blocks,
+    run_tile,
+    serves,
+    tensors,
+)
+from stub_machine import FLASH2, MAKERS, Machine, efficient
 
-from ds_usp import MaskSpec, UnsupportedAttentionError
-from ds_usp.comm.channel import split_features
-from ds_usp.geometry.kernel_calls import KernelCall
-from ds_usp.geometry.segments import Segment
-from ds_usp.geometry.tiles import Tile, plan_tiles
-from ds_usp.kernels import registry
-from ds_usp.kernels.api import AttentionKernel, BackwardInputs, KernelRequest
-from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
-from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, select_kernel
+from ds_usp import MaskSpec
+from ds_usp.geometry.tiles import Tile
+from ds_usp.kernels.api import PaddedHeadDimKernel
+from ds_usp.kernels.eager import EagerKernel
+from ds_usp.kernels.score_mod import SOFTCAP, BoundScoreMod, GlobalPositions, ScoreMod
+from ds_usp.kernels.sdpa import SdpaKernel
+from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
-# Relative errors. bf16 rounds its inputs to 8 bits of mantissa and its results once more.
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 CAUSAL = MaskSpec.causal()
-Tensors = dict[str, torch.Tensor]
+# What every kernel takes, but for the rectangle where causal masks are aligned to the top left.
+BASIC = {"everything", "full", "causal", "causal inside", "causal rectangle"}
 
 
-def request(dtype: torch.dtype, head_dim: int = 16, device: str = "cpu") -> KernelRequest:
-    return KernelRequest(device, dtype, head_dim, MaskSpec.window(3))
-
-
-def cpu_kernels(dtype: torch.dtype) -> list[AttentionKernel]:
-    """Every registered kernel that serves the dtype on CPUs."""
-    kernels = []
-    for row in KERNELS:
-        try:
-            kernels.append(select_kernel(request(dtype), row.name))
-        except UnsupportedAttentionError:
-            continue
-    return kernels
-
-
-@dataclass(frozen=True)
-class Block:
-    """A rectangle inside two shards of 20 tokens, with a window aligned to its bottom right."""
-
-    rows: int
-    columns: int
-    left: int | None
-    right: int | None
-    q_start: int = 0
-    k_start: int = 0
-
-    @property
-    def tile(self) -> Tile:
-        shift, move = self.columns - self.rows, self.k_start - self.q_start
-        low = 1 - self.rows if self.left is None else shift - self.left
-        high = self.columns - 1 if self.right is None else shift + self.right
-        rows, columns = self.q_start + self.rows, self.k_start + self.columns
-        return Tile(self.q_start, rows, self.k_start, columns, low + move, high + move)
-
-    @property
-    def allowed(self) -> torch.Tensor:
-        shift = self.columns - self.rows
-        queries = range(shift, shift + self.rows)
-        return oracle.window(queries, range(self.columns), self.left, self.right)
-
-
-TOKENS = 20
-BLOCKS = {
-    "everything": Block(TOKENS, TOKENS, None, None),
-    "one pair": Block(1, 1, None, None, 3, 7),
-    "full": Block(12, 9, None, None, 4, 0),
-    "causal": Block(TOKENS, TOKENS, None, 0),
-    "causal inside": Block(11, 11, None, 0, 5, 2),
-    "causal rectangle": Block(7, 15, None, 0, 6, 3),
-    "left window": Block(14, 14, 4, 0, 2, 6),
-    "both sides": Block(13, 13, 3, 2, 1, 1),
-    "ahead": Block(12, 12, None, 3, 8, 8),
-    "back only": Block(12, 12, 2, None, 0, 4),
-    "wide window": Block(6, 10, 5, 1, 9, 9),
-    "tall window": Block(10, 6, 2, 6, 0, 5),
-    "diagonal": Block(9, 9, 0, 0, 3, 0),
-}
-HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (5, 1)}
-
-
-def serves(kernel: AttentionKernel, block: Block) -> bool:
-    """Whether one call of the kernel takes the block: what the planner asks for, and no more."""
-    segments = [[Segment(0, n)] for n in (block.rows, block.columns)]
-    shift = block.columns - block.rows
-    # The same band as a mask over positions: rows stand `shift` after the columns.
-    right = None if block.right is None else block.right + shift
-    left = None if block.left is None else block.left - shift
-    if (left or 0) < 0 or (right or 0) < 0:
-        return kernel.caps.tiles.window
-    return len(plan_tiles(*segments, MaskSpec(left, right), kernel.caps.tiles)) == 1
-
-
-def tensors(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, tokens: int) -> Tensors:
-    """Random q, k, v and dout ``[2, tokens, heads, head_dim]``."""
-    counts = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
-    return {n: torch.randn(2, tokens, h, head_dim).to(dtype) for n, h in counts.items()}
-
-
-def truth(
-    x: Tensors,
-    allowed: torch.Tensor,
-    scale: float,
-    rows: slice = slice(None),
-    columns: slice = slice(None),
-    **changes: Any,
-) -> Tensors:
-    """The oracle's results for some rows and columns of the tensors, its scores changed or not."""
-    q = x["q"][:, rows].double().requires_grad_()
-    k, v = (x[n][:, columns].double().requires_grad_() for n in "kv")
-    out, lse = oracle.dense_attention(q, k, v, allowed, scale, **changes)
-    grads = torch.autograd.grad(out, (q, k, v), x["dout"][:, rows].double())
-    return dict(zip(RESULTS, (out, lse, *grads), strict=True))
-
-
-def run_tile(kernel: AttentionKernel, x: Tensors, tile: Tile, scale: float) -> Tensors:
-    """One kernel call, forward and backward, as the ring makes them."""
-    q, k, v, dout = (x[n] for n in ("q", "k", "v", "dout"))
-    part, part_lse = kernel.forward((q, k, v), KernelCall.of(tile), scale=scale)
-    out = torch.full_like(dout, float("nan"))  # rows outside the tile must not be read
-    lse = torch.full((2, q.shape[2], q.shape[1]), float("nan"), dtype=part_lse.dtype)
-    out[:, tile.q_start : tile.q_stop] = part.to(q.dtype)
-    lse[:, :, tile.q_start : tile.q_stop] = part_lse
-    given = BackwardInputs(dout, q, k, v, out, lse), KernelCall.of(tile)
-    grads = kernel.backward(*given, scale=scale)
-    if kernel.caps.writes_grads_in_place:
-        check_places(kernel, given, scale, grads)
-    return dict(zip(RESULTS, (part, part_lse, *grads), strict=True))
-
-
-def check_places(
-    kernel: AttentionKernel, given: tuple[Any, ...], scale: float, want: tuple[torch.Tensor, ...]
-) -> None:
-    """The same gradients where they are wanted, side by side in memory; dq there or apart."""
-    shapes = tuple((x.shape[2], x.shape[3]) for x in want)
-    tokens, batch = max(x.shape[1] for x in want), want[0].shape[0]
-    room = want[0].new_full((tokens, batch, sum(h * d for h, d in shapes)), float("nan"))
-    parts = split_features(room, shapes, tokens_first=True)
-    dq, dk, dv = (part[:, : x.shape[1]] for part, x in zip(parts, want, strict=True))
-    for places in ((None, dk, dv), (dq, dk, dv)):
-        room.fill_(float("nan"))
-        got = kernel.backward(*given, scale=scale, grad_buffers=places)
-        for x, place, same in zip(got, places, want, strict=True):
-            assert torch.equal(x, same)
-            assert place is None or torch.equal(place, same)
-
-
-def check(got: Tensors, want: Tensors, tolerance: float) -> None:
-    """Relative errors; where the truth is zero (a diagonal's dq and dk) the absolute ones."""
-    for name in RESULTS:
-        if want[name].abs().max() > 1e-9:
-            error = oracle.relative_error(got[name], want[name])
-        else:
-            error = float(got[name].abs().max()) / 10
-        assert error <= tolerance, f"{name}: {error:.2e}"
-
-
-def lse_rounding(dtype: torch.dtype, size: float) -> float:
-    """What a log-sum-exp of that size, rounded to the dtype, does to the weights exp(s - lse)."""
-    return 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * abs(size)
-
-
-CALLS = [
-    pytest.param(kernel, dtype, block, id=f"{kernel.name}-{str(dtype)[6:]}-{name}")
-    for dtype in TOLERANCE
-    for kernel in cpu_kernels(dtype)
-    for name, block in BLOCKS.items()
-    if serves(kernel, block)
-]
-
-
-@pytest.mark.parametrize(("kernel", "dtype", "block"), CALLS)
-def test_a_tile_is_the_oracles(kernel: AttentionKernel, dtype: torch.dtype, block: Block) -> None:
+@every_kernel
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_tile_is_the_oracles(subject: Subject, name: str) -> None:
+    (kernel, dtype, tolerance), block = subject, BLOCKS[name]
+    if not serves(kernel, block):
+        rectangular = name != "causal rectangle" or kernel.caps.tiles.rectangular
+        assert name not in BASIC or not rectangular
+        return
     tile = block.tile
     assert (tile.window, tile.rows) == ((block.left, block.right), block.rows)
-    rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
     for heads in HEADS.values():
-        x = tensors(heads, 16, dtype, TOKENS)
-        got = run_tile(kernel, x, tile, scale=0.3)
-        wide = torch.promote_types(dtype, torch.float32)
-        assert got["lse"].dtype == wide and got["dk"].shape[1:3] == (tile.columns, heads[1])
-        check(got, truth(x, block.allowed, 0.3, rows, columns), TOLERANCE[dtype])
+        got = check_block(kernel, tensors(heads, 16, dtype, TOKENS), block, tolerance)
+        assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
+        assert got["dk"].shape[1:3] == (tile.columns, heads[1])
 
 
-KERNEL_DTYPES = [
-    pytest.param(kernel, dtype, id=f"{kernel.name}-{str(dtype)[6:]}")
-    for dtype in TOLERANCE
-    for kernel in cpu_kernels(dtype)
-]
-
-
+@every_cpu_kernel
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 17, 80, 128])
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
-def test_any_head_dim(kernel: AttentionKernel, dtype: torch.dtype, head_dim: int) -> None:
-    block = BLOCKS["causal"]
+def test_any_head_dim(subject: Subject, head_dim: int) -> None:
+    kernel, dtype, tolerance = subject
     x = tensors(HEADS["GQA"], head_dim, dtype, TOKENS)
-    scale = head_dim**-0.5
-    check(run_tile(kernel, x, block.tile, scale), truth(x, block.allowed, scale), TOLERANCE[dtype])
+    block, scale = BLOCKS["causal"], head_dim**-0.5
+    check(run_tile(kernel, x, block.tile, scale), reference(x, block.allowed, scale), tolerance)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "[s, b, h, d]": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "[b, h, s, d]": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "part of a packed projection": lambda x: torch.cat([x, x, x], -1)[..., : x.shape[-1]],
+    "slice of a packed projection": lambda x: torch.cat([x, x, x], -1)[..., : x.shape[-1]],
     "every other head": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
     "every other token": lambda x: x.repeat_interleave(2, 1)[:, ::2],
     "every other feature": lambda x: x.repeat_interleave(2, -1)[..., ::2],
@@ -217,145 +83,228 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@every_kernel
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
-def test_views_give_the_same_as_copies(
-    kernel: AttentionKernel, dtype: torch.dtype, view: str
-) -> None:
-    block = BLOCKS["causal inside"]
+def test_views_give_the_same_as_copies(subject: Subject, view: str) -> None:
+    kernel, dtype, tolerance = subject
     x = tensors(HEADS["GQA"], 16, dtype, TOKENS)
-    viewed = {name: VIEWS[view](each) for name, each in x.items()}
-    assert not any(each.is_contiguous() for each in viewed.values())
-    got, want = (run_tile(kernel, each, block.tile, 0.25) for each in (viewed, x))
-    check(got, want, TOLERANCE[dtype])
+    viewed = {name: VIEWS[view](tensor) for name, tensor in x.items()}
+    assert not any(tensor.is_contiguous() for tensor in viewed.values())
+    got, want = (run_tile(kernel, t, BLOCKS["causal inside"].tile, 0.25) for t in (viewed, x))
+    check(got, want, tolerance)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
-def test_autocast_changes_nothing(kernel: AttentionKernel, dtype: torch.dtype) -> None:
-    block = BLOCKS["causal"]
-    x = tensors(HEADS["GQA"], 16, dtype, TOKENS)
+@every_cpu_kernel
+def test_autocast_changes_nothing(subject: Subject) -> None:
+    kernel, dtype, tolerance = subject
     with torch.autocast("cpu", torch.bfloat16):
-        got = run_tile(kernel, x, block.tile, 0.3)
-    check(got, truth(x, block.allowed, 0.3), TOLERANCE[dtype])
+        check_block(kernel, tensors(HEADS["GQA"], 16, dtype, TOKENS), BLOCKS["causal"], tolerance)
 
 
-def blockwise(
-    kernel: AttentionKernel, x: Tensors, blocks: Sequence[tuple[int, int]], mask: MaskSpec
-) -> Tensors:
-    """Attention over key blocks that come one after the other, as on a ring."""
-    q, k, v, dout = (x[n] for n in ("q", "k", "v", "dout"))
-    plans = {
-        (start, stop): plan_tiles(
-            [Segment(0, q.shape[1])], [Segment(start, stop - start)], mask, kernel.caps.tiles
-        )
-        for start, stop in blocks
-    }
-    total = OutputAccumulator(q)
-    for (start, stop), tiles in plans.items():
-        for tile in tiles:
-            qkv = q, k[:, start:stop], v[:, start:stop]
-            part = kernel.forward(qkv, KernelCall.of(tile), scale=0.25)
-            total.add(*part, (tile.q_start, tile.q_stop))
-    out, lse = total.result()
-    sums = tuple(GradAccumulator(each) for each in (q, k, v))
-    for (start, stop), tiles in plans.items():
-        keys, values = k[:, start:stop], v[:, start:stop]
-        for tile in tiles:
-            saved = BackwardInputs(dout, q, keys, values, out, lse)
-            parts = kernel.backward(saved, KernelCall.of(tile), scale=0.25)
-            columns = (start + tile.k_start, start + tile.k_stop)
-            spans = ((tile.q_start, tile.q_stop), columns, columns)
-            for total, part, span in zip(sums, parts, spans, strict=True):
-                total.add(part, [span])
-    return dict(zip(RESULTS, (out, lse, *(total.result() for total in sums)), strict=True))
-
-
-SPLITS = {
-    "in order": [(0, 10), (10, 24)],
-    "own block first": [(16, 24), (0, 8), (8, 16)],
-    "backwards": [(16, 24), (8, 16), (0, 8)],
-    "by one": [(0, 1), (1, 23), (23, 24)],
-}
-
-
-@pytest.mark.parametrize(
-    "mask", [CAUSAL, MaskSpec.full(), MaskSpec.window(9, 2), MaskSpec(None, 3)], ids=str
-)
+@every_kernel
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
-def test_blocks_merged_are_dense_forward_and_backward(
-    kernel: AttentionKernel, dtype: torch.dtype, split: str, mask: MaskSpec
-) -> None:
-    x = tensors(HEADS["GQA"], 16, dtype, 24)
-    want = truth(x, oracle.window(range(24), range(24), mask.left, mask.right), 0.25)
-    got = blockwise(kernel, x, SPLITS[split], mask)
-    assert got["out"].dtype == dtype
-    check(got, want, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("exponent", [-60, 8])
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_DTYPES)
-def test_scores_of_any_size_stay_exact(
-    kernel: AttentionKernel, dtype: torch.dtype, exponent: int
-) -> None:
-    # Signs times a power of two: the scores are exact in every dtype, and many of them are equal.
-    x = tensors(HEADS["MHA"], 16, dtype, 24)
-    x["q"], x["k"] = torch.sign(x["q"]) * 2.0**exponent, torch.sign(x["k"])
-    want = truth(x, oracle.causal(range(24), range(24)), 0.25)
-    tolerance = TOLERANCE[dtype] + lse_rounding(dtype, float(want["lse"].detach().abs().max()))
-    check(blockwise(kernel, x, SPLITS["own block first"], CAUSAL), want, tolerance)
-
-
-def test_the_registrys_names_are_the_kernels() -> None:
-    for row in KERNELS:
-        kernel, reason = registry._load(row)
-        assert (kernel is None) != (reason is None)
-        assert kernel is None or kernel.name == row.name
-    assert len({row.name for row in KERNELS}) == len(KERNELS)
-
-
 @pytest.mark.parametrize(
-    ("asked", "name", "chosen"),
-    [
-        (request(torch.float32), AUTO, "sdpa"),
-        (request(torch.float64, 3), AUTO, "sdpa"),
-        (request(torch.float16), AUTO, "eager"),
-        (request(torch.float32), "eager", "eager"),
-        (request(torch.float32, 128, "cuda"), AUTO, "eager"),
-        (request(torch.float32, 16, "xpu"), AUTO, "eager"),
-    ],
+    "mask",
+    [CAUSAL, MaskSpec.full(), MaskSpec.window(9, 2), MaskSpec(3, 2), MaskSpec(None, 3)],
     ids=str,
 )
-def test_auto_takes_the_best_that_serves(asked: KernelRequest, name: str, chosen: str) -> None:
-    assert select_kernel(asked, name).name == chosen
+def test_blocks_merged_are_dense_forward_and_backward(
+    subject: Subject, split: str, mask: MaskSpec
+) -> None:
+    kernel, dtype, tolerance = subject
+    if mask.left is not None and not kernel.caps.tiles.window:
+        return
+    x = tensors(HEADS["GQA"], 16, dtype, 24)
+    want = reference(x, oracle.window(range(24), range(24), mask.left, mask.right), 0.25)
+    got = attend(kernel, x, ring_blocks(kernel, 24, SPLITS[split], mask), 0.25)
+    assert got["out"].dtype == dtype
+    check(got, want, tolerance)
 
 
-def test_no_kernel_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelEntry("missing", "ds_usp.kernels.missing", "MissingKernel")
-    monkeypatch.setattr(registry, "KERNELS", (*KERNELS, row))
-    with pytest.raises(UnsupportedAttentionError) as caught:
-        select_kernel(KernelRequest("cpu", torch.int8, 24, CAUSAL))
-    lines = str(caught.value).splitlines()
-    assert all(word in lines[0] for word in ("torch.int8", "cpu", "24", "causal"))
-    reasons = dict(line.strip().split(": ", 1) for line in lines[1:])
-    assert list(reasons) == [row.name for row in registry.KERNELS]
-    assert reasons["flash2"] == "runs on cuda, not cpu"
-    assert (
-        reasons["eager"].endswith("not int8") and "bfloat16, float16, float32" in reasons["eager"]
+@every_cpu_kernel
+@pytest.mark.parametrize("exponent", [-60, 8])
+def test_scores_of_any_size_stay_exact(subject: Subject, exponent: int) -> None:
+    # Signs times a power of two: the scores are exact in every dtype, and many of them are equal.
+    kernel, dtype, tolerance = subject
+    x = tensors(HEADS["MHA"], 16, dtype, 24)
+    x["q"], x["k"] = torch.sign(x["q"]) * 2.0**exponent, torch.sign(x["k"])
+    want = reference(x, oracle.causal(range(24), range(24)), 0.25)
+    # What a rounded log-sum-exp of that size does to the weights exp(score - lse).
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    tolerance += 4 * eps * float(want["lse"].detach().abs().max())
+    blocks = ring_blocks(kernel, 24, SPLITS["local block first"], CAUSAL)
+    check(attend(kernel, x, blocks, 0.25), want, tolerance)
+
+
+@every_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_have_the_inputs_dtype(subject: Subject, dtype: torch.dtype) -> None:
+    x = tensors(HEADS["MQA"], 16, dtype, TOKENS)
+    got = check_block(subject.kernel, x, BLOCKS["causal"], TOLERANCE[dtype])
+    assert got["lse"].dtype == torch.float32
+    assert {got[name].dtype for name in ("out", "dq", "dk", "dv")} == {dtype}
+
+
+@pytest.mark.parametrize("make", FLASH2)
+def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine: Machine, make: Any) -> None:
+    # 10 queries, of which the first attends to 1 of 4 keys and the fourth to all.
+    kernel, block = make(machine), Block(10, 4, None, 6)
+    assert block.tile == Tile(0, 10, 0, 4, -9, 0) and not serves(kernel, block)
+    x = tensors(HEADS["MHA"], 16, torch.float32, TOKENS)
+    got = run_tile(kernel, x, block.tile, 0.3)
+    want = reference(x, block.allowed, 0.3, slice(10), slice(4))
+    assert oracle.relative_error(got["out"], want["out"]) > 0.1
+
+
+# ------------------------------------------------------------------ documents
+
+
+@every_kernel
+@pytest.mark.parametrize("case", PACKED)
+def test_documents_are_the_oracles(subject: Subject, case: str) -> None:
+    check_packed(subject.kernel, PACKED[case], subject.dtype, subject.tolerance)
+
+
+@pytest.mark.parametrize("make", [make for make in MAKERS if make is not efficient])
+def test_documents_are_one_library_call(machine: Machine, make: Any) -> None:
+    kernel, case, lengths = make(machine), PACKED["documents of each sample"], []
+    assert kernel.caps.varlen
+    inner = kernel.tile_forward
+
+    def counted(*args: Any) -> Any:
+        lengths.append(args[3])
+        return inner(*args)
+
+    machine.patch.setattr(kernel, "tile_forward", counted)
+    check_packed(kernel, case, torch.float32, 2e-6)
+    assert len(lengths) == len(case.calls(kernel)) and None not in lengths
+
+
+# ------------------------------------------------------------------ score modifiers
+
+
+CAP = BoundScoreMod(ScoreMod(softcap=0.7))  # bends scores of about 1
+
+
+@every_library
+@pytest.mark.parametrize("name", ["causal", "full", "both sides", "causal rectangle"])
+def test_a_capped_tile_is_the_oracles(subject: Subject, name: str) -> None:
+    kernel, block = subject.kernel, BLOCKS[name]
+    x = tensors((6, 2), 16, torch.float32, TOKENS)
+    if SOFTCAP in kernel.caps.score_features and serves(kernel, block):
+        check_block(kernel.with_score_mod(CAP), x, block, 2e-6, {"softcap": 0.7})
+        check_block(kernel, x, block, 2e-6)  # the kernel itself is unchanged
+
+
+@every_library
+@pytest.mark.parametrize("name", ["documents of each sample", "windows", "stripes, with gaps"])
+def test_documents_are_capped_and_have_values_of_their_own_head_dim(
+    subject: Subject, name: str
+) -> None:
+    kernel = subject.kernel
+    padded = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
+    check_packed(padded, PACKED[name], torch.float32, 2e-6, value_dim=24)
+    if SOFTCAP in kernel.caps.score_features:
+        capped = kernel.with_score_mod(CAP)
+        check_packed(capped, PACKED[name], torch.float32, 2e-6, softcap=0.7)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", ["causal", "both sides", "full"])
+def test_all_score_modifiers_together_are_the_oracles(name: str, dtype: torch.dtype) -> None:
+    slopes, block = torch.linspace(0.05, 0.5, 6), BLOCKS[name]
+    rows, columns = torch.arange(TOKENS), torch.arange(0, 3 * TOKENS, 3)
+    positions = GlobalPositions(torch.arange(2), rows, columns, torch.arange(6), slopes, 7)
+    score_mod = BoundScoreMod(ScoreMod(softcap=0.7, alibi=True, dropout_p=0.4), positions)
+    weights = oracle.dropout(7, (2, 6, 3 * TOKENS, 3 * TOKENS), 0.4)[..., :TOKENS, ::3]
+    bias = oracle.alibi(slopes, range(3 * TOKENS))[:, :TOKENS, ::3]
+    want_of = {
+        "softcap": 0.7,
+        "bias": bias[:, block.q_slice, block.k_slice],
+        "weights": weights[:, :, block.q_slice, block.k_slice],
+    }
+    x = tensors((6, 2), 16, dtype, TOKENS)
+    check_block(EagerKernel().with_score_mod(score_mod), x, block, TOLERANCE[dtype], want_of)
+
+
+def test_dropout_drops_its_fraction_evenly_and_by_seed() -> None:
+    tokens = torch.arange(256)
+    positions = [GlobalPositions(tokens[:2], tokens, tokens, tokens[:2], None, n) for n in (0, 1)]
+    first, second = (
+        BoundScoreMod(ScoreMod(dropout_p=0.25), at).dropout_multiplier(torch.float64)
+        for at in positions
     )
-    assert reasons["missing"].startswith("cannot be imported: No module named")
+    assert first is not None and second is not None
+    assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
+    same = (first > 0) == (second > 0)  # seeds are independent
+    for kept, expected in ((first > 0, 0.75), (second > 0, 0.75), (same, 0.625)):
+        fraction = kept.double()
+        assert abs(float(fraction.mean()) - expected) < 0.005
+        for dims in [(0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)]:  # by key, query, sample, head
+            assert float((fraction.mean(dims) - expected).abs().max()) < 0.07
+    lag = [(first[:, :, 1:] > 0) == (first[:, :, :-1] > 0)]
+    lag += [(first[..., 1:] > 0) == (first[..., :-1] > 0), (first[:, 1] > 0) == (first[:, 0] > 0)]
+    assert all(abs(float(equal.double().mean()) - 0.625) < 0.005 for equal in lag)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "reason"), [(12, "multiples of 8, not 12"), (264, "up to 256, not 264")]
-)
-def test_a_named_kernel_that_cannot_says_why(head_dim: int, reason: str) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=reason):
-        select_kernel(request(torch.bfloat16, head_dim, "cuda"), "flash2")
+@every_library
+def test_backward_is_deterministic_where_torch_is(subject: Subject) -> None:
+    assert subject.kernel.caps.deterministic
+    x = tensors((6, 2), 16, torch.float32, TOKENS)
+    torch.use_deterministic_algorithms(True)  # the stubs compare it with their argument
+    try:
+        check_block(subject.kernel, x, BLOCKS["causal"], 2e-6)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedAttentionError) as caught:
-        select_kernel(request(torch.float32), "flash9")
-    assert "'flash9'" in str(caught.value)
-    assert ", ".join([AUTO, *(row.name for row in KERNELS)]) in str(caught.value)
+# ------------------------------------------------------------------ head dims of values, sinks
+
+
+def check_two_head_dims(
+    kernel: Any, dims: tuple[int, int], block: Block, dtype: torch.dtype, tolerance: float
+) -> None:
+    got = check_block(kernel, tensors((6, 2), dims, dtype, TOKENS), block, tolerance)
+    shapes = {name: got[name].shape[3] for name in ("dq", "dk", "out", "dv")}
+    assert shapes == {"dq": dims[0], "dk": dims[0], "out": dims[1], "dv": dims[1]}
+
+
+DIMS = [(24, 16), (16, 24), (192, 128)]
+
+
+@every_library
+@pytest.mark.parametrize("name", ["causal", "full"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_values_have_a_head_dim_of_their_own(
+    subject: Subject, dims: tuple[int, int], name: str
+) -> None:
+    kernel: Any = subject.kernel
+    kernel = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
+    check_two_head_dims(kernel, dims, BLOCKS[name], torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize("dims", [*DIMS, (3, 5)], ids=str)
+@pytest.mark.parametrize("kernel", [EagerKernel(), PaddedHeadDimKernel(SdpaKernel())])
+def test_cpu_kernels_take_any_two_head_dims(kernel: Any, dims: tuple[int, int]) -> None:
+    check_two_head_dims(kernel, dims, BLOCKS["left window"], torch.float64, 1e-13)
+
+
+def test_sinks_are_a_key_without_value() -> None:
+    x: Tensors = tensors((6, 2), 16, torch.float64, TOKENS)
+    q, k, v = (x[n].requires_grad_() for n in "qkv")
+    sinks = torch.linspace(-40.0, 40.0, 6, dtype=torch.float64, requires_grad=True)
+    allowed = oracle.causal(range(TOKENS), range(TOKENS))
+    out, lse = oracle.dense_attention(q, k, v, allowed, 0.3)
+    got, got_lse = apply_sinks(out.detach().clone(), lse.detach(), sinks.detach())
+    want, want_lse = oracle.dense_attention(q, k, v, allowed, 0.3, sinks=sinks)
+    assert oracle.relative_error(got, want) < 1e-14
+    assert oracle.relative_error(got_lse, want_lse) < 1e-14
+    (want_grad,) = torch.autograd.grad(want, sinks, x["dout"])
+    assert oracle.relative_error(sink_gradient(x["dout"], got, got_lse, sinks), want_grad) < 1e-13
+
+
+def test_rows_that_attend_to_no_key_give_all_to_the_sink() -> None:
+    out, lse = apply_sinks(
+        torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf), torch.ones(1)
+    )
+    assert not out.any() and bool((lse == 1.0).all())

@@ -1,0 +1,304 @@
+"""Which kernel serves a request, on which machine and with which libraries; why others do not."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_flash import BACKWARD, FORWARD, library
+from kernel_cases import BLOCKS, TOKENS, run_tile, tensors
+from stub_machine import MAKERS, Machine, efficient, flash2_in_torch, flash4, module
+
+import ds_usp
+from ds_usp import MaskSpec, UnsupportedAttentionError
+from ds_usp.kernels import registry
+from ds_usp.kernels.api import (
+    AttentionKernel,
+    KernelRequest,
+    PaddedHeadDimKernel,
+    UnsuitableDeviceError,
+)
+from ds_usp.kernels.efficient import EfficientKernel
+from ds_usp.kernels.flash2 import Flash2Kernel
+from ds_usp.kernels.flash3 import Flash3Kernel
+from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, missing_libraries, select_kernel
+from ds_usp.kernels.score_mod import PLAIN, SOFTCAP, ScoreMod
+from ds_usp.kernels.varlen import SignatureAdapter
+
+CAUSAL, WINDOW = MaskSpec.causal(), MaskSpec.window(3)
+
+
+def request(dtype: torch.dtype, head_dim: int = 16, device: str = "cpu") -> KernelRequest:
+    return KernelRequest(device, dtype, head_dim, WINDOW)
+
+
+def on_gpu(dtype: torch.dtype, mask: MaskSpec = CAUSAL, head_dim: int = 64) -> KernelRequest:
+    return KernelRequest("cuda", dtype, head_dim, mask)
+
+
+def test_the_registrys_names_are_the_kernels() -> None:
+    for entry in KERNELS:
+        kernel, reason = registry._load(entry)
+        assert (kernel is None) != (reason is None)
+        assert kernel is None or kernel.name == entry.name
+    assert len({entry.name for entry in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "chosen"),
+    [
+        (request(torch.float32), AUTO, "sdpa"),
+        (request(torch.float64, 3), AUTO, "sdpa"),
+        (request(torch.float16), AUTO, "eager"),
+        (request(torch.float32), "eager", "eager"),
+        (request(torch.float32, 128, "cuda"), AUTO, "eager"),
+        (request(torch.float32, 16, "xpu"), AUTO, "eager"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_best_that_serves(wanted: KernelRequest, name: str, chosen: str) -> None:
+    assert select_kernel(wanted, name).name == chosen
+
+
+def test_no_kernel_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = KernelEntry("missing", "ds_usp.kernels.missing", "MissingKernel")
+    monkeypatch.setattr(registry, "KERNELS", (*KERNELS, entry))
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        select_kernel(KernelRequest("cpu", torch.int8, 24, CAUSAL))
+    lines = str(caught.value).splitlines()
+    assert all(word in lines[0] for word in ("torch.int8", "cpu", "24", "causal"))
+    reasons = dict(line.strip().split(": ", 1) for line in lines[1:])
+    assert list(reasons) == [entry.name for entry in registry.KERNELS]
+    assert reasons["flash2"] == "runs on cuda, not cpu"
+    assert reasons["eager"] == "takes bfloat16, float16, float32, float64, not int8"
+    assert reasons["missing"].startswith("cannot be imported: No module named")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "reason"),
+    [
+        (request(torch.bfloat16, 12, "cuda"), "flash2", "multiples of 8, not 12"),
+        (request(torch.bfloat16, 264, "cuda"), "flash2", "up to 256, not 264"),
+        (request(torch.float32), "flash9", "'flash9'; there are auto, flash4, .*, eager"),
+    ],
+    ids=str,
+)
+def test_a_named_kernel_that_cannot_says_why(wanted: KernelRequest, name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=reason):
+        select_kernel(wanted, name)
+
+
+SCORE_MODS = {
+    "softcap": ScoreMod(2.0),
+    "ALiBi": ScoreMod(alibi=True),
+    "dropout": ScoreMod(None, False, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_only_kernels_that_declare_a_score_modifier_are_taken(name: str) -> None:
+    wanted = replace(request(torch.float32), score_mod=SCORE_MODS[name])
+    assert select_kernel(wanted).name == "eager"
+    assert select_kernel(replace(wanted, score_mod=PLAIN)).name == "sdpa"
+    with pytest.raises(UnsupportedAttentionError, match=f"sdpa: has no {name}"):
+        select_kernel(wanted, "sdpa")
+
+
+def test_all_that_is_lacking_is_named() -> None:
+    score_mod = ScoreMod(2.0, True, 0.5)
+    wanted = replace(request(torch.float32), value_dim=8, score_mod=score_mod, deterministic=True)
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        select_kernel(wanted, "sdpa")
+    text = "head dim 16 (values 8) and a window(3, 0) mask, ALiBi, dropout 0.5, softcap 2.0"
+    assert f"{text}, deterministic" in str(caught.value)
+    assert "sdpa: has no ALiBi and no dropout and no softcap" in str(caught.value)
+
+
+# ------------------------------------------------------------------ libraries
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_all_flash_kernels_but_torchs_have_a_softcap(machine: Machine, make: Any) -> None:
+    capped = make not in (efficient, flash2_in_torch)
+    assert make(machine).caps.score_features == ({SOFTCAP} if capped else frozenset())
+
+
+def test_flash2_caps_where_its_library_does_backward_too(machine: Machine) -> None:
+    for version, capped in (("2.6.1", False), ("2.6.2", True), ("2.8.3.post1", True)):
+        machine.flash_attn(version, library("flash_attn 2.6"))
+        assert Flash2Kernel().caps.score_features == ({SOFTCAP} if capped else frozenset())
+
+
+def test_flash4_declares_what_its_version_has_on_this_gpu(machine: Machine) -> None:
+    kernel = flash4(machine)
+    assert (kernel.caps.score_features, kernel.caps.deterministic) == ({SOFTCAP}, True)
+    old = flash4(machine, create_softcap_scoremod=None)
+    machine.gpu(12)
+    for kernel in (old, flash4(machine)):
+        assert (kernel.caps.score_features, kernel.caps.deterministic) == (frozenset(), False)
+
+
+UNKNOWN = {**library("flash_attn 2.8"), BACKWARD: lambda dout, q, k, v: None}
+
+
+@pytest.mark.parametrize(
+    ("version", "functions"),
+    [
+        ("2.5.9.post1", library("flash_attn 2.6")),
+        ("2.6.0.dev1", library("flash_attn 2.6")),
+        ("2.10.0", UNKNOWN),
+        (None, {}),  # flash-attn-4 alone leaves a folder of the name
+    ],
+)
+def test_flash2_is_torchs_where_the_package_is_not_one_that_is_supported(
+    machine: Machine, version: str | None, functions: dict[str, Any]
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the package was called")
+
+    if version is None:
+        machine.install("flash_attn", module("flash_attn", __path__=[]))
+        machine.patch.delitem(sys.modules, "flash_attn.flash_attn_interface")
+    else:
+        machine.flash_attn(version, functions)
+    machine.patch.setattr(SignatureAdapter, "__call__", refuse)
+    x = tensors((2, 2), 16, torch.float32, TOKENS)
+    run_tile(Flash2Kernel(), x, BLOCKS["causal"].tile, 0.3)
+    machine.torch_flash(False)
+    with pytest.raises(ImportError, match="neither flash-attn is here nor"):
+        Flash2Kernel()
+
+
+def test_a_function_without_a_parameter_is_refused_by_its_name(machine: Machine) -> None:
+    def forward(q, k, v, softmax_scale, causal, window_size):  # type: ignore[no-untyped-def]
+        """As before 2025, with the log-sum-exp elsewhere."""
+
+    functions = library("flash_attn_interface 2026")
+    machine.flash3({**functions, FORWARD: forward})
+    with pytest.raises(ImportError, match=r"forward of this version has no parameter .*num_splits"):
+        Flash3Kernel()
+    machine.flash3({**functions, BACKWARD: functions[FORWARD]})
+    with pytest.raises(ImportError, match=r"no parameter .*dout, out, softmax_lse, dq, dk, dv"):
+        Flash3Kernel()
+
+
+def test_an_operator_of_torch_is_called_by_its_functions_parameters() -> None:
+    @torch.library.custom_op("fake_flash::forward", mutates_args=())
+    def forward(
+        q: torch.Tensor, unused: torch.Tensor | None, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (unused, softmax_scale, causal) == (None, 0.5, True)
+        return q * 2
+
+    q = torch.ones(2)
+    adapter = SignatureAdapter(forward, "q")
+    assert torch.equal(adapter(BLOCKS["causal"].tile, 0.5, None, q=q), q * 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "generation", "needs"),
+    [
+        (Flash3Kernel, (8, 9), "9.x, this one has 8.9"),
+        (Flash3Kernel, (10, 0), "9.x, this one has 10.0"),
+        (Flash2Kernel, (7, 5), "8.0, this one has 7.5"),
+        (EfficientKernel, (3, 7), "5.0, this one has 3.7"),
+    ],
+)
+def test_other_generations_are_refused(
+    machine: Machine, kernel: type[AttentionKernel], generation: tuple[int, int], needs: str
+) -> None:
+    machine.gpu(*generation)
+    with pytest.raises(UnsuitableDeviceError, match=needs):
+        kernel()
+
+
+def test_bf16_begins_with_ampere(machine: Machine) -> None:
+    machine.gpu(7, 5)
+    assert select_kernel(on_gpu(torch.bfloat16)).name == "eager"
+    assert select_kernel(on_gpu(torch.float16)).name == "efficient"
+    assert select_kernel(on_gpu(torch.float32)).name == "efficient"
+    assert select_kernel(on_gpu(torch.float32, WINDOW)).name == "eager"
+    assert torch.bfloat16 in EfficientKernel.caps.dtypes
+
+
+def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine: Machine) -> None:
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    text = missing_libraries(on_gpu(torch.bfloat16))
+    assert text is not None and "\n" not in text
+    start = "attention runs on the kernel cudnn; faster ones cannot be used: flash4 ("
+    assert text.startswith(start) and "flash3 (" in text and "flash2" not in text
+    assert missing_libraries(on_gpu(torch.float32)) is None  # no library takes fp32
+    for dtype in (torch.float32, torch.float16):
+        assert missing_libraries(KernelRequest("cpu", dtype, 64, CAUSAL)) is None
+    machine.flash3(library("flash_attn_interface 2026"))
+    for cache in (select_kernel, missing_libraries, registry._load):
+        cache.cache_clear()
+    assert select_kernel(on_gpu(torch.bfloat16)).name == "flash3"
+    assert select_kernel(on_gpu(torch.bfloat16, WINDOW, 256)).name == "flash3"
+    text = missing_libraries(on_gpu(torch.bfloat16))
+    assert text is not None and "flash4 (" in text and "flash3 (" not in text
+    assert missing_libraries(on_gpu(torch.bfloat16, head_dim=256)) is None
+
+
+def test_an_older_gpu_misses_nothing(machine: Machine) -> None:
+    machine.gpu(8)
+    assert select_kernel(on_gpu(torch.bfloat16)).name == "flash2"
+    assert missing_libraries(on_gpu(torch.bfloat16)) is None
+
+
+def test_documents_go_to_a_kernel_that_takes_them_in_one_call(machine: Machine) -> None:
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    plain = on_gpu(torch.bfloat16)
+    packed = replace(plain, documents=True)
+    assert select_kernel(plain).name == "cudnn"
+    assert select_kernel(packed).name == "flash2"
+    assert select_kernel(packed, "cudnn").name == "cudnn", "one by one, if named"
+    assert select_kernel(replace(packed, dtype=torch.float32)).name == "efficient"
+    text = missing_libraries(packed)
+    assert text is not None and "cudnn" not in text and "flash3 (" in text
+
+
+def test_head_dims_are_counted_as_the_kernel_gets_them(machine: Machine) -> None:
+    wanted = replace(on_gpu(torch.bfloat16, CAUSAL, 192), value_dim=132)
+    served = select_kernel(wanted, "flash2")  # as 192 and 192
+    assert isinstance(served, PaddedHeadDimKernel) and served.name == "flash2"
+    with pytest.raises(UnsupportedAttentionError, match="multiples of 8, not 132"):
+        select_kernel(wanted, "efficient")
+    with pytest.raises(UnsupportedAttentionError, match="up to 256, not 264"):
+        select_kernel(replace(wanted, value_dim=264), "flash2")
+    assert isinstance(select_kernel(replace(wanted, value_dim=128), "efficient"), EfficientKernel)
+
+
+def test_determinism_moves_auto_to_kernels_that_have_it(machine: Machine) -> None:
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    wanted = on_gpu(torch.bfloat16)
+    exact = replace(wanted, deterministic=True)
+    assert (select_kernel(wanted).name, select_kernel(exact).name) == ("cudnn", "flash2")
+    with pytest.raises(UnsupportedAttentionError, match="cudnn: has no deterministic backward"):
+        select_kernel(exact, "cudnn")
+    assert select_kernel(replace(exact, dtype=torch.float32)).name == "efficient"
+
+
+def test_torchs_switch_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ds_usp.SequenceMesh.single()
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    layout = mesh.layout("contiguous", 8)
+    requests: list[KernelRequest] = []
+
+    def noted(request: KernelRequest, name: str = AUTO) -> Any:
+        requests.append(request)
+        return select_kernel(request, name)
+
+    monkeypatch.setattr("ds_usp.attention.call_plan.select_kernel", noted)
+    for on, warn_only in ((False, False), (True, False), (True, True), (False, False)):
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+        try:
+            ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=CAUSAL).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    # The third and fourth are calls of a kind that was planned before.
+    assert [request.deterministic for request in requests] == [False, True]
