@@ -1,6 +1,6 @@
 """Unified Sequence Parallel: Ring Attention x DeepSpeed-Ulysses, exact or refused.
 
-What needs torch is loaded when it is first asked for (PEP 562): the planner starts without it.
+Names that need torch are imported on first access (PEP 562): the planner starts without torch.
 """
 
 from importlib import import_module
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ds_usp.comm.ledger import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
 else:
-    _LATER = MappingProxyType(
+    _LAZY = MappingProxyType(
         {
             "CommLedger": "ds_usp.comm.ledger",
             "Scores": "ds_usp.attention.score_mod",
@@ -56,12 +56,12 @@ else:
     def __getattr__(name: str) -> object:
         if name in _SUBMODULES:
             return import_module(f"ds_usp.{name}")
-        if name not in _LATER:
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LATER[name]), name)
+        return getattr(import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATER, *_SUBMODULES})
+        return sorted({*globals(), *_LAZY, *_SUBMODULES})
 
 
 __all__ = [

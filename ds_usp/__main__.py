@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ds_usp._version import __version__, commit
 from ds_usp.errors import USPError
 
-_OWN: Mapping[str, str] = MappingProxyType(
+_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "env": "versions, GPUs and links, usable kernels, copy engines: for a bug report",
         "verify": "run attention as you configure it, here, against a dense reference in fp64",
@@ -30,7 +30,7 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; what the user can mend is one line on stderr and the exit code 2.
+    """Run one command; user errors are one line on stderr and the exit code 2.
 
     Args:
         argv: the arguments without the program's name; None: those of this process.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ds_usp.planner.__main__ import main as planner
 
         return planner([command, *rest], prog="ds-usp")
-    if command not in _OWN:
+    if command not in _COMMANDS:
         print(_unknown(command), file=sys.stderr)
         return 2
     try:
@@ -56,24 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has read enough; what is left has nowhere to go
+    except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _run(command: str, argv: list[str]) -> int:
-    """One of the commands that are not the planner's; their imports load torch."""
+    """Run a command that is not the planner's; their imports load torch."""
     if command == "env":
         from ds_usp.cli.environment import main as environment
 
-        return environment(argv, _say)
+        return environment(argv, _print_line)
     from ds_usp.cli.verify import main as verify
 
-    return verify(argv, _say)
+    return verify(argv, _print_line)
 
 
-def _say(line: str, progress: bool = False) -> None:
-    """A line of the result; one of progress goes to stderr, and to a terminal in one place."""
+def _print_line(line: str, progress: bool = False) -> None:
+    """Print a line of the result; one of progress to stderr, on a terminal over the last one."""
     if not progress:
         print(line, flush=True)
     elif sys.stderr.isatty():
@@ -83,11 +83,11 @@ def _say(line: str, progress: bool = False) -> None:
 
 
 def _help() -> str:
-    width = max(map(len, [*_OWN, *_PLANNER]))
+    width = max(map(len, [*_COMMANDS, *_PLANNER]))
     lines = [
         "usage: ds-usp COMMAND [arguments]      ds-usp COMMAND --help      ds-usp --version",
         "",
-        *(f"  {name:{width}}  {text}" for name, text in _OWN.items()),
+        *(f"  {name:{width}}  {text}" for name, text in _COMMANDS.items()),
         "",
         "the planner, which needs neither torch nor a GPU (but profile):",
         *(f"  {name:{width}}  {text}" for name, text in _PLANNER.items()),
@@ -96,7 +96,7 @@ def _help() -> str:
 
 
 def _unknown(command: str) -> str:
-    known = [*_OWN, *_PLANNER]
+    known = [*_COMMANDS, *_PLANNER]
     near = get_close_matches(command, known, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"error: unknown command {command!r}{hint}; there are {', '.join(known)}"

@@ -159,7 +159,7 @@ class ResolvedTuning(NamedTuple):
     chunk_positions: ChunkPositions = (("only", "only"),)
 
     def __str__(self) -> str:
-        kv_mode = "all-gathered KV" if self.gather_kv else "stepwise KV"
+        kv_mode = "KV all-gathered" if self.gather_kv else "KV stepwise"
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         rings = f", inner ring {self.inner_ring}" if self.inner_ring else ""
         transport = "copy engines" if self.use_copy_engines else "P2P"

@@ -1,6 +1,6 @@
-"""``ds-usp env``: what a bug report needs to say about a machine and what is installed on it.
+"""``ds-usp env``: facts for a bug report about a machine and what is installed on it.
 
-Every fact is read on its own: one that cannot be had is a line that says why, never an exception.
+Every fact is read on its own: one that cannot be read is a line with the reason, no exception.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ds_usp.config import environment, p2p_disabled, single_hw_queue, torchrun_e
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
-# (name, distributions that hold it, a module that says it is there without one)
+# (name, its distributions, a module that is importable where it has no distribution)
 _LIBRARIES: Sequence[tuple[str, tuple[str, ...], str]] = (
     ("deepspeed", ("deepspeed",), "deepspeed"),
     ("megatron-core", ("megatron-core",), "megatron.core"),
@@ -58,8 +59,8 @@ _VARIABLES = (
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version", "power.limit", "compute_cap")
 
 
-def main(argv: Sequence[str], say: Callable[..., None]) -> int:
-    """Run ``ds-usp env``. Under torchrun rank 0 alone answers."""
+def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
+    """Run ``ds-usp env``. Under torchrun rank 0 alone prints."""
     text = "versions, GPUs and links, usable kernels and copy engines: for a bug report"
     parser = OneLineParser(prog="ds-usp env", description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -70,7 +71,7 @@ def main(argv: Sequence[str], say: Callable[..., None]) -> int:
     except ConfigError:  # another launcher's variables; they are among the facts
         pass
     facts = collect()
-    say(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    print_line(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 0
 
 
@@ -104,7 +105,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
 
 
 def _attempt(read: Callable[[], Any]) -> Any:
-    """What is read, or why it cannot be."""
+    """The fact that is read, or why it cannot be."""
     try:
         return read()
     except Exception as error:  # a broken driver or library must not hide the rest
@@ -138,57 +139,42 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
-    found = {"torch": _attempt(_torch)}
-    for name, field in (("CUDA", _cuda), ("NCCL", _nccl), ("cuDNN", _cudnn), ("driver", _driver)):
-        found[name] = _attempt(field)
+    def driver() -> str | None:
+        return ", ".join(sorted({row["driver_version"] for row in _nvidia_smi()})) or None
+
+    def cuda() -> str | None:
+        version = _torch().version
+        return version.cuda or (version.hip and f"HIP {version.hip}")
+
+    def nccl() -> str | None:
+        torch = _torch()
+        return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
+
+    readers: dict[str, Callable[[], Any]] = {
+        "torch": lambda: str(_torch().__version__),
+        "CUDA": cuda,
+        "NCCL": nccl,
+        "cuDNN": lambda: _torch().backends.cudnn.version(),
+        "driver": driver,
+    }
     for name, distributions, module in _LIBRARIES:
-        found[name] = _attempt(partial(_installed, distributions, module))
-    return found
+        readers[name] = partial(_installed, distributions, module)
+    return {name: _attempt(read) for name, read in readers.items()}
+
+
+def _torch() -> Any:
+    """Imported where it is read: its import may fail, which is a fact of its own."""
+    return import_module("torch")
 
 
 def _installed(distributions: Sequence[str], module: str) -> str | None:
     for name in distributions:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        there = bool(module) and util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is not there
-        there = False
-    return "installed, of no known version" if there else None
-
-
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
-def _cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda or (torch.version.hip and f"HIP {torch.version.hip}")
-
-
-def _nccl() -> str | None:
-    import torch
-
-    if torch.version.cuda is None:
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _cudnn() -> str | None:
-    import torch
-
-    version = torch.backends.cudnn.version()
-    return None if version is None else str(version)
-
-
-def _driver() -> str | None:
-    rows = _nvidia_smi()
-    return ", ".join(sorted({row["driver_version"] for row in rows})) or None
+    with suppress(ModuleNotFoundError):  # of the module's parent
+        if module and util.find_spec(module) is not None:
+            return "installed, of no known version"
+    return None
 
 
 def _nvidia_smi() -> list[dict[str, str]]:
@@ -204,45 +190,35 @@ def _nvidia_smi() -> list[dict[str, str]]:
 
 
 def _gpus() -> dict[str, str]:
-    """What torch sees; beside it what nvidia-smi sees, where that is more."""
-    import torch
-
-    if not torch.cuda.is_available():
+    """The GPUs that torch finds; where there are none, what nvidia-smi finds."""
+    cuda = _torch().cuda
+    if not cuda.is_available():
         rows = _nvidia_smi()
-        seen = f"nvidia-smi sees {len(rows)}, e.g. {rows[0]['name']}" if rows else "nvidia-smi none"
-        return {"torch": f"sees no GPU; {seen}"}
-    found = {}
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        found[str(index)] = (
-            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
-            f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
-        )
-    return found
+        smi = f"nvidia-smi sees {len(rows)}, e.g. {rows[0]['name']}" if rows else "nvidia-smi none"
+        return {"torch": f"sees no GPU; {smi}"}
+    gpus = [cuda.get_device_properties(index) for index in range(cuda.device_count())]
+    return {
+        str(index): f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+        f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
+        for index, gpu in enumerate(gpus)
+    }
 
 
 def _links() -> dict[str, str]:
     """How GPUs reach each other: torch's peer access, nvidia-smi's matrix of NVLink and PCIe."""
-    import torch
-
-    count = torch.cuda.device_count()
+    cuda = _torch().cuda
+    count = cuda.device_count()
     if count < 2:
         return {"peer access": f"{count or 'no'} GPU here: no links between GPUs"}
-    rows = []
-    for one in range(count):
-        others = (
-            "."
-            if one == other
-            else "yes"
-            if torch.cuda.can_device_access_peer(one, other)
-            else "no"
-            for other in range(count)
-        )
-        rows.append(f"{one}: " + " ".join(f"{word:3}" for word in others).rstrip())
-    return {
-        "peer access": "\n".join(rows),
-        "nvidia-smi": _attempt(_matrix),
-    }
+
+    def access(gpu: int, peer: int) -> str:
+        if gpu == peer:
+            return "."
+        return "yes" if cuda.can_device_access_peer(gpu, peer) else "no"
+
+    rows = [[access(gpu, peer) for peer in range(count)] for gpu in range(count)]
+    lines = [f"{i}: " + " ".join(f"{x:3}" for x in row).rstrip() for i, row in enumerate(rows)]
+    return {"peer access": "\n".join(lines), "nvidia-smi": _attempt(_matrix)}
 
 
 def _matrix() -> str:
@@ -253,39 +229,33 @@ def _matrix() -> str:
 
 def _kernels() -> dict[str, str]:
     """Every kernel on the device that attention would run on here."""
-    import torch
-
+    device = "cuda" if _torch().cuda.is_available() else "cpu"
     from ds_usp.kernels.registry import KERNELS, unusable_reason
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {"device": device}
-    for row in KERNELS:
-        why = _attempt(partial(unusable_reason, row, device))
-        found[row.name] = "can run" if why is None else f"cannot run: {why}"
-    return found
+    facts = {"device": device}
+    for kernel in KERNELS:
+        reason = _attempt(partial(unusable_reason, kernel, device))
+        facts[kernel.name] = "can run" if reason is None else f"cannot run: {reason}"
+    return facts
 
 
 def _copy_engines() -> dict[str, Any]:
-    """What one process can tell; the ranks of a mesh decide together when it is made."""
-    import torch
-
+    """Whether this process could use them; the ranks of a mesh decide together when it is made."""
+    count = _torch().cuda.device_count()
     from ds_usp.comm.symmetric_memory import peer_copy_unavailable_reason
 
-    count = torch.cuda.device_count()
-    why = peer_copy_unavailable_reason(max(count, 1))
-    if why is None and count == 1:
-        why = "one GPU here has no other to copy from"
-    if why is None and p2p_disabled():
-        why = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
-    found = {
-        "usable": "no" if why else "yes",
-        "reason": why or f"all {count} GPUs reach each other",
-    }
-    if why is None:
-        found["needs"] = "NCCL, all ranks of a mesh on one node, each on a GPU of its own"
-        if single_hw_queue():
-            found["limit"] = "CUDA_DEVICE_MAX_CONNECTIONS=1: not inside of CUDA graphs"
-    return found
+    reason = peer_copy_unavailable_reason(max(count, 1))
+    if reason is None and count == 1:
+        reason = "one GPU here has no other to copy from"
+    if reason is None and p2p_disabled():
+        reason = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
+    if reason is not None:
+        return {"usable": "no", "reason": reason}
+    facts = {"usable": "yes", "reason": f"all {count} GPUs reach each other"}
+    facts["needs"] = "NCCL, all ranks of a mesh on one node, each on a GPU of its own"
+    if single_hw_queue():
+        facts["limit"] = "CUDA_DEVICE_MAX_CONNECTIONS=1: not inside of CUDA graphs"
+    return facts
 
 
 def _output(*command: str) -> str:

@@ -1,7 +1,7 @@
-"""Dense attention in fp64, straight from positions: what ``ds-usp verify`` compares with.
+"""Dense attention in fp64, straight from positions: the reference of ``ds-usp verify``.
 
 It imports nothing from ds_usp, so that no mistake can be on both sides. Rows are computed in
-blocks, so memory grows with the sequence, not with its square; the ranks share the blocks.
+blocks, so memory grows with the sequence, not with its square; blocks are divided among the ranks.
 
 Letters of the shapes: B batch, S tokens, H query heads, G key/value heads, D head dim of queries
 and keys, E of values.
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is attended: key ``k`` is visible to query ``q`` of the same document if
+class AttentionParams:
+    """Mask, scale and soft cap: key ``k`` is visible to query ``q`` of the same document if
     ``-left <= k - q <= right`` or ``k < prefix``.
 
     Args:
@@ -52,7 +52,7 @@ class Tensors:
 
 def dense_attention(
     tensors: Tensors,
-    question: Question,
+    params: AttentionParams,
     *,
     backward: bool = True,
     block_elements: int = 1 << 22,
@@ -65,7 +65,7 @@ def dense_attention(
 
     Args:
         block_elements: scores that are held at a time.
-        rank, world: this process among those that share the work.
+        rank, world: this process among those that divide the work.
 
     Returns:
         ``out [B, S, H, E]``, ``lse [B, H, S]`` (natural log, of scores and sinks), and with
@@ -85,7 +85,7 @@ def dense_attention(
     rows = max(1, min(length, block_elements // (batch * heads // kv_heads * length)))
     blocks = [(group, start) for group in range(kv_heads) for start in range(0, length, rows)]
     for group, start in blocks[rank::world]:
-        _block(tensors, question, group, start, min(start + rows, length), results)
+        _block(tensors, params, group, start, min(start + rows, length), results)
     if world > 1:
         for result in results.values():
             dist.all_reduce(result)
@@ -94,7 +94,7 @@ def dense_attention(
 
 def _block(
     tensors: Tensors,
-    question: Question,
+    params: AttentionParams,
     group: int,
     start: int,
     stop: int,
@@ -106,18 +106,18 @@ def _block(
     q = tensors.q[:, start:stop, heads].double()
     dout = tensors.dout[:, start:stop, heads].double()
     k, v = tensors.k[:, :, group].double(), tensors.v[:, :, group].double()
-    scale = q.shape[-1] ** -0.5 if question.scale is None else question.scale
+    scale = q.shape[-1] ** -0.5 if params.scale is None else params.scale
     scores = torch.einsum("brhd,btd->bhrt", q, k) * scale
-    if question.softcap is not None:
-        scores = question.softcap * torch.tanh(scores / question.softcap)
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     capped = scores
     query = torch.arange(start, stop, device=q.device)[:, None]
     key = torch.arange(k.shape[1], device=q.device)[None, :]
     if tensors.slopes is not None:
         slopes = tensors.slopes[heads].double()[:, None, None]
         scores = scores - slopes * (key - query).abs()
-    seen = _visible(question, query, key)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    visible = _visible(params, query, key)
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
     lse = torch.logsumexp(scores, -1)
     sinks = None if tensors.sinks is None else tensors.sinks[heads].double()[:, None]
     if sinks is not None:
@@ -131,8 +131,8 @@ def _block(
     # d softmax: weight * (d weight - rowsum(d out * out))
     delta = (dout * out).sum(-1).transpose(1, 2)
     dscores = weights * (torch.einsum("brhe,bte->bhrt", dout, v) - delta[..., None])
-    if question.softcap is not None:
-        dscores = dscores * (1 - (capped / question.softcap) ** 2)
+    if params.softcap is not None:
+        dscores = dscores * (1 - (capped / params.softcap) ** 2)
     results["dq"][:, start:stop, heads] = torch.einsum("bhrt,btd->brhd", dscores, k) * scale
     results["dk"][:, :, group] += torch.einsum("bhrt,brhd->btd", dscores, q) * scale
     results["dv"][:, :, group] += torch.einsum("bhrt,brhe->bte", weights, dout)
@@ -140,22 +140,22 @@ def _block(
         results["dsinks"][heads] -= (torch.exp(sinks - lse) * delta).sum((0, 2))
 
 
-def _visible(question: Question, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _visible(params: AttentionParams, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """``[B or 1, rows, S]`` bool."""
     distance = key - query
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if question.left is not None:
-        seen &= distance >= -question.left
-    if question.right is not None:
-        seen &= distance <= question.right
-    seen |= key < question.prefix
-    if not question.documents:
-        return seen[None]
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if params.left is not None:
+        visible &= distance >= -params.left
+    if params.right is not None:
+        visible &= distance <= params.right
+    visible |= key < params.prefix
+    if not params.documents:
+        return visible[None]
     inside = [
         owner[query] == owner[key]
-        for owner in (_owners(lengths, key.device) for lengths in question.documents)
+        for owner in (_owners(lengths, key.device) for lengths in params.documents)
     ]
-    return seen & torch.stack(inside)
+    return visible & torch.stack(inside)
 
 
 def _owners(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -168,8 +168,8 @@ def expected_positions(
     kind: str, length: int, ulysses: int, ring: int, order: str
 ) -> list[torch.Tensor] | None:
     """The global positions that each rank holds under a documented layout, in storage order; None
-    for a layout that has no closed form (``balanced``). Parts that do not divide: the first ones
-    get one token more."""
+    for a layout that has no closed form (``balanced``). Where the length does not divide, the first
+    parts get one token more."""
     tokens, ranks = torch.arange(length), ulysses * ring
     if kind == "context_parallel":  # megatron-core: chunks r and 2 * ranks - 1 - r of 2 * ranks
         chunks = torch.tensor_split(tokens, 2 * ranks)
@@ -178,12 +178,12 @@ def expected_positions(
         return list(torch.tensor_split(tokens, ranks))
     if kind == "zigzag":
         chunks = torch.tensor_split(tokens, 2 * ring)
-        of_ring = [torch.cat([chunks[r], chunks[2 * ring - 1 - r]]) for r in range(ring)]
+        ring_tokens = [torch.cat([chunks[r], chunks[2 * ring - 1 - r]]) for r in range(ring)]
     elif kind == "striped":
-        of_ring = [tokens[r::ring] for r in range(ring)]
+        ring_tokens = [tokens[r::ring] for r in range(ring)]
     else:
         return None
-    shares = [torch.tensor_split(x, ulysses) for x in of_ring]
+    shards = [torch.tensor_split(x, ulysses) for x in ring_tokens]
     if order == "ulysses-ring":  # Ulysses ranks are neighbours
-        return [share for ring_rank in shares for share in ring_rank]
-    return [shares[r][u] for u in range(ulysses) for r in range(ring)]
+        return [shard for of_ring_rank in shards for shard in of_ring_rank]
+    return [shards[r][u] for u in range(ulysses) for r in range(ring)]

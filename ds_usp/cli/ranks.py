@@ -1,4 +1,4 @@
-"""The ranks of a check: forked from this process, or those that torchrun started."""
+"""Process groups of ``ds-usp verify``: ranks forked from this process, or started by torchrun."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from ds_usp.config import TorchrunEnv
 Progress = Callable[[str], None]
 Work = Callable[[TorchrunEnv, torch.device, Progress], Any]  # what every rank runs
 
-_TIMEOUT = timedelta(seconds=300)  # of one collective, on a machine that does other things
-_GRACE_S = 10.0  # for the other ranks to fail by themselves once one has
+_TIMEOUT = timedelta(seconds=300)  # of one collective, on a loaded machine
+_SHUTDOWN_TIMEOUT_S = 10.0  # for the other ranks to fail by themselves once one has
 
 
 class RankError(Exception):
     """A rank raised or died; the message names it and holds its traceback."""
 
 
-def run_here(work: Work, launched: TorchrunEnv, cuda: bool, progress: Progress) -> Any:
-    """Run as the rank that a launcher made of this process: NCCL on a GPU, or gloo."""
-    device = torch.device("cuda", launched.local_rank) if cuda else torch.device("cpu")
+def run_launched(work: Work, env: TorchrunEnv, cuda: bool, progress: Progress) -> Any:
+    """Run ``work`` in this process, one of a launcher's ranks: NCCL on a GPU, or gloo."""
+    device = torch.device("cuda", env.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
-    result = work(launched, device, progress)
-    dist.barrier(device_ids=[launched.local_rank] if cuda else None)
+    result = work(env, device, progress)
+    dist.barrier(device_ids=[env.local_rank] if cuda else None)
     dist.destroy_process_group()  # not after an error: it would wait for the other ranks
     return result
 
 
 def run_forked(work: Work, world: int, progress: Progress) -> Any:
-    """Fork gloo ranks on the CPUs, which share this process's imports; returns rank 0's result.
+    """Fork gloo ranks on the CPUs, with this process's imports; returns rank 0's result.
 
     Raises:
-        RankError: a rank raised or died; the others are ended.
+        RankError: a rank raised or died; the others are killed.
     """
     context = multiprocessing.get_context("fork")
     ranks: dict[Connection, int] = {}
@@ -76,8 +76,8 @@ def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
         )
-        launched = TorchrunEnv(rank, world, rank, world)
-        result = work(launched, torch.device("cpu"), progress)
+        env = TorchrunEnv(rank, world, rank, world)
+        result = work(env, torch.device("cpu"), progress)
         dist.barrier()
         sender.send(("result", result if rank == 0 else None))
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -
 def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
     """Rank 0's result once all ranks are done, or the first error."""
     running, result = dict(ranks), None
-    errors: list[tuple[float, int, str]] = []  # when, of which rank: the others fail by its end
+    errors: list[tuple[float, int, str]] = []  # time, rank; the others fail because of the first
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         for kind, rank, content in _messages(running):
@@ -100,7 +100,7 @@ def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
             else:
                 when, text = content
                 errors.append((when, rank, text))
-                deadline = deadline or time.monotonic() + _GRACE_S
+                deadline = deadline or time.monotonic() + _SHUTDOWN_TIMEOUT_S
     if errors:
         _, rank, text = min(errors)
         raise RankError(f"rank {rank} failed:\n{text}")
@@ -108,7 +108,7 @@ def _collect(ranks: Mapping[Connection, int], progress: Progress) -> Any:
 
 
 def _messages(running: dict[Connection, int]) -> Iterator[tuple[str, int, Any]]:
-    """What has come from the ranks; those that are done leave ``running``."""
+    """Received messages; ranks that have finished are removed from ``running``."""
     for receiver in wait(list(running), timeout=1.0):
         if not isinstance(receiver, Connection):
             continue

@@ -1,7 +1,7 @@
-"""``ds-usp verify``: the user's own attention on the user's own machine, against dense attention.
+"""``ds-usp verify``: attention as the user configures it, here, against a dense reference.
 
-A result is exact where its relative error keeps the limit of its dtype: an absolute one in fp64
-and fp32, in bf16 and fp16 one in units of the error of the same kernel run dense on one device,
+A result is exact if its relative error is within the limit of its dtype: an absolute one in fp64
+and fp32; in bf16 and fp16 a multiple of the error of the same kernel run dense on one device,
 which itself must be a rounding error. Errors of one rounding of the result are exact there too.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_usp._version import __version__
-from ds_usp.cli.ranks import RankError, run_forked, run_here
+from ds_usp.cli.ranks import RankError, run_forked, run_launched
 from ds_usp.cli.verify_case import DTYPES, VerifyCase, build_parser, cases_of
 from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
 from ds_usp.config import environment, torchrun_env
@@ -28,25 +28,25 @@ _VERDICTS = ("exact", "WRONG", "refused")
 _ABSOLUTE: Mapping[str, float] = {"fp64": 1e-12, "fp32": 1e-5}
 _MAX_RATIO = 1.5
 _LSE_LIMIT = 1e-5  # kernels compute and return it in fp32, whatever the dtype
-# The kernel's own error in units of its dtype's epsilon: more is no rounding. A soft cap may go by
-# the GPU's tanh, which is exact to 2**-11 of the cap.
+# Limit of the error of the kernel alone, in epsilons of its dtype: more is no rounding. A soft cap
+# may use the GPU's tanh, which is exact to 2**-11 of the cap.
 _MAX_OWN_EPS, _TANH = 8.0, 2.0**-11
-# An error of one rounding of the result (eps / 2) is none of ours, however exact the kernel alone
-# is; over few elements, where a ratio says little, a few roundings (partial sums of ranks) are not.
+# An error of one rounding of the result (eps / 2) is exact, however exact the kernel alone is; over
+# few elements, where a ratio is noise, so are a few roundings (partial sums of ranks).
 _ROUNDING_EPS, _FEW_ROUNDINGS_EPS, _FEW_ELEMENTS = 0.5, 4.0, 4096
 
 
-def main(argv: Sequence[str], say: Callable[..., None]) -> int:
-    """Run ``ds-usp verify``; rank 0 alone says anything.
+def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
+    """Run ``ds-usp verify``; rank 0 alone prints.
 
     Returns:
         0 if all results are exact, 1 if one is wrong or a rank failed, 2 if a call was refused.
 
     Raises:
-        ConfigError: arguments that say nothing that can be run.
+        ConfigError: arguments that cannot be run.
     """
     args = build_parser().parse(argv)
-    here = torchrun_env()
+    env = torchrun_env()
     started = "RANK" in environment(("RANK",))
     cuda = started and args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not started:
@@ -55,35 +55,35 @@ def main(argv: Sequence[str], say: Callable[..., None]) -> int:
             "verify ..."
         )
     if args.device == "cuda" and not cuda:
-        raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
-    if cuda and torch.cuda.device_count() < here.local_world:
+        raise ConfigError("--device cuda: torch finds no GPU env. Use --device cpu")
+    if cuda and torch.cuda.device_count() < env.local_world:
         raise ConfigError(
-            f"torchrun started {here.local_world} ranks here, and there are "
+            f"torchrun started {env.local_world} ranks here, and there are "
             f"{torch.cuda.device_count()} GPUs: start at most as many, or give --device cpu"
         )
-    cases = cases_of(args, here.world if started else None, cuda)
-    progress = partial(say, progress=True) if here.rank == 0 else _silent
+    cases = cases_of(args, env.world if started else None, cuda)
+    progress = partial(print_line, progress=True) if env.rank == 0 else _silent
     work = partial(run_cases, cases)
     try:
         if started:
-            reports = run_here(work, here, cuda, progress)
+            reports = run_launched(work, env, cuda, progress)
         else:
             reports = run_forked(work, cases[0].ulysses * cases[0].ring, progress)
     except RankError as error:
         progress("")
-        say(f"WRONG: {error}")
+        print_line(f"WRONG: {error}")
         return WRONG
-    if here.rank == 0:
+    if env.rank == 0:
         progress("")
-        where = f"{here.world if started else cases[0].ulysses * cases[0].ring} ranks, " + (
-            f"NCCL on {torch.cuda.get_device_name()}" if cuda else "gloo on CPUs"
-        )
-        say(_as_json(reports, where) if args.json else _as_text(reports, where))
+        world = env.world if started else cases[0].ulysses * cases[0].ring
+        machine = f"NCCL on {torch.cuda.get_device_name()}" if cuda else "gloo on CPUs"
+        to_text = _as_json if args.json else _as_text
+        print_line(to_text(reports, f"{world} ranks, {machine}"))
     return _exit_code(reports)
 
 
 def _silent(line: str) -> None:
-    """For the other ranks."""
+    """The other ranks print no progress."""
 
 
 def verdict(report: Report) -> int:
@@ -95,7 +95,7 @@ def verdict(report: Report) -> int:
 
 
 def within(case: VerifyCase, measured: TensorErrors) -> bool:
-    """Whether one result keeps its limit."""
+    """Whether one result is within its limit."""
     absolute = _ABSOLUTE.get(case.dtype)
     if absolute is not None:
         return measured.error <= absolute
@@ -129,36 +129,33 @@ def _exit_code(reports: Sequence[Report]) -> int:
     return next((code for code in (WRONG, REFUSED) if code in verdicts), EXACT)
 
 
-def _as_json(reports: Sequence[Report], where: str) -> str:
+def _as_json(reports: Sequence[Report], ranks: str) -> str:
     content: list[dict[str, Any]] = [
         {**asdict(report), "verdict": _VERDICTS[verdict(report)].lower()} for report in reports
     ]
-    whole = {"ds_usp": __version__, "ranks": where, "cases": content}
-    strict = json.loads(json.dumps(whole), parse_constant=str)  # JSON itself has no Infinity
+    result = {"ds_usp": __version__, "ranks": ranks, "cases": content}
+    strict = json.loads(json.dumps(result), parse_constant=str)  # JSON itself has no Infinity
     return json.dumps(strict, indent=2, allow_nan=False)
 
 
-def _as_text(reports: Sequence[Report], where: str) -> str:
-    lines = [f"ds-usp {__version__}, {where}"]
+def _as_text(reports: Sequence[Report], ranks: str) -> str:
+    verdicts = [verdict(report) for report in reports]
+    lines, counts = [f"ds-usp {__version__}, {ranks}"], ""
     if len(reports) == 1:
         lines += _table(reports[0])
     else:
         lines += [f"all: {_common(reports)}", *_summary(reports)]
-        for report in reports:
-            if verdict(report) != EXACT:
+        for report, code in zip(reports, verdicts, strict=True):
+            if code != EXACT:
                 lines += ["", *_table(report)]
-        lines += ["", "the largest errors of all calls"]
-    if len(reports) > 1:
-        lines += _rows(_largest(reports), reports[0].case)
-    verdicts = [verdict(report) for report in reports]
-    counts = [f"{verdicts.count(code)} {name}" for code, name in enumerate(_VERDICTS)]
-    code = _exit_code(reports)
-    summary = f" ({', '.join(counts)})" if len(reports) > 1 else ""
-    return "\n".join([*lines, "", f"{_VERDICTS[code].upper()}{summary}"])
+        lines += ["", "the largest errors of all calls", *_rows(_largest(reports), reports[0].case)]
+        names = (f"{verdicts.count(code)} {name}" for code, name in enumerate(_VERDICTS))
+        counts = f" ({', '.join(names)})"
+    return "\n".join([*lines, "", f"{_VERDICTS[_exit_code(reports)].upper()}{counts}"])
 
 
 def _common(reports: Sequence[Report]) -> str:
-    """What the calls of a sweep have in common."""
+    """The fields that all calls of a sweep share."""
     case = reports[0].case
     return (
         f"{case.batch} x {case.seq_len} tokens, {case.heads} heads ({case.kv_heads} kv) of "
@@ -174,8 +171,8 @@ def _summary(reports: Sequence[Report]) -> list[str]:
     for report, name in zip(reports, names, strict=True):
         head = "  ".join(word.ljust(width) for word, width in zip(name, widths, strict=True))
         worst = max(report.errors, key=lambda x: x.error, default=None)
-        said = "" if worst is None else f"largest error {worst.error:.2e} ({worst.name})"
-        lines.append(f"  {head}  {_VERDICTS[verdict(report)]:7}  {said}".rstrip())
+        error = "" if worst is None else f"largest error {worst.error:.2e} ({worst.name})"
+        lines.append(f"  {head}  {_VERDICTS[verdict(report)]:7}  {error}".rstrip())
     return lines
 
 
@@ -207,9 +204,8 @@ def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
     lines = [f"  {'tensor':8}{'error':>10}{'kernel alone':>14}{'ratio':>8}  limit"]
     for x in errors:
         ratio = "-" if x.ratio is None or math.isinf(x.ratio) else f"{x.ratio:.2f}"
-        said = "" if within(case, x) else "  WRONG"
-        limit = _limit(case, x)
-        lines.append(f"  {x.name:8}{x.error:>10.2e}{x.own:>14.2e}{ratio:>8}  {limit}{said}")
+        limit = _limit(case, x) + ("" if within(case, x) else "  WRONG")
+        lines.append(f"  {x.name:8}{x.error:>10.2e}{x.own:>14.2e}{ratio:>8}  {limit}")
     return lines
 
 

@@ -1,16 +1,16 @@
-"""One configuration of attention that ``ds-usp verify`` runs, and how flags say it."""
+"""The configurations of attention that ``ds-usp verify`` runs, and their flags."""
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
-from ds_usp.cli.arguments import documents, mask
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.degrees import divisors
+from ds_usp.geometry.degrees import Degrees, divisors
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner.arguments import OneLineParser, positive, tokens
 
@@ -18,8 +18,14 @@ DOORS = ("usp_attention", "USPAttention")
 DTYPES: Mapping[str, str] = MappingProxyType(
     {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 )
-_MAX_FORKED = 16  # ranks on CPUs: more measure the machine's patience, not the configuration
-_DEGREES = ("ulysses", "ring")
+_MAX_FORKED = 16  # ranks on CPUs: more take long and test nothing else
+_DEGREES: Mapping[str, str] = MappingProxyType(
+    {
+        "sp": "the {} ranks that torchrun started",
+        "ulysses": "--ulysses",
+        "ring": "--ring",
+    }
+)
 _NOT_OF_A_CASE = ("seed", "device", "json")
 
 
@@ -55,7 +61,7 @@ class VerifyCase:
 
     @property
     def mask_name(self) -> str:
-        """The mask as the flag says it."""
+        """The mask as the flag spells it."""
         left, right, prefix = self.mask
         if prefix:
             return f"prefix:{prefix}"
@@ -96,15 +102,40 @@ class VerifyCase:
         return ", ".join(parts)
 
 
+def _mask(text: str) -> tuple[int | None, int | None, int]:
+    """``(left, right, prefix)`` of causal | full | window:LEFT | window:LEFT,RIGHT | prefix:N."""
+    name, _, numbers = text.partition(":")
+    if text in ("causal", "full"):
+        return None, 0 if text == "causal" else None, 0
+    try:
+        sizes = [0 if number == "0" else tokens(number) for number in numbers.split(",")]
+    except ArgumentTypeError:
+        sizes = []
+    if name == "window" and len(sizes) in (1, 2):
+        return sizes[0], sizes[1] if len(sizes) == 2 else 0, 0
+    if name == "prefix" and len(sizes) == 1:
+        return None, 0, sizes[0]
+    raise ArgumentTypeError(
+        f"{text!r} must be causal, full, window:LEFT, window:LEFT,RIGHT or prefix:N, in tokens"
+    )
+
+
+def _documents(text: str) -> tuple[tuple[int, ...], ...]:
+    """Lengths of packed documents, with commas; with slashes those of each sample."""
+    return tuple(
+        tuple(tokens(length) for length in sample.split(",")) for sample in text.split("/")
+    )
+
+
 def build_parser() -> OneLineParser:
     """The command line of ``ds-usp verify``."""
     text = (
         "Runs attention over ranks, forward and backward, and compares every result with dense "
         "attention in fp64. Started plainly it forks ranks on the CPUs (gloo); under torchrun it "
-        "runs on the ranks that are there, one GPU each (NCCL). Without a flag that says what to "
-        "run, a sweep over layouts, masks and degrees. Exit code: 0 exact, 1 wrong, 2 refused."
+        "runs on the ranks of the launch, one GPU each (NCCL). Without a flag that configures "
+        "a call, a sweep over layouts, masks and degrees. Exit code: 0 exact, 1 wrong, 2 refused."
     )
-    # What is not given is left out of the namespace: the defaults are VerifyCase's.
+    # Flags that are left out are not in the namespace: the defaults are VerifyCase's.
     parser = OneLineParser(
         prog="ds-usp verify", description=text, allow_abbrev=False, argument_default=SUPPRESS
     )
@@ -123,9 +154,9 @@ def build_parser() -> OneLineParser:
     add("--dtype", choices=DTYPES, help="default: fp32 on CPUs, bf16 on GPUs")
     add("--layout", choices=KINDS, help="which rank holds which token (default: zigzag)")
     masks = "causal, full, window:LEFT, window:LEFT,RIGHT or prefix:N, in tokens (default: causal)"
-    add("--mask", type=mask, help=masks)
+    add("--mask", type=_mask, help=masks)
     packed = "lengths of packed documents, with commas; of each sample, with slashes"
-    add("--documents", type=documents, help=f"{packed} (default: one document)")
+    add("--documents", type=_documents, help=f"{packed} (default: one document)")
     add("--softcap", type=float, help="of the scores (default: none)")
     add("--alibi", action="store_true", help="ALiBi, with its paper's slopes")
     add("--sinks", action="store_true", help="a trainable attention sink for each head")
@@ -144,39 +175,37 @@ def build_parser() -> OneLineParser:
 
 
 def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
-    """What to run: the configuration that the flags say, or the sweep where they say none.
+    """The configuration of the flags, or the sweep where they configure none.
 
     Args:
-        world: ranks that a launcher started; None: they are forked, as many as are needed.
+        world: ranks that a launcher started; None: as many as are needed are forked.
 
     Raises:
         ConfigError: degrees that do not make the ranks, documents of another length or number.
     """
-    given = {name: value for name, value in vars(args).items() if name not in _NOT_OF_A_CASE}
-    if not given:
+    flags = {name: value for name, value in vars(args).items() if name not in _NOT_OF_A_CASE}
+    if not flags:
         return _sweep(world or 4, gpu, args.seed)
-    given["ulysses"], given["ring"] = _degrees(given, world)
-    given.setdefault("dtype", "bf16" if gpu else "fp32")
-    heads, head_dim = given.get("heads", VerifyCase.heads), given.get("head_dim", 64)
-    given.setdefault("kv_heads", heads)
-    given.setdefault("value_dim", head_dim)
-    packed = given.get("documents", ())
-    given.setdefault("batch", max(1, len(packed)))
-    given.setdefault("seq_len", sum(packed[0]) if packed else VerifyCase.seq_len)
-    case = VerifyCase(**given, seed=args.seed)
+    flags["ulysses"], flags["ring"] = _degrees(flags, world)
+    documents = flags.get("documents", ())
+    defaults = {
+        "dtype": "bf16" if gpu else "fp32",
+        "kv_heads": flags.get("heads", VerifyCase.heads),
+        "value_dim": flags.get("head_dim", VerifyCase.head_dim),
+        "batch": max(1, len(documents)),
+        "seq_len": sum(documents[0]) if documents else VerifyCase.seq_len,
+    }
+    case = VerifyCase(**{**defaults, **flags}, seed=args.seed)
     _check(case)
     return [case]
 
 
 def _check(case: VerifyCase) -> None:
-    for flag, used in {
-        "--softcap": case.softcap is not None,
-        "--alibi": case.alibi,
-        "--sinks": case.sinks,
-    }.items():
-        if used and case.door != DOORS[0]:
+    for flag in ("softcap", "alibi", "sinks"):
+        value = getattr(case, flag)
+        if value is not None and value is not False and case.door != DOORS[0]:
             raise ConfigError(
-                f"{flag} is an argument of usp_attention; USPAttention reads it from its local "
+                f"--{flag} is an argument of usp_attention; USPAttention reads it from its local "
                 "attention. Use --door usp_attention"
             )
     for lengths in case.documents:
@@ -194,9 +223,10 @@ def _check(case: VerifyCase) -> None:
 
 def _degrees(flags: Mapping[str, int], world: int | None) -> tuple[int, int]:
     """Ulysses and ring degree, whose product is the world."""
-    given = {name: flags[name] for name in _DEGREES if name in flags}
+    ulysses, ring = flags.get("ulysses"), flags.get("ring")
     if world is None:
-        ulysses, ring = (given.get(name, 1 if given else 2) for name in _DEGREES)
+        default = 2 if ulysses is None and ring is None else 1
+        ulysses, ring = ulysses or default, ring or default
         if ulysses * ring > _MAX_FORKED:
             raise ConfigError(
                 f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring} ranks; a plain start "
@@ -204,43 +234,25 @@ def _degrees(flags: Mapping[str, int], world: int | None) -> tuple[int, int]:
                 "smaller degrees"
             )
         return ulysses, ring
-    for name, degree in given.items():
-        if world % degree:
-            fits = ", ".join(map(str, divisors(world)))
-            raise ConfigError(
-                f"--{name} {degree} does not divide the {world} ranks that torchrun started. Use "
-                f"one of {fits}"
-            )
-    if not given:
-        given["ulysses"] = 2 if world % 2 == 0 else 1
-    ulysses = given.get("ulysses", world // given.get("ring", 1))
-    ring = given.get("ring", world // ulysses)
-    if ulysses * ring != world:
-        raise ConfigError(
-            f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring} ranks, torchrun started "
-            f"{world}: leave one of the two out, or start {ulysses * ring}"
-        )
-    return ulysses, ring
+    Degrees(sp=world, ulysses=ulysses, ring=ring).check(_DEGREES)
+    if ulysses is None:
+        ulysses = world // ring if ring else 2 - world % 2
+    return ulysses, world // ulysses
 
 
 def _sweep(world: int, gpu: bool, seed: int) -> list[VerifyCase]:
     """Every ulysses x ring of the ranks, with layouts and masks; a length that does not divide."""
-    window = (37, 0, 0)
-    base = VerifyCase(seq_len=130, heads=8, kv_heads=2, head_dim=16, value_dim=16, seed=seed)
+    sizes: dict[str, Any]
     if gpu:
-        wide = max(8, world)
-        base = VerifyCase(
-            seq_len=4100,
-            heads=wide,
-            kv_heads=wide // 4 or 1,
-            head_dim=128,
-            value_dim=128,
-            dtype="bf16",
-            seed=seed,
-        )
-        window = (1000, 0, 0)
-    if base.heads % base.kv_heads:
-        base = replace(base, kv_heads=base.heads)
+        heads = max(8, world)
+        sizes = {"seq_len": 4100, "heads": heads, "head_dim": 128, "value_dim": 128}
+        kv_heads, dtype, window = heads // 4, "bf16", (1000, 0, 0)
+    else:
+        sizes = {"seq_len": 130, "heads": 8, "head_dim": 16, "value_dim": 16}
+        kv_heads, dtype, window = 2, "fp32", (37, 0, 0)
+    if sizes["heads"] % kv_heads:
+        kv_heads = sizes["heads"]
+    base = VerifyCase(**sizes, kv_heads=kv_heads, dtype=dtype, seed=seed)
     return [
         replace(base, ulysses=ulysses, ring=world // ulysses, layout=layout, mask=mask)
         for ulysses in reversed(divisors(world))

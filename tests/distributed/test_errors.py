@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
             "needs at least",
             "query heads",
             "there are 1",
-            "For sp=4 use --ulysses-degree 1 (ring 4)",
+            "Use one of 1 (ring 4)",
         ],
     ),
     "kv heads": (WAYS, heads(8, 3), "ConfigError", ["8 query heads", "3 key/value heads"]),
@@ -267,7 +267,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "scale": (WAYS[:2], {"scale": 0.3}, ("scale: ", "0.25", "0.3")),
     "kernel": (WAYS[:2], {"kernel": "eager"}, ("kernel: ", "sdpa", "eager")),
     "chunks": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 chunk", "2 chunks")),
-    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("", "stepwise KV", "all-gathered KV")),
+    "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("KV: ", "stepwise", "all-gathered")),
 }
 # What one rank passes wrongly: it raises what is wrong, the others hear of it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
@@ -287,7 +287,12 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
     "cos of this rank only": WRONG["cos of this rank only"],
     "no mask": (WAYS[:1], {"mask": None}, "ConfigError", ["mask=None", "MaskSpec"]),
     "scale in words": (WAYS[:2], {"scale": "half"}, "ConfigError", ["softmax_scale='half'"]),
-    "extra argument": (WAYS[1:2], {"extra": (3,)}, "UnsupportedAttentionError", ["=3 asks"]),
+    "extra argument": (
+        WAYS[1:2],
+        {"extra": (3,)},
+        "UnsupportedAttentionError",
+        ["=3 differs from the ring's"],
+    ),
 }
 
 

@@ -18,7 +18,7 @@ import ds_usp
 from ds_usp import __main__ as program
 from ds_usp import _version
 from ds_usp.cli import environment, ranks, verify
-from ds_usp.cli.oracle import Question, Tensors, dense_attention, expected_positions
+from ds_usp.cli.oracle import AttentionParams, Tensors, dense_attention, expected_positions
 from ds_usp.cli.verify_case import VerifyCase, build_parser, cases_of
 from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
 from ds_usp.config import TorchrunEnv
@@ -162,8 +162,8 @@ def test_no_flags_are_a_sweep_over_all_degrees() -> None:
         (["--mask", "window"], None, "'window' must be causal, full, window:LEFT"),
         (["--layout", "zigzga"], None, "invalid choice: 'zigzga'"),
         (["--ulysses", "5", "--ring", "5"], None, "= 25 ranks; a plain start forks at most 16"),
-        (["--ulysses", "3"], 8, "does not divide the 8 ranks that torchrun started. Use one of 1"),
-        (["--ulysses", "2", "--ring", "2"], 8, "= 4 ranks, torchrun started 8"),
+        (["--ulysses", "3"], 8, "does not divide the 8 ranks that torchrun started. Use one of 8"),
+        (["--ulysses", "2", "--ring", "2"], 8, "= 4 is not the 8 ranks that torchrun started"),
         (["--seq-len", "64", "--documents", "60,5"], None, "are 65 tokens, --seq-len is 64"),
         (["--documents", "60,5/64"], None, "--documents 64 are 64 tokens, --seq-len is 65"),
         (["--documents", "1K/1K", "--batch", "3"], None, "for 2 samples, --batch is 3"),
@@ -268,17 +268,17 @@ def test_json_of_a_result_with_nan_can_be_read() -> None:
 @pytest.mark.parametrize(
     "question",
     [
-        Question(None, 0),
-        Question(),
-        Question(5, 2, scale=0.3),
-        Question(None, 0, prefix=9, softcap=2.0),
-        Question(None, 0, documents=((1, 13, 10), (20, 4))),
-        Question(4, 0, documents=((7, 17),)),
+        AttentionParams(None, 0),
+        AttentionParams(),
+        AttentionParams(5, 2, scale=0.3),
+        AttentionParams(None, 0, prefix=9, softcap=2.0),
+        AttentionParams(None, 0, documents=((1, 13, 10), (20, 4))),
+        AttentionParams(4, 0, documents=((7, 17),)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
-def test_the_oracle_is_that_of_the_tests(question: Question, extras: bool) -> None:
+def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool) -> None:
     batch, length, heads, kv_heads = 2, 24, 4, 2
     wide = {"dtype": torch.float64}
     q, k = torch.randn(batch, length, heads, 8, **wide), torch.randn(batch, length, kv_heads, 8)

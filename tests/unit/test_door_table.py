@@ -38,7 +38,7 @@ NAMES: dict[str, Doors] = {
         "takes the whole group as Ulysses ranks; no group: the default one; refuses what is no "
         "group of this rank": "SequenceMesh",
         "a value that changes nothing until a call gets it; checked when it is made": "MaskSpec "
-        "RankGrid Scores",
+        "Degrees RankGrid Scores",
         "changes speed and memory, never the result": "Tuning",
         "counts, and changes nothing": "CommLedger",
         "settings of a program that shards the batch itself (zigzag)": "USPConfig",
