@@ -1,1 +1,1 @@
-"""Floor 2: joins geometry, kernels and comm to one attention call."""
+"""Import layer 2: one attention call over a mesh, from geometry, kernels and comm."""

@@ -101,8 +101,8 @@ def usp_joint_attention(
         scores=scores,
     )
     lengths = [pair.shape[1] for pair in (pieces[0] if joint_front else pieces[0][::-1])]
-    parts = out.split(lengths, dim=1)
-    joint_out, main = parts if joint_front else parts[::-1]
+    outs = out.split(lengths, dim=1)
+    joint_out, main = outs if joint_front else outs[::-1]
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
     gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
     (joint_shards,) = head_exchange(gather, True, call, joint_out)

@@ -180,18 +180,18 @@ class USPAttention(torch.nn.Module):
             args, kwargs: passed to the local attention. With a ring they are checked against what
                 the ring computes.
         """
-        given = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
+        arguments = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
         if torch.compiler.is_compiling():
-            out = self._forward_traced(query, key, value, given)
+            out = self._forward_traced(query, key, value, arguments)
             if out is not None:
                 return out
-        return self._forward(query, key, value, given)
+        return self._forward(query, key, value, arguments)
 
     def _forward_traced(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor | None:
         """:meth:`forward` in a graph; None if it cannot be there."""
-        dim: Any = given.batch_dim_idx
+        dim: Any = arguments.batch_dim_idx
         if dim is None and not self._batch_dim_required:
             dim = 1 - self.gather_idx
         plain = (
@@ -200,7 +200,7 @@ class USPAttention(torch.nn.Module):
             and query.ndim == key.ndim == value.ndim == 4
             and self.num_kv_heads in (None, key.shape[2])
         )
-        outside = (given.rotary, given.documents, self.sp_stream)
+        outside = (arguments.rotary, arguments.documents, self.sp_stream)
         if not plain or any(each is not None for each in outside):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
@@ -210,8 +210,10 @@ class USPAttention(torch.nn.Module):
             layout = self._layout
             exchange_fn = traced_exchange(q, k, v, self.mesh, layout, named, prefix_text)
             if exchange_fn is not None:
-                out = self._local(q, k, v, exchange_fn, dim == 1, None, given.args, given.kwargs)
-        elif not given.args and not given.kwargs:
+                out = self._local(
+                    q, k, v, exchange_fn, dim == 1, None, arguments.args, arguments.kwargs
+                )
+        elif not arguments.args and not arguments.kwargs:
             attention, prefix_text = self._framework.attention, f"{prefix_text}{NO_ARGUMENTS}, "
             options = self._options(attention, q.device)
             outs = traced_attention(q, k, v, options, named=named, prefix_text=prefix_text)
@@ -221,26 +223,26 @@ class USPAttention(torch.nn.Module):
 
     @graph_break
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
         """:meth:`forward` outside of graphs."""
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self._run_checked(q, k, v, given),)
+            return (self._run_checked(q, k, v, arguments),)
 
-        extra = (*given.args, *given.kwargs.values(), given.batch_dim_idx)
+        extra = (*arguments.args, *arguments.kwargs.values(), arguments.batch_dim_idx)
         check_only_inputs_require_grad(self.local_attn, extra)
-        dim = given.batch_dim_idx if isinstance(given.batch_dim_idx, int) else None
-        comparable = dim, hashable_documents(given.documents)
+        dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
+        comparable = dim, hashable_documents(arguments.documents)
         wait_for_stream(self.sp_stream, query, key, value)
         (out,) = compute_or_replay(compute, (query, key, value), (self, *comparable))
         return out
 
     def _run_checked(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
         def check() -> tuple[str, DropInPlan]:
-            return self._plan(query, key, value, given)
+            return self._plan(query, key, value, arguments)
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout)
         call = self.mesh.consistency.number
@@ -248,17 +250,17 @@ class USPAttention(torch.nn.Module):
         if isinstance(plan.call, ChunkExchanges):
             exchange_fn = partial(exchange_heads, plan.call, call)
             out = self._local(
-                q, k, v, exchange_fn, plan.batch_second, plan.rotary, plan.args, given.kwargs
+                q, k, v, exchange_fn, plan.batch_second, plan.rotary, plan.args, arguments.kwargs
             )
         else:
             out = self._ring(q, k, v, plan)
         return out.transpose(0, 1) if plan.batch_second else out
 
     def _plan(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: CallArguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> tuple[str, DropInPlan]:
         """Check one call on this rank; returns its signature and plan."""
-        batch_dim_idx, rotary, documents, args, kwargs = given
+        batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
                 f"which dim of {list(query.shape)} is the batch? Call "

@@ -34,7 +34,7 @@ def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) ->
 def local_rotary(rotary: Rotary, layout: TokenLayout, rank: int | None) -> Rotary:
     """Cos and sin ``[s, rot_dim]`` of a rank's tokens (before a head exchange), or, with no rank,
     of the whole sequence (after it)."""
-    cos, sin = (part[: layout.seq_len, 0, 0] for part in rotary)
+    cos, sin = (table[: layout.seq_len, 0, 0] for table in rotary)
     if rank is None:
         return cos, sin
     return layout.shard(cos, 0, rank), layout.shard(sin, 0, rank)

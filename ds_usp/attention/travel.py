@@ -26,7 +26,7 @@ class KVPrefetcher:
     """Receives KV blocks one after the other into two buffers: one in use, one being filled.
 
     Args:
-        travels: all that will be received.
+        transfers: all that will be received.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""In which order attention's belt sends parts of the heads, computes them and takes them home."""
+"""The order in which the chunk pipeline posts exchanges, computes chunks and returns them."""
 
 from __future__ import annotations
 
@@ -13,90 +13,87 @@ from ds_usp.attention.pipeline import _ChunkPipeline, _InflightChunk
 from ds_usp.comm.uniform_all_to_all import PendingExchange
 
 
-def orders(*, rings: bool, local_heads: bool, backward: bool, parts: int) -> list[str]:
-    """What is done for each part, one line from a part's computation to the next one's."""
+def events(*, ring: bool, local_heads: bool, backward: bool, chunks: int) -> list[str]:
+    """What is posted and started for each chunk, a line from one computation to the next."""
     lines: list[list[str]] = [[]]
 
-    def trip(name: str, part: int) -> PendingExchange:
-        lines[-1].append(f"{name}{part}")
-        return PendingExchange(lambda: (part,))
+    def post(name: str, index: int) -> PendingExchange:
+        lines[-1].append(f"{name}{index}")
+        return PendingExchange(lambda: (index,))
 
-    def walk(part: int, chunk: PendingExchange) -> Any:
-        assert chunk.wait() == (part,)
-        lines[-1].append(f"keys{part}")
+    def start_kv(index: int, exchange: PendingExchange) -> Any:
+        assert exchange.wait() == (index,)
+        lines[-1].append(f"keys{index}")
         return SimpleNamespace(close=lambda: None)
 
-    def compute(part: int, chunk: _InflightChunk) -> None:
-        assert chunk.exchange.wait() == (part,)
-        lines.append([f"{part}:"])
-        if rings:
-            belt.mid_chunk()
+    def compute(index: int, chunk: _InflightChunk) -> None:
+        assert chunk.exchange.wait() == (index,)
+        lines.append([f"{index}:"])
+        if ring:
+            pipeline.mid_chunk()
         lines[-1].append("|")
-        belt.return_chunk(partial(trip, "home", part))
+        pipeline.return_chunk(partial(post, "return", index))
 
-    call: Any = SimpleNamespace(has_ring=rings, local_heads=local_heads)
-    belt = _ChunkPipeline(call, range(parts), partial(trip, "heads"), walk, backward=backward)
-    with contextlib.closing(belt):
-        belt.run(compute)
+    plan: Any = SimpleNamespace(has_ring=ring, local_heads=local_heads)
+    order, exchange = range(chunks), partial(post, "heads")
+    pipeline = _ChunkPipeline(plan, order, exchange, start_kv, backward=backward)
+    with contextlib.closing(pipeline):
+        pipeline.run(compute)
     return [" ".join(line) for line in lines]
 
 
-# What stands before | is done in the middle of a part.
+# What is left of | is done mid-chunk.
 ORDERS = {
     "Ulysses": (
-        {"rings": False, "local_heads": False, "backward": False},
+        {"ring": False, "local_heads": False, "backward": False},
         [
             "heads0 heads1 keys0",
-            "0: | home0 heads2 keys1",
-            "1: | home1 heads3 keys2",
-            "2: | home2 heads4 keys3",
-            "3: | home3 keys4",
-            "4: | home4",
+            "0: | return0 heads2 keys1",
+            "1: | return1 heads3 keys2",
+            "2: | return2 heads4 keys3",
+            "3: | return3 keys4",
+            "4: | return4",
         ],
     ),
     "ring": (
-        {"rings": True, "local_heads": True, "backward": False},
+        {"ring": True, "local_heads": True, "backward": False},
         [
             "heads0 heads1 keys0 keys1",
-            "0: | home0 heads2 keys2",
-            "1: | home1 heads3 keys3",
-            "2: | home2 heads4 keys4",
-            "3: | home3",
-            "4: | home4",
+            "0: | return0 heads2 keys2",
+            "1: | return1 heads3 keys3",
+            "2: | return2 heads4 keys4",
+            "3: | return3",
+            "4: | return4",
         ],
     ),
     "both": (
-        {"rings": True, "local_heads": False, "backward": False},
+        {"ring": True, "local_heads": False, "backward": False},
         [
             "heads0 heads1 keys0 heads2",
-            "0: keys1 | home0 heads3",
-            "1: keys2 | home1 heads4 keys3",
-            "2: | home2 keys4",
-            "3: | home3",
-            "4: | home4",
+            "0: keys1 | return0 heads3",
+            "1: keys2 | return1 heads4 keys3",
+            "2: | return2 keys4",
+            "3: | return3",
+            "4: | return4",
         ],
     ),
     "both, backward": (
-        {"rings": True, "local_heads": False, "backward": True},
+        {"ring": True, "local_heads": False, "backward": True},
         [
             "heads0 heads1 keys0 keys1",
             "0: | heads2 keys2",
-            "1: home0 | heads3 keys3",
-            "2: home1 | heads4 keys4",
-            "3: home2 |",
-            "4: home3 | home4",
+            "1: return0 | heads3 keys3",
+            "2: return1 | heads4 keys4",
+            "3: return2 |",
+            "4: return3 | return4",
         ],
     ),
 }
 
 
-@pytest.mark.parametrize(("way", "expected"), ORDERS.values(), ids=ORDERS)
-def test_parts_set_out_ahead_and_go_home_in_order(
-    way: dict[str, bool], expected: list[str]
+@pytest.mark.parametrize(("mode", "expected"), ORDERS.values(), ids=ORDERS)
+def test_chunks_are_posted_ahead_and_returned_in_order(
+    mode: dict[str, bool], expected: list[str]
 ) -> None:
-    assert orders(**way, parts=5) == expected
-
-
-def test_one_part_is_sent_computed_and_taken_home() -> None:
-    for way, _ in ORDERS.values():
-        assert orders(**way, parts=1) == ["heads0 keys0", "0: | home0"]
+    assert events(**mode, chunks=5) == expected
+    assert events(**mode, chunks=1) == ["heads0 keys0", "0: | return0"]

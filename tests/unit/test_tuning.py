@@ -1,4 +1,4 @@
-"""Tuning: bad values are refused, and the default depends on what every rank knows alike."""
+"""Tuning: bad values are refused, and ``"auto"`` depends on what every rank knows alike."""
 
 from __future__ import annotations
 
@@ -10,326 +10,281 @@ from typing import Any
 import pytest
 import torch
 from cases import ALL_LAYOUTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_usp import ConfigError, MaskSpec, SequenceMesh, TokenLayout, Tuning
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning
-from ds_usp.geometry.chunking import ChunkPositions, chunk_positions, visible_pairs
+from ds_usp.geometry.chunking import chunk_positions, visible_pairs
 from ds_usp.geometry.heads import HeadSplit
 
 K = 1024
 CAUSAL = MaskSpec.causal()
+NO_COPIES = "no copy engines here"
 
 
-def tensor(tokens: int, heads: int, device: str, dim: int = 128, batch: int = 1) -> Any:
-    """What is looked at of q ``[batch, tokens, heads, dim]`` in bf16, on any device."""
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tensor(tokens: int, heads: int, device: str) -> Any:
+    """What :meth:`Tuning.resolve` reads of q ``[1, tokens, heads, 128]`` in bf16, on any device."""
     return SimpleNamespace(
-        shape=(batch, tokens, heads, dim),
+        shape=(1, tokens, heads, 128),
         device=torch.device(device),
         is_cuda=device == "cuda",
         element_size=lambda: 2,
     )
 
 
-def mesh_of(
-    ulysses: int, ring: int, copy_engine_unavailable: str | None = "not here"
-) -> SequenceMesh:
-    return SequenceMesh(ulysses, ring, rank=0, copy_engine_unavailable=copy_engine_unavailable)
-
-
-def resolved(
+def resolve(
     tuning: Tuning = AUTO_TUNING,
     *,
+    kind: str = "zigzag",
     seq_len: int = 32 * K,
-    kv_heads: int = 32,
+    heads: int = 32,
+    kv_heads: int | None = None,
     ulysses: int = 1,
     ring: int = 4,
+    rank: int = 0,
     device: str = "cuda",
     mask: MaskSpec = CAUSAL,
-) -> tuple[int, bool]:
-    """Parts and whether to gather, for 32 query heads of 128."""
-    layout = TokenLayout("zigzag", seq_len, ulysses, ring)
-    q = tensor(layout.length(0), 32, device)
-    split = HeadSplit(32, kv_heads, ulysses)
-    return tuning.resolve(split, layout, q, mesh_of(ulysses, ring), mask)[:2]
+    node: int = 1,
+    no_copies: str | None = NO_COPIES,
+) -> ResolvedTuning:
+    """``tuning`` for one call; ``node`` ring ranks are on a node."""
+    layout = TokenLayout(kind, seq_len, ulysses, ring)
+    mesh = SequenceMesh(
+        ulysses, ring, rank=0, ring_ranks_per_node=node, copy_engine_unavailable=no_copies
+    )
+    split = HeadSplit(heads, kv_heads or heads, ulysses)
+    return tuning.resolve(split, layout, tensor(layout.length(rank), heads, device), mesh, mask)
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, 2.0, True, None, "all", "2"])
-def test_parts_that_are_no_number_are_refused(chunks: Any) -> None:
-    with pytest.raises(ConfigError, match=f"chunks={chunks!r} must be 'auto' or a number of 1"):
-        Tuning(chunks=chunks)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, None, "all", "2"])
+@pytest.mark.parametrize("name", ["chunks", "inner_ring"])
+def test_counts_that_are_no_number_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto' or a number of 1"):
+        Tuning(**{name: value})
 
 
 @pytest.mark.parametrize("value", [None, "yes", 0, 1, 2, "True"])
 @pytest.mark.parametrize("name", ["gather", "copies"])
-def test_the_others_are_yes_no_or_auto(name: str, value: Any) -> None:
+def test_switches_that_are_no_bool_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be 'auto', True or False"):
         Tuning(**{name: value})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_more_parts_than_heads_are_refused_with_the_numbers(device: str) -> None:
-    def ask(chunks: int) -> tuple[int, bool]:
-        return resolved(Tuning(chunks=chunks), kv_heads=8, ulysses=2, ring=2, device=device)
-
-    assert ask(4)[0] == 4
+def test_more_chunks_than_heads_are_refused_with_the_numbers(device: str) -> None:
+    sizes = {"kv_heads": 8, "ulysses": 2, "ring": 2}
+    assert resolve(Tuning(chunks=4), device=device, **sizes).chunks == 4  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
-        ask(5)
+        resolve(Tuning(chunks=5), device=device, **sizes)  # type: ignore[arg-type]
     for fragment in ("chunks=5", "only 4 key/value heads", "8 among 2 Ulysses", "Use at most 4"):
         assert fragment in str(caught.value)
 
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
-@pytest.mark.parametrize("ring", [1, 4])
-def test_a_cpu_has_one_part_and_goes_block_by_block(ring: int, seq_len: int) -> None:
-    assert resolved(ring=ring, seq_len=seq_len, device="cpu") == (1, False)
-    real = torch.empty(1, seq_len // ring, 32, 1)
-    layout = TokenLayout("zigzag", seq_len, 1, ring)
-    cut = Tuning().resolve(HeadSplit(32, 32, 1), layout, real, mesh_of(1, ring), CAUSAL)
-    assert cut == (1, False, False, None, (("only", "only"),))
+def test_cpus_and_single_ranks_use_one_chunk_stepwise(seq_len: int) -> None:
+    alone = (1, False, False, None, (("only", "only"),))
+    for ring, device in ((1, "cpu"), (4, "cpu"), (1, "cuda")):
+        assert resolve(ring=ring, seq_len=seq_len, device=device) == alone
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_asked_for_is_done(device: str) -> None:
-    for chunks in (1, 2, 3, 32):
-        for gather in (True, False):
-            assert resolved(Tuning(chunks, gather), device=device) == (chunks, gather)
-    # There is nothing to gather from without a ring.
-    assert resolved(Tuning(2, True), ulysses=4, ring=1, device=device) == (2, False)
-
-
-def test_one_process_has_one_part() -> None:
-    assert resolved(ring=1, seq_len=128 * K) == (1, False)
+def test_explicit_values_are_kept(device: str) -> None:
+    for chunks, gather in product((1, 2, 3, 32), (True, False)):
+        assert resolve(Tuning(chunks, gather), device=device)[:2] == (chunks, gather)
+    # There is nothing to gather without a ring.
+    assert resolve(Tuning(2, True), ulysses=4, ring=1, device=device)[:2] == (2, False)
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 2), (4, 1)])
-def test_long_sequences_have_more_parts(ulysses: int, ring: int) -> None:
+def test_long_sequences_have_more_chunks(ulysses: int, ring: int) -> None:
     lengths = [2 * K, 8 * K, 16 * K, 32 * K, 128 * K, 1024 * K]
-    parts = [resolved(seq_len=n, ulysses=ulysses, ring=ring)[0] for n in lengths]
-    assert parts == sorted(parts), parts
-    assert parts[0] == 1 < parts[3 if ulysses > 1 else 4] and max(parts) == min(16, 32 // ulysses)
-    # A head too many would be one that no rank has.
+    chunks = [resolve(seq_len=n, ulysses=ulysses, ring=ring).chunks for n in lengths]
+    assert chunks == sorted(chunks), chunks
+    assert chunks[0] == 1 < chunks[3 if ulysses > 1 else 4]
+    assert max(chunks) == min(16, 32 // ulysses)
+    # At most as many chunks as key/value heads of a rank.
     for kv_heads in (1, 2, 4, 8):
-        most = max(kv_heads // ulysses, 1)
-        assert resolved(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)[0] == most
+        auto = resolve(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)
+        assert auto.chunks == max(kv_heads // ulysses, 1)
 
 
-# Heads of the parts, and each one's place forward and backward.
-PLACES = [
+FIRST, MERGED, LAST = "local_first", "local_merged", "local_last"
+# Heads of the chunks, and each one's position forward and backward.
+POSITIONS = [
     ([4], [("only", "only")]),
-    ([1, 1], [("local_first", "local_last"), ("local_merged", "local_first")]),
-    ([2, 6], [("local_first", "local_last"), ("local_first", "local_first")]),
-    (
-        [4, 3, 4],
-        [
-            ("local_first", "local_last"),
-            ("local_merged", "local_merged"),
-            ("local_merged", "local_first"),
-        ],
-    ),
-    (
-        [1, 6, 1],
-        [
-            ("local_first", "local_last"),
-            ("local_first", "local_first"),
-            ("local_merged", "local_first"),
-        ],
-    ),
-    (
-        [1, 3, 3, 1],
-        [
-            ("local_first", "local_last"),
-            ("local_first", "local_merged"),
-            ("local_merged", "local_first"),
-            ("local_merged", "local_first"),
-        ],
-    ),
+    ([1, 1], [(FIRST, LAST), (MERGED, FIRST)]),
+    ([2, 6], [(FIRST, LAST), (FIRST, FIRST)]),
+    ([4, 3, 4], [(FIRST, LAST), (MERGED, MERGED), (MERGED, FIRST)]),
+    ([1, 6, 1], [(FIRST, LAST), (FIRST, FIRST), (MERGED, FIRST)]),
+    ([1, 3, 3, 1], [(FIRST, LAST), (FIRST, MERGED), (MERGED, FIRST), (MERGED, FIRST)]),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "found"), PLACES, ids=str)
-def test_a_part_hides_the_next_one_if_it_is_as_large(
-    sizes: list[int], found: list[tuple[str, str]]
+@pytest.mark.parametrize(("sizes", "expected"), POSITIONS, ids=str)
+def test_a_chunk_overlaps_the_next_exchange_if_it_is_as_large(
+    sizes: list[int], expected: list[tuple[str, str]]
 ) -> None:
-    assert list(chunk_positions(sizes)) == found
-    assert chunk_positions(sizes, launch_bound=True) == (
-        (("local_merged", "local_merged"),) if len(sizes) == 1 else tuple(found)
-    )
+    assert list(chunk_positions(sizes)) == expected
+    launch_bound = [(MERGED, MERGED)] if len(sizes) == 1 else expected
+    assert list(chunk_positions(sizes, launch_bound=True)) == launch_bound
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "place"), [(2 * K, "local_merged"), (8 * K, "local_merged"), (32 * K, "only")]
+    ("seq_len", "position"), [(2 * K, MERGED), (8 * K, MERGED), (32 * K, "only")]
 )
-def test_little_work_takes_few_kernel_calls(seq_len: int, place: str) -> None:
-    def found(device: str, copy_engine_unavailable: str | None = None) -> ChunkPositions:
-        layout = TokenLayout("zigzag", seq_len, 1, 4)
-        q, mesh = tensor(seq_len // 4, 32, device), mesh_of(1, 4, copy_engine_unavailable)
-        return Tuning(1).resolve(HeadSplit(32, 32, 1), layout, q, mesh, CAUSAL).chunk_positions
-
-    assert found("cuda") == ((place, place),)
-    # What comes by messages may be long under way: something has to hide it.
-    assert found("cuda", "not here") == found("cpu") == (("only", "only"),)
+def test_launch_bound_calls_have_few_kernel_calls(seq_len: int, position: str) -> None:
+    copied = resolve(Tuning(1), seq_len=seq_len, no_copies=None)
+    assert copied.chunk_positions == ((position, position),)
+    # NCCL and gloo have a latency that the local block has to overlap.
+    for options in ({"device": "cuda"}, {"device": "cpu", "no_copies": None}):
+        exchanged = resolve(Tuning(1), seq_len=seq_len, **options)  # type: ignore[arg-type]
+        assert exchanged.chunk_positions == (("only", "only"),)
 
 
-def test_less_work_has_fewer_parts() -> None:
-    def parts(mask: MaskSpec) -> int:
-        return resolved(seq_len=128 * K, ulysses=2, ring=2, mask=mask)[0]
-
+def test_chunks_follow_the_visible_pairs() -> None:
     documents = list(range(0, 129 * K, 16 * K))
-    assert parts(CAUSAL) == parts(MaskSpec.full()) == 16
-    assert parts(MaskSpec.causal(documents)) == 4
-    assert parts(MaskSpec.causal([documents, [0, 128 * K]])) == 16
-    assert parts(MaskSpec.window(4 * K)) == 2
-    assert parts(MaskSpec.window(64)) == 1
+    chunks = {
+        CAUSAL: 16,
+        MaskSpec.full(): 16,
+        MaskSpec.causal(documents): 4,
+        MaskSpec.causal([documents, [0, 128 * K]]): 16,
+        MaskSpec.window(4 * K): 2,
+        MaskSpec.window(64): 1,
+    }
+    for mask, expected in chunks.items():
+        assert resolve(seq_len=128 * K, ulysses=2, ring=2, mask=mask).chunks == expected, mask
 
 
-def test_the_work_is_what_is_seen() -> None:
-    masks = [CAUSAL, MaskSpec.full(), MaskSpec.window(3, 2), MaskSpec.causal([0, 5, 6, 40])]
-    masks += [MaskSpec.prefix_lm(7), MaskSpec(3, 1, (), 9)]
-    for mask in masks:
-        seen = sum(mask.allows(q, k) for q in range(40) for k in range(40))
-        assert visible_pairs(mask, 40, 40) == seen, mask
+BOUND = st.none() | st.integers(0, 40)
+BORDERS = st.sets(st.integers(1, 39), max_size=4).map(lambda cuts: [0, *sorted(cuts), 40])
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(left=BOUND, right=BOUND, prefix=st.integers(0, 40), borders=st.none() | BORDERS)
+def test_visible_pairs_counts_what_the_mask_allows(
+    left: int | None, right: int | None, prefix: int, borders: list[int] | None
+) -> None:
+    mask = (
+        MaskSpec(left, right, prefix=prefix) if borders is None else MaskSpec(left, right, borders)
+    )
+    visible = sum(mask.allows(q, k) for q in range(40) for k in range(40))
+    assert visible_pairs(mask, 40, 40) == visible
+
+
+def test_visible_pairs_of_two_sequences() -> None:
     assert visible_pairs(MaskSpec.full(), 40, 7) == 280
 
 
-def test_a_part_is_worth_launching() -> None:
+def test_a_chunk_is_worth_launching() -> None:
     # 32 heads of 128, causal or not the same: 2 * heads * dim * S * S / ranks a rank.
     for seq_len in (2 * K, 8 * K, 16 * K, 24 * K, 32 * K):
-        chunks, _ = resolved(seq_len=seq_len)
+        chunks = resolve(seq_len=seq_len).chunks
         flop = 2 * 32 * 128 * seq_len**2 / 4
         assert chunks == 1 or flop / chunks > 1.6e11, (seq_len, chunks)
 
 
-def test_blocks_come_at_once_where_that_takes_no_more_memory() -> None:
-    # Enough parts: the whole ring's keys of one are no more than this rank's of all.
-    assert resolved(Tuning(chunks=4), seq_len=1024 * K)[1]
-    assert not resolved(Tuning(chunks=3), seq_len=1024 * K)[1]
-    assert not resolved(Tuning(chunks=1), seq_len=1024 * K)[1]
-    # Little to hold: 2 * 32 heads * 128 * 2 bytes are 16 KiB a token, up to 512 MiB.
-    assert resolved(Tuning(chunks=1), seq_len=32 * K)[1]
-    assert not resolved(Tuning(chunks=1), seq_len=32 * K + 8)[1]
-    assert resolved(Tuning(chunks=1), seq_len=128 * K, kv_heads=8)[1]
-    assert not resolved(Tuning(chunks=1), seq_len=8 * K, device="cpu")[1]
-    assert not resolved(ulysses=4, ring=1)[1]
+def test_kv_is_gathered_where_that_takes_no_more_memory() -> None:
+    def gathered(chunks: int | None = 1, seq_len: int = 1024 * K, **options: Any) -> bool:
+        tuning = AUTO_TUNING if chunks is None else Tuning(chunks)
+        return resolve(tuning, seq_len=seq_len, **options).gather_kv
+
+    # Enough chunks: the whole ring's keys of one are no more than this rank's of all.
+    assert [gathered(chunks) for chunks in (1, 3, 4)] == [False, False, True]
+    # Few bytes: 2 * 32 heads * 128 * 2 bytes are 16 KiB a token, up to 512 MiB.
+    assert gathered(seq_len=32 * K) and not gathered(seq_len=32 * K + 8)
+    assert gathered(seq_len=128 * K, kv_heads=8)
+    assert not gathered(seq_len=8 * K, device="cpu")
+    assert not gathered(None, 32 * K, ulysses=4, ring=1)
+    # Of a double ring the blocks of an outer step are gathered: 8 ranks, or 2 of a node.
+    sizes = {"heads": 8, "ring": 8}
+    assert [gathered(n, node=8, **sizes) for n in (2, 4, 8)] == [False, False, True]
+    assert [gathered(n, node=2, **sizes) for n in (1, 2, 8)] == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 4), (4, 2)])
-def test_every_rank_comes_to_the_same(kind: str, ulysses: int, ring: int) -> None:
-    split, mesh = HeadSplit(32, 32, ulysses), mesh_of(ulysses, ring)
-
-    def of_each_rank(seq_len: int) -> set[tuple[int, bool, bool]]:
+def test_every_rank_resolves_the_same(kind: str, ulysses: int, ring: int) -> None:
+    def of_all_ranks(seq_len: int) -> set[ResolvedTuning]:
         layout = TokenLayout(kind, seq_len, ulysses, ring)
-        lengths = {layout.length(rank) for rank in range(layout.degree)}
-        shares = [tensor(tokens, 32, "cuda") for tokens in lengths]
-        return {Tuning().resolve(split, layout, q, mesh, CAUSAL) for q in shares}
+        ranks = {layout.length(rank): rank for rank in range(layout.degree)}.values()
+        sizes = {"kind": kind, "seq_len": seq_len, "ulysses": ulysses, "ring": ring}
+        return {resolve(rank=rank, **sizes) for rank in ranks}  # type: ignore[arg-type]
 
-    # Around the lengths at which one more part begins, where shares that differ by a token or two
+    # Around the lengths at which one more chunk begins, where shards that differ by a token or two
     # would lead ranks to different numbers.
-    found = set()
-    for parts in range(2, 9):
-        length = bisect_left(range(1024 * K), parts, K, key=lambda n: min(of_each_rank(n))[0])
+    seen = set()
+    for chunks in range(2, 9):
+        length = bisect_left(range(1024 * K), chunks, K, key=lambda n: min(of_all_ranks(n))[0])
         for seq_len in range(length - 9, length + 10):
-            assert len(of_each_rank(seq_len)) == 1, seq_len
-            found |= of_each_rank(seq_len)
-    assert {chunks for chunks, *_ in found} == set(range(1, 9))
+            resolved = of_all_ranks(seq_len)
+            assert len(resolved) == 1, seq_len
+            seen |= {x.chunks for x in resolved}
+    assert seen == set(range(1, 9))
 
 
-def copies(
-    tuning: Tuning, copy_engine_unavailable: str | None = None, device: str = "cuda"
-) -> bool:
-    layout = TokenLayout("zigzag", 32 * K, 2, 2)
-    q = tensor(8 * K, 32, device)
-    return tuning.resolve(
-        HeadSplit(32, 32, 2), layout, q, mesh_of(2, 2, copy_engine_unavailable), CAUSAL
-    ).use_copy_engines
+def copies(tuning: Tuning = AUTO_TUNING, no_copies: str | None = None, **options: Any) -> bool:
+    return resolve(tuning, ulysses=2, ring=2, no_copies=no_copies, **options).use_copy_engines
 
 
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_copy_engines_carry_what_they_can() -> None:
-    assert copies(Tuning()) and copies(Tuning(copies=True))
+def test_copy_engines_are_used_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copies() and copies(Tuning(copies=True))
     assert not copies(Tuning(copies=False))
-    assert not copies(Tuning(), "the ranks are on several hosts")
-    assert not copies(Tuning(), "the ranks do not exchange on GPUs", "cpu")
-    with pytest.raises(ConfigError, match="copies=True, but the ranks are on several hosts"):
-        copies(Tuning(copies=True), "the ranks are on several hosts")
+    assert not copies(no_copies=NO_COPIES) and not copies(no_copies=NO_COPIES, device="cpu")
+    with pytest.raises(ConfigError, match=f"copies=True, but {NO_COPIES}"):
+        copies(Tuning(copies=True), NO_COPIES)
     assert SequenceMesh.single().copy_engine_unavailable is not None
-
-
-def inner(tuning: Tuning, *, ring: int = 8, node: int = 4, tokens: int = 64 * K) -> int | None:
-    """The inner ring, of one KV head and bf16, on nodes of so many ring ranks."""
-    layout, split = TokenLayout("zigzag", tokens, 1, ring), HeadSplit(8, 1, 1)
-    mesh = SequenceMesh(1, ring, rank=0, ring_ranks_per_node=node)
-    return tuning.resolve(split, layout, tensor(tokens // ring, 8, "cpu"), mesh, CAUSAL).inner_ring
-
-
-def test_blocks_are_passed_on_where_nodes_share_a_ring_and_blocks_are_large() -> None:
-    assert inner(Tuning()) == 4 and inner(Tuning(), node=2) == 2
-    # 2 * 128 * 2 bytes a token: a block of 2048 tokens is the first of 1 MiB.
-    assert inner(Tuning(), tokens=16 * K) == 4 and inner(Tuning(), tokens=16 * K - 8) is None
-    for node in (1, 8, 3):  # a node a rank, one node, nodes that do not fill the ring
-        assert inner(Tuning(), node=node) is None
-    assert inner(Tuning(inner_ring=2), node=8, tokens=K) == 2
-    assert inner(Tuning(inner_ring=1)) is None and inner(Tuning(inner_ring=8)) is None
-    assert inner(Tuning(inner_ring=2), ring=1) is None  # as without a ring nothing is gathered
-    with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 8 .* 1, 2, 4, 8"):
-        inner(Tuning(inner_ring=3))
-    for wrong in (0, -2, 2.0, True, None, "node"):
-        with pytest.raises(ConfigError, match=f"inner_ring={wrong!r} must be 'auto' or a number"):
-            Tuning(inner_ring=wrong)  # type: ignore[arg-type]
-
-
-def test_a_window_at_once_is_as_small_as_its_node() -> None:
-    def cut(node: int, chunks: int) -> ResolvedTuning:
-        layout, split = TokenLayout("zigzag", 1024 * K, 1, 8), HeadSplit(8, 8, 1)
-        mesh = SequenceMesh(1, 8, rank=0, ring_ranks_per_node=node)
-        return Tuning(chunks).resolve(split, layout, tensor(128 * K, 8, "cuda"), mesh, CAUSAL)
-
-    # As many parts as the ranks whose blocks come together: 8 straight, 2 of a node.
-    assert [cut(8, chunks).gather_kv for chunks in (2, 4, 8)] == [False, False, True]
-    assert [cut(2, chunks).gather_kv for chunks in (1, 2, 8)] == [False, True, True]
-
-
-def test_a_double_ring_goes_by_messages() -> None:
-    layout, split = TokenLayout("zigzag", 64 * K, 1, 4), HeadSplit(8, 8, 1)
-    mesh, q = mesh_of(1, 4, None), tensor(16 * K, 8, "cuda")
-    assert Tuning().resolve(split, layout, q, mesh, CAUSAL).use_copy_engines
-    assert not Tuning(inner_ring=2).resolve(split, layout, q, mesh, CAUSAL).use_copy_engines
+    # A double ring relays blocks by NCCL.
+    assert not resolve(Tuning(inner_ring=2), no_copies=None).use_copy_engines
     with pytest.raises(ConfigError, match=r"copies=True, but .* double ring \(inner_ring=2\)"):
-        Tuning(copies=True, inner_ring=2).resolve(split, layout, q, mesh, CAUSAL)
-
-
-def test_nobody_copies_where_nccl_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+        resolve(Tuning(copies=True, inner_ring=2), no_copies=None)
     for value, allowed in (("0", True), ("", True), ("1", False)):
         monkeypatch.setenv("NCCL_P2P_DISABLE", value)
-        assert copies(Tuning()) == allowed, value
+        assert copies() == allowed, value
     with pytest.raises(ConfigError, match="copies=True, but NCCL_P2P_DISABLE=1"):
         copies(Tuning(copies=True))
 
 
-def test_a_graph_has_no_copies_where_all_streams_share_a_queue(
+def test_copy_engines_are_refused_in_a_graph_where_all_streams_share_a_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert copies(Tuning())
+    assert copies()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for tuning in (Tuning(), Tuning(copies=True)):
         with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS \(it is 1\), or"):
             copies(tuning)
-    assert not copies(Tuning(copies=False)) and not copies(Tuning(), "not here")
+    assert not copies(Tuning(copies=False)) and not copies(no_copies=NO_COPIES)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert copies(Tuning())
+    assert copies()
 
 
-def test_ranks_that_cut_otherwise_say_so() -> None:
-    texts = {
-        str(ResolvedTuning(*each)) for each in product((1, 2), *[(False, True)] * 2, (None, 2, 4))
-    }
-    assert len(texts) == 24
+def test_blocks_are_relayed_where_nodes_share_a_ring_and_blocks_are_large() -> None:
+    def inner(tuning: Tuning = AUTO_TUNING, **options: Any) -> int | None:
+        sizes: dict[str, Any] = {"seq_len": 64 * K, "heads": 8, "kv_heads": 1, "ring": 8, "node": 4}
+        return resolve(tuning, **sizes | options, device="cpu").inner_ring
+
+    assert inner() == 4 and inner(node=2) == 2
+    # 2 * 128 * 2 bytes a token: a block of 2048 tokens is the first of 1 MiB.
+    assert inner(seq_len=16 * K) == 4 and inner(seq_len=16 * K - 8) is None
+    for node in (1, 8, 3):  # a node a rank, one node, nodes that do not fill the ring
+        assert inner(node=node) is None
+    assert inner(Tuning(inner_ring=2), node=8, seq_len=K) == 2
+    assert inner(Tuning(inner_ring=1)) is None and inner(Tuning(inner_ring=8)) is None
+    assert inner(Tuning(inner_ring=2), ring=1) is None  # as without a ring nothing is gathered
+    with pytest.raises(ConfigError, match=r"inner_ring=3 does not divide the 8 .* 1, 2, 4, 8"):
+        inner(Tuning(inner_ring=3))
+
+
+def test_resolved_tunings_have_different_signatures() -> None:
+    values = product((1, 2), *[(False, True)] * 2, (None, 2, 4))
+    assert len({str(ResolvedTuning(*value)) for value in values}) == 24
 
 
 def test_equal_tunings_are_one_value() -> None:
