@@ -1,6 +1,12 @@
 """What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
 
 from ds_usp.kernels.rotary import apply_rotary
+from ds_usp.training.auto_settings import (
+    attention_kernel,
+    offload_ratio,
+    solved_ratio,
+    this_cluster,
+)
 from ds_usp.training.batch import (
     IGNORE_INDEX,
     SequenceBatch,
@@ -26,10 +32,7 @@ from ds_usp.training.deepspeed import (
     owned_parameters,
     prepare_deepspeed,
 )
-from ds_usp.training.detect_cluster import this_cluster
-from ds_usp.training.kernel import attention_kernel
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
-from ds_usp.training.offload_ratio import offload_ratio, solved_ratio
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
 
 __all__ = [

@@ -66,8 +66,8 @@ def _check_shifted(tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
     changes = tokens[:, 1:] != tokens[:, :-1]
     if bool((counts[:, :-1] & changes).any()) and bool((labels == tokens)[counts].all()):
         raise DataError(
-            f"all {int(counts.sum())} labels are the tokens at their own places, so a model would "
-            "learn to copy its input: shift them before they are sharded, "
+            f"all {int(counts.sum())} labels are the tokens at their own positions, so a model "
+            "would learn to copy its input: shift them before they are sharded, "
             "labels = ds_usp.training.next_token_labels(labels)"
         )
 
@@ -76,7 +76,7 @@ def next_token_labels(labels: Tensor, documents: Any = ()) -> Tensor:
     """The label of every token: the next token; ``IGNORE_INDEX`` after the last one.
 
     Shapes:
-        labels: ``[b, seq_len]``, each at the place of its own token (the tokens, or Hugging Face's
+        labels: ``[b, seq_len]``, each at the index of its own token (the tokens, or Hugging Face's
         ``labels`` with -100 where nothing is learned); the result has the same shape.
 
     Args:
@@ -142,13 +142,13 @@ def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
     for sample, positions in enumerate(position_ids.cpu()):
         steps = positions[1:] - positions[:-1]
         starts = (steps != 1).nonzero().flatten() + 1
-        wrong = starts[positions[starts] != 0].tolist()
-        if wrong:
-            at = wrong[0]
+        bad_starts = starts[positions[starts] != 0].tolist()
+        if bad_starts:
+            position = bad_starts[0]
             raise DataError(
-                f"position ids of sample {sample} go from {int(positions[at - 1])} to "
-                f"{int(positions[at])} at token {at}: they must go on by one, or start anew at 0 "
-                "where the next packed document begins. Pad on the right"
+                f"position ids of sample {sample} go from {int(positions[position - 1])} to "
+                f"{int(positions[position])} at token {position}: they must go on by one, or start "
+                "anew at 0 where the next packed document begins. Pad on the right"
             )
         rows.append([0, *starts.tolist(), len(positions)])
     return rows

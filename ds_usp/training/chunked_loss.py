@@ -1,14 +1,13 @@
-"""Cross entropy over a vocabulary without the logits: tokens in chunks, each chunk's logits for a
-moment.
+"""Chunked linear cross entropy: the logits of one chunk of tokens exist at a time.
 
-Logits of s tokens over V words are ``s V`` numbers, and once more in fp32: at 32K tokens of a 128K
-vocabulary more than all other activations of a layer. Here a chunk's logits become its losses and
-at once its gradients. Under tensor parallelism each rank has its words.
+Logits of s tokens over a vocabulary of V are ``s V`` numbers, and once more in fp32: at 32K tokens
+of a 128K vocabulary more than all other activations of a layer. Here a chunk's logits become its
+losses, then in place its gradients. Under tensor parallelism the vocabulary is sharded.
 
-Source: the chunked linear cross entropy of Liger Kernel (Hsu et al., 2410.10989); the sums over a
-cut vocabulary are Megatron's (1909.08053).
+Source: the chunked linear cross entropy of Liger Kernel (Hsu et al., 2410.10989); the reductions
+over a sharded vocabulary are Megatron's (1909.08053).
 
-Letters of the shapes: T tokens, h hidden, V words of this tensor-parallel rank.
+Letters of the shapes: T tokens, h hidden, V vocabulary entries of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -43,40 +42,40 @@ def chunked_weighted_loss(
         hidden ``[..., h]``, weight ``[V, h]``, labels and loss_weights ``[...]``; a scalar.
 
     Args:
-        labels: word ids of the whole vocabulary.
-        chunks: parts into which the tokens are cut.
-        tp_group: the ranks among which the words are cut, in rank order, and which all have these
-            tokens; None: one rank has them all. Collective over it.
+        labels: token ids of the full vocabulary.
+        chunks: number of chunks of tokens.
+        tp_group: the ranks among which the vocabulary is sharded, in rank order, and which all have
+            these tokens; None: one rank has all of it. Collective over it.
 
     Raises:
         ConfigError: shapes that do not fit, fp16, or chunks below 1.
     """
-    rows = _checked(hidden, weight, labels, chunks)
+    rows = _validate(hidden, weight, labels, chunks)
     if loss_weights.shape != labels.shape:
         raise ConfigError(f"labels {list(labels.shape)}, loss_weights {list(loss_weights.shape)}")
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     factors = loss_weights.reshape(-1).float()
-    loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, learns)
+    loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
     return loss
 
 
 def chunked_token_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, tp_group: Group = None
 ) -> Tensor:
-    """The cross entropy of every token, for hosts that weigh it later.
+    """The cross entropy of every token, for frameworks that weight it later.
 
     How much each token counts is known in the backward pass only, so each chunk's logits are
     computed there once more: ``2 h V`` FLOP a token.
 
     Shapes, arguments and errors: as for :func:`chunked_weighted_loss`; the result is ``[...]``.
     """
-    rows = _checked(hidden, weight, labels, chunks)
+    rows = _validate(hidden, weight, labels, chunks)
     losses: Tensor = TokenLosses.apply(*rows, chunks, tp_group)
     return losses.view(labels.shape)
 
 
 class WeightedLoss(torch.autograd.Function):
-    """The weighted sum of losses, whose gradients wait from the forward pass on."""
+    """The weighted sum of losses, whose gradients are computed and saved in the forward pass."""
 
     @staticmethod
     def forward(
@@ -87,11 +86,11 @@ class WeightedLoss(torch.autograd.Function):
         loss_weights: Tensor,
         chunks: int,
         group: Group,
-        learns: bool,
+        needs_grad: bool,
     ) -> Tensor:
         """See :func:`chunked_weighted_loss`; hidden ``[T, h]``."""
         loss = loss_weights.new_zeros(())
-        grads = _Gradients(hidden, weight) if learns else None
+        grads = _Gradients(hidden, weight) if needs_grad else None
         for rows, logits in _chunks(hidden, weight, labels, chunks, group):
             loss += logits.losses @ loss_weights[rows]
             if grads:
@@ -103,17 +102,19 @@ class WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradients that wait, scaled in fp32: in bf16 the factor itself would be rounded, and
-        all gradients of the model be wrong by as much."""
+        """The saved gradients, scaled in fp32: in bf16 the factor itself would be rounded, and all
+        gradients of the model be wrong by as much."""
         dhidden, dweight = ctx.saved_tensors
         scaled = torch.empty_like(dhidden)
-        for place, part in zip(scaled.chunk(ctx.chunks), dhidden.chunk(ctx.chunks), strict=True):
-            place.copy_(part.to(dweight.dtype) * grad)
+        for out_chunk, grad_chunk in zip(
+            scaled.chunk(ctx.chunks), dhidden.chunk(ctx.chunks), strict=True
+        ):
+            out_chunk.copy_(grad_chunk.to(dweight.dtype) * grad)
         return scaled, (dweight * grad).to(ctx.dtype), *[None] * 5
 
 
 class TokenLosses(torch.autograd.Function):
-    """Losses of tokens, whose logits are computed again in the backward pass."""
+    """Losses of tokens, whose logits are recomputed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -121,25 +122,25 @@ class TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         """See :func:`chunked_token_losses`; hidden ``[T, h]``, the result ``[T]``."""
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.cut = chunks, group
-        parts = _chunks(hidden, weight, labels, chunks, group)
-        return torch.cat([logits.losses for _, logits in parts])
+        ctx.chunks_and_group = chunks, group
+        chunk_logits = _chunks(hidden, weight, labels, chunks, group)
+        return torch.cat([logits.losses for _, logits in chunk_logits])
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         """Gradients chunk by chunk."""
         hidden, weight, labels = ctx.saved_tensors
         grads = _Gradients(hidden, weight)
-        for rows, logits in _chunks(hidden, weight, labels, *ctx.cut):
+        for rows, logits in _chunks(hidden, weight, labels, *ctx.chunks_and_group):
             grads.add(rows, logits.gradient(dlosses[rows]))
-        dhidden, dweight = grads.result(ctx.cut[1])
+        dhidden, dweight = grads.result(ctx.chunks_and_group[1])
         return dhidden, dweight.to(weight.dtype), None, None, None
 
 
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
 ) -> Iterator[tuple[slice, Logits]]:
-    """Each part of the tokens with its logits."""
+    """Each chunk of the tokens with its logits."""
     size = -(-len(labels) // chunks)
     for start in range(0, len(labels), size):
         rows = slice(start, min(start + size, len(labels)))
@@ -147,16 +148,16 @@ def _chunks(
 
 
 class _Gradients:
-    """Sums over the chunks: of the weight in fp32, because every chunk adds to all of it."""
+    """Gradients accumulated over chunks; of the weight in fp32, as every chunk adds to it all."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self._hidden, self._weight = hidden, weight
         self._dhidden = torch.empty_like(hidden)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self._dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        acc_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._dweight = torch.zeros(weight.shape, dtype=acc_dtype, device=weight.device)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """What a chunk gives."""
+        """Add a chunk's gradients."""
         dlogits = dlogits.to(self._weight.dtype)
         self._dhidden[rows] = dlogits @ self._weight
         if self._dweight.dtype == self._weight.dtype:
@@ -165,13 +166,13 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Of hidden, summed over the ranks that have other words, and of the weight, in fp32."""
+        """Of hidden, reduced over the vocabulary shards, and of the weight, in fp32."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight
 
 
-def _checked(
+def _validate(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden ``[T, h]``, weight, labels ``[T]``."""

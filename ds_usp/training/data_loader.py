@@ -1,4 +1,4 @@
-"""Batches for sequence parallelism from any loader of full sequences."""
+"""Data loader for sequence parallelism: rank 0 of a mesh reads, all ranks get their shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, fu
 from ds_usp.warn_once import warn_once
 
 _STATUS = struct.Struct("cq8s480s")
-_NOTHING, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
+_NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ShardedBatch:
 
 
 class SequenceParallelDataLoader:
-    """Gives every sequence-parallel group one batch, and each rank its shard of it.
+    """Broadcasts one batch to every sequence-parallel group and shards it over the ranks.
 
     Rank 0 of every mesh reads and sends the batch to the other ranks. So the ranks of a group
     cannot see different data, whatever is random in reading or in augmentation, only one of them
@@ -67,7 +67,7 @@ class SequenceParallelDataLoader:
     The wrapped loader gives dicts of full sequences:
 
     * ``input_ids [b, seq_len]``; lengths may change from batch to batch and need not divide.
-    * ``labels [b, seq_len]``, each at the place of its own token, as Hugging Face has them; here
+    * ``labels [b, seq_len]``, at the index of its own token, as Hugging Face has them; here
       they are shifted, before sharding. Absent: the tokens themselves. Labels that are the next
       tokens already are named ``shift_labels``.
     * ``position_ids [b, seq_len]``, which start anew at 0 in every packed document; or
@@ -76,8 +76,8 @@ class SequenceParallelDataLoader:
       a document of its own, without labels.
     * any other tensor ``[b, seq_len, ...]`` is sharded too, other values are copied.
 
-    All ranks end with the loader that ends first; what others have read by then is dropped, which
-    is said once.
+    All ranks end with the loader that ends first; batches that others have read by then are
+    dropped, with one warning.
 
     Args:
         loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
@@ -119,10 +119,10 @@ class SequenceParallelDataLoader:
         mesh.agree(f"a data loader, layout {layout}, whole {sorted(whole)}", error)
         self.mesh, self.layout = mesh, layout
         self._loader, self._whole = loader, whole
-        # Without other ranks there is nobody to read with, and torch.distributed may not run.
-        self._everyone: dist.ProcessGroup | None = None
+        # A single process may run without torch.distributed.
+        self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            self._everyone = group or dist.group.WORLD
+            self._group = group or dist.group.WORLD
         self._transport = None if mesh.sp_group is None else transport_device(mesh.sp_group)
         self._device = device if device is not None else self._transport
 
@@ -134,12 +134,12 @@ class SequenceParallelDataLoader:
         """One pass over the loader."""
         batches = iter(self._loader) if self.mesh.rank == 0 and self._loader is not None else None
         while True:
-            own = self._read(batches)
-            statuses = self._compare(own)
+            local = self._read(batches)
+            statuses = self._gather_statuses(local)
             if statuses is None:
                 return
             loss_tokens = sum(status.loss_tokens for status in statuses)
-            yield self._shard(self._send(own.batch), loss_tokens)
+            yield self._shard(self._broadcast(local.batch), loss_tokens)
 
     def _layout_of(self, batch: FullBatch) -> TokenLayout:
         documents: Any = ()
@@ -147,36 +147,36 @@ class SequenceParallelDataLoader:
             documents = batch.documents or ((0, batch.seq_len),)
         return self.mesh.layout(self.layout, batch.seq_len, documents)
 
-    def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _Own:
-        """The next batch of the rank that reads, checked; errors are kept until all know them."""
+    def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _LocalRead:
+        """The next batch of the rank that reads, checked; an error is raised later, on all."""
         if batches is None:
-            return _Own(_Status(_NOTHING))
+            return _LocalRead(_Status(_NO_LOADER))
         try:
-            found = next(batches)
+            entries = next(batches)
         except StopIteration:
-            return _Own(_Status(_END))
+            return _LocalRead(_Status(_END))
         except Exception as error:  # a data set may raise anything
-            return _Own(_failed(error), error=error)
+            return _LocalRead(_failed(error), error=error)
         try:
-            batch = full_batch(found, self._whole)
+            batch = full_batch(entries, self._whole)
             self._layout_of(batch)
         except ValueError as error:
-            return _Own(_failed(error), error=error)
-        return _Own(_Status(_BATCH, batch.loss_tokens, batch.digest()), batch)
+            return _LocalRead(_failed(error), error=error)
+        return _LocalRead(_Status(_BATCH, batch.loss_tokens, batch.digest()), batch)
 
-    def _compare(self, own: _Own) -> list[_Status] | None:
-        """What all ranks have read; None where one has come to its end.
+    def _gather_statuses(self, local: _LocalRead) -> list[_Status] | None:
+        """Statuses of all ranks' reads; None where a loader has ended.
 
         Raises:
             DataError: another rank cannot use its batch.
             Exception: this rank cannot use its own.
         """
-        statuses = [own.status]
-        if self._everyone is not None and dist.get_world_size(self._everyone) > 1:
-            gathered = all_gather_bytes(_STATUS.pack(*own.status), self._everyone)
+        statuses = [local.status]
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            gathered = all_gather_bytes(_STATUS.pack(*local.status), self._group)
             statuses = [_Status(*_STATUS.unpack(data)) for data in gathered]
-        if own.error is not None:
-            raise own.error
+        if local.error is not None:
+            raise local.error
         for rank, status in enumerate(statuses):
             if status.kind == _ERROR:
                 text = status.text.rstrip(b"\0").decode(errors="ignore")
@@ -185,7 +185,7 @@ class SequenceParallelDataLoader:
         if _END in kinds:
             if _BATCH in kinds:
                 self._notice(
-                    f"{kinds.count(_END)} of {len(kinds) - kinds.count(_NOTHING)} data-parallel "
+                    f"{kinds.count(_END)} of {len(kinds) - kinds.count(_NO_LOADER)} data-parallel "
                     "replicas have no batch left: this pass ends on all ranks, and a batch of "
                     f"each of {kinds.count(_BATCH)} others is dropped. Give all replicas as many "
                     "batches (DistributedSampler with drop_last)"
@@ -201,20 +201,20 @@ class SequenceParallelDataLoader:
         return statuses
 
     def _notice(self, text: str) -> None:
-        warn_once(text, rank=0 if self._everyone is None else dist.get_rank(self._everyone))
+        warn_once(text, rank=0 if self._group is None else dist.get_rank(self._group))
 
-    def _send(self, batch: FullBatch | None) -> FullBatch:
-        """The batch that rank 0 of the mesh has read, on all its ranks."""
+    def _broadcast(self, batch: FullBatch | None) -> FullBatch:
+        """Broadcast the batch that rank 0 of the mesh has read."""
         group = self.mesh.sp_group
         if group is None or dist.get_world_size(group) == 1:
             return cast(FullBatch, batch)
         source = dist.get_global_rank(group, 0)
-        described: list[Any] = [None]
+        header: list[Any] = [None]
         if batch is not None:
             shapes = {name: (x.shape, x.dtype) for name, x in batch.sharded.items()}
-            described = [(shapes, batch.whole, batch.documents)]
-        dist.broadcast_object_list(described, source, group, self._transport)
-        shapes, whole, documents = described[0]
+            header = [(shapes, batch.whole, batch.documents)]
+        dist.broadcast_object_list(header, source, group, self._transport)
+        shapes, whole, documents = header[0]
         sharded: dict[str, Tensor] = {}
         for name, (shape, dtype) in shapes.items():
             if batch is None:
@@ -249,7 +249,7 @@ class SequenceParallelDataLoader:
 
 
 class _Status(NamedTuple):
-    """What a rank says about its next batch."""
+    """Status of a rank's next batch, exchanged by all ranks."""
 
     kind: bytes
     loss_tokens: int = 0
@@ -257,8 +257,8 @@ class _Status(NamedTuple):
     text: bytes = b""
 
 
-class _Own(NamedTuple):
-    """What this rank has read, if it is one that reads."""
+class _LocalRead(NamedTuple):
+    """What this rank has read, if it is rank 0 of a mesh."""
 
     status: _Status
     batch: FullBatch | None = None

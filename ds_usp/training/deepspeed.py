@@ -1,4 +1,4 @@
-"""What makes DeepSpeed right under sequence parallelism, all of it in this file.
+"""DeepSpeed under sequence parallelism: mpu, gradient reduction, clipping, refused settings.
 
 Found by comparing gradient norms under plain SGD with one rank's (DeepSpeed 0.19.8); losses under
 Adam with clipping hide every one of these:
@@ -38,7 +38,7 @@ from ds_usp.training.replicas import data_parallel_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """This rank's process groups, one for each way in which ranks differ.
+    """This rank's process groups, one for each parallel axis.
 
     Args:
         tp: ranks that share each weight matrix.
@@ -80,7 +80,7 @@ class ParallelGroups:
 
 @dataclass(frozen=True)
 class GradientRule:
-    """How DeepSpeed reduces gradients over the ranks that hold different tokens.
+    """Gradient reduction of DeepSpeed over the ranks that hold different tokens.
 
     Args:
         data_axis: the group that its ``data parallel`` must mean: ``dp`` or ``sp_dp``.
@@ -132,13 +132,13 @@ def deepspeed_mpu(groups: ParallelGroups, rule: GradientRule) -> SimpleNamespace
     }
     methods: dict[str, Callable[[], Any]] = {}
     for axis, group in axes.items():
-        methods[f"get_{axis}_group"] = partial(_same, group)
+        methods[f"get_{axis}_group"] = partial(_identity, group)
         methods[f"get_{axis}_rank"] = partial(dist.get_rank, group)
         methods[f"get_{axis}_world_size"] = partial(dist.get_world_size, group)
     return SimpleNamespace(**methods)
 
 
-def _same(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _identity(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
@@ -158,7 +158,7 @@ def initialize_deepspeed(
     config: Mapping[str, Any],
     groups: ParallelGroups,
 ) -> tuple[Any, GradientRule]:
-    """``deepspeed.initialize`` for a model whose sequences are cut over ``groups.sp``.
+    """``deepspeed.initialize`` for a model whose sequences are sharded over ``groups.sp``.
 
     Args:
         model: a plain module, or a ``PipelineModule`` if ``groups.stages`` is above 1.
@@ -210,14 +210,14 @@ def _check_config(config: Mapping[str, Any]) -> None:
 def own_clipping(
     config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Let ``optimizer`` measure the global norm, and clip by it, before each of its steps; a step
-    whose norm is not finite is left out.
+    """Install a pre-step hook on ``optimizer`` that computes the global gradient norm and clips by
+    it; a step whose norm is not finite is skipped.
 
     For ZeRO-0 in fp32, where gradients are on the parameters. The engine reads
     ``_global_grad_norm`` off its optimizer, as it does off the ZeRO ones.
 
     Returns:
-        The configuration without DeepSpeed's clipping, which is 1.0 where nothing is said.
+        The configuration without DeepSpeed's clipping, which is 1.0 by default.
     """
     clip = float(config.get("gradient_clipping", 1.0))
 
@@ -240,9 +240,9 @@ def own_clipping(
 def owned_parameters(
     parameters: Iterable[nn.Parameter], groups: ParallelGroups
 ) -> Iterator[nn.Parameter]:
-    """Those parameters that this rank counts, so that over ``groups.model`` each counts once.
+    """The parameters that this rank adds to a norm, so that over ``groups.model`` each counts once.
 
-    A weight that is split over tensor-parallel ranks counts on all of them, one that they share on
+    A weight that is split over tensor-parallel ranks counts on all of them, a replicated one on
     the first only, and one that another pipeline stage owns not at all.
     """
     first = dist.get_rank(groups.tp) == 0

@@ -1,4 +1,4 @@
-"""A batch of full sequences, as loaders give it: what is checked and derived before sharding."""
+"""Full-sequence batches of a data loader: checked, labels shifted, documents found."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FullBatch:
         return int((self.sharded[SHIFTED] != IGNORE_INDEX).sum())
 
     def digest(self) -> bytes:
-        """Eight bytes that other tokens would not have."""
+        """Eight bytes of a hash of the tokens, to compare batches by."""
         tokens = self.sharded[TOKENS].cpu().contiguous().view(torch.uint8)
         return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
 
@@ -85,65 +85,69 @@ def full_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> FullBatch
         elif tuple(entries[name].shape) != tuple(tokens.shape):
             raise DataError(
                 f"{name} is {list(entries[name].shape)}, {TOKENS} are {list(tokens.shape)}: both "
-                "must be [batch, sequence]. Masks of pairs of tokens are not sharded: say what may "
-                "attend in the MaskSpec, and documents by position_ids or cu_seqlens"
+                "must be [batch, sequence]. Masks of pairs of tokens are not sharded: give "
+                "a MaskSpec, and documents by position_ids or cu_seqlens"
             )
-    real = _real_tokens(entries.pop(PADDING, None), tokens)
-    documents = _documents(entries, real, tokens)
-    labels = _shifted_labels(entries, documents, real)
+    num_real_tokens = _count_real_tokens(entries.pop(PADDING, None), tokens)
+    documents = _documents(entries, num_real_tokens, tokens)
+    labels = _shifted_labels(entries, documents, num_real_tokens)
     positions = entries.pop(POSITIONS, None)
     if positions is None:
         borders = documents or ((0, tokens.shape[1]),)
         positions = document_positions(borders, tokens.device).expand(tokens.shape)
     sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels, POSITIONS: positions}
-    rest = {name: value for name, value in entries.items() if name not in sharded}
-    return FullBatch(sharded=sharded, whole=rest, documents=documents)
+    others = {name: value for name, value in entries.items() if name not in sharded}
+    return FullBatch(sharded=sharded, whole=others, documents=documents)
 
 
-def _real_tokens(mask: Tensor | None, tokens: Tensor) -> list[int]:
+def _count_real_tokens(mask: Tensor | None, tokens: Tensor) -> list[int]:
     """How many tokens of each sample are no padding."""
     if mask is None:
         return [tokens.shape[1]] * tokens.shape[0]
     counts: list[int] = mask.bool().sum(dim=1).tolist()
-    right = torch.arange(tokens.shape[1], device=mask.device) < mask.bool().sum(1, keepdim=True)
-    wrong = (right != mask.bool()).any(dim=1).nonzero().flatten().tolist()
-    wrong += [sample for sample, count in enumerate(counts) if count == 0]
-    if wrong:
+    right_padded = torch.arange(tokens.shape[1], device=mask.device) < mask.bool().sum(
+        1, keepdim=True
+    )
+    bad_samples = (right_padded != mask.bool()).any(dim=1).nonzero().flatten().tolist()
+    bad_samples += [sample for sample, count in enumerate(counts) if count == 0]
+    if bad_samples:
         raise DataError(
-            f"{PADDING} of sample {wrong[0]} keeps {counts[wrong[0]]} of {tokens.shape[1]} tokens, "
-            "and not the first ones: pad on the right (tokenizer.padding_side = 'right'), leave no "
-            "sample empty"
+            f"{PADDING} of sample {bad_samples[0]} keeps {counts[bad_samples[0]]} of "
+            f"{tokens.shape[1]} tokens, and not the first ones: pad on the right "
+            "(tokenizer.padding_side = 'right'), leave no sample empty"
         )
     return counts
 
 
-def _documents(entries: dict[str, Any], real: list[int], tokens: Tensor) -> tuple[Borders, ...]:
+def _documents(
+    entries: dict[str, Any], num_real_tokens: list[int], tokens: Tensor
+) -> tuple[Borders, ...]:
     """Borders from cumulative lengths or from positions; padding is a document of its own."""
     size, seq_len = tokens.shape
     named = {name: entries.pop(name) for name in BORDERS if entries.get(name) is not None}
-    found = {name: MaskSpec.causal(_rows(value)) for name, value in named.items()}
+    masks = {name: MaskSpec.causal(_rows(value)) for name, value in named.items()}
     if POSITIONS in entries:
         rows = [
             [*borders_of_positions(row[None, :count])[0], *([seq_len] if count < seq_len else [])]
-            for row, count in zip(entries[POSITIONS], real, strict=True)
+            for row, count in zip(entries[POSITIONS], num_real_tokens, strict=True)
         ]
-        found[POSITIONS] = MaskSpec.causal(rows)
-    elif min(real) < seq_len:
-        found[PADDING] = MaskSpec.causal(
-            [[0, n, *([seq_len] if n < seq_len else [])] for n in real]
+        masks[POSITIONS] = MaskSpec.causal(rows)
+    elif min(num_real_tokens) < seq_len:
+        masks[PADDING] = MaskSpec.causal(
+            [[0, n, *([seq_len] if n < seq_len else [])] for n in num_real_tokens]
         )
-    every: dict[str, tuple[Borders, ...]] = {}
-    for name, mask in found.items():
+    documents_by_entry: dict[str, tuple[Borders, ...]] = {}
+    for name, mask in masks.items():
         mask.check_length(seq_len, size)
-        same = len(set(mask.documents)) == 1
-        every[name] = mask.documents[:1] if same else mask.documents
-    if len(set(every.values())) > 1:
-        shown = ", ".join(f"{name} {value}" for name, value in every.items())
+        all_equal = len(set(mask.documents)) == 1
+        documents_by_entry[name] = mask.documents[:1] if all_equal else mask.documents
+    if len(set(documents_by_entry.values())) > 1:
+        printed = ", ".join(f"{name} {value}" for name, value in documents_by_entry.items())
         raise DataError(
-            f"{' and '.join(every)} name different documents: {shown[:300]}. Leave out the wrong "
-            "one; padding is a document of its own, and positions start anew in each"
+            f"{' and '.join(documents_by_entry)} name different documents: {printed[:300]}. Leave "
+            "out the wrong one; padding is a document of its own, and positions start anew in each"
         )
-    documents = next(iter(every.values()), ())
+    documents = next(iter(documents_by_entry.values()), ())
     return () if documents == ((0, seq_len),) else documents
 
 
@@ -153,7 +157,7 @@ def _rows(borders: Any) -> Any:
 
 
 def _shifted_labels(
-    entries: dict[str, Any], documents: tuple[Borders, ...], real: list[int]
+    entries: dict[str, Any], documents: tuple[Borders, ...], num_real_tokens: list[int]
 ) -> Tensor:
     """Labels of the next token, without those of padding."""
     if LABELS in entries and SHIFTED in entries:
@@ -165,7 +169,7 @@ def _shifted_labels(
         labels = entries.pop(LABELS, tokens)
         _check_not_shifted(tokens, labels)
         shifted = next_token_labels(labels, documents)
-    for row, count in zip(shifted, real, strict=True):
+    for row, count in zip(shifted, num_real_tokens, strict=True):
         if count < len(row):
             row[count:] = IGNORE_INDEX
     return shifted
@@ -174,8 +178,8 @@ def _shifted_labels(
 def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
     counts = labels != IGNORE_INDEX
     inside = counts[:, :-1]
-    moved = bool(inside.any()) and bool((labels[:, :-1] == tokens[:, 1:])[inside].all())
-    if moved and not bool((labels == tokens)[counts].all()):
+    is_shifted = bool(inside.any()) and bool((labels[:, :-1] == tokens[:, 1:])[inside].all())
+    if is_shifted and not bool((labels == tokens)[counts].all()):
         raise DataError(
             f"the batch's {LABELS!r} are the next tokens already, and would be shifted twice: name "
             f"them {SHIFTED!r}"

@@ -1,9 +1,9 @@
-"""The logits of some tokens: their losses, and in their memory their gradient.
+"""Vocabulary-parallel cross entropy of logits, and its gradient written over them.
 
-On GPUs each is one pass over the logits as the product left them, in Triton; elsewhere torch's,
-over a copy in fp32.
+On GPUs each is one Triton pass over the logits in their own dtype; elsewhere torch operations over
+a copy in fp32.
 
-Letters of the shapes: t tokens, V words of this tensor-parallel rank.
+Letters of the shapes: t tokens, V vocabulary entries of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 from ds_usp.triton_launch import load_triton_module
 
 
-class Sums(NamedTuple):
-    """What a row of logits comes to, over this rank's words.
+class RowStats(NamedTuple):
+    """Softmax statistics of each row of logits, over this rank's vocabulary.
 
     Shapes:
-        kept ``[t, V]``: what the gradient is made from, and in; the others ``[t]``, fp32 (fp64 of
-        fp64): the largest logit, the sum of ``exp(logit - largest)``, and the logit of the label,
-        less the largest; 0 where the label is another rank's word.
+        buffer ``[t, V]``: the logits, or their exponentials; the gradient overwrites it. The others
+        ``[t]``, fp32 (fp64 of fp64): the largest logit, the sum of ``exp(logit - row_max)``, and
+        the logit of the label less ``row_max``; 0 where the label is in another rank's vocabulary.
     """
 
-    kept: Tensor
-    largest: Tensor
-    total: Tensor
-    aimed: Tensor
+    buffer: Tensor
+    row_max: Tensor
+    sum_exp: Tensor
+    label_logit: Tensor
 
 
 class Logits:
-    """Logits whose memory is ours.
+    """Logits in a buffer that this object owns and overwrites.
 
     Args:
         scores: ``[t, V]``; not to be used afterwards.
-        labels: ``[t]``, words of the whole vocabulary.
-        group: the ranks among which the words are cut, in rank order; None: one has them all.
+        labels: ``[t]``, token ids of the full vocabulary.
+        group: the ranks among which the vocabulary is sharded, in rank order; None: one has it all.
             Collective over it.
 
     Attributes:
@@ -47,52 +47,59 @@ class Logits:
     """
 
     def __init__(self, scores: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> None:
-        several = group is not None and dist.get_world_size(group) > 1
-        count = scores.shape[1]
-        words = labels - (dist.get_rank(group) * count if several else 0)
-        mine = (words >= 0) & (words < count)
-        self._words = torch.where(mine, words, -1)
-        plain = not scores.is_cuda or scores.dtype == torch.float64 or torch.compiler.is_compiling()
-        triton = None if plain else load_triton_module("ds_usp.training.logits_triton")
+        is_sharded = group is not None and dist.get_world_size(group) > 1
+        vocab_size = scores.shape[1]
+        local_labels = labels - (dist.get_rank(group) * vocab_size if is_sharded else 0)
+        is_local = (local_labels >= 0) & (local_labels < vocab_size)
+        self._labels = torch.where(is_local, local_labels, -1)
+        no_triton = (
+            not scores.is_cuda or scores.dtype == torch.float64 or torch.compiler.is_compiling()
+        )
+        triton = None if no_triton else load_triton_module("ds_usp.training.logits_triton")
         if triton is None:
-            self._fused, sums = None, _sums(scores, self._words)
+            self._fused, stats = None, _row_stats(scores, self._labels)
         else:
-            self._fused, sums = triton, Sums(scores, *triton.sums_fused(scores, self._words))
-        self._kept, self._largest, total, aimed = sums
-        if several:
-            largest = self._largest.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            # No word of this rank may be possible: minus infinity less itself is no number.
-            lower = torch.where(self._largest == -math.inf, -math.inf, self._largest - largest)
-            both = torch.stack([total * lower.exp(), torch.where(mine, aimed + lower, 0)])
-            dist.all_reduce(both, group=group)
-            total, aimed = both
-            self._share = lower.exp() / total
+            self._fused, stats = (
+                triton,
+                RowStats(scores, *triton.row_stats_fused(scores, self._labels)),
+            )
+        self._buffer, self._row_max, sum_exp, label_logit = stats
+        if is_sharded:
+            global_max = self._row_max.clone()
+            dist.all_reduce(global_max, dist.ReduceOp.MAX, group=group)
+            # All of this rank's logits may be -inf: -inf less itself is NaN.
+            rescale = torch.where(self._row_max == -math.inf, -math.inf, self._row_max - global_max)
+            sums_over_ranks = torch.stack(
+                [sum_exp * rescale.exp(), torch.where(is_local, label_logit + rescale, 0)]
+            )
+            dist.all_reduce(sums_over_ranks, group=group)
+            sum_exp, label_logit = sums_over_ranks
+            self._inv_sum_exp = rescale.exp() / sum_exp
         else:
-            self._share = total.reciprocal()
-        self.losses = total.log() - aimed
+            self._inv_sum_exp = sum_exp.reciprocal()
+        self.losses = sum_exp.log() - label_logit
 
     def gradient(self, dlosses: Tensor) -> Tensor:
-        """Of the logits, ``[t, V]``, from that of the losses ``[t]``; ends their life."""
-        scale = dlosses * self._share
+        """Of the logits, ``[t, V]``, from that of the losses ``[t]``; overwrites the logits."""
+        scale = dlosses * self._inv_sum_exp
         if self._fused is None:
-            return _gradient(self._kept, self._words, scale, dlosses)
-        self._fused.gradient_fused(self._kept, self._words, self._largest, scale, dlosses)
-        return self._kept
+            return _gradient(self._buffer, self._labels, scale, dlosses)
+        self._fused.gradient_fused(self._buffer, self._labels, self._row_max, scale, dlosses)
+        return self._buffer
 
 
-def _sums(scores: Tensor, words: Tensor) -> Sums:
+def _row_stats(scores: Tensor, labels: Tensor) -> RowStats:
     logits = scores if scores.dtype == torch.float64 else scores.float()
-    largest = logits.max(dim=1).values
-    base = torch.where(largest == -math.inf, 0, largest)
+    row_max = logits.max(dim=1).values
+    base = torch.where(row_max == -math.inf, 0, row_max)
     logits = logits - base.unsqueeze(1)
-    aimed = logits.gather(1, words.clamp(min=0).unsqueeze(1)).squeeze(1)
-    aimed = torch.where(words >= 0, aimed, 0)
+    label_logit = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    label_logit = torch.where(labels >= 0, label_logit, 0)
     exponentials = logits.exp_()
-    return Sums(exponentials, largest, exponentials.sum(dim=1), aimed)
+    return RowStats(exponentials, row_max, exponentials.sum(dim=1), label_logit)
 
 
-def _gradient(exponentials: Tensor, words: Tensor, scale: Tensor, dlosses: Tensor) -> Tensor:
+def _gradient(exponentials: Tensor, labels: Tensor, scale: Tensor, dlosses: Tensor) -> Tensor:
     exponentials.mul_(scale.unsqueeze(1))
-    less = torch.where(words >= 0, dlosses, 0).to(exponentials.dtype)
-    return exponentials.scatter_add_(1, words.clamp(min=0).unsqueeze(1), -less.unsqueeze(1))
+    label_grad = torch.where(labels >= 0, dlosses, 0).to(exponentials.dtype)
+    return exponentials.scatter_add_(1, labels.clamp(min=0).unsqueeze(1), -label_grad.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Losses of logits and their gradient, each in one pass on the GPU."""
+"""Triton kernels: softmax statistics of logits, and their gradient in place, one pass each."""
 
 from __future__ import annotations
 
@@ -8,89 +8,91 @@ import triton.language as tl
 
 from ds_usp.triton_launch import CachedLauncher
 
-_BLOCK = 4096  # words at a time
+_BLOCK = 4096  # vocabulary entries at a time
 
 
 @triton.jit
-def _sums(  # type: ignore[no-untyped-def]
-    scores, words, largest, total, aimed, count, row_stride, BLOCK: tl.constexpr
+def _row_stats(  # type: ignore[no-untyped-def]
+    logits, labels, row_max, sum_exp, label_logit, vocab_size, row_stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = scores + row * row_stride
-    word = tl.load(words + row)
+    logits_at = logits + row * row_stride
+    label = tl.load(labels + row)
     high, sum_ = float("-inf"), 0.0
-    for start in range(0, count, BLOCK):
+    for start in range(0, vocab_size, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(at + column, mask=column < count, other=float("-inf")).to(tl.float32)
+        value = tl.load(logits_at + column, mask=column < vocab_size, other=float("-inf")).to(
+            tl.float32
+        )
         higher = tl.maximum(high, tl.max(value, axis=0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # so far no word is possible
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # only -inf so far
         sum_ = sum_ * tl.exp(high - base) + tl.sum(tl.exp(value - base), axis=0)
         high = higher
-    label = tl.load(at + word, mask=word >= 0, other=0.0).to(tl.float32)
-    tl.store(largest + row, high)
-    tl.store(total + row, sum_)
+    label_value = tl.load(logits_at + label, mask=label >= 0, other=0.0).to(tl.float32)
+    tl.store(row_max + row, high)
+    tl.store(sum_exp + row, sum_)
     base = tl.where(high == float("-inf"), 0.0, high)
-    tl.store(aimed + row, tl.where(word >= 0, label - base, 0.0))
+    tl.store(label_logit + row, tl.where(label >= 0, label_value - base, 0.0))
 
 
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
-    scores, words, largest, scale, dlosses, count, row_stride, BLOCK: tl.constexpr
+    logits, labels, row_max, scale, dlosses, vocab_size, row_stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < count
-    at = scores + row * row_stride + column
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(largest + row)
+    inside = column < vocab_size
+    logits_at = logits + row * row_stride + column
+    value = tl.load(logits_at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(row_max + row)
     result = tl.exp(value - tl.where(high == float("-inf"), 0.0, high)) * tl.load(scale + row)
-    result -= tl.where(column == tl.load(words + row), tl.load(dlosses + row), 0.0)
-    tl.store(at, result.to(scores.dtype.element_ty), mask=inside)
+    result -= tl.where(column == tl.load(labels + row), tl.load(dlosses + row), 0.0)
+    tl.store(logits_at, result.to(logits.dtype.element_ty), mask=inside)
 
 
-_LAUNCH_SUMS, _LAUNCH_GRADIENT = CachedLauncher(_sums), CachedLauncher(_gradient)
+_LAUNCH_ROW_STATS, _LAUNCH_GRADIENT = CachedLauncher(_row_stats), CachedLauncher(_gradient)
 
 
-def sums_fused(
-    scores: torch.Tensor, words: torch.Tensor
+def row_stats_fused(
+    logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest, the total and what is aimed at of :class:`ds_usp.training.logits.Sums`.
+    """``row_max``, ``sum_exp`` and ``label_logit`` of :class:`ds_usp.training.logits.RowStats`.
 
     Shapes:
-        scores ``[t, V]`` with dense rows, words ``[t]``: -1 is no word of this rank.
+        logits ``[t, V]`` with dense rows, labels ``[t]``: -1 is in another rank's vocabulary.
     """
-    rows, count = scores.shape
-    found = torch.empty(3, rows, dtype=torch.float32, device=scores.device)
-    _LAUNCH_SUMS(
+    rows, vocab_size = logits.shape
+    stats = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _LAUNCH_ROW_STATS(
         (rows,),
-        (scores, words, *found),
-        (count, scores.stride(0)),
-        BLOCK=_block(count),
+        (logits, labels, *stats),
+        (vocab_size, logits.stride(0)),
+        BLOCK=_block(vocab_size),
         num_warps=8,
     )
-    largest, total, aimed = found
-    return largest, total, aimed
+    row_max, sum_exp, label_logit = stats
+    return row_max, sum_exp, label_logit
 
 
 def gradient_fused(
-    scores: torch.Tensor,
-    words: torch.Tensor,
-    largest: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    row_max: torch.Tensor,
     scale: torch.Tensor,
     dlosses: torch.Tensor,
 ) -> None:
-    """Write ``exp(scores - largest) * scale``, less ``dlosses`` at each row's word, over the
-    scores."""
-    rows, count = scores.shape
-    block = _block(count)
+    """Write ``exp(logits - row_max) * scale``, less ``dlosses`` at each row's label, over the
+    logits."""
+    rows, vocab_size = logits.shape
+    block = _block(vocab_size)
     _LAUNCH_GRADIENT(
-        (rows, triton.cdiv(count, block)),
-        (scores, words, largest, scale, dlosses.contiguous()),
-        (count, scores.stride(0)),
+        (rows, triton.cdiv(vocab_size, block)),
+        (logits, labels, row_max, scale, dlosses.contiguous()),
+        (vocab_size, logits.stride(0)),
         BLOCK=block,
         num_warps=8,
     )
 
 
-def _block(count: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(count))
+def _block(vocab_size: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(vocab_size))

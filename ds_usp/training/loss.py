@@ -1,8 +1,8 @@
-"""The loss that every rank back-propagates, so that the reduced gradients are the global mean's.
+"""The loss that every rank back-propagates: reduced gradients are those of the global mean.
 
 The loss of a step is the mean over all loss tokens of the global batch: over the whole sequence
 (all sequence-parallel ranks), all micro batches and all data-parallel replicas. A rank holds some
-of these tokens and never sees the others, so it weighs each token loss with
+of these tokens and never sees the others, so it weights each token loss with
 ``scale / (all loss tokens)`` and sums. ``scale`` is what DeepSpeed is going to divide the summed
 gradients by (``GradientRule.loss_scale``), so that it cancels.
 """
@@ -37,7 +37,7 @@ def loss_token_weight(loss_tokens: float, scale: float) -> float:
 
 
 def weighted_loss(token_losses: Tensor, weights: Tensor) -> Tensor:
-    """This rank's part of the loss: the weighted sum of its token losses, in fp32.
+    """The local loss of this rank: the weighted sum of its token losses, in fp32.
 
     Shapes:
         token_losses, weights: any, the same; the result is a scalar.

@@ -1,4 +1,4 @@
-"""Which data-parallel replica this rank belongs to, where sequence meshes fill the world."""
+"""The data-parallel axis beside sequence meshes: this rank's replica, and its peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DataParallelRanks(NamedTuple):
     Attributes:
         rank: index of this rank's replica: what ``DistributedSampler(rank=)`` takes.
         size: number of replicas: what ``DistributedSampler(num_replicas=)`` takes.
-        ranks: global ranks of all replicas that hold the same part of their sequences.
+        ranks: global ranks of all replicas that hold the same shard of their sequences.
     """
 
     rank: int
@@ -42,19 +42,21 @@ def data_parallel_ranks(
     """
     if not dist.is_initialized():
         return DataParallelRanks(0, 1, (0,))
-    everyone = cast(dist.ProcessGroup, group or dist.group.WORLD)
-    here = dist.get_rank()
-    members = [here] if mesh.sp_group is None else dist.get_process_group_ranks(mesh.sp_group)
-    said = struct.pack("qqq", members[0], mesh.rank, mesh.sp_degree)
-    places = [struct.unpack("qqq", data) for data in all_gather_bytes(said, everyone)]
-    sizes = sorted({size for _, _, size in places})
-    firsts = sorted({first for first, _, _ in places})
-    if len(sizes) > 1 or len(firsts) * sizes[0] != len(places):
+    world_group = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    rank_here = dist.get_rank()
+    members = [rank_here] if mesh.sp_group is None else dist.get_process_group_ranks(mesh.sp_group)
+    payload = struct.pack("qqq", members[0], mesh.rank, mesh.sp_degree)
+    rank_infos = [struct.unpack("qqq", data) for data in all_gather_bytes(payload, world_group)]
+    sizes = sorted({size for _, _, size in rank_infos})
+    firsts = sorted({first for first, _, _ in rank_infos})
+    if len(sizes) > 1 or len(firsts) * sizes[0] != len(rank_infos):
         raise ConfigError(
-            f"the {len(places)} ranks of the group hold {len(firsts)} sequence meshes of "
+            f"the {len(rank_infos)} ranks of the group hold {len(firsts)} sequence meshes of "
             f"{' and '.join(map(str, sizes))} ranks: every rank must be in one mesh, and all "
             "meshes must have one size. Build them with SequenceMesh.build(RankGrid(...))"
         )
-    global_ranks = dist.get_process_group_ranks(everyone)
-    peers = (global_ranks[index] for index, (_, rank, _) in enumerate(places) if rank == mesh.rank)
+    global_ranks = dist.get_process_group_ranks(world_group)
+    peers = (
+        global_ranks[index] for index, (_, rank, _) in enumerate(rank_infos) if rank == mesh.rank
+    )
     return DataParallelRanks(firsts.index(members[0]), len(firsts), tuple(peers))

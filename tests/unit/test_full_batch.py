@@ -183,6 +183,6 @@ def test_helpers_by_hand() -> None:
 def test_labels_that_are_not_shifted_are_refused_before_sharding() -> None:
     layout = SequenceMesh.single().layout("contiguous", 6)
     ones = torch.ones_like(TOKENS)
-    with pytest.raises(DataError, match="all 12 labels are the tokens at their own places"):
+    with pytest.raises(DataError, match="all 12 labels are the tokens at their own positions"):
         shard_batch(TOKENS, TOKENS, ones, layout=layout, rank=0)
     shard_batch(ones, ones, ones, layout=layout, rank=0)  # all tokens are alike
