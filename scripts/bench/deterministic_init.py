@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron_deepspeed")]
 
-from host_record import keyed_weight, plain_name  # noqa: E402 - found through the path above
+from mds_rank import keyed_weight, plain_name  # noqa: E402 - found through the path above
 
 import megatron_patches  # noqa: E402
 from megatron_patches import Patch, PatchSet, run  # noqa: E402

@@ -1,4 +1,4 @@
-"""The server that forks worlds of the real host, where a checkout of it is named."""
+"""The server that forks worlds of Megatron-DeepSpeed, where a checkout of it is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_runs import HostServer
+from mds_runs import TrainingServer
 
 VARIABLE = "MEGATRON_DEEPSPEED_PATH"
 
@@ -21,14 +21,14 @@ def checkout() -> Path:
 
 
 @pytest.fixture(scope="session")
-def host(checkout: Path) -> Iterator[HostServer]:
-    server = HostServer(checkout)
+def server(checkout: Path) -> Iterator[TrainingServer]:
+    server = TrainingServer(checkout)
     yield server
     server.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The full matrix runs when it is asked for: -m slow."""
+    """The full matrix runs with -m slow alone."""
     if "slow" not in config.option.markexpr:
         for item in items:
             if "slow" in item.keywords and item.path.parent.name == "megatron_deepspeed":

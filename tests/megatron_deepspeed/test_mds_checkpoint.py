@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_runs import HERE, HostServer, flags, numbers, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
 
 ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0"
 SAVED, STEPS = 3, 6
@@ -22,18 +22,22 @@ runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
 """
 
 
-def train(host: HostServer, world: int, folder: Path, more: str, **degrees: Any) -> list[float]:
+def train(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
     """Losses of an uninterrupted run that leaves a checkpoint."""
     save = f"{ADAM} --train-iters {STEPS} --save {folder} --save-interval {SAVED} {more}"
-    losses = numbers(host.run(world, flags(more=save, **degrees)))
+    losses = losses_of(server.run(world, flags(more=save, **degrees)))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     (folder / "latest").write_text(f"global_step{SAVED}")
     return losses
 
 
-def resume(host: HostServer, world: int, folder: Path, more: str, **degrees: Any) -> list[float]:
+def resume(
+    server: TrainingServer, world: int, folder: Path, more: str, **degrees: Any
+) -> list[float]:
     load = f"{ADAM} --train-iters {STEPS} --load {folder} {more}"
-    return numbers(host.run(world, flags(more=load, **degrees)))
+    return losses_of(server.run(world, flags(more=load, **degrees)))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,11 @@ def resume(host: HostServer, world: int, folder: Path, more: str, **degrees: Any
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    host: HostServer, tmp_path: Path, world: int, degrees: dict[str, Any]
+    server: TrainingServer, tmp_path: Path, world: int, degrees: dict[str, Any]
 ) -> None:
     dropout = "--hidden-dropout 0.1"
-    whole = train(host, world, tmp_path, dropout, **degrees)
-    assert resume(host, world, tmp_path, dropout, **degrees) == whole[SAVED:]
+    uninterrupted = train(server, world, tmp_path, dropout, **degrees)
+    assert resume(server, world, tmp_path, dropout, **degrees) == uninterrupted[SAVED:]
 
 
 @pytest.mark.parametrize(
@@ -64,23 +68,29 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     ids=str,
 )
 def test_a_run_is_resumed_in_another_split(
-    host: HostServer, tmp_path: Path, zero: int, degrees: dict[str, Any], other: dict[str, Any]
+    server: TrainingServer,
+    tmp_path: Path,
+    zero: int,
+    degrees: dict[str, Any],
+    other: dict[str, Any],
 ) -> None:
-    whole = train(host, 4, tmp_path, degrees.pop("more", ""), zero=zero, **degrees)
-    rest = resume(host, 4, tmp_path, other.pop("more", ""), zero=zero, **other)
-    assert relative_difference(rest, whole[SAVED:]) < 1e-5
+    uninterrupted = train(server, 4, tmp_path, degrees.pop("more", ""), zero=zero, **degrees)
+    resumed = resume(server, 4, tmp_path, other.pop("more", ""), zero=zero, **other)
+    assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5
 
 
-def test_a_universal_checkpoint_goes_to_other_layouts(host: HostServer, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_goes_to_other_layouts(
+    server: TrainingServer, tmp_path: Path
+) -> None:
     unpadded = "--make-vocab-size-divisible-by 1"  # the converter resets rows of padding
-    whole = train(host, 4, tmp_path, unpadded, sp=2, u=1, pp=2, zero=1)
+    uninterrupted = train(server, 4, tmp_path, unpadded, sp=2, u=1, pp=2, zero=1)
     script = tmp_path / "convert.py"
     script.write_text(CONVERT)
     folders = ("--input_folder", tmp_path / f"global_step{SAVED}")
     folders += ("--output_folder", tmp_path / "universal")
     workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state")
     subprocess.run(
-        [sys.executable, script, host.checkout, *folders, *workers],
+        [sys.executable, script, server.checkout, *folders, *workers],
         check=True,
         capture_output=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[1])},
@@ -93,5 +103,5 @@ def test_a_universal_checkpoint_goes_to_other_layouts(host: HostServer, tmp_path
         (4, {"sp": 4, "u": 2, "pipe": True}),
         (4, {"sp": 2, "u": 2, "pp": 2}),
     ):
-        rest = resume(host, world, tmp_path, more, zero=1, **degrees)
-        assert relative_difference(rest, whole[SAVED:]) < 1e-5
+        resumed = resume(server, world, tmp_path, more, zero=1, **degrees)
+        assert relative_difference(resumed, uninterrupted[SAVED:]) < 1e-5

@@ -1,4 +1,4 @@
-"""An edited function of the host has its effect on a spread run, or the edit is refused."""
+"""An edited function of the checkout changes a sequence-parallel run, or the edit is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from host_edits import MARK
-from host_runs import HERE, HostServer, flags
+from mds_edits import MARK
+from mds_runs import HERE, TrainingServer, flags
 
 import megatron_patches
 from ds_usp.errors import PatchError
@@ -24,7 +24,7 @@ from megatron_patches.run import FRAMEWORK
 SHORT = "--train-iters 2 --micro-batch-size 1 --data-cache-path {folder}"
 SP2 = {"sp": 2, "u": 1}
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# Name: flags of both, ranks and degrees of the stock host, ranks and degrees of ours, our flags.
+# Name: flags of both runs, stock ranks and degrees, patched ranks and degrees, patched flags.
 PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any]], str]] = {
     "gpt": ("--hidden-dropout 0.1", (1, {}), (2, SP2), ""),
     "ulysses": ("", (1, {}), (2, {"sp": 2, "u": 2}), ""),
@@ -51,8 +51,7 @@ PAIRS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
 }  # fmt: skip
 _TRACKER = "megatron.core.tensor_parallel.random:CudaRNGStatesTracker"
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction"
-# What the host itself does not reach, or not all of, where its sequences are spread, and what ours
-# does use.
+# Lines that the stock run executes and the patched run does not, although an edit has an effect.
 NOT_DROPPED = {
     "megatron.core.parallel_state:get_tensor_model_parallel_src_rank": "broadcasts over sequences",
     "megatron.core.tensor_parallel.data:broadcast_data": "broadcasts over sequences",
@@ -73,12 +72,12 @@ def skip(original: Any) -> None:
 
 
 def own_part(original: Any, layer: Any, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """DeepSpeed's ``DistributedAttention.forward``, which CPUs cannot run under this host."""
+    """DeepSpeed's ``DistributedAttention.forward``, which fails on CPUs here."""
     return q.flatten(2)
 
 
 def gather_flat(original: Any, out: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
-    """Gloo wants inputs and outputs of one rank; the host gives it losses of another."""
+    """Gloo wants tensors of equal ndim; Megatron-DeepSpeed's losses have another."""
     return original(out.flatten(), given.flatten(), **how)
 
 
@@ -93,10 +92,12 @@ STOCK = {
 Lines = dict[str, set[int]]
 
 
-def traced(host: HostServer, run: tuple[int, dict[str, Any]], more: str, **options: Any) -> Lines:
+def traced(
+    server: TrainingServer, run: tuple[int, dict[str, Any]], more: str, **options: Any
+) -> Lines:
     world, degrees = run
     lines: Lines = {}
-    for seen in host.attempt(world, flags(more=f"{SHORT} {more}", **degrees), **options):
+    for seen in server.attempt(world, flags(more=f"{SHORT} {more}", **degrees), **options):
         assert "refused" not in seen, seen["refused"]
         for name, reached in seen["lines"].items():
             lines.setdefault(name, set()).update(reached)
@@ -104,16 +105,16 @@ def traced(host: HostServer, run: tuple[int, dict[str, Any]], more: str, **optio
 
 
 @pytest.fixture(scope="module")
-def traces(host: HostServer) -> dict[str, tuple[Lines, Lines]]:
-    """What the stock host reaches and what ours does. Where stock fails, what it reached before."""
-    found = {}
-    for name, (more, stock, ours, added) in PAIRS.items():
+def traces(server: TrainingServer) -> dict[str, tuple[Lines, Lines]]:
+    """Executed lines of the stock and of the patched run; of a failing one those before."""
+    traces = {}
+    for name, (more, stock, patched, added) in PAIRS.items():
         options = {"trace": True, "fake_flash": name == "flash"}
-        found[name] = (
-            traced(host, stock, more, **options, **STOCK),
-            traced(host, ours, f"{more} {added}", **options),
+        traces[name] = (
+            traced(server, stock, more, **options, **STOCK),
+            traced(server, patched, f"{more} {added}", **options),
         )
-    return found
+    return traces
 
 
 def compared() -> dict[str, str]:
@@ -139,15 +140,17 @@ def is_compared(name: str, added: str) -> bool:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_a_spread_run_does_not_reach_is_compared(
+def test_lines_that_a_patched_run_bypasses_are_compared(
     traces: dict[str, tuple[Lines, Lines]], name: str
 ) -> None:
-    """Of every function, every line that the stock host runs; and what makes an object of a class
-    whose methods are not reached."""
-    stock, ours = traces[name]
-    assert len(stock) > 100 and len(ours) > 200
-    bypassed = {function for function, lines in stock.items() if lines - ours.get(function, set())}
-    idle = {function.rpartition(".")[0] for function in bypassed if function not in ours}
+    """Every line that the stock run executes, and constructors of classes whose methods it does not
+    execute."""
+    stock, patched = traces[name]
+    assert len(stock) > 100 and len(patched) > 200
+    bypassed = {
+        function for function, lines in stock.items() if lines - patched.get(function, set())
+    }
+    idle = {function.rpartition(".")[0] for function in bypassed if function not in patched}
     bypassed |= {f"{made}.__init__" for made in idle if f"{made}.__init__" in stock}
     missing = [
         function
@@ -157,16 +160,16 @@ def test_what_a_spread_run_does_not_reach_is_compared(
     assert not missing, f"{name}: edits of these have no effect, and are not refused"
 
 
-def test_the_known_holes_are_found(traces: dict[str, tuple[Lines, Lines]]) -> None:
-    """The trace can fail: without the rows it names what was dropped silently."""
+def test_the_trace_finds_known_bypasses(traces: dict[str, tuple[Lines, Lines]]) -> None:
+    """The trace can fail: without the rows it finds functions that are bypassed."""
     for name, function in (
         ("pp", "pretrain_gpt:get_batch_pipe"),
         ("rope", "megatron.model.rotary_pos_embedding:RotaryEmbedding.forward"),
         ("gpt", "megatron.model.transformer:CoreAttention.forward"),
         ("chunks", "megatron.model.language_model:parallel_lm_logits"),
     ):
-        stock, ours = traces[name]
-        assert function in stock and function not in ours
+        stock, patched = traces[name]
+        assert function in stock and function not in patched
     masks = "megatron.utils:get_ltor_masks_and_position_ids"
     assert traces["pp"][0][masks] - traces["pp"][1][masks]
 
@@ -174,9 +177,9 @@ def test_the_known_holes_are_found(traces: dict[str, tuple[Lines, Lines]]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_edit_is_obeyed_or_refused(
-    host: HostServer, traces: dict[str, tuple[Lines, Lines]], name: str
+    server: TrainingServer, traces: dict[str, tuple[Lines, Lines]], name: str
 ) -> None:
-    """Every function of the stock host's run in turn raises an error: it is seen, or refused."""
+    """Every function of the stock run in turn raises an error: it is raised, or refused."""
     earlier = list(itertools.takewhile(lambda each: each != name, PAIRS))
     done = set().union(*(traces[each][0] for each in earlier)) | set(NOT_DROPPED)
     more, _, (world, degrees), added = PAIRS[name]
@@ -185,7 +188,7 @@ def test_each_edit_is_obeyed_or_refused(
         if function.endswith(("<module>", ".__del__")):  # errors of __del__ reach nobody
             continue
         text = flags(more=f"{SHORT} {more} {added}", **degrees)
-        ranks = host.attempt(world, text, edited=function, fake_flash=name == "flash")
+        ranks = server.attempt(world, text, edited=function, fake_flash=name == "flash")
         if not any(_answered(seen, function) for seen in ranks):
             dropped.append(function)
     assert not dropped
@@ -211,20 +214,20 @@ def _answered(seen: dict[str, Any], function: str) -> bool:
     ],
 )
 def test_an_edit_that_would_be_dropped_is_refused_at_the_start(
-    host: HostServer, function: str, options: dict[str, Any]
+    server: TrainingServer, function: str, options: dict[str, Any]
 ) -> None:
     world = 2 * options.get("pp", 1)
-    for seen in host.attempt(world, flags(more=SHORT, **options), edited=function):
+    for seen in server.attempt(world, flags(more=SHORT, **options), edited=function):
         assert isinstance(seen["refused"], PatchError)
         assert not seen["groups"]
         assert "An edit has no effect" in str(seen["refused"])
 
 
-def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(host: HostServer) -> None:
+def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server: TrainingServer) -> None:
     edited = "megatron.model.language_model:parallel_lm_logits"
-    for seen in host.attempt(2, flags(more=SHORT, **SP2), edited=edited):
+    for seen in server.attempt(2, flags(more=SHORT, **SP2), edited=edited):
         assert f"{MARK} {edited}" in seen["traceback"]
-    for seen in host.attempt(2, flags(more=f"{SHORT} --usp-loss-chunks 2", **SP2), edited=edited):
+    for seen in server.attempt(2, flags(more=f"{SHORT} --usp-loss-chunks 2", **SP2), edited=edited):
         assert f"{edited}: its source is another" in str(seen["refused"])
         assert not seen["groups"]
 

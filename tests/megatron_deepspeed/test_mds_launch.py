@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_runs import HERE, HostServer, flags, numbers, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
 
 from ds_usp.planner import AUTO
 
@@ -21,12 +21,14 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_starts_the_script(host: HostServer, tmp_path: Path, launcher: str) -> None:
+def test_a_launcher_starts_the_script(
+    server: TrainingServer, tmp_path: Path, launcher: str
+) -> None:
     degree = AUTO if launcher == "torchrun" else 1
-    arguments = host.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
-    words = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
+    arguments = server.arguments(flags(sp=2, u=degree, zero=1), tmp_path)
+    command = LAUNCHERS[launcher].format(port=29600 + os.getpid() % 300).split()
     done = subprocess.run(
-        [sys.executable, *words, str(host.checkout / "pretrain_gpt.py"), *arguments],
+        [sys.executable, *command, str(server.checkout / "pretrain_gpt.py"), *arguments],
         capture_output=True,
         text=True,
         env={
@@ -44,5 +46,5 @@ def test_a_launcher_starts_the_script(host: HostServer, tmp_path: Path, launcher
         assert done.stdout.count("planner: ulysses 1 x ring 2 on cpu (predicted step") == 1
     losses = [float(x) for x in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
     assert len(losses) == 4, done.stdout[-2000:] + done.stderr[-2000:]
-    ranks = host.run(2, flags(sp=2, u=1, zero=1), own_weights=True)
-    assert relative_difference(losses, numbers(ranks)[:4]) < 1e-6
+    ranks = server.run(2, flags(sp=2, u=1, zero=1), own_weights=True)
+    assert relative_difference(losses, losses_of(ranks)[:4]) < 1e-6

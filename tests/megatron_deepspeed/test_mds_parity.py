@@ -1,4 +1,4 @@
-"""However the real Megatron-DeepSpeed is spread, it trains as one rank does.
+"""With any degrees Megatron-DeepSpeed trains as one rank does.
 
 SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient scale.
 """
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from host_runs import HostServer, flags, numbers, relative_difference
+from mds_runs import TrainingServer, flags, losses_of, relative_difference
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 STEPS = 4
@@ -47,32 +47,37 @@ GRIDS = {
 
 
 def measure(
-    host: HostServer, grid: str, zero: int, model: str, more: str, steps: int
+    server: TrainingServer, grid: str, zero: int, model: str, more: str, steps: int
 ) -> tuple[list[float], list[float]]:
     """Losses and evaluations, and gradient norms."""
     world, degrees = GRIDS[grid]
     if "dp2" in grid:
         more += " --micro-batch-size 1"  # the same global batch
     text = flags(zero=zero, more=f"{MODELS[model]} --train-iters {steps} {more}", **degrees)
-    ranks = host.run(world, text)
-    return numbers(ranks), ranks[0]["norms"]
+    ranks = server.run(world, text)
+    return losses_of(ranks), ranks[0]["norms"]
 
 
 @functools.cache
 def one_rank(
-    host: HostServer, model: str, more: str, steps: int
+    server: TrainingServer, model: str, more: str, steps: int
 ) -> tuple[list[float], list[float]]:
-    """The same of one rank, at ZeRO-1, where DeepSpeed reports a norm."""
+    """As :func:`measure`, of one rank at ZeRO-1, where DeepSpeed reports a norm."""
     text = flags(zero=1, more=f"{MODELS[model]} --train-iters {steps} {more}")
-    ranks = host.run(1, text)
-    return numbers(ranks), ranks[0]["norms"]
+    ranks = server.run(1, text)
+    return losses_of(ranks), ranks[0]["norms"]
 
 
 def check(
-    host: HostServer, grid: str, zero: int, model: str = "gpt", more: str = "", steps: int = STEPS
+    server: TrainingServer,
+    grid: str,
+    zero: int,
+    model: str = "gpt",
+    more: str = "",
+    steps: int = STEPS,
 ) -> None:
-    losses, norms = measure(host, grid, zero, model, more, steps)
-    expected_losses, expected_norms = one_rank(host, model, "", steps)
+    losses, norms = measure(server, grid, zero, model, more, steps)
+    expected_losses, expected_norms = one_rank(server, model, "", steps)
     assert relative_difference(losses, expected_losses) < LIMIT
     assert relative_difference(norms, expected_norms) < LIMIT
 
@@ -97,9 +102,9 @@ def check(
     ],
 )
 def test_it_trains_as_one_rank_does(
-    host: HostServer, grid: str, zero: int, model: str, recompute: str
+    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
 ) -> None:
-    check(host, grid, zero, model, RECOMPUTE[recompute])
+    check(server, grid, zero, model, RECOMPUTE[recompute])
 
 
 @pytest.mark.parametrize(
@@ -119,23 +124,23 @@ def test_it_trains_as_one_rank_does(
     ],
 )
 def test_every_memory_policy_trains_as_one_rank_does(
-    host: HostServer, grid: str, zero: int, model: str, more: str
+    server: TrainingServer, grid: str, zero: int, model: str, more: str
 ) -> None:
-    check(host, grid, zero, model, more)
+    check(server, grid, zero, model, more)
 
 
-def test_kept_attention_sends_what_a_plain_run_does(host: HostServer) -> None:
-    plain, kept, full = (
-        host.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
+def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> None:
+    plain, saved, full = (
+        server.run(4, flags(sp=4, u=2, zero=1, more=f"--train-iters 2 --usp-recompute {recompute}"))
         for recompute in ("none", "attention", "full")
     )
     for rank in range(4):
-        assert 0 < plain[rank]["sent"] == kept[rank]["sent"] < full[rank]["sent"]
+        assert 0 < plain[rank]["sent"] == saved[rank]["sent"] < full[rank]["sent"]
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_the_layout_changes_nothing(host: HostServer, model: str) -> None:
-    check(host, "u2r2", 1, model, "--usp-layout contiguous")
+def test_the_layout_changes_nothing(server: TrainingServer, model: str) -> None:
+    check(server, "u2r2", 1, model, "--usp-layout contiguous")
 
 
 PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss --seq-length 512 "
@@ -147,33 +152,33 @@ PACKED += "--max-position-embeddings 512"
     [("u2r2", 1, "gpt", ""), ("r4", 3, "rope", "deepspeed"), ("r2-tp2", 0, "gpt", "")],
 )
 def test_packed_documents(
-    host: HostServer, grid: str, zero: int, model: str, recompute: str
+    server: TrainingServer, grid: str, zero: int, model: str, recompute: str
 ) -> None:
-    losses, norms = measure(host, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
-    # One rank is the unpatched host, with its mask of tokens x tokens, where positions are learned.
-    expected_losses, expected_norms = one_rank(host, model, PACKED, STEPS)
+    losses, norms = measure(server, grid, zero, model, f"{PACKED} {RECOMPUTE[recompute]}", STEPS)
+    # With learned positions one rank has Megatron-DeepSpeed's own attention and its dense mask.
+    expected_losses, expected_norms = one_rank(server, model, PACKED, STEPS)
     assert relative_difference(losses, expected_losses) < LIMIT
     assert relative_difference(norms, expected_norms) < LIMIT
     plain = PACKED.replace("--reset-attention-mask --reset-position-ids", "")
-    assert relative_difference(losses, one_rank(host, model, plain, STEPS)[0]) > LIMIT
+    assert relative_difference(losses, one_rank(server, model, plain, STEPS)[0]) > LIMIT
 
 
 @pytest.mark.parametrize("grid", ["u2r2", "r2-pp2"])
-def test_bf16_stays_in_its_own_spread(host: HostServer, grid: str) -> None:
-    losses, norms = measure(host, grid, 1, "gpt", "--bf16", STEPS)
-    expected_losses, expected_norms = one_rank(host, "gpt", "--bf16", STEPS)
-    fp32, _ = one_rank(host, "gpt", "", STEPS)
+def test_bf16_stays_within_its_rounding_error(server: TrainingServer, grid: str) -> None:
+    losses, norms = measure(server, grid, 1, "gpt", "--bf16", STEPS)
+    expected_losses, expected_norms = one_rank(server, "gpt", "--bf16", STEPS)
+    fp32, _ = one_rank(server, "gpt", "", STEPS)
     assert relative_difference(losses, expected_losses) < 2e-4
     assert relative_difference(norms, expected_norms) < 2e-3
-    # bf16 is on: one rank of it is as far from fp32 as that.
+    # Without bf16 one rank would equal fp32.
     assert 1e-5 < relative_difference(expected_losses, fp32) < 2e-3
 
 
-def test_adam_and_clipping_over_stages(host: HostServer) -> None:
+def test_adam_and_clipping_over_stages(server: TrainingServer) -> None:
     """DeepSpeed's own clipping at ZeRO-0 is wrong over pipeline stages."""
     adam = "--optimizer adam --lr 1e-3 --clip-grad 0.5"
-    losses, norms = measure(host, "r2-pp2", 0, "gpt", adam, STEPS)
-    expected_losses, expected_norms = one_rank(host, "gpt", adam, STEPS)
+    losses, norms = measure(server, "r2-pp2", 0, "gpt", adam, STEPS)
+    expected_losses, expected_norms = one_rank(server, "gpt", adam, STEPS)
     assert relative_difference(losses, expected_losses) < LIMIT
     assert relative_difference(norms, expected_norms) < LIMIT
 
@@ -197,24 +202,25 @@ ZERO = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ZERO)
-def test_zeros_other_ways_of_reducing(host: HostServer, options: str) -> None:
+def test_other_reduction_settings_of_zero(server: TrainingServer, options: str) -> None:
     zero = ZERO[options]
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     text = flags(sp=2, u=1, zero=zero["stage"], config=config, more="--micro-batch-size 1")
-    ranks = host.run(4, text)
-    losses, norms = one_rank(host, "gpt", "", STEPS)
-    assert relative_difference(numbers(ranks), losses) < LIMIT
+    ranks = server.run(4, text)
+    losses, norms = one_rank(server, "gpt", "", STEPS)
+    assert relative_difference(losses_of(ranks), losses) < LIMIT
     assert relative_difference(ranks[0]["norms"], norms) < LIMIT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["prescale_gradients", "gradient_predivide_factor"])
+@pytest.mark.parametrize("scaling", ["prescale_gradients", "gradient_predivide_factor"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_scaling_before_the_sum(host: HostServer, zero: int, how: str) -> None:
-    config = {how: True if how.startswith("pre") else 2.0}
+def test_scaling_before_the_sum(server: TrainingServer, zero: int, scaling: str) -> None:
+    config = {scaling: True if scaling.startswith("pre") else 2.0}
     text = flags(sp=2, u=1, zero=zero, config=config, more="--micro-batch-size 1")
     assert (
-        relative_difference(numbers(host.run(4, text)), one_rank(host, "gpt", "", STEPS)[0]) < LIMIT
+        relative_difference(losses_of(server.run(4, text)), one_rank(server, "gpt", "", STEPS)[0])
+        < LIMIT
     )
 
 
@@ -233,6 +239,6 @@ def full_matrix() -> Iterator[tuple[str, int, str, str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "zero", "model", "recompute", "layout"), list(full_matrix()))
 def test_the_full_matrix(
-    host: HostServer, grid: str, zero: int, model: str, recompute: str, layout: str
+    server: TrainingServer, grid: str, zero: int, model: str, recompute: str, layout: str
 ) -> None:
-    check(host, grid, zero, model, f"{RECOMPUTE[recompute]} --usp-layout {layout}", steps=10)
+    check(server, grid, zero, model, f"{RECOMPUTE[recompute]} --usp-layout {layout}", steps=10)

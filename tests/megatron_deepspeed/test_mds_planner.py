@@ -1,5 +1,4 @@
-"""The flags and the configuration that the planner emits start the real host, and train as one
-rank does."""
+"""Flags and configuration that the planner emits start Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from host_runs import HostServer, numbers, relative_difference
+from mds_runs import TrainingServer, losses_of, relative_difference
 
 from ds_usp.planner import ModelShape, ParallelConfig, Workload
 from ds_usp.planner.emit import emit
@@ -35,9 +34,9 @@ CASES = {
 
 
 def planned(
-    server: HostServer, split: ParallelConfig, shape: ModelShape
+    server: TrainingServer, split: ParallelConfig, shape: ModelShape
 ) -> Callable[..., tuple[str, ...]]:
-    """What stands in for the server's own flags."""
+    """Replaces the server's own flags by emitted ones."""
 
     def arguments(_: str, folder: Path) -> tuple[str, ...]:
         work = Workload(shape, 64, 4)
@@ -55,12 +54,12 @@ def planned(
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_emitted_trains_as_one_rank_does(
-    host: HostServer, monkeypatch: pytest.MonkeyPatch, case: str
+    server: TrainingServer, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     shape, split = CASES[case]
-    found = []
-    for each in (replace(PLAIN, micro_batch=split.micro_batch), split):
-        monkeypatch.setattr(host, "arguments", planned(host, each, shape))
-        found.append(numbers(host.run(each.gpus, "")))
-    one, spread = found
-    assert len(one) >= 2 and relative_difference(spread, one) < LIMIT
+    losses = []
+    for config in (replace(PLAIN, micro_batch=split.micro_batch), split):
+        monkeypatch.setattr(server, "arguments", planned(server, config, shape))
+        losses.append(losses_of(server.run(config.gpus, "")))
+    expected, sharded = losses
+    assert len(expected) >= 2 and relative_difference(sharded, expected) < LIMIT

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_runs import HERE, HostServer, flags, numbers, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
 
 from ds_usp.errors import ConfigError, LayoutError, PatchError
 
@@ -47,10 +47,11 @@ REFUSED = [
         "--reset-position-ids --use-rotary-position-embeddings",
         "does not reach rotary positions",
     ),
-    (SP2, "--num-experts 2", "mixture of experts"),
+    *((SP2, f"--num-experts{switch} 2", "mixture of experts") for switch in ("", "-switch")),
     (SP2, "--data-efficiency-curriculum-learning", "Train at one length"),
-    (SP2, "--kd", "Train a plain GPT"),
-    (SP2, "--inference", "one token at a time"),
+    (SP2, "--random-ltd", "Train at one length"),
+    *((SP2, flag, "Train a plain GPT") for flag in ("--kd", "--mos", "--retro-add-retriever")),
+    *((SP2, flag, "one token at a time") for flag in ("--inference", "--ds-inference")),
     ({}, "--distribute-saved-activations", "--usp-offload-ratio 1"),
     (SP2, "--log-params-norm", "fails at the first log line. Leave it out"),
     (SP2, "--lazy-mpu-init 1", "leaves the process groups to another program"),
@@ -71,19 +72,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("degrees", "more", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_it_is_refused(host: HostServer, degrees: dict[str, int], more: str, message: str) -> None:
-    for seen in host.attempt(2, flags(zero=1, more=more, **degrees)):
+def test_unsupported_options_are_refused(
+    server: TrainingServer, degrees: dict[str, int], more: str, message: str
+) -> None:
+    for seen in server.attempt(2, flags(zero=1, more=more, **degrees)):
         assert isinstance(seen.get("refused"), (ConfigError, LayoutError)), seen
         assert message in str(seen["refused"])
         assert not seen["groups"]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_partitioned_activations_work_in_a_pipeline(host: HostServer, tp: int) -> None:
+def test_partitioned_activations_work_in_a_pipeline(server: TrainingServer, tp: int) -> None:
     more = f"{CHECKPOINT} --partition-activations"
-    ranks = host.run(2 * tp, flags(**SP2, tp=tp, pipe=True, zero=1, more=more))
-    expected = numbers(host.run(1, flags(zero=1)))
-    assert relative_difference(numbers(ranks), expected) < 1e-5
+    ranks = server.run(2 * tp, flags(**SP2, tp=tp, pipe=True, zero=1, more=more))
+    expected = losses_of(server.run(1, flags(zero=1)))
+    assert relative_difference(losses_of(ranks), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -94,35 +97,35 @@ def test_partitioned_activations_work_in_a_pipeline(host: HostServer, tp: int) -
         ("", ""),
     ],
 )
-def test_a_flash_attention_that_is_not_used_is_said_once(
-    host: HostServer, more: str, why: str
+def test_an_unused_flash_attention_is_printed_once(
+    server: TrainingServer, more: str, why: str
 ) -> None:
-    host.run(2, flags(**SP2, zero=1, more=more))
-    folder = max(host.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
+    server.run(2, flags(**SP2, zero=1, more=more))
+    folder = max(server.folder.glob("run*"), key=lambda path: path.stat().st_mtime)
     first, second = ((folder / f"log{rank}").read_text() for rank in range(2))
     assert first.count("not used, because") == bool(why) and why in first
     assert "not used, because" not in second
 
 
-def test_deepspeeds_configuration_is_read_too(host: HostServer) -> None:
+def test_deepspeeds_configuration_is_read_too(server: TrainingServer) -> None:
     for config, message in (
         ({"sequence_parallel_size": 2}, "Leave it out: --ds-sequence-parallel-size is enough"),
         ({"curriculum_learning": {"enabled": True}}, "Train at one length"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "ZeRO++ and MiCS"),
         ({"optimizer": {"type": "OneBitAdam"}}, "1-bit optimizer"),
     ):
-        for seen in host.attempt(2, flags(config=config, **SP2)):
+        for seen in server.attempt(2, flags(config=config, **SP2)):
             assert message in str(seen["refused"])
 
 
-def test_a_pipeline_with_zero_2_is_refused(host: HostServer) -> None:
-    for seen in host.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
+def test_a_pipeline_with_zero_2_is_refused(server: TrainingServer) -> None:
+    for seen in server.attempt(2, flags(pp=2, zero=2, more="--use-rotary-position-embeddings")):
         assert "cannot use ZeRO-2" in str(seen["refused"])
         assert not seen["groups"]
 
 
-def test_a_second_apply_is_refused(host: HostServer) -> None:
-    for seen in host.attempt(2, flags(**SP2), applied_before=True):
+def test_a_second_apply_is_refused(server: TrainingServer) -> None:
+    for seen in server.attempt(2, flags(**SP2), applied_before=True):
         assert isinstance(seen["refused"], PatchError)
         assert "patched already" in str(seen["refused"])
 

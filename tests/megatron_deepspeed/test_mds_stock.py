@@ -1,4 +1,4 @@
-"""One rank a sequence: the host as it was, where it was right. And every mending matters."""
+"""One rank a sequence trains as without patches; and single patches have their effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from host_runs import HostServer, flags, numbers, relative_difference
+from mds_runs import TrainingServer, flags, losses_of, relative_difference
 
 from megatron_patches.megatron_deepspeed.speedups import fused_bias
 
@@ -32,14 +32,14 @@ def skip(original: Any) -> None:
         (4, {"tp": 2, "pp": 2, "zero": 1}),
     ],
 )
-def test_one_rank_a_sequence_is_untouched(
-    host: HostServer, world: int, degrees: dict[str, Any]
+def test_one_rank_a_sequence_trains_as_without_patches(
+    server: TrainingServer, world: int, degrees: dict[str, Any]
 ) -> None:
     text = flags(more=ADAM, **degrees)
-    stock = host.run(world, text, patched=False, own_weights=True, extra=((COMPILE, skip),))
-    ours = host.run(world, text, own_weights=True)
-    assert numbers(ours) == numbers(stock)
-    assert ours[0]["norms"] == stock[0]["norms"]
+    stock = server.run(world, text, patched=False, own_weights=True, extra=((COMPILE, skip),))
+    patched = server.run(world, text, own_weights=True)
+    assert losses_of(patched) == losses_of(stock)
+    assert patched[0]["norms"] == stock[0]["norms"]
 
 
 @pytest.mark.parametrize(
@@ -49,24 +49,24 @@ def test_one_rank_a_sequence_is_untouched(
         ("gradients.reduce_gradients", {"sp": 2, "u": 1, "pp": 2, "zero": 0}),
     ],
 )
-def test_without_its_mending_deepspeed_scales_gradients_wrongly(
-    host: HostServer, without: str, degrees: dict[str, Any]
+def test_without_the_patch_deepspeed_scales_gradients_wrongly(
+    server: TrainingServer, without: str, degrees: dict[str, Any]
 ) -> None:
-    right = numbers(host.run(1, flags(zero=1)))
+    right = losses_of(server.run(1, flags(zero=1)))
     world = 2 * degrees.get("pp", 1)
-    wrong = [each["losses"] for each in host.run(world, flags(**degrees), without=without)]
+    wrong = [each["losses"] for each in server.run(world, flags(**degrees), without=without)]
     assert abs(wrong[0][0] / right[0] - 1) < 1e-6  # the first loss knows no gradient yet
     assert abs(wrong[0][1] / right[1] - 1) > 1e-3
 
 
-def test_gelu_is_the_hosts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPUs compute it: against the host's own in fp64, where nothing rounds."""
+def test_gelu_is_megatron_deepspeeds(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code for GPUs against Megatron-DeepSpeed's in fp64, where rounding is negligible."""
     file = checkout / "megatron" / "model" / "fused_bias_gelu.py"
     spec = importlib.util.spec_from_file_location("hosts_gelu", file)
     assert spec is not None and spec.loader is not None
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    function = theirs.GeLUFunction
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+    function = stock.GeLUFunction
     x = torch.randn(6, 2, 16, dtype=torch.float64).mul(3).requires_grad_()
     bias = torch.randn(16, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(6, 2, 16, dtype=torch.float64)
@@ -78,64 +78,66 @@ def test_gelu_is_the_hosts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> N
     expected = results()
     torchs, used = F.gelu, []
 
-    def gelu(x: torch.Tensor, **how: str) -> torch.Tensor:
-        used.append(how)
-        return torchs(x, **how)
+    def gelu(x: torch.Tensor, **options: str) -> torch.Tensor:
+        used.append(options)
+        return torchs(x, **options)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(F, "gelu", gelu)
-    for name, ours in (("forward", fused_bias.gelu), ("backward", fused_bias.gelu_backward)):
-        wrapped = staticmethod(partial(ours, None))  # the host's would not do
+    for name, patched in (("forward", fused_bias.gelu), ("backward", fused_bias.gelu_backward)):
+        wrapped = staticmethod(partial(patched, None))  # without the original
         monkeypatch.setattr(function, name, wrapped)
-    ours = results()
+    patched = results()
     assert used == [{"approximate": "tanh"}]
-    for mine, host in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, host, rtol=1e-6, atol=1e-7)  # its constants have 8 digits
+    for result, original in zip(patched, expected, strict=True):
+        torch.testing.assert_close(
+            result, original, rtol=1e-6, atol=1e-7
+        )  # its constants have 8 digits
 
 
-def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(host: HostServer) -> None:
-    shutil.rmtree(host.folder / "index-cache", ignore_errors=True)
-    assert len(host.run(4, flags(sp=2, u=1, tp=2, zero=1))) == 4
-    assert (host.folder / "index-cache").is_dir()
+def test_tensor_parallel_ranks_wait_for_the_index_of_a_first_run(server: TrainingServer) -> None:
+    shutil.rmtree(server.folder / "index-cache", ignore_errors=True)
+    assert len(server.run(4, flags(sp=2, u=1, tp=2, zero=1))) == 4
+    assert (server.folder / "index-cache").is_dir()
 
 
-def test_dropout_differs_between_shards_and_is_the_same_again(host: HostServer) -> None:
+def test_dropout_differs_between_shards_and_is_the_same_again(server: TrainingServer) -> None:
     text = flags(sp=2, u=1, tp=2, zero=1, more="--hidden-dropout 0.2 --bf16")
-    first, second = (host.run(4, text, watch_dropout=True) for _ in range(2))
+    first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
     assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
     assert [seen["losses"] for seen in first] == [seen["losses"] for seen in second]
     tp0_of_sp0, tp1_of_sp0, tp0_of_sp1, tp1_of_sp1 = (seen["dropped"] for seen in first)
     assert tp0_of_sp0 == tp1_of_sp0 and tp0_of_sp1 == tp1_of_sp1  # they hold the same activations
-    for one, other in zip(tp0_of_sp0, tp0_of_sp1, strict=True):
-        assert one != other
+    for mask, other_mask in zip(tp0_of_sp0, tp0_of_sp1, strict=True):
+        assert mask != other_mask
     assert len(set(tp0_of_sp0)) == len(tp0_of_sp0)
 
 
-def test_replicas_drop_other_places(host: HostServer) -> None:
+def test_dropout_differs_between_replicas(server: TrainingServer) -> None:
     """Data-parallel ranks hold other sequences."""
     text = flags(sp=2, u=1, zero=1, more="--hidden-dropout 0.2 --bf16 --micro-batch-size 1")
-    first, second = (host.run(4, text, watch_dropout=True) for _ in range(2))
+    first, second = (server.run(4, text, watch_dropout=True) for _ in range(2))
     assert [seen["dropped"] for seen in first] == [seen["dropped"] for seen in second]
     for masks in zip(*(seen["dropped"] for seen in first), strict=True):
         assert len(set(masks)) == 4
 
 
-def test_dropout_is_the_same_when_activations_are_recomputed(host: HostServer) -> None:
+def test_dropout_is_the_same_when_activations_are_recomputed(server: TrainingServer) -> None:
     text = "--hidden-dropout 0.2"
     recompute = " --checkpoint-activations --deepspeed-activation-checkpointing"
-    kept, made_again = (
-        numbers(host.run(2, flags(sp=2, u=1, zero=1, more=more)))
+    saved, recomputed = (
+        losses_of(server.run(2, flags(sp=2, u=1, zero=1, more=more)))
         for more in (text, text + recompute)
     )
-    assert relative_difference(made_again, kept) < 1e-6
+    assert relative_difference(recomputed, saved) < 1e-6
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2, "u": 2}, {"sp": 2, "u": 1}], ids=["u2", "r2"])
 def test_a_flash_attention_that_is_installed_serves_without_a_ring(
-    host: HostServer, degrees: dict[str, int]
+    server: TrainingServer, degrees: dict[str, int]
 ) -> None:
     more = "--bf16 --use-flash-attn-v2 --num-key-value-heads 2"
-    ranks = host.run(2, flags(zero=1, more=more, **degrees), fake_flash=True)
+    ranks = server.run(2, flags(zero=1, more=more, **degrees), fake_flash=True)
     assert all((seen["flash_calls"] > 0) == (degrees["u"] == 2) for seen in ranks)
-    expected = numbers(host.run(1, flags(zero=1, more="--bf16 --num-key-value-heads 2")))
-    assert relative_difference(numbers(ranks), expected) < 2e-4
+    expected = losses_of(server.run(1, flags(zero=1, more="--bf16 --num-key-value-heads 2")))
+    assert relative_difference(losses_of(ranks), expected) < 2e-4

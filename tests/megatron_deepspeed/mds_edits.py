@@ -1,4 +1,4 @@
-"""Which functions of the host a run reaches, and a function of it with other source."""
+"""Which functions and lines of a checkout a run executes, and edited functions of a checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = "edited:"
 
 @functools.cache
 def functions(file: str) -> dict[int, str]:
-    """Qualified names of a file's functions, by the first line that their code objects say."""
+    """Qualified names of a file's functions, by the first line of their code objects."""
     return {min(lines): name for name, lines in _function_lines(Path(file))}
 
 
@@ -78,10 +78,10 @@ class Trace:
 
 
 def edit(name: str, checkout: Path, folder: Path) -> Path:
-    """Give a function of this process the body that an edited checkout would give it.
+    """Change a loaded function as an edit of the checkout would.
 
-    The edited file is written to ``folder``, where ``inspect.getsource`` finds it. Functions of the
-    script change when that file runs in its place.
+    The edited file is written to ``folder``, for ``inspect.getsource``. Functions of the script
+    change when that file runs instead.
 
     Args:
         name: ``package.module:Class.function``; :data:`MARK` and this name are raised at its head.
@@ -95,14 +95,14 @@ def edit(name: str, checkout: Path, folder: Path) -> Path:
         file = file.with_suffix("") / "__init__.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
     node: Any = tree
-    for part in path.split("."):
-        node = next(x for x in ast.walk(node) if getattr(x, "name", None) == part)
+    for temporary in path.split("."):
+        node = next(x for x in ast.walk(node) if getattr(x, "name", None) == temporary)
     node.body[:0] = ast.parse(f"raise RuntimeError('{MARK} {name}')").body
     edited = folder / file.name
-    # All ranks write the same file, and read it: none may see half of it.
-    part = edited.with_suffix(f".{os.getpid()}")
-    part.write_text(ast.unparse(tree), encoding="utf-8")
-    os.replace(part, edited)
+    # All ranks write and read the same file: replaced as one, no rank reads half of it.
+    temporary = edited.with_suffix(f".{os.getpid()}")
+    temporary.write_text(ast.unparse(tree), encoding="utf-8")
+    os.replace(temporary, edited)
     if module in sys.modules:
         sys.modules[module].__file__ = str(edited)
         target = functools.reduce(getattr, path.split("."), sys.modules[module])
@@ -121,9 +121,9 @@ def _code(file: Path, name: str) -> CodeType:
                 yield constant
                 yield from walk(constant)
 
-    whole = compile(file.read_text(encoding="utf-8"), str(file), "exec")
+    module_code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
     return next(
         code
-        for code in walk(whole)
+        for code in walk(module_code)
         if known.get(code.co_firstlineno) == name and code.co_name == name.rpartition(".")[2]
     )

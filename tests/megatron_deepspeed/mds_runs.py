@@ -1,4 +1,4 @@
-"""Tiny runs of the real Megatron-DeepSpeed, on gloo ranks that are forked from one server."""
+"""Tiny runs of Megatron-DeepSpeed, on gloo ranks that are forked from one server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from host_record import Request
+from mds_rank import Request
 
 HERE = Path(__file__).resolve().parent
 START_S, RUN_S = 180.0, 150.0
@@ -57,11 +57,11 @@ def flags(
     return f"{degrees} --json {text} {more}"
 
 
-class HostServer:
-    """The server process, and what its runs leave behind."""
+class TrainingServer:
+    """The server process, and the folders of its runs."""
 
     def __init__(self, checkout: Path) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="usp-host-")
+        self._folder = tempfile.TemporaryDirectory(prefix="usp-mds-")
         self.folder = Path(self._folder.name)
         self.checkout = checkout
         self._names = itertools.count()
@@ -71,13 +71,13 @@ class HostServer:
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # the host wants it under tensor parallelism
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron wants it under tensor parallelism
             "DS_ACCELERATOR": "cpu",
             "GLOO_SOCKET_IFNAME": "lo",
         }
         self._errors = open(self.folder / "errors", "w+")  # noqa: SIM115 - as long as the server
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "host_server.py"), str(checkout), str(self.folder)],
+            [sys.executable, str(HERE / "mds_server.py"), str(checkout), str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -87,7 +87,7 @@ class HostServer:
         self._wait("ready", START_S)
 
     def run(self, world: int, text: str, **options: Any) -> list[dict[str, Any]]:
-        """Train; what every rank saw. A rank that raises fails the test with its traceback."""
+        """Train; each rank's record. A rank that raises fails the test with its traceback."""
         ranks = self.attempt(world, text, **options)
         for seen in ranks:
             if "traceback" in seen or "refused" in seen:
@@ -95,7 +95,7 @@ class HostServer:
         return ranks
 
     def attempt(self, world: int, text: str, **options: Any) -> list[dict[str, Any]]:
-        """Train; what every rank saw, errors among it."""
+        """Train; each rank's record, with its error."""
         folder = self.folder / f"run{next(self._names)}"
         folder.mkdir()
         request = Request(
@@ -112,18 +112,18 @@ class HostServer:
 
     def arguments(self, text: str, folder: Path) -> tuple[str, ...]:
         """The script's arguments; ``--config ZERO`` and ``--json TEXT`` become DeepSpeed's file."""
-        words = text.replace("{folder}", str(folder)).split()
-        given = {}
+        arguments = text.replace("{folder}", str(folder)).split()
+        settings = {}
         for name in ("--config", "--json"):
-            at = words.index(name)
-            given[name] = words[at + 1]
-            del words[at : at + 2]
-        words = [*TINY.split(), *words]
-        if "--optimizer" not in words:
-            words = [*SGD.split(), *words]
+            index = arguments.index(name)
+            settings[name] = arguments[index + 1]
+            del arguments[index : index + 2]
+        arguments = [*TINY.split(), *arguments]
+        if "--optimizer" not in arguments:
+            arguments = [*SGD.split(), *arguments]
 
         def last(flag: str) -> str:
-            return words[len(words) - 1 - words[::-1].index(flag) + 1]
+            return arguments[len(arguments) - 1 - arguments[::-1].index(flag) + 1]
 
         config = {
             "train_batch_size": int(last("--global-batch-size")),
@@ -131,14 +131,14 @@ class HostServer:
             "steps_per_print": 1000,
             "gradient_clipping": float(last("--clip-grad")),
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": int(given["--config"])},
-            "bf16": {"enabled": "--bf16" in words},
-            **json.loads(given["--json"]),
+            "zero_optimization": {"stage": int(settings["--config"])},
+            "bf16": {"enabled": "--bf16" in arguments},
+            **json.loads(settings["--json"]),
         }
         path = folder / "deepspeed.json"
         path.write_text(json.dumps(config))
-        words += ["--deepspeed_config", str(path), "--data-path", str(self.folder / "text")]
-        return tuple(words)
+        arguments += ["--deepspeed_config", str(path), "--data-path", str(self.folder / "text")]
+        return tuple(arguments)
 
     def _wait(self, answer: str, seconds: float, folder: Path | None = None) -> None:
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
@@ -155,14 +155,14 @@ class HostServer:
         self._process.wait()
 
 
-def numbers(ranks: list[dict[str, Any]]) -> list[float]:
+def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
     """Losses and evaluations, after checking that every rank saw the same."""
     for seen in ranks:
         assert seen["losses"] == ranks[0]["losses"], [each["losses"] for each in ranks]
     return ranks[0]["losses"] + ranks[-1]["evaluations"]
 
 
-def relative_difference(found: list[float], expected: list[float]) -> float:
-    """The largest over all numbers."""
-    assert len(found) == len(expected), (found, expected)
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+def relative_difference(values: list[float], expected: list[float]) -> float:
+    """The maximum over all values."""
+    assert len(values) == len(expected), (values, expected)
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))

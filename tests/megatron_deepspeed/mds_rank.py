@@ -1,4 +1,4 @@
-"""What one rank of a run of the host does beside training: equal weights, and a record."""
+"""One rank of a run: training with weights that depend on names alone, and a record of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from host_edits import Trace, edit
+from mds_edits import Trace, edit
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run
@@ -34,12 +34,12 @@ class Request:
         flags: its arguments.
         folder: where the ranks meet, and where results go.
         patched: with the patches, or as it is.
-        own_weights: leave the host's initial weights as they are.
+        own_weights: keep Megatron-DeepSpeed's initial weights.
         extra: more patches, as (target, module-level function) pairs; kind wrap.
         without: a function of megatron_patches.megatron_deepspeed that does nothing, as
             ``file.name``.
         watch_dropout: record which elements the first dropouts drop.
-        fake_flash: have a flash-attn package, as far as the host looks.
+        fake_flash: a stub of the flash-attn package, by torch.
         applied_before: apply the patches once before the run does.
         trace: record which lines of the checkout run.
         edited: a function of the checkout that raises, as ``package.module:Class.name``.
@@ -118,7 +118,7 @@ class Recorder:
         return out
 
     def _install_flash(self) -> None:
-        """What the host imports of flash-attn 2, for sequences of one length."""
+        """Megatron-DeepSpeed's imports of flash-attn 2, for sequences of one length."""
         import torch.nn.functional as F
         from megatron.model import transformer
 
@@ -154,7 +154,7 @@ class Recorder:
 
 
 def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Initial weights that depend on a parameter's name only, not on how it is split."""
+    """Initial weights that depend on a parameter's name alone, not on its sharding."""
     from megatron import get_args
 
     models = original(*args, **kwargs)
@@ -164,15 +164,15 @@ def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_name(name: str, num_layers: int) -> str:
-    """The name without how the model is built: as a pipeline or not."""
+    """The parameter's name in a model without a pipeline."""
     name = name.removeprefix("module.")
     for prefix in ("language_model.embedding.", "language_model.encoder.", "language_model."):
         name = name.removeprefix(prefix)
     name = name.removeprefix("tied_modules.embed.")
-    found = re.match(r"(\d+)\.(.*)", name)
-    if not found:
+    match = re.match(r"(\d+)\.(.*)", name)
+    if not match:
         return name
-    index, rest = int(found[1]) - 2, found[2]  # before the layers: a cast and the embedding
+    index, rest = int(match[1]) - 2, match[2]  # before the layers: a cast and the embedding
     if index < 0:
         return rest
     if index < num_layers:
@@ -194,14 +194,14 @@ def _set(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def keyed_weight(name: str, parameter: torch.nn.Parameter, std: float) -> torch.Tensor:
-    """This tensor-parallel rank's part of a whole weight that its name alone decides."""
+    """This tensor-parallel rank's shard of a weight that its name alone decides."""
     from megatron import get_args
     from megatron.core import parallel_state
 
     args = get_args()
     split = getattr(parameter, "tensor_model_parallel", False)
     dim = parameter.partition_dim if split else 0
-    parts, rank = (
+    shards, rank = (
         (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -210,13 +210,13 @@ def keyed_weight(name: str, parameter: torch.nn.Parameter, std: float) -> torch.
         else (1, 0)
     )
     shape = list(parameter.shape)
-    shape[dim] *= parts
+    shape[dim] *= shards
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-    whole = std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    full = std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     sections = [shape[dim]]
     if "query_key_value" in name:
         kv = args.kv_channels * args.num_key_value_heads
         sections = [args.kv_channels * args.num_attention_heads, kv, kv]
     if "dense_h_to_4h" in name and args.swiglu:
         sections = [shape[dim] // 2] * 2
-    return torch.cat([x.chunk(parts, dim)[rank] for x in whole.split(sections, dim)], dim)
+    return torch.cat([x.chunk(shards, dim)[rank] for x in full.split(sections, dim)], dim)

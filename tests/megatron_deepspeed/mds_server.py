@@ -1,10 +1,10 @@
 """A process that has imported Megatron-DeepSpeed once, and forks a fresh world for every request.
 
-The host keeps its arguments, groups and engine in module globals, so each run needs processes of
-its own; importing it takes seconds, so they are forked. A line of standard input is a request (the
-path of a pickle), a line of standard output its answer.
+Arguments, groups and engine are module globals, so each run needs processes of its own; importing
+takes seconds, so they are forked. A line of standard input is a request (the path of a pickle), a
+line of standard output its answer.
 
-    python host_server.py CHECKOUT FOLDER
+    python mds_server.py CHECKOUT FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from host_record import Recorder, Request
+from mds_rank import Recorder, Request
 
 import megatron_patches
 from ds_usp.errors import USPError
@@ -47,7 +47,7 @@ def serve(checkout: Path, folder: Path) -> None:
 
 
 def answer(text: str) -> None:
-    """Tell the test process."""
+    """Write a line to the test process."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -71,12 +71,12 @@ def write_data(prefix: Path) -> None:
     steps = torch.randint(1, 4, (TEXT_BYTES,), generator=generator)
     text = (steps.cumsum(0) * 7 % 97).tolist()
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=257)
-    at = 0
-    while at < len(text):
-        length = 150 + 37 * (at % 11)
-        builder.add_item(torch.tensor([*text[at : at + length], 256]))
+    offset = 0
+    while offset < len(text):
+        length = 150 + 37 * (offset % 11)
+        builder.add_item(torch.tensor([*text[offset : offset + length], 256]))
         builder.end_document()
-        at += length
+        offset += length
     builder.finalize(f"{prefix}.idx")
 
 
