@@ -160,20 +160,6 @@ def test_lines_that_a_patched_run_bypasses_are_compared(
     assert not missing, f"{name}: edits of these have no effect, and are not refused"
 
 
-def test_the_trace_finds_known_bypasses(traces: dict[str, tuple[Lines, Lines]]) -> None:
-    """The trace can fail: without the rows it finds functions that are bypassed."""
-    for name, function in (
-        ("pp", "pretrain_gpt:get_batch_pipe"),
-        ("rope", "megatron.model.rotary_pos_embedding:RotaryEmbedding.forward"),
-        ("gpt", "megatron.model.transformer:CoreAttention.forward"),
-        ("chunks", "megatron.model.language_model:parallel_lm_logits"),
-    ):
-        stock, patched = traces[name]
-        assert function in stock and function not in patched
-    masks = "megatron.utils:get_ltor_masks_and_position_ids"
-    assert traces["pp"][0][masks] - traces["pp"][1][masks]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_edit_is_obeyed_or_refused(
@@ -204,20 +190,9 @@ def _answered(seen: dict[str, Any], function: str) -> bool:
     return f"{MARK} {function}" in seen.get("traceback", "")
 
 
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        ("pretrain_gpt:get_batch_pipe", {**SP2, "pp": 2, "zero": 1}),
-        ("megatron.model.rotary_pos_embedding:RotaryEmbedding.forward", SP2),
-        ("megatron.model.transformer:CoreAttention.__init__", SP2),
-        ("megatron.utils:get_ltor_masks_and_position_ids", SP2),
-    ],
-)
-def test_an_edit_that_would_be_dropped_is_refused_at_the_start(
-    server: TrainingServer, function: str, options: dict[str, Any]
-) -> None:
-    world = 2 * options.get("pp", 1)
-    for seen in server.attempt(world, flags(more=SHORT, **options), edited=function):
+def test_an_edit_without_effect_is_refused_at_the_start(server: TrainingServer) -> None:
+    text = flags(more=SHORT, **SP2, pp=2, zero=1)
+    for seen in server.attempt(4, text, edited="pretrain_gpt:get_batch_pipe"):
         assert isinstance(seen["refused"], PatchError)
         assert not seen["groups"]
         assert "An edit has no effect" in str(seen["refused"])
@@ -232,40 +207,53 @@ def test_a_function_that_a_flag_bypasses_is_refused_with_the_flag(server: Traini
         assert not seen["groups"]
 
 
-def test_the_command_names_every_edited_function(checkout: Path, tmp_path: Path) -> None:
-    """A copy with every row edited, found without a path; comments and formatting do not count."""
+def test_the_commands_name_every_edited_function(checkout: Path, tmp_path: Path) -> None:
+    """A copy with every compared function edited; then with comments and formatting only."""
     copy = tmp_path / "checkout"
     shutil.copytree(
         checkout, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns(".git", "*.pyc")
     )
-    rows = [row.retarget("__main__", "pretrain_gpt") for row in bypassed.rows()]
-    for row in rows:
-        module, _, path = row.target.partition(":")
-        file = copy / f"{module.replace('.', '/')}.py"
+    patches = megatron_patches.patch_set(FRAMEWORK).patches
+    aliases = {alias for patch in patches for alias in patch.also_in}
+    known = {
+        name: flag
+        for name, flag in compared().items()
+        if name not in aliases and (copy / _file(name)).exists()
+    }
+    for name in known:
+        file = copy / _file(name)
         text = file.read_text(encoding="utf-8")
         file.unlink()
-        file.write_text(_with_a_line(text, path), encoding="utf-8")
-    checked = _check(copy)
+        file.write_text(_with_a_line(text, name.partition(":")[2]), encoding="utf-8")
+    checked = _command(copy, "megatron_patches", "--check")
     assert checked.returncode == 1
-    for row in rows:
-        assert (f"{row.target}: its source is another" in checked.stderr) == (not row.flag)
-    for module in {row.target.partition(":")[0] for row in rows}:
-        file = copy / f"{module.replace('.', '/')}.py"
-        original = (checkout / file.relative_to(copy)).read_text(encoding="utf-8")
-        file.write_text(f"# a comment\n\n{original}", encoding="utf-8")
-    checked = _check(copy)
+    for name, flag in known.items():
+        assert (f"{name}: its source is another" in checked.stderr) == (not flag), name
+    ran = _command(copy, "megatron_patches.run", str(copy / "pretrain_gpt.py"), "--seq-length", "9")
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert "megatron.model.gpt_model:CrossEntropy: its source is another" in ran.stderr
+    assert "--usp-unchecked-host" in ran.stderr
+    for file in {_file(name) for name in known}:
+        text = (checkout / file).read_text(encoding="utf-8")
+        (copy / file).write_text(f"# a comment\n\n{text}", encoding="utf-8")
+    checked = _command(copy, "megatron_patches", "--check")
     assert checked.returncode == 0, checked.stderr
-    assert f"{sum(not row.flag for row in rows)} functions that they bypass" in checked.stdout
+    always = sum(not row.flag for row in bypassed.rows())
+    assert f"{always} functions that they bypass" in checked.stdout
 
 
-def _check(checkout: Path) -> subprocess.CompletedProcess[str]:
+def _file(name: str) -> str:
+    return f"{name.partition(':')[0].replace('.', '/')}.py"
+
+
+def _command(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "MEGATRON_DEEPSPEED_PATH": str(checkout),
         "PYTHONPATH": str(HERE.parents[1]),
     }
-    command = [sys.executable, "-m", "megatron_patches", "--check"]
+    command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -274,7 +262,7 @@ def _with_a_line(text: str, path: str) -> str:
     types."""
     node: Any = ast.parse(text)
     for part in path.split("."):
-        node = next(each for each in node.body if getattr(each, "name", None) == part)
+        node = next(x for x in node.body if getattr(x, "name", None) == part)
     last = node.body[-1]
     line = min(part.lineno for part in (last, *getattr(last, "decorator_list", ()))) - 1
     lines = text.splitlines()
