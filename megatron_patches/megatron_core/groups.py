@@ -10,15 +10,12 @@ from megatron_patches.megatron_core.context_parallel import RANK_ORDER
 
 
 def initialize_groups(
-    *, tensor: int, sequence: int, pipeline: int, ulysses: int | None = None
+    *, tensor: int, sequence: int, pipeline: int, ulysses: int
 ) -> tuple[ds_usp.SequenceMesh, ParallelGroups]:
     """Create every process group of this world through megatron-core's parallel state. Collective.
 
     Rank order, innermost first: tensor, Ulysses, ring, data, pipeline. megatron-core's
     context-parallel group is the sequence-parallel group, Ulysses ranks next to each other.
-
-    Args:
-        ulysses: the Ulysses degree; None: of the mesh that ``megatron_patches.apply`` made.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -36,6 +33,4 @@ def initialize_groups(
         model=parallel_state.get_model_parallel_group(),
         stages=pipeline,
     )
-    if ulysses is None:
-        return parallel_state.get_sequence_mesh(), groups
     return ds_usp.SequenceMesh.shared(sp, ulysses, RANK_ORDER), groups

@@ -79,7 +79,9 @@ class FrameworkRun:
             "megatron_core", ulysses_degree=ulysses, layout="zigzag", everywhere=True
         )
         self._session = session
-        self.mesh, self.groups = initialize_groups(tensor=tp, sequence=ulysses * ring, pipeline=1)
+        self.mesh, self.groups = initialize_groups(
+            tensor=tp, sequence=ulysses * ring, pipeline=1, ulysses=ulysses
+        )
 
     def arguments(self, case: Case) -> Namespace:
         """Checked, as the trainer has them."""
