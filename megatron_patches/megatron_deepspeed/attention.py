@@ -138,7 +138,7 @@ def build_attention(
 def _without_sequence_parallelism() -> Iterator[None]:
     """Build the layer as Megatron-DeepSpeed does without sequence parallelism.
 
-    With it, it requires one head a rank, no grouped queries and no tensor parallelism.
+    Its sequence-parallel layer needs a head a rank, no grouped queries and no tensor parallelism.
     """
     from megatron.core import parallel_state
 
@@ -186,7 +186,7 @@ def contiguous_core_attention(
     return original(core, q.contiguous(), k.contiguous(), v.contiguous(), mask)
 
 
-def switch_off_in_model(original: Callable[..., None], model: Any, *args: Any, **kw: Any) -> None:
+def build_language_model(original: Callable[..., None], model: Any, *args: Any, **kw: Any) -> None:
     """``TransformerLanguageModel.__init__`` without rotary embedding, which attention applies."""
     from megatron import get_args
 

@@ -125,7 +125,7 @@ def model() -> tuple[Patch, ...]:
         ),
         wrap(
             "megatron.model.language_model:TransformerLanguageModel.__init__",
-            attention.switch_off_in_model,
+            attention.build_language_model,
             guard=checkout("0c7ba235cc0e90a4"),
             reason="rotary tables count positions from 0 on every rank; attention rotates instead",
         ),
