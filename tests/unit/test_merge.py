@@ -1,13 +1,12 @@
-"""Sums over blocks: each row is the sum of what covers it, in fp32, and is rounded once."""
+"""Accumulators of kernel calls: each row is the sum of what covers it, in fp32, rounded once."""
 
 from __future__ import annotations
-
-import random
-from itertools import pairwise
 
 import oracle
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 
@@ -15,30 +14,11 @@ from ds_usp.kernels.merge import GradAccumulator, OutputAccumulator
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 DTYPES = tuple(TOLERANCE)
 B, TOKENS, HEADS, DIM = 2, 20, 3, 8
-Span = tuple[int, int]
 
-
-def random_spans(draw: random.Random) -> list[Span]:
-    """Disjoint, ascending runs of rows, of which some are skipped."""
-    edges = sorted(draw.sample(range(TOKENS + 1), draw.randint(2, 7)))
-    spans = [span for span in pairwise(edges) if draw.random() < 0.7]
-    return spans or [(edges[0], edges[-1])]
-
-
-def rows_of(spans: list[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
-
-
-def spread(part: torch.Tensor, spans: list[Span], dim: int, empty: float) -> torch.Tensor:
-    """The rows of a part, in fp64, where they stand among all tokens."""
-    shape = list(part.shape)
-    shape[dim] = TOKENS
-    whole = torch.full(shape, empty, dtype=torch.float64)
-    at = 0
-    for start, stop in spans:
-        whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
-        at += stop - start
-    return whole
+BOUNDS = st.tuples(st.integers(0, TOKENS), st.integers(0, TOKENS))
+SPANS = st.just((0, TOKENS)) | BOUNDS.filter(lambda x: x[0] != x[1]).map(lambda x: tuple(sorted(x)))
+# As many calls as a ring makes; the first ones are kept, more are summed into an accumulator.
+MAX_CALLS = 7
 
 
 def rounded_once(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -49,132 +29,84 @@ def rounded_once(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> b
     return bool(((got.double() - want).abs() <= half * want.abs() + lost).all())
 
 
-# As many calls as a ring makes; the first and the last one are kept and folded differently.
-CALLS = [0, 1, 2, 3, 4, 5, 7]
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.tuples(SPANS, st.sets(st.integers(0, TOKENS - 1))), max_size=MAX_CALLS),
+)
+def test_an_output_is_the_softmax_over_what_covers_each_row(
+    dtype: torch.dtype, calls: list[tuple[tuple[int, int], set[int]]]
+) -> None:
+    """Calls of row spans, of which some rows attend to no key."""
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    total = OutputAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
+    values, lses = [], [torch.full((B, HEADS, TOKENS), float("-inf"), dtype=torch.float64)]
+    for (start, stop), empty in calls:
+        value = torch.randn(B, stop - start, HEADS, DIM).to(dtype)
+        lse = 4 * torch.randn(B, HEADS, stop - start, dtype=acc_dtype)
+        hidden = [row - start for row in empty if start <= row < stop]
+        value[:, hidden], lse[:, :, hidden] = 0.0, float("-inf")
+        values.append(torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64))
+        values[-1][:, start:stop] = value
+        lses.append(lses[0].clone())
+        lses[-1][:, :, start:stop] = lse
+        total.add(value, lse, (start, stop))
+    out, lse = total.result()
+    assert out.shape == (B, TOKENS, HEADS, DIM) and out.dtype == dtype and lse.dtype == acc_dtype
+    want_lse = torch.stack(lses).logsumexp(0)
+    covered = want_lse > float("-inf")
+    assert torch.equal(lse > float("-inf"), covered)
+    assert not out[~covered.transpose(1, 2)].any()
+    assert oracle.relative_error(lse[covered], want_lse[covered]) < TOLERANCE[acc_dtype]
+    weights = (torch.stack(lses) - want_lse).exp().nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
+    want = sum((w * x for w, x in zip(weights[1:], values, strict=True)), torch.zeros(out.shape))
+    assert oracle.relative_error(out, want) < TOLERANCE[dtype]
+    assert rounded_once(out, want, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("calls", CALLS)
-def test_an_output_is_the_softmax_over_what_covers_each_row(calls: int, dtype: torch.dtype) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
-    for seed in range(40):
-        draw = random.Random(seed)
-        total = OutputAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
-        values, sums = [], []
-        for _ in range(calls):
-            # Whole shards, halves as of a zigzag, and rows here and there.
-            spans = draw.choice([[(0, TOKENS)], [(TOKENS // 2, TOKENS)], random_spans(draw)])
-            part = torch.randn(B, rows_of(spans), HEADS, DIM).to(dtype)
-            lse = 3 * torch.randn(B, HEADS, rows_of(spans), dtype=wide)
-            values.append(spread(part, spans, 1, 0.0))
-            sums.append(spread(lse, spans, 2, float("-inf")))
-            # A call's rows are all between the outermost; those of no tile have no sum.
-            hull = (spans[0][0], spans[-1][1])
-            rows = slice(*hull)
-            mine = values[-1][:, rows].to(dtype), sums[-1][:, :, rows].to(wide)
-            total.add(*(x.clone() for x in mine), hull)  # which may write to it
-        out, lse = total.result()
-        assert out.shape == (B, TOKENS, HEADS, DIM) and out.dtype == dtype and lse.dtype == wide
-        if not calls:
-            assert not out.any() and bool((lse == float("-inf")).all())
-            continue
-        want_lse = torch.stack(sums).logsumexp(0)
-        covered = want_lse > float("-inf")
-        assert torch.equal(lse > float("-inf"), covered)
-        assert oracle.relative_error(lse[covered], want_lse[covered]) < TOLERANCE[wide]
-        weights = (torch.stack(sums) - want_lse).exp().nan_to_num(0.0)
-        want = (weights.transpose(2, 3).unsqueeze(-1) * torch.stack(values)).sum(0)
-        assert oracle.relative_error(out, want) < TOLERANCE[dtype]
-        assert rounded_once(out, want, dtype)
-        assert not out[~covered.transpose(1, 2)].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wide_parts", [False, True], ids=["as the shard", "wide"])
-@pytest.mark.parametrize("calls", CALLS)
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.lists(
+        st.tuples(
+            st.lists(SPANS, min_size=1, max_size=4), st.sampled_from(["", "sum_now", "defer"])
+        ),
+        max_size=MAX_CALLS,
+    ),
+    st.integers(0, TOKENS - 1),
+)
 def test_a_gradient_is_the_sum_of_what_covers_each_row(
-    calls: int, wide_parts: bool, dtype: torch.dtype
+    dtype: torch.dtype,
+    fp32_grads: bool,
+    calls: list[tuple[list[tuple[int, int]], str]],
+    first: int,
 ) -> None:
-    given = torch.promote_types(dtype, torch.float32) if wide_parts else dtype
-    for seed in range(40):
-        draw = random.Random(seed)
-        total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
-        want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
-        for _ in range(calls):
-            spans = draw.choice([[(0, TOKENS)], [(0, TOKENS // 2)], random_spans(draw)])
-            part = torch.randn(B, rows_of(spans), HEADS, DIM).to(given)
-            want += spread(part, spans, 1, 0.0)
-            total.add(part, spans)
-        got, place = total.result(), torch.full_like(want, float("nan"), dtype=dtype)
-        total.write(place)
-        assert got.dtype == dtype and torch.equal(place, got)
-        assert oracle.relative_error(got, want) < TOLERANCE[dtype]
-        assert rounded_once(got, want, dtype), (calls, seed)
-        assert torch.equal(got == 0, want == 0)
-
-
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
-def test_two_gradients_in_bf16_are_the_exact_sum_rounded(given: torch.dtype) -> None:
-    first, second = (torch.randn(1, 4096, 1, 1).to(given) for _ in "ab")
-    total = GradAccumulator(first.bfloat16())
-    total.add(first, [(0, 4096)])
-    total.add(second, [(0, 4096)])
-    assert torch.equal(total.result(), (first.double() + second.double()).bfloat16())
-
-
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_call_may_cover_a_token_many_times(dtype: torch.dtype, before: int) -> None:
-    # Tiles have rows of their own, but may see the same keys: four spans over the same tokens.
-    spans = [(0, 12), (4, 16), (5, 9), (5, TOKENS)]
+    """Spans of a call may overlap: tiles have rows of their own, but may attend to the same keys.
+    What is summed at once may be overwritten; what is deferred may not."""
+    partial_dtype = torch.promote_types(dtype, torch.float32) if fp32_grads else dtype
     total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
     want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
-    for _ in range(before):
-        part = torch.randn(B, TOKENS, HEADS, DIM).to(dtype)
-        total.add(part, [(0, TOKENS)])
-        want += part.double()
-    part = torch.randn(B, rows_of(spans), HEADS, DIM).to(dtype)
-    at = 0
-    for start, stop in spans:
-        want[:, start:stop] += part[:, at : at + stop - start].double()
-        at += stop - start
-    total.add(part, spans)
-    assert rounded_once(total.result(), want, dtype)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 5])
-@pytest.mark.parametrize("borrowed", [{0}, {1}, {1, 3}, {0, 1, 2, 3, 4}], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_that_comes_again_may_be_written_over(
-    dtype: torch.dtype, borrowed: set[int], parts: int
-) -> None:
-    total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
-    want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
-    for index in range(parts):
-        start, stop = (0, TOKENS) if index % 2 == 0 else (3, 17)
-        part = torch.randn(B, stop - start, HEADS, DIM).to(dtype)
-        want[:, start:stop] += part.double()
-        total.add(part, [(start, stop)], sum_now=index in borrowed)
-        if index in borrowed:
-            part.fill_(float("nan"))
-    assert rounded_once(total.result(), want, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_that_wait_are_summed_with_those_that_do_not(dtype: torch.dtype) -> None:
-    for seed in range(100):
-        draw = random.Random(seed)
-        total = GradAccumulator(torch.zeros(B, TOKENS, HEADS, DIM, dtype=dtype))
-        want = torch.zeros(B, TOKENS, HEADS, DIM, dtype=torch.float64)
-        for _ in range(draw.randint(1, 6)):
-            spans = random_spans(draw)
-            part = torch.randn(B, rows_of(spans), HEADS, DIM).to(dtype)
-            want += spread(part, spans, 1, 0.0)
-            borrowed = draw.random() < 0.3
-            total.add(part, spans, sum_now=borrowed, defer=not borrowed and draw.random() < 0.5)
-            if borrowed:
-                part.fill_(float("nan"))
-        assert rounded_once(total.result(), want, dtype), seed
+    for spans, mode in calls:
+        pieces = [torch.randn(B, stop - start, HEADS, DIM) for start, stop in spans]
+        grad = torch.cat(pieces, 1).to(partial_dtype)
+        for (start, stop), piece in zip(spans, pieces, strict=True):
+            want[:, start:stop] += piece.to(partial_dtype).double()
+        total.add(grad, spans, **({mode: True} if mode else {}))
+        if mode == "sum_now":
+            grad.fill_(float("nan"))
+    rest = GradAccumulator(torch.zeros(B, TOKENS - first, HEADS, DIM, dtype=dtype))
+    total.transfer_to(first, rest)
+    sums = {"result": total.result(), "transferred": rest.result()}
+    sums |= {name: torch.full_like(sums["result"], float("nan")) for name in ("all", "later")}
+    sums["later"] = sums["later"][:, first:]
+    total.write(sums["all"])
+    total.write(sums["later"], first)
+    for name, got in sums.items():
+        expected = want[:, TOKENS - got.shape[1] :]
+        assert got.dtype == dtype and rounded_once(got, expected, dtype), name
+        assert oracle.relative_error(got, expected) < TOLERANCE[dtype]
+        assert torch.equal(got == 0, expected == 0)
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -205,13 +137,10 @@ def test_a_padded_first_call_is_not_what_is_kept() -> None:
     total = OutputAccumulator(padded[..., :DIM], DIM)
     for _ in range(2):
         total.add(padded[..., :DIM], lse.clone(), (0, TOKENS))
-    out, _ = total.result()
-    assert out.untyped_storage().nbytes() == out.numel() * out.element_size()
-
-
-def lse_rounding(dtype: torch.dtype, size: float) -> float:
-    """What a log-sum-exp of that size, rounded to the dtype, does to the weights exp(s - lse)."""
-    return 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * abs(size)
+    grads = GradAccumulator(padded[..., :DIM])
+    grads.add(padded[..., :DIM], [(0, TOKENS)])
+    for x in (total.result()[0], grads.result()):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 # Log-sum-exps of three blocks, from all alike to so far apart that exp would overflow or vanish.
@@ -233,30 +162,20 @@ SUMS = [
 def test_merge_weighs_blocks_by_their_sums_however_far_apart(
     sums: tuple[float, ...], order: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
     parts = torch.randn(3, 1, TOKENS, 2, 4).to(dtype)
-    lses = torch.tensor(sums, dtype=wide).view(3, 1, 1, 1).expand(3, 1, 2, TOKENS).clone()
+    lses = torch.tensor(sums, dtype=acc_dtype).view(3, 1, 1, 1).expand(3, 1, 2, TOKENS).clone()
     total = OutputAccumulator(parts[0])
     for index in order:
         total.add(parts[index].clone(), lses[index].clone(), (0, TOKENS))
     out, lse = total.result()
     weights = torch.softmax(lses.double(), 0).transpose(2, 3).unsqueeze(-1)
     first, second = sorted(sums)[:0:-1]
-    tolerance = TOLERANCE[dtype] + (lse_rounding(wide, first) if first - second < 50 else 0)
+    # A log-sum-exp of that size, rounded to the dtype, changes the weights exp(s - lse).
+    lse_rounding = 4 * torch.finfo(acc_dtype).eps * abs(first) if first - second < 50 else 0
+    tolerance = TOLERANCE[dtype] + lse_rounding
     assert oracle.relative_error(out, (weights * parts.double()).sum(0)) < tolerance
-    assert oracle.relative_error(lse, torch.logsumexp(lses.double(), 0)) < TOLERANCE[wide]
-
-
-def test_rows_that_no_block_touches_are_empty() -> None:
-    q = torch.randn(1, 4, 2, 3)
-    out, lse = OutputAccumulator(q).result()
-    assert not out.any() and bool((lse == float("-inf")).all())
-    total = OutputAccumulator(q)
-    total.add(torch.ones(1, 2, 2, 3), torch.zeros(1, 2, 2), (2, 4))
-    out, lse = total.result()
-    assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    assert lse[0, 0].tolist() == [float("-inf")] * 2 + [0.0] * 2
-    assert torch.equal(GradAccumulator(q).result(), torch.zeros_like(q))
+    assert oracle.relative_error(lse, torch.logsumexp(lses.double(), 0)) < TOLERANCE[acc_dtype]
 
 
 def test_gradients_are_summed_wide_and_rounded_once() -> None:
