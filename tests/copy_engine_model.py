@@ -17,10 +17,11 @@ import torch
 
 from ds_usp.attention.pipeline import _ChunkPipeline
 from ds_usp.comm import copy_engine
-from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel, num_slots
+from ds_usp.comm.channel import PendingExchange
+from ds_usp.comm.copy_engine import CopyEngine, num_slots
+from ds_usp.comm.copy_engine_channel import CopyEngineChannel
 from ds_usp.comm.cuda_driver import FlagOp
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.comm.uniform_all_to_all import PendingExchange
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
 SLOT = 512
@@ -137,7 +138,7 @@ class World:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         def pull(
-            engine: Any, stream: FakeStream, source: int, start: int, place: Place, pitch: int
+            engine: Any, stream: FakeStream, source: int, start: int, place: Place, row_bytes: int
         ) -> None:
             stream.operations.append(("pull", (engine.kind, source, start), place))
 

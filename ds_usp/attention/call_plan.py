@@ -206,7 +206,7 @@ def _staging_bytes(
         )
     }
     if ring.schedule.ring_degree > 1:
-        token = max(chunk.qkv.widths()[1] for chunk in chunks) * batch * (dim + value_dim)
+        token = max(chunk.qkv.local_heads[1] for chunk in chunks) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
         tokens = ring.schedule.max_recv_tokens
         if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave

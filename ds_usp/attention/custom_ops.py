@@ -210,7 +210,7 @@ def _exchanged(
     """Empty tensors of the shapes that these ``[b, s, h, d]`` have after their exchange."""
     return [
         x.new_empty(x.shape[0], layout.ring_length(mesh.ring_rank), width, x.shape[3])
-        for layout, width, x in zip(exchange.layouts, exchange.widths(), tensors, strict=True)
+        for layout, width, x in zip(exchange.layouts, exchange.local_heads, tensors, strict=True)
     ]
 
 
@@ -289,7 +289,7 @@ def exchange(
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if spec.to_heads:
         return _fresh_contiguous(head_exchange.to_heads(tensors), tensors)
-    places = head_exchange.places(tensors)
+    places = head_exchange.alloc_outputs(tensors)
     head_exchange.to_sequence(tensors, places)
     return list(places)
 
@@ -305,7 +305,7 @@ def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any) ->
         return wrong + number
     head_exchange = exchanges.qkv if len(tensors) == 3 else exchanges.out
     if not spec.to_heads:
-        return list(head_exchange.places(tensors))
+        return list(head_exchange.alloc_outputs(tensors))
     return _exchanged(head_exchange, tensors, mesh_of(spec)) + number
 
 

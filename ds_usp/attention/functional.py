@@ -41,7 +41,7 @@ class SeqAllToAll(torch.autograd.Function):
         ctx.exchange, ctx.to_heads, ctx.call_number = exchange, to_heads, call_number
         if to_heads:
             return tuple(x.contiguous() for x in exchange.to_heads(tensors))
-        places = exchange.places(tensors)
+        places = exchange.alloc_outputs(tensors)
         exchange.to_sequence(tensors, places)
         return places
 

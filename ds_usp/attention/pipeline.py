@@ -31,8 +31,9 @@ from ds_usp.attention.ring import (
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.all_to_all import HeadAllToAll
+from ds_usp.comm.channel import PendingExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.uniform_all_to_all import PendingExchange, PreallocatedSend
+from ds_usp.comm.packing import PreallocatedSend
 from ds_usp.config import without_multicast
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
 from ds_usp.kernels.sinks import apply_sinks, sink_gradient

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_usp.comm.channel import Channel, P2PChannel, StagingBuffer, split_features
+from ds_usp.comm.channel import (
+    Channel,
+    P2PChannel,
+    RecvSpec,
+    SendSlice,
+    StagingBuffer,
+    split_features,
+)
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.geometry.double_ring import OuterStep, TokenRange
 from ds_usp.geometry.ring_schedule import RingStep
@@ -66,11 +73,11 @@ class KVPrefetcher:
         self._receiving = self._buffers[1][: transfer.num_kv_tokens]
         token_stride = self._packed.stride(0)  # it is dense
         recvs = [
-            (token_range.rank, out_buffer, token_range.start * token_stride, 0)
+            RecvSpec(token_range.rank, out_buffer, token_range.start * token_stride)
             for token_range, out_buffer in _split_by_range(self._receiving, transfer.recv_ranges)
         ]
         sends = [
-            (token_range.rank, token_range.start, token_range.stop)
+            SendSlice(token_range.rank, token_range.start, token_range.stop)
             for token_range in transfer.send_ranges
         ]
         self._channel.post(self._packed, sends, recvs)
@@ -145,7 +152,7 @@ class GradReturn:
             staging.tensor,
             _send_rows(remote_ranges),
             [
-                (token_range.rank, view, offset * token_stride, 0)
+                RecvSpec(token_range.rank, view, offset * token_stride)
                 for (token_range, view), offset in zip(
                     self._receiving, transfer.peer_offsets, strict=True
                 )
@@ -234,11 +241,11 @@ def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[in
     return (heads, dim), (heads, v.shape[3])
 
 
-def _send_rows(token_ranges: Sequence[TokenRange]) -> list[tuple[int, int, int]]:
+def _send_rows(token_ranges: Sequence[TokenRange]) -> list[SendSlice]:
     """For token ranges packed one after the other: the receiving rank, first and end row."""
     rows, offset = [], 0
     for token_range in token_ranges:
-        rows.append((token_range.rank, offset, offset + token_range.length))
+        rows.append(SendSlice(token_range.rank, offset, offset + token_range.length))
         offset += token_range.length
     return rows
 

@@ -1,4 +1,4 @@
-"""Heads for sequence and back: one packed exchange among the Ulysses ranks.
+"""All-to-all between heads and sequence among the Ulysses ranks, packed into one exchange.
 
 Letters of the shapes: B batch, s tokens of one rank, S tokens of the ring rank (all Ulysses ranks
 of it), H heads of a tensor, h heads that one Ulysses rank computes, D head dim. All but B may
@@ -15,31 +15,27 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from ds_usp.comm.channel import PendingExchange
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.packing import DeferredSum
-from ds_usp.comm.uniform_all_to_all import (
-    PendingExchange,
-    PreallocatedSend,
-    UniformAllToAll,
-    copy_or_sum_into,
-)
+from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
+from ds_usp.comm.uniform_all_to_all import UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout
 
 HeadRanges = tuple[tuple[int, int], ...]
-PieceLists = Sequence[Sequence[torch.Tensor]]
+Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 
 
 @dataclass(frozen=True)
 class HeadAllToAll:
-    """Which tokens and heads go where among the Ulysses ranks of one ring rank.
+    """Which tokens and heads go to which Ulysses rank of one ring rank.
 
     Args:
         mesh: the ranks.
         layouts: for each tensor, where its tokens are.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses. Ranges may
-            overlap: such a head travels to each of its users, and on the way back their parts
-            are summed (in fp32).
-        copies: where each rank has as much, copy engines carry it.
+            overlap: such a head goes to each of its users, and their results are summed (in fp32)
+            on the way back.
+        copies: use copy engines where all ranks hold and use equally much.
     """
 
     mesh: SequenceMesh
@@ -50,40 +46,40 @@ class HeadAllToAll:
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """All tokens of the ring rank for this rank's heads: ``[B, s, H, D] -> [B, S, h, D]``.
 
-        What comes back may be views, dense in their features, of one tensor.
+        The results may be views, dense in their features, of one tensor.
         """
         return self.post_to_heads(tensors).wait()
 
     def to_sequence(
-        self, sources: Sequence[torch.Tensor | DeferredSum], places: Sequence[torch.Tensor]
+        self, sources: Sequence[torch.Tensor | DeferredSum], outs: Sequence[torch.Tensor]
     ) -> None:
         """All of these heads for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``.
 
         Args:
-            sources: tensors, or sums of what places take, which are written where they leave from.
-            places: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges
-                overlap all are, so they must be all of the tensor's.
+            sources: tensors, or deferred sums, which are written to the send buffer directly.
+            outs: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges overlap
+                all are, so they must be all of the tensor's.
         """
-        self.post_to_sequence(sources, places).wait()
+        self.post_to_sequence(sources, outs).wait()
 
     def post_to_heads(self, tensors: Sequence[torch.Tensor]) -> PendingExchange:
-        """Begin :meth:`to_heads`."""
-        ranks, mine = range(self.mesh.ulysses_degree), self.mesh.ulysses_rank
+        """Start :meth:`to_heads`."""
+        ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
-            here = [_heads(x, each[0]) for x, each in zip(tensors, self.ranges, strict=True)]
-            return PendingExchange(lambda: tuple(here))
+            local = [_slice_heads(x, r[0]) for x, r in zip(tensors, self.ranges, strict=True)]
+            return PendingExchange(lambda: tuple(local))
         if self._uniform is not None:
-            return self._uniform.post_to_heads(tensors, self._send)
+            return self._uniform.post_to_heads(tensors, self._all_to_all)
         outs = []
-        for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True):
-            begin, end = ranges[mine]
+        for x, layout, heads in zip(tensors, self.layouts, self.local_heads, strict=True):
             tokens = layout.ring_length(self.mesh.ring_rank)
-            outs.append(x.new_empty(x.shape[0], tokens, end - begin, x.shape[3]))
-        leaving = [self._sequence_side(tensors, rank) for rank in ranks]
-        work, received = self._exchange(leaving, [self._heads_side(outs, rank) for rank in ranks])
+            outs.append(x.new_empty(x.shape[0], tokens, heads, x.shape[3]))
+        sends = [self._sequence_slices(tensors, rank) for rank in ranks]
+        recvs = [self._head_slices(outs, rank) for rank in ranks]
+        work, received = self._exchange(sends, recvs)
 
         def unpack() -> tuple[torch.Tensor, ...]:
-            _unpack(received, [self._heads_side(outs, rank) for rank in ranks])
+            _unpack(received, recvs)
             return tuple(outs)
 
         return PendingExchange(unpack, work)
@@ -91,141 +87,125 @@ class HeadAllToAll:
     def preallocate_send(
         self, like: torch.Tensor, sizes: Sequence[torch.Size]
     ) -> PreallocatedSend | None:
-        """Room for what :meth:`send_to_sequence` will send to places of these sizes, where it may
-        be written; None if it is packed in another way, or stays."""
+        """The staging buffer of a later :meth:`post_to_sequence` to outputs of these sizes, which
+        may be written before; None if nothing is packed, or in another way."""
         return None if self._uniform is None else self._uniform.preallocate_send(like, sizes)
 
     def post_to_sequence(
         self,
         sources: Sequence[torch.Tensor | DeferredSum],
-        places: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
         prealloc: PreallocatedSend | None = None,
     ) -> PendingExchange:
-        """Begin :meth:`to_sequence`; the places are written when it is taken."""
+        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
-            for place, x, each in zip(places, sources, self.ranges, strict=True):
-                copy_or_sum_into(_heads(place, each[0]), x)
+            for out, source, heads in zip(outs, sources, self.ranges, strict=True):
+                copy_or_sum_into(_slice_heads(out, heads[0]), source)
             return PendingExchange(tuple)
         if self._uniform is not None:
-            return self._uniform.post_to_sequence(sources, places, self._send, prealloc)
+            return self._uniform.post_to_sequence(sources, outs, self._all_to_all, prealloc)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
-        like = [
-            self._accumulator(place, each) for place, each in zip(places, self.ranges, strict=True)
-        ]
-        sent = [self._heads_side(tensors, rank) for rank in ranks]
-        work, received = self._exchange(sent, [self._sequence_side(like, rank) for rank in ranks])
+        accumulators = [_accumulator(out, r) for out, r in zip(outs, self.ranges, strict=True)]
+        sends = [self._head_slices(tensors, rank) for rank in ranks]
+        recvs = [self._sequence_slices(accumulators, rank) for rank in ranks]
+        work, received = self._exchange(sends, recvs)
         add = [
             _overlap(ranges)
             for layout, ranges in zip(self.layouts, self.ranges, strict=True)
-            for _ in _token_ranges(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _ in _runs_of(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
         def unpack() -> tuple[torch.Tensor, ...]:
-            _unpack(received, [self._sequence_side(like, rank) for rank in ranks], add)
-            for place, total in zip(places, like, strict=True):
-                if total is not place:
-                    place.copy_(total)
+            _unpack(received, recvs, add)
+            for out, accumulator in zip(outs, accumulators, strict=True):
+                if accumulator is not out:
+                    out.copy_(accumulator)
             return ()
 
         return PendingExchange(unpack, work)
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Room for what :meth:`to_sequence` brings, where the exchange is of all heads."""
+    def alloc_outputs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """New outputs of :meth:`to_sequence` ``[B, s, H, D]``, of an exchange of all heads."""
         return tuple(
             x.new_empty(x.shape[0], layout.length(self.mesh.rank), ranges[-1][1], x.shape[3])
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
         )
 
-    def widths(self) -> tuple[int, ...]:
-        """Heads of each tensor that this rank computes."""
-        return self._num_local_heads
-
     @cached_property
-    def _num_local_heads(self) -> tuple[int, ...]:
-        mine = self.mesh.ulysses_rank
-        return tuple(each[mine][1] - each[mine][0] for each in self.ranges)
+    def local_heads(self) -> tuple[int, ...]:
+        """Heads of each tensor that this rank computes."""
+        rank = self.mesh.ulysses_rank
+        return tuple(ranges[rank][1] - ranges[rank][0] for ranges in self.ranges)
 
-    @staticmethod
-    def _accumulator(place: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
-        """Where parts of a head are summed, in fp32; where there are none, the place itself."""
-        if not _overlap(ranges):
-            return place
-        return torch.zeros_like(place, dtype=torch.promote_types(place.dtype, torch.float32))
+    def staging_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
+        """Staging memory of one copy-engine exchange, in bytes.
+
+        Args:
+            batch, dims, itemsize: samples, each tensor's head dim, bytes of an element.
+        """
+        if self._uniform is None:
+            return 0
+        tokens = self.layouts[0].length(self.mesh.rank)
+        return self._uniform.staging_bytes(tokens, batch, dims, itemsize)
 
     @cached_property
     def _uniform(self) -> UniformAllToAll | None:
-        """Where every rank holds one run as long as any other's and uses as many heads, evenly
-        apart."""
+        """If every rank holds one run as long as any other's and uses as many heads, at equal
+        distances."""
         ulysses = self.mesh.ulysses_degree
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
         uniform = (
             ulysses > 1
-            and all(
-                [run.ulysses_rank for run in each] == list(range(ulysses))
-                and len({run.length for run in each}) == 1
-                for each in runs
-            )
-            and len({each[0].length for each in runs}) == 1
+            and all([run.ulysses_rank for run in row] == list(range(ulysses)) for row in runs)
+            and len({run.length for row in runs for run in row}) == 1
             and all(_is_uniform(ranges) for ranges in self.ranges)
         )
         return UniformAllToAll(self.mesh, self.ranges, self.copies) if uniform else None
 
-    def _sequence_side(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def _sequence_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Of sequence shards: this rank's runs, for the heads of another."""
         return [
             x[:, run.start : run.stop, begin:end]
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
             for begin, end in [ranges[rank]]
-            for _, run in _token_ranges(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
+            for _, run in _runs_of(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
-    def _heads_side(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def _head_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Of head shards: the runs of another rank."""
         return [
-            x.narrow(1, at, run.length)
+            x.narrow(1, offset, run.length)
             for x, layout in zip(tensors, self.layouts, strict=True)
-            for at, run in _token_ranges(layout, self.mesh.ring_rank, rank)
+            for offset, run in _runs_of(layout, self.mesh.ring_rank, rank)
         ]
 
-    def staging_bytes(self, batch: int, dims: Sequence[int], size: int) -> int:
-        """What a rank packs at most for one exchange that copy engines carry.
+    def _exchange(self, sends: Slices, recvs: Slices) -> tuple[dist.Work, torch.Tensor]:
+        """Post an all-to-all of any slices, as many for each rank; the work, and the buffer that
+        is received."""
+        sent = [sum(x.numel() for x in slices) for slices in sends]
+        received = [sum(x.numel() for x in slices) for slices in recvs]
+        send_buffer = sends[0][0].new_empty(sum(sent))
+        recv_buffer = send_buffer.new_empty(sum(received))
+        offset = 0
+        for x in (x for slices in sends for x in slices):
+            send_buffer[offset : offset + x.numel()].view(x.shape).copy_(x)
+            offset += x.numel()
+        return self._all_to_all(send_buffer, recv_buffer, sent, received), recv_buffer
 
-        Args:
-            batch, dims, size: samples, each tensor's head dim, bytes of an element.
-        """
-        if self._uniform is None:
-            return 0
-        return self._uniform.staging_bytes(
-            self.layouts[0].length(self.mesh.rank), batch, dims, size
-        )
-
-    def _exchange(
-        self, leaving: PieceLists, arriving: PieceLists
-    ) -> tuple[dist.Work, torch.Tensor]:
-        """Send any pieces, as many for each rank, by messages."""
-        sent = [sum(piece.numel() for piece in pieces) for pieces in leaving]
-        received = [sum(piece.numel() for piece in pieces) for pieces in arriving]
-        out_buffer = leaving[0][0].new_empty(sum(sent))
-        in_buffer = out_buffer.new_empty(sum(received))
-        at = 0
-        for piece in (piece for pieces in leaving for piece in pieces):
-            out_buffer[at : at + piece.numel()].view(piece.shape).copy_(piece)
-            at += piece.numel()
-        return self._send(out_buffer, in_buffer, sent, received), in_buffer
-
-    def _send(
+    def _all_to_all(
         self,
-        out_buffer: torch.Tensor,
-        in_buffer: torch.Tensor,
+        send_buffer: torch.Tensor,
+        recv_buffer: torch.Tensor,
         sent: list[int],
         received: list[int] | None = None,
     ) -> dist.Work:
-        to_others = sum(sent) - sent[self.mesh.ulysses_rank]
-        self.mesh.ledger.add("all_to_all", to_others * out_buffer.element_size())
+        """Post ``all_to_all_single`` of elements for and from each rank."""
+        to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
+        self.mesh.ledger.add("all_to_all", to_peers * send_buffer.element_size())
         work: dist.Work = dist.all_to_all_single(
-            in_buffer.view(-1),
-            out_buffer.view(-1),
+            recv_buffer.view(-1),
+            send_buffer.view(-1),
             received or sent,
             sent,
             group=self.mesh.ulysses_group,
@@ -234,31 +214,37 @@ class HeadAllToAll:
         return work
 
 
-def _unpack(buffer: torch.Tensor, arriving: PieceLists, add: Sequence[bool] = ()) -> None:
-    """Write what has come, the ranks' pieces one after the other, to its places; ``add`` says of
-    each rank's which ones are summed."""
-    at = 0
-    for pieces in arriving:
-        for place, adds in zip(pieces, add or [False] * len(pieces), strict=True):
-            piece = buffer[at : at + place.numel()].view(place.shape)
-            place.add_(piece) if adds else place.copy_(piece)
-            at += place.numel()
+def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> None:
+    """Write what was received, the ranks' slices one after the other; ``add`` tells of each
+    rank's which ones are summed."""
+    offset = 0
+    for slices in recvs:
+        for out, adds in zip(slices, add or [False] * len(slices), strict=True):
+            x = buffer[offset : offset + out.numel()].view(out.shape)
+            out.add_(x) if adds else out.copy_(x)
+            offset += out.numel()
 
 
-def _heads(x: torch.Tensor, head_range: tuple[int, int]) -> torch.Tensor:
+def _accumulator(out: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
+    """Where results of shared heads are summed, in fp32; ``out`` itself if none is shared."""
+    if not _overlap(ranges):
+        return out
+    return torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+
+
+def _slice_heads(x: torch.Tensor, head_range: tuple[int, int]) -> torch.Tensor:
     """Some heads of ``[B, s, H, D]``, a view; the tensor itself if they are all."""
-    return x if head_range == (0, x.shape[2]) else x[:, :, head_range[0] : head_range[1]]
+    first, stop = head_range
+    return x if head_range == (0, x.shape[2]) else x[:, :, first:stop]
 
 
 @lru_cache(maxsize=4096)
-def _token_ranges(
-    layout: TokenLayout, ring_rank: int, ulysses_rank: int
-) -> tuple[tuple[int, Run], ...]:
-    """A Ulysses rank's runs of tokens, each with its place in the ring rank's order."""
+def _runs_of(layout: TokenLayout, ring_rank: int, ulysses_rank: int) -> tuple[tuple[int, Run], ...]:
+    """A Ulysses rank's runs of tokens, each with its offset in the ring rank's order."""
     runs = layout.runs(ring_rank)
-    places = accumulate((run.length for run in runs), initial=0)
-    pairs = zip(places, runs, strict=False)
-    return tuple((at, run) for at, run in pairs if run.ulysses_rank == ulysses_rank)
+    offsets = accumulate((run.length for run in runs), initial=0)
+    pairs = zip(offsets, runs, strict=False)
+    return tuple((offset, run) for offset, run in pairs if run.ulysses_rank == ulysses_rank)
 
 
 def _is_uniform(ranges: HeadRanges) -> bool:

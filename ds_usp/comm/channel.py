@@ -1,9 +1,9 @@
-"""Exchange among the ranks of a ring: start it, compute, take it."""
+"""Point-to-point exchanges among the ranks of a group: post, compute, wait."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,66 +12,88 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.comm.ledger import CommLedger
 from ds_usp.errors import MeshError
 
-# (rank in the group, rows of what is packed that go there), and (rank, tensor that is filled from
-# there, where its first element lies in what that rank packed, elements from row to row there or 0
-# if dense).
-SendSlices = Sequence[tuple[int, int, int]]
-RecvSpecs = Sequence[tuple[int, torch.Tensor, int, int]]
-HeadShapes = tuple[tuple[int, int], ...]
+HeadShapes = tuple[tuple[int, int], ...]  # heads and head dim of each tensor
 _MAX_VIEWS = 64
 
 
+class SendSlice(NamedTuple):
+    """Rows ``start:stop`` of the staging buffer, which go to a rank of the group."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class RecvSpec(NamedTuple):
+    """A tensor that is filled from the staging buffer of a rank of the group.
+
+    Attributes:
+        rank: that packed it.
+        out: the tensor.
+        offset: of its first element in that rank's buffer, in elements.
+        row_stride: elements from row to row there; 0 if ``out`` is dense there.
+    """
+
+    rank: int
+    out: torch.Tensor
+    offset: int
+    row_stride: int = 0
+
+
 class StagingBuffer:
-    """Dense memory ``[rows, ...]`` to pack what leaves into. Its views are made once: room of a
-    copy engine is used again and again."""
+    """Dense memory ``[rows, ...]`` to pack sends into. Caches its views: a copy engine's buffer is
+    used again and again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
     def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
-        """:func:`cut_features` of all of it; turned, of ``[rows, B, features]``."""
+        """:func:`split_features` of it; with ``tokens_first``, as ``[all rows, B, features]``."""
         key = shapes, tokens_first
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # they outlive the call
                 tensor = self.tensor.flatten(0, -3) if tokens_first else self.tensor
-                found = self._views[key] = split_features(tensor, shapes, tokens_first=tokens_first)
-        return found
+                views = split_features(tensor, shapes, tokens_first=tokens_first)
+            self._views[key] = views
+        return views
 
 
 def split_features(
     x: torch.Tensor, shapes: HeadShapes, *, tokens_first: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors ``[..., h, D]`` that lie one after the other in ``[..., features]``, views.
+    """Views ``[..., h, D]`` of the tensors that lie one after the other in ``[..., features]``.
 
     Args:
         shapes: ``h`` and ``D`` of each.
-        turned: the first two dims change places.
+        tokens_first: ``x`` is ``[tokens, B, ...]``; the views are ``[B, tokens, ...]``.
     """
-    front, strides, at = tuple(x.shape[:-1]), x.stride()[:-1], x.storage_offset()
+    sizes, strides, offset = tuple(x.shape[:-1]), x.stride()[:-1], x.storage_offset()
     if tokens_first:
-        front, strides = (front[1], front[0], *front[2:]), (strides[1], strides[0], *strides[2:])
-    found = []
+        sizes, strides = (sizes[1], sizes[0], *sizes[2:]), (strides[1], strides[0], *strides[2:])
+    views = []
     for heads, dim in shapes:
-        found.append(x.as_strided((*front, heads, dim), (*strides, dim, 1), at))
-        at += heads * dim
-    return tuple(found)
+        views.append(x.as_strided((*sizes, heads, dim), (*strides, dim, 1), offset))
+        offset += heads * dim
+    return tuple(views)
 
 
 class Channel(Protocol):
-    """A way for tensors between the ranks of a group, one exchange in flight."""
+    """Exchanges of tensors between the ranks of a group, one in flight."""
 
     in_flight: bool
 
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """Room to pack what leaves into, on all ranks."""
+        """A buffer to pack sends into, on all ranks; see :meth:`P2PChannel.acquire_staging`."""
 
-    def post(self, packed: torch.Tensor, sends: SendSlices, recvs: RecvSpecs) -> None:
+    def post(
+        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+    ) -> None:
         """Start an exchange; see :meth:`P2PChannel.post`."""
 
     def wait(self) -> None:
@@ -82,13 +104,13 @@ class Channel(Protocol):
 
 
 class P2PChannel:
-    """Sends tensors straight to the ranks that use them, one exchange in flight.
+    """Exchanges by send and recv of NCCL or gloo, one in flight.
 
     Args:
         group: a communicator that nothing else uses, so exchanges overlap with other traffic;
             None for a ring of one, which never sends.
-        ledger: where bytes are counted.
-        kind: under which name.
+        ledger: counts calls and bytes.
+        kind: their name in the ledger.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ledger: CommLedger, kind: str) -> None:
@@ -103,57 +125,57 @@ class P2PChannel:
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """Room to pack what leaves into. All ranks ask for it, before they post; it serves until
-        they ask again or forget the channel."""
+        """A buffer of this shape to pack sends into. All ranks call this before they post; it is
+        theirs until the next call, or until the channel is dropped."""
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, packed: torch.Tensor, sends: SendSlices, recvs: RecvSpecs) -> None:
-        """Start an exchange; either side may have nothing in it.
+    def post(
+        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+    ) -> None:
+        """Start an exchange; either side may be empty.
 
-        What leaves may not be written, and what arrives not read, until :meth:`take`.
+        What is sent may not be written, and what is received not read, until :meth:`wait`.
 
         Args:
-            packed: what leaves, dense; for copy engines their room.
-            leaving: (rank of the group, first row of ``packed`` that goes there, and the one after
-                the last).
-            arriving: (rank of the group, dense tensor that it fills, where in that rank's room
-                the parcel starts, in elements, and 0). Two ranks name the parcels between them in
-                the same order. What this rank has packed itself is copied.
+            packed: the tensor of the staging buffer, dense.
+            sends: what each rank receives of it.
+            recvs: dense tensors; two ranks name the slices between them in the same order. Those
+                from this rank itself are copied.
 
         Raises:
-            MeshError: the exchange before has not been taken, or there is no one to send to.
+            MeshError: the exchange before is still in flight, or this is a ring of one.
         """
         if self.in_flight or self._group is None:
-            why = "before the last one was taken" if self.in_flight else "in a ring of one"
+            why = "before the last one was waited for" if self.in_flight else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
-        parcels = [(to, packed[start:stop]) for to, start, stop in sends]
-        places = [(source, x) for source, x, _, _ in recvs if source != self._rank]
-        for source, x, at, _ in recvs:
+        slices = [(to, packed[start:stop]) for to, start, stop in sends]
+        outs = [(source, out) for source, out, *_ in recvs if source != self._rank]
+        for source, out, offset, _ in recvs:
             if source == self._rank:
-                x.copy_(packed.view(-1)[at : at + x.numel()].view(x.shape))
-        self._works = _exchange(self._group, parcels, places) if parcels or places else []
-        self._sending = [x for _, x in parcels]
+                out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))
+        self._works = _exchange(self._group, slices, outs) if slices or outs else []
+        self._sending = [x for _, x in slices]
         self.in_flight = True
-        if parcels:
+        if slices:
             self._ledger.add(self._kind, sum(x.numel() * x.element_size() for x in self._sending))
 
     def wait(self) -> None:
-        """Wait for the exchange; on GPUs the current stream waits, not the host.
+        """Wait for the exchange; on GPUs the current stream waits, not the CPU.
 
         Raises:
             MeshError: none was posted.
         """
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
-        works, sends = self._works, self._sending
-        self._works, self._sending, self.in_flight = [], [], False  # also where a wait fails
+        works, sending = self._works, self._sending
+        self._works, self._sending, self.in_flight = [], [], False  # also if a wait fails
         for work in works:
             work.wait()
-        del sends  # what is being sent lives until it is
+        del sending  # keeps what is being sent alive until here
 
     def drain(self) -> None:
-        """Wait for what is under way, if anything: after an error, so that the next call does not
-        meet its messages."""
+        """Wait for the exchange in flight, if any: after an error, so that the next call does not
+        receive its messages."""
         if self.in_flight:
             self.wait()
 
@@ -163,7 +185,7 @@ def _exchange(
     sends: Sequence[tuple[int, torch.Tensor]],
     recvs: Sequence[tuple[int, torch.Tensor]],
 ) -> list[dist.Work]:
-    """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the host
+    """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the CPU
     than a small message takes on the links."""
 
     def start() -> list[dist.Work]:
@@ -171,10 +193,42 @@ def _exchange(
         return works + [group.recv([x], source, 0) for source, x in recvs]
 
     device = (*sends, *recvs)[0][1].device
-    # Backends of older torch do not say; NCCL's must, where sends would wait for each other.
+    # Backends of older torch do not say; NCCL's must coalesce, where sends would wait for each
+    # other.
     backend = group._get_backend(device)
     if not getattr(backend, "supports_coalescing", device.type == "cuda"):
         return start()
     with c10d._coalescing_manager(group, device, async_ops=True) as manager:
         start()
     return list(manager.works)
+
+
+class PendingExchange:
+    """An exchange in flight, or one whose result is there already.
+
+    Args:
+        unpack: makes the result of what was received.
+        work: to wait for; None: nothing is in flight.
+    """
+
+    def __init__(
+        self,
+        unpack: Callable[[], tuple[torch.Tensor, ...]],
+        work: Channel | dist.Work | None = None,
+    ) -> None:
+        self._unpack, self._work = unpack, work
+        self._result: tuple[torch.Tensor, ...] | None = None
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The result, at every call; on GPUs the current stream waits for it, not the CPU."""
+        self.drain()
+        if self._result is None:
+            self._result, self._unpack = self._unpack(), tuple  # frees the receive buffer
+        return self._result
+
+    def drain(self) -> None:
+        """Wait for what is in flight and drop it: after an error, so that no exchange writes to
+        memory that is allocated again."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()

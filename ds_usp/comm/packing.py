@@ -1,5 +1,5 @@
-"""What leaves goes into a room, each rank's piece behind the one before, and this rank's own piece
-straight to where it belongs: one read and one write of each number.
+"""Packing of tensors into a staging buffer, one slice for each rank; this rank's own slice goes
+straight to its destination: one read and one write of each element.
 
 Letters of the shapes: P ranks, s tokens of a rank, B batch, h heads of a rank, D head dim.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_usp.comm.channel import HeadShapes, split_features
+from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, split_features
 from ds_usp.strided_copy import strided_copy
 from ds_usp.triton_launch import load_triton_module
 
@@ -20,25 +20,53 @@ class DeferredSum(Protocol):
     """A tensor ``[B, tokens, h, D]`` that is still to be summed."""
 
     def as_tensor_if_single(self) -> torch.Tensor | None:
-        """The sum, where it is a tensor already."""
+        """The sum, if it is one tensor already."""
 
-    def write(self, place: torch.Tensor, first: int = 0) -> None:
-        """Write its tokens from ``first`` on that ``place`` ``[B, ., h, D]`` has room for."""
+    def write(self, out: torch.Tensor, first: int = 0) -> None:
+        """Write its tokens from ``first`` on to ``out`` ``[B, ., h, D]``, as many as fit."""
 
     def result(self) -> torch.Tensor:
         """All of it."""
 
 
 class SendTensor(NamedTuple):
-    """One tensor, cut into the ranks' pieces.
+    """One tensor, as slices for the ranks.
 
-    Shapes:
-        pieces ``[P, s, B, h, D]``, a view, or the sum ``[B, P s, h, D]`` of them.
-        own ``[s, B, h, D]``: where this rank's piece goes.
+    Attributes:
+        per_rank: ``[P, s, B, h, D]``, a view, or the sum ``[B, P s, h, D]`` of them.
+        local_out: ``[s, B, h, D]``, the destination of this rank's own slice.
     """
 
     per_rank: torch.Tensor | DeferredSum
     local_out: torch.Tensor
+
+
+class PreallocatedSend(NamedTuple):
+    """A staging buffer acquired before its contents are computed: a kernel may write them there.
+
+    Attributes:
+        channel: of the buffer.
+        staging: the buffer.
+        views: of it, each tensor's ``[B, S, h, D]``.
+    """
+
+    channel: Channel
+    staging: StagingBuffer
+    views: tuple[torch.Tensor, ...]
+
+    def already_written(self, sources: Sequence[torch.Tensor | DeferredSum]) -> bool:
+        """Whether all sources are these views."""
+        tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
+        pairs = zip(tensors, self.views, strict=True)
+        return all(x is not None and x.is_set_to(view) for x, view in pairs)
+
+
+def copy_or_sum_into(out: torch.Tensor, source: torch.Tensor | DeferredSum) -> None:
+    """Write a tensor or a sum to ``out``, which has its shape."""
+    if isinstance(source, torch.Tensor):
+        strided_copy(out, source)
+    else:
+        source.write(out)
 
 
 def pack_for_send(
@@ -49,13 +77,14 @@ def pack_for_send(
     *,
     already_packed: bool = False,
 ) -> None:
-    """Pack every tensor's pieces into the room, but this rank's own.
+    """Pack the slices of every tensor for the other ranks, and write this rank's own to
+    ``local_out``.
 
     Args:
-        room: ``[P, s, B, features]``, dense; a token's heads of all tensors are neighbours.
-        mine: this rank among them; what its piece of the room holds afterwards is not said.
+        staging: ``[P, s, B, features]``, dense; a token's heads of all tensors are neighbours.
+        rank: this rank; its slice of ``staging`` is undefined afterwards.
         shapes: heads and head dim of each tensor.
-        packed: they are in the room already: this rank's own go to where they belong.
+        already_packed: they are in ``staging``: only ``local_out`` is written.
     """
     if already_packed:
         for per_rank, local_out in tensors:
@@ -64,22 +93,22 @@ def pack_for_send(
     triton = load_triton_module("ds_usp.comm.packing_triton") if staging.is_cuda else None
     if triton is not None and triton.pack_for_send_fused(staging, rank, tensors):
         return
-    for place, (per_rank, local_out) in zip(split_features(staging, shapes), tensors, strict=True):
-        for start, stop in ((0, rank), (rank + 1, len(place))):
+    for outs, (per_rank, local_out) in zip(split_features(staging, shapes), tensors, strict=True):
+        for start, stop in ((0, rank), (rank + 1, len(outs))):
             if start < stop:
-                _write(place[start:stop], per_rank, start)
+                _write(outs[start:stop], per_rank, start)
         _write(local_out.unsqueeze(0), per_rank, rank)
 
 
-def _write(places: torch.Tensor, per_rank: torch.Tensor | DeferredSum, first: int) -> None:
-    """Write the pieces from the first on to as many places ``[., s, B, h, D]``."""
+def _write(outs: torch.Tensor, per_rank: torch.Tensor | DeferredSum, first: int) -> None:
+    """Write the slices from rank ``first`` on to ``outs`` ``[., s, B, h, D]``."""
     if isinstance(per_rank, torch.Tensor):
-        strided_copy(places, per_rank[first : first + len(places)])
+        strided_copy(outs, per_rank[first : first + len(outs)])
         return
-    # One piece, or several of the room, which lie one after the other.
-    count, tokens, batch, *head = places.shape
-    _, token, sample, *feature = places.stride()
-    run = places.as_strided((batch, count * tokens, *head), (sample, token, *feature))
+    # One slice, or several of the staging buffer, which lie one after the other.
+    count, tokens, batch, *head = outs.shape
+    _, token, sample, *feature = outs.stride()
+    run = outs.as_strided((batch, count * tokens, *head), (sample, token, *feature))
     per_rank.write(run, first * tokens)
 
 

@@ -19,11 +19,11 @@ _COLUMNS = 1024
 
 @triton.jit
 def _pack_for_send(  # type: ignore[no-untyped-def]
-    staging, p0, p1, p2, o0, o1, o2,
+    staging, src0, src1, src2, dst0, dst1, dst2,
     local_rank, tokens, batch, features,
-    rank0, token0, sample0, own_token0, own_sample0, width0,
-    rank1, token1, sample1, own_token1, own_sample1, width1,
-    rank2, token2, sample2, own_token2, own_sample2, width2,
+    rank0, token0, sample0, local_token0, local_sample0, width0,
+    rank1, token1, sample1, local_token1, local_sample1, width1,
+    rank2, token2, sample2, local_token2, local_sample2, width2,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rank, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -31,18 +31,18 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
     inside = (row < tokens * batch)[:, None]
     token, sample = row // batch, row % batch
     if tensor == 0:
-        source = p0 + rank * rank0 + (token * token0 + sample * sample0)[:, None]
-        local_out = o0 + (token * own_token0 + sample * own_sample0)[:, None]
-        width, at = width0, 0
+        source = src0 + rank * rank0 + (token * token0 + sample * sample0)[:, None]
+        local_out = dst0 + (token * local_token0 + sample * local_sample0)[:, None]
+        width, offset = width0, 0
     elif tensor == 1:
-        source = p1 + rank * rank1 + (token * token1 + sample * sample1)[:, None]
-        local_out = o1 + (token * own_token1 + sample * own_sample1)[:, None]
-        width, at = width1, width0
+        source = src1 + rank * rank1 + (token * token1 + sample * sample1)[:, None]
+        local_out = dst1 + (token * local_token1 + sample * local_sample1)[:, None]
+        width, offset = width1, width0
     else:
-        source = p2 + rank * rank2 + (token * token2 + sample * sample2)[:, None]
-        local_out = o2 + (token * own_token2 + sample * own_sample2)[:, None]
-        width, at = width2, width0 + width1
-    send_out = staging + ((rank * tokens * batch + row) * features)[:, None] + at
+        source = src2 + rank * rank2 + (token * token2 + sample * sample2)[:, None]
+        local_out = dst2 + (token * local_token2 + sample * local_sample2)[:, None]
+        width, offset = width2, width0 + width1
+    send_out = staging + ((rank * tokens * batch + row) * features)[:, None] + offset
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = inside & (column < width)
@@ -56,45 +56,47 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
 _LAUNCH = CachedLauncher(_pack_for_send)
 
 
-def pack_for_send_fused(staging: torch.Tensor, mine: int, tensors: Sequence[Any]) -> bool:
-    """:func:`ds_usp.comm.packing.hand_out` of tensors whose heads are neighbours; False: these are
-    others, and nothing was done."""
+def pack_for_send_fused(staging: torch.Tensor, rank: int, tensors: Sequence[Any]) -> bool:
+    """:func:`ds_usp.comm.packing.pack_for_send` of tensors whose heads are neighbours; False:
+    there are others, and nothing was done."""
     ranks, tokens, batch, features = staging.shape
     sources: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    numbers: list[tuple[int, ...]] = []
-    widest = 0
-    for pieces, own in tensors:
-        each = pieces
-        if not isinstance(each, torch.Tensor):
-            whole = each.as_tensor_if_single()
-            if whole is None:
+    outs: list[torch.Tensor] = []
+    strides: list[tuple[int, ...]] = []
+    max_width = 0
+    for per_rank, local_out in tensors:
+        source = per_rank
+        if not isinstance(source, torch.Tensor):
+            tensor = source.as_tensor_if_single()
+            if tensor is None:
                 return False
-            each = view_by_rank(whole, ranks)
-        *_, heads, dim = own.shape
-        # Asked for once each: on the host the numbers cost more than the launch.
-        (rank, token, sample, *rest), (own_token, own_sample, *own_rest) = (
-            each.stride(),
-            own.stride(),
+            source = view_by_rank(tensor, ranks)
+        *_, heads, dim = local_out.shape
+        # Read once each: on the CPU these numbers cost more than the launch.
+        (rank_stride, token, sample, *rest), (local_token, local_sample, *local_rest) = (
+            source.stride(),
+            local_out.stride(),
         )
-        if not (rest == own_rest == [dim, 1] and each.dtype == own.dtype == staging.dtype):
+        if not (
+            rest == local_rest == [dim, 1] and source.dtype == local_out.dtype == staging.dtype
+        ):
             return False
-        sources.append(each)
-        places.append(own)
-        numbers.append((rank, token, sample, own_token, own_sample, heads * dim))
-        widest = max(widest, heads * dim)
+        sources.append(source)
+        outs.append(local_out)
+        strides.append((rank_stride, token, sample, local_token, local_sample, heads * dim))
+        max_width = max(max_width, heads * dim)
     count = len(sources)
     if count > _MAX_TENSORS:
         return False
-    empty = _MAX_TENSORS - count
-    sources, places = sources + sources[:1] * empty, places + places[:1] * empty
-    numbers += numbers[:1] * empty
-    columns = min(triton.next_power_of_2(widest), _COLUMNS)
+    unused = _MAX_TENSORS - count
+    sources, outs = sources + sources[:1] * unused, outs + outs[:1] * unused
+    strides += strides[:1] * unused
+    columns = min(triton.next_power_of_2(max_width), _COLUMNS)
     rows = _TILE // columns
     _LAUNCH(
         (triton.cdiv(tokens * batch, rows), ranks, count),
-        (staging, *sources, *places),
-        (mine, tokens, batch, features, *numbers[0], *numbers[1], *numbers[2]),
+        (staging, *sources, *outs),
+        (rank, tokens, batch, features, *strides[0], *strides[1], *strides[2]),
         ROWS=rows,
         COLUMNS=columns,
         num_warps=8,

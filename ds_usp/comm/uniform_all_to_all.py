@@ -1,8 +1,9 @@
-"""Heads for sequence and back where every rank holds as many tokens and uses as many heads.
+"""All-to-all between heads and sequence where every rank holds as many tokens and uses as many
+heads: one dense buffer, packed by one kernel.
 
-What travels is ``[ranks, s, B, features]``: tokens come before samples, so the ranks' pieces lie
-one after the other as the ring rank's tokens do, and what comes needs no copy. A token's heads of
-every tensor (q, k, v) lie next to each other.
+What is exchanged is ``[ranks, s, B, features]``: tokens come before samples, so the ranks' slices
+lie one after the other as the ring rank's tokens do, and what is received needs no copy. A token's
+heads of all tensors (q, k, v) are neighbours.
 
 Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 """
@@ -16,75 +17,32 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, split_features
+from ds_usp.comm.channel import (
+    Channel,
+    HeadShapes,
+    PendingExchange,
+    RecvSpec,
+    SendSlice,
+    StagingBuffer,
+    split_features,
+)
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.comm.packing import DeferredSum, SendTensor, pack_for_send, view_by_rank
+from ds_usp.comm.packing import (
+    DeferredSum,
+    PreallocatedSend,
+    SendTensor,
+    copy_or_sum_into,
+    pack_for_send,
+    view_by_rank,
+)
 from ds_usp.strided_copy import strided_copy
 
-Send = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
-
-
-class PendingExchange:
-    """An exchange under way. This rank's own share is there already, or on the current stream.
-
-    Args:
-        land: makes what is returned of what has come.
-        way: to wait for; None: it is there.
-    """
-
-    def __init__(
-        self,
-        unpack: Callable[[], tuple[torch.Tensor, ...]],
-        work: Channel | dist.Work | None = None,
-    ) -> None:
-        self._unpack, self._work = unpack, work
-        self._result: tuple[torch.Tensor, ...] | None = None
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """What comes, every time; on GPUs the current stream waits for it, not the host."""
-        self.drain()
-        if self._result is None:
-            self._result, self._unpack = self._unpack(), tuple  # frees the receive buffer
-        return self._result
-
-    def drain(self) -> None:
-        """Wait for what is under way, and leave it: after an error, so that nothing is written
-        where others will allocate."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-
-def copy_or_sum_into(place: torch.Tensor, source: torch.Tensor | DeferredSum) -> None:
-    """Write a tensor, or what is to be one, to a place of its shape."""
-    if isinstance(source, torch.Tensor):
-        strided_copy(place, source)
-    else:
-        source.write(place)
-
-
-class PreallocatedSend(NamedTuple):
-    """Room from which heads will leave for the sequence, asked for before there is anything to
-    send: who makes it may write it there.
-
-    Attributes:
-        channel: that gave it.
-        parts: of the room, each tensor's ``[B, S, h, D]``.
-    """
-
-    channel: Channel
-    staging: StagingBuffer
-    views: tuple[torch.Tensor, ...]
-
-    def already_written(self, sources: Sequence[torch.Tensor | DeferredSum]) -> bool:
-        """Whether all of these have been written there."""
-        made = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
-        pairs = zip(made, self.views, strict=True)
-        return all(x is not None and x.is_set_to(part) for x, part in pairs)
+# Posts an all-to-all: send buffer, receive buffer, elements for each rank.
+PostAllToAll = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
 
 
 class _HeadRange(NamedTuple):
-    """Of one tensor: the first rank's first head, how many heads a rank has, and how far apart."""
+    """Of one tensor: rank 0's first head, heads of each rank, heads from one rank's to the next."""
 
     first: int
     num_heads: int
@@ -92,151 +50,158 @@ class _HeadRange(NamedTuple):
 
 
 class UniformAllToAll:
-    """The exchanges of some heads. Numbers that calls share are reckoned once: all of this is the
-    host's time, between kernels that wait for it.
+    """The head exchanges of one chunk of heads. Numbers that calls share are computed once: this
+    is CPU time between kernels.
 
     Args:
         mesh: the ranks.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses.
-        copies: copy engines carry it, else ``send``, which exchanges ``[ranks, ...]`` of some sizes
-            by messages.
+        copies: use copy engines, else the all-to-all that callers pass.
     """
 
     def __init__(
         self, mesh: SequenceMesh, ranges: Sequence[Sequence[tuple[int, int]]], copies: bool
     ) -> None:
         self._mesh, self._copies = mesh, copies
-        ranks, mine = mesh.ulysses_degree, mesh.ulysses_rank
-        self._ranks, self._rank = ranks, mine
+        self._ranks, self._rank = mesh.ulysses_degree, mesh.ulysses_rank
         self._heads = [
-            _HeadRange(each[0][0], each[0][1] - each[0][0], each[1][0] - each[0][0])
-            for each in ranges
+            _HeadRange(first, stop - first, second - first)
+            for (first, stop), (second, _), *_ in ranges
         ]
-        self._peers = [(mine + step) % ranks for step in range(1, ranks)]  # the next one first
-        self._sends = [(rank, rank, rank + 1) for rank in self._peers]
+        steps = range(1, self._ranks)  # the next rank first
+        self._peers = [(self._rank + step) % self._ranks for step in steps]
+        self._sends = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
 
-    def post_to_heads(self, tensors: Sequence[torch.Tensor], send: Send) -> PendingExchange:
+    def post_to_heads(self, tensors: Sequence[torch.Tensor], post: PostAllToAll) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         batch, tokens = tensors[0].shape[:2]
         shapes = self._head_shapes(tensors)
         size = self._buffer_shape(tokens, batch, shapes)
         recv_buffer = tensors[0].new_empty(size)
-        parts = map(self._view_per_rank, tensors, self._heads)
+        per_rank = map(self._view_per_rank, tensors, self._heads)
 
         def unpack() -> tuple[torch.Tensor, ...]:
-            return split_features(
-                recv_buffer.view(self._ranks * tokens, *size[2:]), shapes, tokens_first=True
-            )
+            received = recv_buffer.view(self._ranks * tokens, *size[2:])
+            return split_features(received, shapes, tokens_first=True)
 
-        channel, room = self._stage(recv_buffer, size)
+        channel, staging = self._acquire_staging(recv_buffer, size)
         if not self._copies:
-            sent = _pack(room, shapes, parts).tensor
-            return PendingExchange(unpack, send(sent, recv_buffer, self._split_sizes(recv_buffer)))
-        at = self._rank * (recv_buffer.numel() // self._ranks)
-        pieces = recv_buffer.unbind(0)
-        leaving = list(map(SendTensor, parts, split_features(pieces[self._rank], shapes)))
-        pack_for_send(room.tensor, self._rank, shapes, leaving)
-        channel.post(
-            room.tensor, self._sends, [(rank, pieces[rank], at, 0) for rank in self._peers]
+            packed = _pack(staging.views(shapes), per_rank, staging)
+            return PendingExchange(unpack, post(packed, recv_buffer, self._split_sizes(packed)))
+        offset = self._rank * (recv_buffer.numel() // self._ranks)
+        outs = recv_buffer.unbind(0)
+        local_outs = split_features(outs[self._rank], shapes)
+        pack_for_send(
+            staging.tensor, self._rank, shapes, list(map(SendTensor, per_rank, local_outs))
         )
+        recvs = [RecvSpec(peer, outs[peer], offset, 0) for peer in self._peers]
+        channel.post(staging.tensor, self._sends, recvs)
         return PendingExchange(unpack, channel)
 
     def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
-        """Ask for the room of :meth:`send_to_sequence`.
+        """Acquire the staging buffer of :meth:`post_to_sequence`.
 
         Args:
             like: for dtype and device.
-            sizes: of the places ``[B, s, H, D]``.
+            sizes: of the outputs ``[B, s, H, D]``.
         """
-        shapes = tuple([(each.num_heads, x[3]) for each, x in zip(self._heads, sizes, strict=True)])
+        pairs = zip(self._heads, sizes, strict=True)
+        shapes = tuple([(heads.num_heads, size[3]) for heads, size in pairs])
         batch, tokens = sizes[0][:2]
-        channel, room = self._stage(like, self._buffer_shape(tokens, batch, shapes))
-        return PreallocatedSend(channel, room, room.views(shapes, tokens_first=True))
+        channel, staging = self._acquire_staging(like, self._buffer_shape(tokens, batch, shapes))
+        return PreallocatedSend(channel, staging, staging.views(shapes, tokens_first=True))
 
     def post_to_sequence(
         self,
         sources: Sequence[torch.Tensor | DeferredSum],
-        places: Sequence[torch.Tensor],
-        send: Send,
+        outs: Sequence[torch.Tensor],
+        post: PostAllToAll,
         prealloc: PreallocatedSend | None = None,
     ) -> PendingExchange:
-        """``[B, S, h, D] -> [B, s, H, D]``. By messages, what leaves needs no copy if it is one
-        dense tensor of one sample; copy engines bring what comes to its place.
+        """``[B, S, h, D] -> [B, s, H, D]``. Over NCCL and gloo one dense tensor of one sample is
+        sent without a copy; copy engines write to ``outs`` directly.
 
         Args:
-            departure: room that was asked for; what is there already is not packed again.
+            prealloc: the staging buffer, acquired before; sources that are its views are not
+                packed again.
         """
-        like = places[0]
-        batch, tokens = like.shape[:2]
-        shapes = self._head_shapes(places)
+        batch, tokens = outs[0].shape[:2]
+        shapes = self._head_shapes(outs)
         size = self._buffer_shape(tokens, batch, shapes)
-        goals = [self._view_per_rank(x, each) for x, each in zip(places, self._heads, strict=True)]
+        outs_per_rank = list(map(self._view_per_rank, outs, self._heads))
         if not self._copies:
-            sent = (
-                self._as_dense_send_buffer(sources[0], size) if len(sources) == batch == 1 else None
-            )
-            if sent is None:
-                room = prealloc.staging if prealloc else self._stage(like, size)[1]
-                sent = _pack_sums(room, shapes, sources).tensor
-            recv_buffer = torch.empty_like(sent)
+            packed = self._as_send_buffer(sources[0], size) if len(sources) == batch == 1 else None
+            if packed is None:
+                staging = prealloc[1] if prealloc else self._acquire_staging(outs[0], size)[1]
+                packed = _pack(staging.views(shapes, tokens_first=True), sources, staging)
+            recv_buffer = torch.empty_like(packed)
 
             def unpack() -> tuple[torch.Tensor, ...]:
-                for goal, part in zip(goals, split_features(recv_buffer, shapes), strict=True):
-                    strided_copy(goal, part)
+                received = split_features(recv_buffer, shapes)
+                for out, view in zip(outs_per_rank, received, strict=True):
+                    strided_copy(out, view)
                 return ()
 
-            return PendingExchange(unpack, send(sent, recv_buffer, self._split_sizes(sent)))
-        channel, room = prealloc[:2] if prealloc else self._stage(like, size)
-        row = size[2] * size[3]
-        at = self._rank * tokens * row
-        pulls, leaving = [], []
-        for source, goal, (heads, dim) in zip(sources, goals, shapes, strict=True):
-            places = goal.unbind(0)
-            pieces = (
-                view_by_rank(source, self._ranks) if isinstance(source, torch.Tensor) else source
+            return PendingExchange(unpack, post(packed, recv_buffer, self._split_sizes(packed)))
+        channel, staging = prealloc[:2] if prealloc else self._acquire_staging(outs[0], size)
+        row_stride = size[2] * size[3]
+        offset = self._rank * tokens * row_stride
+        send_tensors, recvs_per_tensor = [], []
+        for source, out, (heads, dim) in zip(sources, outs_per_rank, shapes, strict=True):
+            rank_outs = out.unbind(0)
+            per_rank = source
+            if isinstance(source, torch.Tensor):
+                per_rank = view_by_rank(source, self._ranks)
+            send_tensors.append(SendTensor(per_rank, rank_outs[self._rank]))
+            recvs_per_tensor.append(
+                [RecvSpec(peer, rank_outs[peer], offset, row_stride) for peer in self._peers]
             )
-            leaving.append(SendTensor(pieces, places[self._rank]))
-            pulls.append([(rank, places[rank], at, row) for rank in self._peers])
-            at += heads * dim
-        packed = prealloc is not None and prealloc.already_written(sources)
-        pack_for_send(room.tensor, self._rank, shapes, leaving, already_packed=packed)
-        arriving = [pull for each in zip(*pulls, strict=True) for pull in each]
-        channel.post(room.tensor, self._sends, arriving)
+            offset += heads * dim
+        already_packed = prealloc is not None and prealloc.already_written(sources)
+        pack_for_send(
+            staging.tensor, self._rank, shapes, send_tensors, already_packed=already_packed
+        )
+        recvs = [recv for of_peer in zip(*recvs_per_tensor, strict=True) for recv in of_peer]
+        channel.post(staging.tensor, self._sends, recvs)
         return PendingExchange(tuple, channel)
 
-    def _stage(self, like: torch.Tensor, size: tuple[int, ...]) -> tuple[Channel, StagingBuffer]:
-        """To pack into what leaves, and the way for it."""
+    def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:
+        """Staging memory of one copy-engine exchange, in bytes.
+
+        Args:
+            tokens, batch, dims, itemsize: tokens of a rank, samples, each tensor's head dim, bytes
+                of an element.
+        """
+        pairs = zip(self._heads, dims, strict=True)
+        shapes = tuple((heads.num_heads, dim) for heads, dim in pairs)
+        return (
+            math.prod(self._buffer_shape(tokens, batch, shapes)) * itemsize if self._copies else 0
+        )
+
+    def _acquire_staging(
+        self, like: torch.Tensor, size: tuple[int, ...]
+    ) -> tuple[Channel, StagingBuffer]:
         channel = self._mesh.channel("all_to_all", self._copies)
         return channel, channel.acquire_staging(size, like, like.dtype)
 
     @staticmethod
-    def _as_dense_send_buffer(
+    def _as_send_buffer(
         source: torch.Tensor | DeferredSum, size: tuple[int, ...]
     ) -> torch.Tensor | None:
-        """What travels, where it is that already."""
+        """The source as what is sent, if it is dense; else None."""
         if isinstance(source, torch.Tensor) and source.is_contiguous():
             return source.view(size)
         return None
 
-    def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], item: int) -> int:
-        """What a rank packs at most for one exchange that copy engines carry.
-
-        Args:
-            tokens, batch, dims, item: tokens of a rank, samples, each tensor's head dim, bytes of
-                an element.
-        """
-        shapes = tuple((each.num_heads, dim) for each, dim in zip(self._heads, dims, strict=True))
-        return math.prod(self._buffer_shape(tokens, batch, shapes)) * item if self._copies else 0
-
     def _head_shapes(self, tensors: Sequence[torch.Tensor]) -> HeadShapes:
         """Heads and head dim of each tensor on one rank."""
         pairs = zip(self._heads, tensors, strict=True)
-        return tuple([(each.num_heads, x.shape[3]) for each, x in pairs])
+        return tuple([(heads.num_heads, x.shape[3]) for heads, x in pairs])
 
     def _buffer_shape(
         self, tokens: int, batch: int, shapes: HeadShapes
     ) -> tuple[int, int, int, int]:
-        """Of all that travels."""
+        """Of what is exchanged."""
         return self._ranks, tokens, batch, sum([heads * dim for heads, dim in shapes])
 
     def _split_sizes(self, x: torch.Tensor) -> list[int]:
@@ -245,25 +210,20 @@ class UniformAllToAll:
     def _view_per_rank(self, x: torch.Tensor, heads: _HeadRange) -> torch.Tensor:
         """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""
         batch, tokens, _, dim = x.shape
-        sample, token, head, one = x.stride()
+        sample, token, head, feature = x.stride()
         return x.as_strided(
             (self._ranks, tokens, batch, heads.num_heads, dim),
-            (heads.stride * head, token, sample, head, one),
+            (heads.stride * head, token, sample, head, feature),
             x.storage_offset() + heads.first * head,
         )
 
 
-def _pack_sums(
-    room: StagingBuffer, shapes: HeadShapes, sources: Sequence[torch.Tensor | DeferredSum]
-) -> StagingBuffer:
-    """The room, with these ``[B, S, h, D]`` packed in it."""
-    for place, source in zip(room.views(shapes, tokens_first=True), sources, strict=True):
-        copy_or_sum_into(place, source)
-    return room
-
-
-def _pack(room: StagingBuffer, shapes: HeadShapes, parts: Iterable[torch.Tensor]) -> StagingBuffer:
-    """The room, with these tensors packed in it."""
-    for place, part in zip(room.views(shapes), parts, strict=True):
-        strided_copy(place, part)
-    return room
+def _pack(
+    views: Sequence[torch.Tensor],
+    sources: Iterable[torch.Tensor | DeferredSum],
+    staging: StagingBuffer,
+) -> torch.Tensor:
+    """The staging buffer's tensor, with these sources written to its views."""
+    for view, source in zip(views, sources, strict=True):
+        copy_or_sum_into(view, source)
+    return staging.tensor

@@ -15,9 +15,9 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import MeshError, SequenceMesh, Tuning
 from ds_usp.attention.tuning import ResolvedTuning
-from ds_usp.comm.channel import P2PChannel, RecvSpecs, SendSlices, StagingBuffer
+from ds_usp.comm.channel import P2PChannel, RecvSpec, SendSlice, StagingBuffer
 from ds_usp.comm.copy_engine import num_slots
-from ds_usp.comm.uniform_all_to_all import PreallocatedSend
+from ds_usp.comm.packing import PreallocatedSend
 from ds_usp.geometry.chunking import chunk_positions
 from ds_usp.kernels import merge
 from ds_usp.strided_copy import strided_copy
@@ -58,7 +58,9 @@ class PullingChannel(P2PChannel):
         self.at, self.turn = slots.at, slots.turns[slots.at]
         return self.mine
 
-    def post(self, packed: torch.Tensor, leaving: SendSlices, arriving: RecvSpecs) -> None:
+    def post(
+        self, packed: torch.Tensor, leaving: Sequence[SendSlice], arriving: Sequence[RecvSpec]
+    ) -> None:
         rooms: list[Any] = [None] * dist.get_world_size(self._group)
         slots = self.slots[self._kind]
         assert packed is self.mine.tensor

@@ -14,7 +14,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import Tuning
 from ds_usp.attention import functional, pipeline
-from ds_usp.comm.uniform_all_to_all import PendingExchange
+from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
 WORLD = 4

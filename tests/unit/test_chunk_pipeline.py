@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_usp.attention.pipeline import _ChunkPipeline, _InflightChunk
-from ds_usp.comm.uniform_all_to_all import PendingExchange
+from ds_usp.comm.channel import PendingExchange
 
 
 def events(*, ring: bool, local_heads: bool, backward: bool, chunks: int) -> list[str]:

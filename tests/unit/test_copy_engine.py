@@ -94,8 +94,8 @@ def test_the_simulation_sees_a_room_that_is_told_of_again_too_early() -> None:
 def test_the_simulation_sees_a_rank_that_is_told_twice() -> None:
     real = CopyEngine.publish_and_pull
 
-    def twice(engine: CopyEngine, slot: Any, users: Sequence[int], arriving: Any) -> Any:
-        return real(engine, slot, [*users, *users], arriving)
+    def twice(engine: CopyEngine, slot: Any, readers: Sequence[int], *recvs: Any) -> Any:
+        return real(engine, slot, [*readers, *readers], *recvs)
 
     with mock.patch.object(CopyEngine, "publish_and_pull", twice):
         assert any(outcome(seed) != (0, True) for seed in range(40))

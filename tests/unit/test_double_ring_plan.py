@@ -17,7 +17,7 @@ from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
-from ds_usp.comm.channel import RecvSpecs, StagingBuffer
+from ds_usp.comm.channel import RecvSpec, StagingBuffer
 from ds_usp.geometry.double_ring import TokenRange
 from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
@@ -248,7 +248,7 @@ class Recorder:
     ) -> StagingBuffer:
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, packed: object, sends: object, recvs: RecvSpecs) -> None:
+    def post(self, packed: object, sends: object, recvs: Sequence[RecvSpec]) -> None:
         assert not self.in_flight
         self.in_flight = True
         self.filling = [recv_buffer for _, recv_buffer, _, _ in recvs]

@@ -12,11 +12,10 @@ import torch
 from copy_engine_model import KINDS, SLOT, FakeMemory, World
 
 from ds_usp import MeshError, SequenceMesh
-from ds_usp.comm import copy_engine
-from ds_usp.comm import engines as engines_module
-from ds_usp.comm.copy_engine import CopyEngine, CopyEngineChannel
+from ds_usp.comm import copy_engine, copy_engine_channel
+from ds_usp.comm.copy_engine import CopyEngine
+from ds_usp.comm.copy_engine_channel import CopyEngineChannel, _abort_until_idle, abort_waits
 from ds_usp.comm.cuda_driver import FlagOp, FlagOpBatch
-from ds_usp.comm.engines import _abort_until_idle, abort_waits
 from ds_usp.comm.ledger import CommLedger
 
 
@@ -26,7 +25,7 @@ def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
     with world.patched():
         _, first = engine.acquire_slot((4, 8), torch.bfloat16)
         _, again = engine.acquire_slot((4, 8), torch.bfloat16)  # an error came between
-        engine.publish_and_pull(again, [], [])
+        engine.publish_and_pull(again, [], [], 1)
         _, other = engine.acquire_slot((4, 8), torch.bfloat16)
     assert first is again and other is not again and engine.exchanges == 1
 
@@ -40,7 +39,7 @@ def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
                 rooms = []
                 for _ in range(2):
                     room, slot = engine.acquire_slot((4, 8), torch.bfloat16)
-                    engine.publish_and_pull(slot, [], [])
+                    engine.publish_and_pull(slot, [], [], 1)
                     rooms += [room.tensor, *room.views(((2, 4),))]
         assert rooms[0].data_ptr() == rooms[1].data_ptr() != rooms[2].data_ptr()
         for x in rooms:
@@ -76,7 +75,7 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -
     with world.patched():
         for _ in range(3):
             _, slot = engine.acquire_slot((4, 8), torch.bfloat16)
-            engine.publish_and_pull(slot, [], [])
+            engine.publish_and_pull(slot, [], [], 1)
     assert engine.captured == bool(graph)
     old = weakref.ref(engine._memory)
     assert grown(world, engine, old) == [bool(graph)]
@@ -141,7 +140,7 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
     _abort_until_idle([lost])
     assert lost.abort_waits.call_count == 1
     stuck = mock.Mock(abort_waits=mock.Mock(return_value=True))
-    with mock.patch.object(engines_module, "_ABORT_TIMEOUT_S", 0.02):
+    with mock.patch.object(copy_engine_channel, "_ABORT_TIMEOUT_S", 0.02):
         _abort_until_idle([stuck])
     assert 1 < stuck.abort_waits.call_count <= 21
 
