@@ -10,14 +10,14 @@ import argparse
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_harness import Session, Step
+from bench_harness import Session, Step, Table, warm_up_seconds
 from flash2_shim import torch_flash_attn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +26,8 @@ import ds_usp
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+CAUSAL = ds_usp.MaskSpec.causal()
+COLUMNS = ("contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
 KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
 
 
@@ -161,9 +163,13 @@ def all_meshes() -> list[ds_usp.SequenceMesh]:
     return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
 
 
-def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: str) -> Attend:
+def usp_attend(
+    mesh: ds_usp.SequenceMesh,
+    layout: ds_usp.TokenLayout,
+    kernel: str,
+    mask: ds_usp.MaskSpec = CAUSAL,
+) -> Attend:
     """usp_attention as a function of q, k and v."""
-    mask = ds_usp.MaskSpec.causal()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
@@ -171,32 +177,73 @@ def usp_attend(mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, kernel: st
     return attend
 
 
-def ds_usp_baseline(mesh: ds_usp.SequenceMesh, kernel: str) -> Baseline:
-    """ds_usp over one mesh."""
+def ds_usp_baseline(
+    mesh: ds_usp.SequenceMesh,
+    kernel: str,
+    mask: ds_usp.MaskSpec = CAUSAL,
+    kind: str = "zigzag",
+    documents: Sequence[int] = (),
+) -> Baseline:
+    """ds_usp over one mesh, in the token layout ``kind``."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        layout = mesh.layout("zigzag", shape.seq_len)
-        return usp_attend(mesh, layout, kernel), shape, layout.length(mesh.rank)
+        layout = mesh.layout(kind, shape.seq_len, documents)
+        return usp_attend(mesh, layout, kernel, mask), shape, layout.length(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
 
-def single_gpu_baseline(kernel: str) -> Baseline:
+def single_gpu_baseline(kernel: str, mask: ds_usp.MaskSpec = CAUSAL) -> Baseline:
     """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        world = dist.get_world_size()
-        mesh = ds_usp.SequenceMesh.single()
-        share = Shape(
-            shape.seq_len, shape.heads // world, max(shape.kv_heads // world, 1), shape.head_dim
-        )
-        return (
-            usp_attend(mesh, mesh.layout("contiguous", shape.seq_len), kernel),
-            share,
-            shape.seq_len,
-        )
+        world, mesh = dist.get_world_size(), ds_usp.SequenceMesh.single()
+        local = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
+        layout = mesh.layout("contiguous", shape.seq_len)
+        return usp_attend(mesh, layout, kernel, mask), local, shape.seq_len
 
     return Baseline("one GPU", kernel, attend)
+
+
+def time_baselines(
+    session: Session,
+    args: argparse.Namespace,
+    table: Table,
+    shape: Shape,
+    baselines: Sequence[Baseline],
+    *,
+    workload: str,
+    tflop: float,
+    forward_only: bool = False,
+    graphs: bool = False,
+) -> None:
+    """Time baselines interleaved and add a row for each: :data:`COLUMNS` after the workload.
+
+    Args:
+        tflop: of all ranks.
+        graphs: time the replay of each step, captured in a CUDA graph.
+    """
+    steps, extra = {}, {}
+    for baseline in baselines:
+        step = baseline.prepared(session, shape, forward_only)
+        if step is None:
+            continue
+        extra[baseline.label] = baseline.extra_gib(session, step)
+        replay = session.try_all_ranks(partial(session.capture_graph, step)) if graphs else step
+        if isinstance(replay, str):
+            session.print0(f"{workload}  {baseline.label}: left out, no CUDA graph of it: {replay}")
+        else:
+            steps[baseline.label] = replay
+    medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
+    for name, seconds in medians.items():
+        rate = tflop / session.world / seconds
+        fraction = medians.get(f"one GPU, {name.split(', ')[-1]}", float("nan")) / seconds
+        numbers = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{fraction:.3f}", f"{extra[name]:.2f}")
+        table.add([workload, name, *numbers])
+        session.print0(
+            f"{workload}  {name:44} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
+            f"{fraction:7.1%} of the kernel {extra[name]:6.2f} GiB"
+        )
 
 
 def _sdpa(kernel: str) -> Attend:
@@ -237,8 +284,7 @@ def _world_group() -> DeviceMesh:
 
 @contextmanager
 def torch_rotation(method: str) -> Iterator[None]:
-    """torch's context parallelism around one forward and backward pass. It requires a buffer to
-    shard, so it gets a short one."""
+    """torch's context parallelism around one pass; it requires a buffer to shard."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -263,8 +309,7 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
 
 
 def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
-    """yunchang's LongContextAttention on FlashAttention-2, zigzag; on torch's where the package
-    flash-attn is not installed."""
+    """yunchang's LongContextAttention, zigzag, on FlashAttention-2 of flash-attn or torch."""
     world = dist.get_world_size()
     for ulysses in ulysses_degrees():
 
@@ -286,8 +331,7 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
 
 @lru_cache(maxsize=1)
 def load_cudnn() -> None:
-    """Load the cuDNN libraries of torch's package: TransformerEngine would otherwise load the
-    system's, which may be of another version."""
+    """Load cuDNN from torch's package; TransformerEngine would load the system's version."""
     try:
         import nvidia.cudnn
     except ImportError:  # torch was not installed with the package of it

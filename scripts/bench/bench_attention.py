@@ -23,15 +23,22 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import reference
-from baselines import PEERS, Shape, all_baselines, all_meshes, parse_baseline_args, shape_flags
-from bench_harness import Session, Table, common_flags, comparison_flags, warm_up_seconds
+from baselines import (
+    COLUMNS,
+    PEERS,
+    Shape,
+    all_baselines,
+    all_meshes,
+    parse_baseline_args,
+    shape_flags,
+    time_baselines,
+)
+from bench_harness import Session, Table, common_flags, comparison_flags
 
 import ds_usp
 
-COLUMNS = ("shape", "contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
 LONGEST_CHECKED = 8192
 LARGEST_RATIO = 1.5
 
@@ -51,36 +58,21 @@ def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape])
     note = "bf16, causal, batch 1" + (
         ", in CUDA graphs; extra_gib of the calls that they hold" if args.graphs else ""
     )
-    table = Table(session, args.out, COLUMNS, note)
+    table = Table(session, args.out, ("shape", *COLUMNS), note)
     baselines = all_baselines(args.kernels, args.peers)
     for shape in shapes:
         start = time.monotonic()
-        steps, extra = {}, {}
-        for baseline in baselines:
-            step = baseline.prepared(session, shape, args.forward)
-            if step is None:
-                continue
-            extra[baseline.label] = baseline.extra_gib(session, step)
-            step_or_reason = (
-                session.try_all_ranks(partial(session.capture_graph, step)) if args.graphs else step
-            )
-            if isinstance(step_or_reason, str):
-                session.print0(
-                    f"{shape}  {baseline.label}: left out, no CUDA graph of it: {step_or_reason}"
-                )
-            else:
-                steps[baseline.label] = step_or_reason
-        medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
-        tflop = shape.tflop * (1 / 3.5 if args.forward else 1.0)
-        for name, seconds in medians.items():
-            rate = tflop / session.world / seconds
-            share = medians.get(f"one GPU, {name.split(', ')[1]}", float("nan")) / seconds
-            figures = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.3f}", f"{extra[name]:.2f}")
-            table.add([str(shape), name, *figures])
-            session.print0(
-                f"{shape}  {name:30} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
-                f"{share:7.1%} of the kernel {extra[name]:6.2f} GiB"
-            )
+        time_baselines(
+            session,
+            args,
+            table,
+            shape,
+            baselines,
+            workload=str(shape),
+            tflop=shape.tflop * (1 / 3.5 if args.forward else 1.0),
+            forward_only=args.forward,
+            graphs=args.graphs,
+        )
         session.print0(f"{shape}  took {time.monotonic() - start:.0f} s")
     return True
 

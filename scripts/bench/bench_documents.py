@@ -20,21 +20,22 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from baselines import (
+    COLUMNS,
     PEERS,
-    Attend,
     Baseline,
     Shape,
     all_meshes,
     baseline_flags,
+    ds_usp_baseline,
     parse_baseline_args,
+    single_gpu_baseline,
+    time_baselines,
 )
-from bench_harness import Session, Table, common_flags, comparison_flags, warm_up_seconds
+from bench_harness import Session, Table, common_flags, comparison_flags
 
 import ds_usp
 
-COLUMNS = ("workload", "contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
 SHORT = 1024  # tokens of the probe for packed documents in another library
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     shortest, longest = map(int, args.documents.split(":"))
     borders = packed(shape.seq_len, shortest, longest, args.seed)
     note = f"bf16, causal, batch 1; documents {borders}"
-    table = Table(session, args.out, COLUMNS, note)
+    table = Table(session, args.out, ("workload", *COLUMNS), note)
     session.print0(f"{len(borders) - 1} documents: {borders}")
     compare_documents(session, args, table, shape, borders)
     for name, reason in refusals(session, args.peers, shape):
@@ -70,122 +71,48 @@ def tflop(shape: Shape, pairs: int) -> float:
     return 3.5 * 4 * pairs * shape.heads * shape.head_dim / 1e12
 
 
+def meshes_by_layout(
+    kernels: Sequence[str], mask: ds_usp.MaskSpec, kind: str, documents: Sequence[int] = ()
+) -> list[Baseline]:
+    """The single-GPU kernel, and ds_usp on every mesh: in ``kind`` with a ring, and in zigzag."""
+    baselines = [single_gpu_baseline(kernel, mask) for kernel in kernels]
+    for kernel in kernels:
+        for mesh in all_meshes():
+            for layout in (kind, "zigzag") if mesh.ring_degree > 1 else ("zigzag",):
+                borders = documents if layout == "balanced" else ()
+                baseline = ds_usp_baseline(mesh, kernel, mask, layout, borders)
+                baselines.append(replace(baseline, name=f"{baseline.name} {layout}"))
+    return baselines
+
+
 def compare_documents(
     session: Session, args: argparse.Namespace, table: Table, shape: Shape, borders: list[int]
 ) -> None:
     """ds_usp and the single-GPU kernel on documents; other libraries on the full sequence."""
-    mask = ds_usp.MaskSpec.causal(borders)
     pairs = sum((end - start) * (end - start + 1) // 2 for start, end in pairwise(borders))
-    baselines = [single_gpu_baseline(kernel, mask) for kernel in args.kernels]
+    baselines = meshes_by_layout(args.kernels, ds_usp.MaskSpec.causal(borders), "balanced", borders)
     baselines += [
-        ds_usp_baseline(mesh, kernel, mask, layout, borders)
-        for kernel in args.kernels
-        for mesh in all_meshes()
-        for layout in (("balanced", "zigzag") if mesh.ring_degree > 1 else ("zigzag",))
-    ]
-    dense_baselines = [
         replace(baseline, name=f"{baseline.name} (all pairs)")
         for peer in args.peers
         for baseline in PEERS[peer](args.kernels)
     ]
-    compare(
-        session,
-        args,
-        table,
-        "documents",
-        shape,
-        [*baselines, *dense_baselines],
-        tflop(shape, pairs),
-    )
+    work = tflop(shape, pairs)
+    time_baselines(session, args, table, shape, baselines, workload="documents", tflop=work)
 
 
 def compare_windows(session: Session, args: argparse.Namespace, table: Table, shape: Shape) -> None:
     """ds_usp with a sliding window and with a full causal mask."""
     left = args.window
     full = shape.seq_len * (shape.seq_len + 1) // 2
-    masked = shape.seq_len - 1 - left
-    visible_pairs = full - max(masked, 0) * (max(masked, 0) + 1) // 2
+    masked = max(shape.seq_len - 1 - left, 0)
+    visible_pairs = full - masked * (masked + 1) // 2
     for name, mask, pairs in (
         (f"window {left}", ds_usp.MaskSpec.window(left), visible_pairs),
         ("causal", ds_usp.MaskSpec.causal(), full),
     ):
-        baselines = [single_gpu_baseline(kernel, mask) for kernel in args.kernels]
-        baselines += [
-            ds_usp_baseline(mesh, kernel, mask, layout, [])
-            for kernel in args.kernels
-            for mesh in all_meshes()
-            for layout in (("contiguous", "zigzag") if mesh.ring_degree > 1 else ("zigzag",))
-        ]
-        compare(session, args, table, name, shape, baselines, tflop(shape, pairs))
-
-
-def compare(
-    session: Session,
-    args: argparse.Namespace,
-    table: Table,
-    workload: str,
-    shape: Shape,
-    baselines: Sequence[Baseline],
-    work: float,
-) -> None:
-    """Time baselines on one workload of ``work`` TFLOP."""
-    steps, extra = {}, {}
-    for baseline in baselines:
-        step = baseline.prepared(session, shape, forward_only=False)
-        if step is not None:
-            steps[baseline.label] = step
-            extra[baseline.label] = baseline.extra_gib(session, step)
-    medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
-    for name, seconds in medians.items():
-        rate = work / session.world / seconds
-        share = medians.get(f"one GPU, {name.split(', ')[-1]}", float("nan")) / seconds
-        figures = (f"{seconds * 1e3:.3f}", f"{rate:.1f}", f"{share:.3f}", f"{extra[name]:.2f}")
-        table.add([workload, name, *figures])
-        session.print0(
-            f"{workload}  {name:44} {seconds * 1e3:9.2f} ms {rate:6.1f} TFLOP/s per GPU "
-            f"{share:7.1%} of the kernel {extra[name]:6.2f} GiB"
-        )
-
-
-def ds_usp_baseline(
-    mesh: ds_usp.SequenceMesh,
-    kernel: str,
-    mask: ds_usp.MaskSpec,
-    kind: str,
-    borders: Sequence[int],
-) -> Baseline:
-    """ds_usp over one mesh, in one layout."""
-
-    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        documents = borders if kind == "balanced" else ()
-        layout = mesh.layout(kind, shape.seq_len, documents)
-        return attention(mesh, layout, mask, kernel), shape, layout.length(mesh.rank)
-
-    name = f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree} {kind}"
-    return Baseline(name, kernel, attend, mesh)
-
-
-def single_gpu_baseline(kernel: str, mask: ds_usp.MaskSpec) -> Baseline:
-    """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
-
-    def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        world, mesh = dist.get_world_size(), ds_usp.SequenceMesh.single()
-        share = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
-        layout = mesh.layout("contiguous", shape.seq_len)
-        return attention(mesh, layout, mask, kernel), share, shape.seq_len
-
-    return Baseline("one GPU", kernel, attend)
-
-
-def attention(
-    mesh: ds_usp.SequenceMesh, layout: ds_usp.TokenLayout, mask: ds_usp.MaskSpec, kernel: str
-) -> Attend:
-    """usp_attention as a function of q, k and v."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
-
-    return attend
+        baselines = meshes_by_layout(args.kernels, mask, "contiguous")
+        work = tflop(shape, pairs)
+        time_baselines(session, args, table, shape, baselines, workload=name, tflop=work)
 
 
 # ------------------------------------------------------------------ peers
