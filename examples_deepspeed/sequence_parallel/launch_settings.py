@@ -6,6 +6,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from usp_trainer.arg_types import Integer
@@ -24,10 +25,11 @@ REQUIRED = (
     "lr",
 )
 # All settings with their defaults.
-DEFAULTS: dict[str, str] = dict(
-    re.findall(
-        r"(\w+)=(\S*)",
-        """
+DEFAULTS: Mapping[str, str] = MappingProxyType(
+    dict(
+        re.findall(
+            r"(\w+)=(\S*)",
+            """
         seq_length= model_size= num_layers= hidden_size= num_attn_heads= num_kv_heads=
         global_batch_size= batch_size=1 lr= min_lr=0 lr_decay_style=cosine init_std=0.02
         rotary=false rope_theta=10000 clip_grad=1.0 weight_decay=0.1 precision=bf16
@@ -42,6 +44,7 @@ DEFAULTS: dict[str, str] = dict(
         output_home=usp_output tensorboard_dir= wandb_project= wandb_exp_name= wandb_save_dir=
         megatron_deepspeed_path= dry_run=0
         """,
+        )
     )
 )
 # Flags that both programs have, and the settings that are their values.
@@ -84,8 +87,8 @@ CPU_FLAGS = """
     --no-bias-dropout-fusion
 """
 RECOMPUTE_FLAGS = "--checkpoint-activations --deepspeed-activation-checkpointing"
-SETTING_OF_FLAG: dict[str, str] = dict(
-    re.findall(r"(--\S+) \{(\w+)\}", FLAGS + OPTIONAL_FLAGS + OTHER_FLAGS)
+SETTING_OF_FLAG: Mapping[str, str] = MappingProxyType(
+    dict(re.findall(r"(--\S+) \{(\w+)\}", FLAGS + OPTIONAL_FLAGS + OTHER_FLAGS))
 )
 
 
@@ -106,37 +109,41 @@ class Choice:
 
 
 # Types of settings that are no value of a flag.
-TYPES: dict[str, Any] = {
-    "rotary": Choice(("true", "false")),
-    "activation_checkpoint": Choice(("true", "false")),
-    "precision": Choice(("bf16", "fp32")),
-    "launcher": Choice(("deepspeed", "torchrun", "srun")),
-    "dry_run": Choice("01"),
-    "num_gpus": Integer(1),
-    "nnodes": Integer(1),
-    "node_rank": Integer(0),
-    "master_port": Integer(0),
-    "num_workers": Integer(0),
-    "train_tokens_in_billion": Integer(0),
-    "lr_decay_tokens_in_billion": Integer(0),
-    "lr_warmup_tokens_in_million": Integer(0),
-}
+TYPES: Mapping[str, Any] = MappingProxyType(
+    {
+        "rotary": Choice(("true", "false")),
+        "activation_checkpoint": Choice(("true", "false")),
+        "precision": Choice(("bf16", "fp32")),
+        "launcher": Choice(("deepspeed", "torchrun", "srun")),
+        "dry_run": Choice("01"),
+        "num_gpus": Integer(1),
+        "nnodes": Integer(1),
+        "node_rank": Integer(0),
+        "master_port": Integer(0),
+        "num_workers": Integer(0),
+        "train_tokens_in_billion": Integer(0),
+        "lr_decay_tokens_in_billion": Integer(0),
+        "lr_warmup_tokens_in_million": Integer(0),
+    }
+)
 # Variables that other programs read, so they are no misspelt settings.
 FOREIGN_VARIABLES = re.compile(
     "(CUDA|NCCL|SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|UCX|TORCH|PYTORCH|NVIDIA|DS|OMP|MKL|GLOO|LOCAL|GROUP"
     "|ROLE|WANDB|HF|LC|XDG|SSH|CI|GIT|PIP|CONDA|BASH|PYTHON|LD)_.*|NUM_CPUS"
 )
-MEGATRON_NAMES = {
-    "NUM_ATTENTION_HEADS": "NUM_ATTN_HEADS",
-    "NUM_KEY_VALUE_HEADS": "NUM_KV_HEADS",
-    "NUM_QUERY_GROUPS": "NUM_KV_HEADS",
-    "MICRO_BATCH_SIZE": "BATCH_SIZE",
-    "TP_SIZE": "MP_SIZE",
-    "CP_SIZE": "SP_SIZE",
-    "TENSOR_MODEL_PARALLEL_SIZE": "MP_SIZE",
-    "PIPELINE_MODEL_PARALLEL_SIZE": "PP_SIZE",
-    "DS_SEQUENCE_PARALLEL_SIZE": "SP_SIZE",
-}
+MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "NUM_ATTENTION_HEADS": "NUM_ATTN_HEADS",
+        "NUM_KEY_VALUE_HEADS": "NUM_KV_HEADS",
+        "NUM_QUERY_GROUPS": "NUM_KV_HEADS",
+        "MICRO_BATCH_SIZE": "BATCH_SIZE",
+        "TP_SIZE": "MP_SIZE",
+        "CP_SIZE": "SP_SIZE",
+        "TENSOR_MODEL_PARALLEL_SIZE": "MP_SIZE",
+        "PIPELINE_MODEL_PARALLEL_SIZE": "PP_SIZE",
+        "DS_SEQUENCE_PARALLEL_SIZE": "SP_SIZE",
+    }
+)
 
 
 def misspelt_setting(variables: Iterable[str]) -> tuple[str, str] | None:

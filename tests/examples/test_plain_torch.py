@@ -36,12 +36,12 @@ def run_example(ctx: RankContext, *, name: str, commands: list[str]) -> list[tup
     sys.path.insert(0, str(FOLDER))
     from importlib import import_module
 
-    module, found = import_module(name), []
+    module, outcomes = import_module(name), []
     for command in commands:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             code = module.main(command.split())
-        found.append((code, out.getvalue()))
-    return found
+        outcomes.append((code, out.getvalue()))
+    return outcomes
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -36,7 +36,7 @@ def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
 
 def test_test_sh_passes_pytests_exit_code_on(tmp_path: Path) -> None:
     script, this = ROOT / "scripts/test.sh", "tests/examples/test_scripts.py"
-    none = bash(script, "unit", "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
+    none = bash(script, "dist", "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
     assert none.returncode == 5, none.stderr
     one = f"{this}::test_unknown_groups_of_tests_are_refused"
     assert bash(script, one, "-q", cwd=tmp_path, USP_NO_INSTALL="1").returncode == 0

@@ -1,11 +1,10 @@
-"""The training scripts run by bash: their commands against golden files, and the tiny one trains.
+"""The training scripts run by bash: golden commands, refusals, logs. They train in tests/megatron.
 
 ``python tests/examples/test_sequence_parallel_scripts.py`` writes the golden files anew.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CHECKOUT, FOLDER, GPUS, PROGRAMS, ROOT, SCRIPTS, bash, free_port
+from pretrain_scripts import CHECKOUT, FOLDER, GPUS, PROGRAMS, ROOT, SCRIPTS, bash
 
 CASES = [(size, program) for size in SCRIPTS for program in PROGRAMS]
 
@@ -53,35 +52,6 @@ def test_refused_starts_touch_no_folder(tmp_path: Path) -> None:
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
         assert list(tmp_path.iterdir()) == []
-
-
-def test_the_tiny_script_trains_to_its_end(tmp_path: Path) -> None:
-    done = bash("tiny", cwd=tmp_path, timeout=300, MASTER_PORT=free_port())
-    assert done.returncode == 0, done.stdout + done.stderr
-    (metrics,) = tmp_path.glob("usp_output/*/metrics.jsonl")
-    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] - 1
-    assert (tmp_path / "usp_output/checkpoint" / metrics.parent.name / "latest").exists()
-    (log,) = tmp_path.glob("usp_output/log/*.log")
-    assert "step 20/20" in log.read_text()
-
-
-def test_torchrun_trains_a_blend(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"text of {name}. " * 4000)
-    settings = {"SP_SIZE": "2", "NUM_GPUS": "2", "TRAIN_ITERS": "1", "ULYSSES_DEGREE": "1"}
-    settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": free_port(), "EVAL_INTERVAL": "1"}
-    settings |= {"NUM_LAYERS": "1", "SEQ_LENGTH": "64", "SPLIT": "50,50,0"}
-    settings |= {"DATA_PATH": "0.3 a.txt 0.7 b.txt"}
-    done = bash("tiny", cwd=tmp_path, timeout=300, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (metrics,) = tmp_path.glob("usp_output/*/metrics.jsonl")
-    (row,) = map(json.loads, metrics.read_text().splitlines())
-    losses = f"loss {row['loss']:.3f}, validation loss {row['valid_loss']:.3f}"
-    assert f"step 1/1: {losses}, lr 0.001, gradient norm " in done.stdout
-    assert "kernel sdpa (chosen by auto), fp32, head dim 16" in done.stdout
-    assert "Ulysses 1 x Ring 2 (zigzag)" in done.stdout
 
 
 def test_a_second_start_keeps_the_log_of_the_first(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     if "attn_mask_type" in call:
         call["attn_mask_type"] = AttnMaskType[call["attn_mask_type"]]
     if "packed" in case:
-        given, *borders = case["packed"]
+        qkv_format, *borders = case["packed"]
         tensors = (None if each is None else torch.tensor(each) for each in borders)
-        call["packed_seq_params"] = PackedSeqParams(given, *tensors)
+        call["packed_seq_params"] = PackedSeqParams(qkv_format, *tensors)
     torch.manual_seed(1)
     q, k, v = (torch.randn(S, B, heads, D, requires_grad=True) for heads in (H, G, G))
     out = core(q, k, v, **{"attention_mask": None, **call})
@@ -104,7 +104,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_are_the_oracles(name: str) -> None:
-    ((out, *grads),) = fork_world(ours_packed, 1, borders=PACKED[name])
+    ((out, *grads),) = fork_world(usp_packed, 1, borders=PACKED[name])
     torch.manual_seed(1)
     q, k, v = (torch.randn(S, B, heads, D).transpose(0, 1).double() for heads in (H, G, G))
     for x in (q, k, v):
@@ -118,18 +118,18 @@ def test_packed_documents_are_the_oracles(name: str) -> None:
     allowed = torch.stack(same) & oracle.causal(range(S), range(S))
     want, _ = oracle.dense_attention(q, k, v, allowed)
     expected = [want.flatten(2), *torch.autograd.grad(want, (q, k, v), dout)]
-    for mine, true in zip((out, *grads), expected, strict=True):
-        assert oracle.relative_error(mine.transpose(0, 1), true) < 1e-5
+    for actual, reference in zip((out, *grads), expected, strict=True):
+        assert oracle.relative_error(actual.transpose(0, 1), reference) < 1e-5
 
 
-def ours_packed(ctx: RankContext, *, borders: list[Any]) -> list[torch.Tensor]:
+def usp_packed(ctx: RankContext, *, borders: list[Any]) -> list[torch.Tensor]:
     return run({"packed": ("sbhd", borders)}, "ours")
 
 
-def both(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:
+def usp_and_stock(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:
     from megatron.core import parallel_state
 
-    ours = run(case, "ours")
+    usp = run(case, "ours")
     parallel_state.destroy_model_parallel()
     # megatron-core's own attention asks CUDA for a device, for masks and for its dropout's state.
     ones = torch.ones
@@ -139,14 +139,14 @@ def both(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:
         mock.patch(tracker, lambda self: nullcontext()),
         mock.patch("torch.ones", lambda *size, device=None, **kwargs: ones(*size, **kwargs)),
     ):
-        return [ours, run(case, "megatron-core")]
+        return [usp, run(case, "megatron-core")]
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_one_rank_gives_megatron_cores_result(name: str) -> None:
-    ((ours, theirs),) = fork_world(both, 1, case=SERVED[name])
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    ((usp, stock),) = fork_world(usp_and_stock, 1, case=SERVED[name])
+    for actual, expected in zip(usp, stock, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def refused(ctx: RankContext, **kwargs: Any) -> Exception | None:
@@ -159,10 +159,10 @@ def refused(ctx: RankContext, **kwargs: Any) -> Exception | None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_exact_is_refused(name: str) -> None:
-    case, told = REFUSED[name]
+    case, message = REFUSED[name]
     (error,) = fork_world(refused, 1, case=case)
     assert isinstance(error, UnsupportedAttentionError)
-    assert told in str(error), error
+    assert message in str(error), error
 
 
 def test_another_group_than_megatron_cores_is_refused() -> None:
@@ -198,20 +198,20 @@ def thd(ctx: RankContext, *, layout: str, borders: list[int]) -> list[torch.Tens
         attn_mask_type=AttnMaskType.causal,
     )
     params = PackedSeqParams("thd", torch.tensor(borders, dtype=torch.int32))
-    mine = [x[0, own_tokens(ctx, BORDERS)].requires_grad_() for x in thd_tensors()]
-    out = core(*mine[:3], None, packed_seq_params=params)
-    grads = torch.autograd.grad(out, mine[:3], mine[3].reshape(out.shape))
+    actual = [x[0, local_tokens(ctx, BORDERS)].requires_grad_() for x in thd_tensors()]
+    out = core(*actual[:3], None, packed_seq_params=params)
+    grads = torch.autograd.grad(out, actual[:3], actual[3].reshape(out.shape))
     return [out.detach()[:, 0], *grads]
 
 
-def own_tokens(ctx: RankContext, borders: list[int]) -> list[int]:
+def local_tokens(ctx: RankContext, borders: list[int]) -> list[int]:
     """Chunks ``rank`` and ``2 * world - 1 - rank`` of each document."""
-    found: list[int] = []
+    tokens: list[int] = []
     for begin, end in pairwise(borders):
         chunk = (end - begin) // (2 * ctx.world)
         for index in (ctx.rank, 2 * ctx.world - 1 - ctx.rank):
-            found += range(begin + index * chunk, begin + (index + 1) * chunk)
-    return found
+            tokens += range(begin + index * chunk, begin + (index + 1) * chunk)
+    return tokens
 
 
 def thd_tensors() -> list[torch.Tensor]:
@@ -227,29 +227,30 @@ def test_documents_cut_one_by_one_are_the_oracles(pool: WorkerPool) -> None:
     allowed = oracle.same_document(tokens, tokens, lengths) & oracle.causal(tokens, tokens)
     out, _ = oracle.dense_attention(q, k, v, allowed)
     want = [out.flatten(2), *torch.autograd.grad(out, (q, k, v), dout)]
-    for rank, found in enumerate(pool.run(thd, 2, layout="context_parallel", borders=BORDERS)):
-        own = own_tokens(RankContext(rank, 2, None), BORDERS)  # type: ignore[arg-type]
-        for mine, true in zip(found, want, strict=True):
-            assert oracle.relative_error(mine, true[0, own]) < 1e-5
+    for rank, results in enumerate(pool.run(thd, 2, layout="context_parallel", borders=BORDERS)):
+        local = local_tokens(RankContext(rank, 2, None), BORDERS)  # type: ignore[arg-type]
+        for actual, reference in zip(results, want, strict=True):
+            assert oracle.relative_error(actual, reference[0, local]) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("layout", "borders", "told"),
+    ("layout", "borders", "message"),
     [
         ("zigzag", BORDERS, "layout='context_parallel'"),
         ("context_parallel", [0, 6, 24, 32], "of 6 tokens does not divide into 4 chunks"),
     ],
 )
 def test_documents_that_are_not_cut_so_are_refused(
-    pool: WorkerPool, layout: str, borders: list[int], told: str
+    pool: WorkerPool, layout: str, borders: list[int], message: str
 ) -> None:
     for error in pool.errors(thd, 2, layout=layout, borders=borders):
-        assert isinstance(error, ValueError) and told in str(error), error
+        assert isinstance(error, ValueError) and message in str(error), error
 
 
 def test_documents_that_change_in_their_place_are_read_again() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron_patches.megatron_core.packed import packed_mask
+
+    from megatron_patches.megatron_core.masks import packed_mask
 
     params = PackedSeqParams("sbhd", torch.tensor([0, 3, 8]))
     rule = MaskSpec.causal()

@@ -31,8 +31,8 @@ def test_a_blend_keeps_its_shares_and_its_order() -> None:
     first = [blend[i] for i in range(1000)]
     assert Counter(name for name, _ in first) == {"a": 300, "b": 600, "c": 100}
     for name in "abc":
-        taken = [index for which, index in first if which == name]
-        assert taken == list(range(len(taken)))
+        indices = [index for which, index in first if which == name]
+        assert indices == list(range(len(indices)))
     far = blend[3 * data._FIRST_INDEX]  # the index grows
     assert far[1] > 100 and [blend[i] for i in range(1000)] == first
     again = data.Blend([Names("a"), Names("b"), Names("c")], [0.3, 0.6, 0.1])
@@ -65,8 +65,8 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
     texts = {"a": "abcd", "w": "wxyz"}
     for name, letters in texts.items():
         (tmp_path / name).write_text(letters * 20000)
-    words = f"--data-path 1 {tmp_path / 'a'} 3 {tmp_path / 'w'} --split 50,50,0"
-    args = arguments(words, tmp_path)
+    flags = f"--data-path 1 {tmp_path / 'a'} 3 {tmp_path / 'w'} --split 50,50,0"
+    args = arguments(flags, tmp_path)
     (tmp_path / "data" / "index").mkdir(parents=True)
     prefixes = [_encode_text(tmp_path / "data", str(tmp_path / name)) for name in texts]
     for stream in _samples(args, prefixes, 257):
@@ -75,7 +75,7 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("flags", "message"),
     [
         ("0.3 a 0.7", "2 weights for 1 paths"),
         ("0.3 a b c", "the weight of c is 'b'"),
@@ -83,9 +83,9 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
         ("nan a 1 b", "the weight of a is 'nan'"),
     ],
 )
-def test_weights_that_are_none_are_refused(words: str, told: str) -> None:
+def test_weights_that_are_none_are_refused(flags: str, message: str) -> None:
     from usp_trainer.input_files import parse_blend
 
     with pytest.raises(DataError) as refused:
-        parse_blend(words.split())
-    assert told in str(refused.value)
+        parse_blend(flags.split())
+    assert message in str(refused.value)

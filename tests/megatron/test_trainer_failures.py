@@ -22,31 +22,36 @@ import os, signal, sys
 from argparse import Namespace
 
 import torch.distributed as dist
+from ds_usp import ConfigError
 from usp_trainer import launch, local_ranks
 
 def main(args):
+    if args.mode == "refused":
+        raise ConfigError("on every rank")
     if dist.get_rank() == 1:
-        if args.how == "killed":
+        if args.mode == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise KeyError("a defect")
     dist.barrier()
 
 local_ranks.SHUTDOWN_TIMEOUT_S = 1.0
 device = launch.select_device("cpu")
-for how in ("killed", "raises"):
-    os.makedirs(f"{how}/step_7")
-    open(f"{how}/latest", "w").write("step_7")
-    open(f"{how}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
-    args = Namespace(device=device, how=how, output_dir=how, save=how)
-    print(how, launch.spawn_ranks(main, args, 3), file=sys.stderr)
+for mode in ("killed", "raises", "refused"):
+    os.makedirs(f"{mode}/step_7")
+    open(f"{mode}/latest", "w").write("step_7")
+    open(f"{mode}/step_7/usp_metadata.json", "w").write('{"progress": {"step": 7}}')
+    args = Namespace(device=device, mode=mode, output_dir=mode, save=mode)
+    print(mode, launch.spawn_ranks(main, args, 3), file=sys.stderr)
 """
 
 
-def test_the_rank_that_died_is_named_and_the_way_on(tmp_path: Path) -> None:
+def test_failed_ranks_are_named_once_with_the_checkpoint_to_continue_from(tmp_path: Path) -> None:
     done = command(["-c", DIE], tmp_path)
-    killed, raised = done.stderr.split("killed 1\n")
+    killed, rest = done.stderr.split("killed 1\n")
+    raised, refused = rest.split("raises 1\n")
     assert "[rank 1] ended with exit code -9 (SIGKILL: killed, by the system if" in killed
-    assert "[rank 1] KeyError: 'a defect'" in raised and raised.endswith("raises 1\n")
+    assert "[rank 1] KeyError: 'a defect'" in raised
+    assert refused == "[on all 3 ranks] ConfigError: on every rank\nrefused 1\n"
     for text in (killed, raised):
         assert "[ranks 0, 2] lost contact with another rank" in text
         assert "the last checkpoint is of step 7: continue with --load" in text
@@ -74,7 +79,7 @@ for number, on_linux in (
     reading, writing = os.pipe()
     if not (parent := os.fork()):
         if not on_linux:
-            local_ranks.end_with_parent = lambda parent: None
+            local_ranks.ON_LINUX = False
         local_ranks.fork_and_wait(body, 2)
     os.close(writing)
     started = b""

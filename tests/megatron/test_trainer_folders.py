@@ -76,20 +76,20 @@ def test_what_is_refused_changes_nothing(saved: Path, tmp_path: Path) -> None:
         f"{more} --output-dir {other} --data-path {tmp_path}/nothing.txt",
         folder=saved,
     ):
-        told = [BEHIND, BEHIND, "another model", "no finished checkpoint", "No such file"]
-        for (error, _), text in zip(results, told, strict=True):
+        messages = [BEHIND, BEHIND, "another model", "no finished checkpoint", "No such file"]
+        for (error, _), text in zip(results, messages, strict=True):
             assert re.search(text, str(error)), error
     assert contents(saved) == before
     assert not other.exists()
     for name in ("mp_rank_00_model_states.pt", OPTIMIZER):
-        whole = (step / name).read_bytes()
+        intact = (step / name).read_bytes()
         flip(step / name)
         before = contents(saved)
         for ((error, _),) in outcomes(f"{again} --load {save}", folder=saved):
             assert isinstance(error, CheckpointError)
             assert f"{step / name}: the content is not what was saved" in str(error)
         assert contents(saved) == before
-        (step / name).write_bytes(whole)
+        (step / name).write_bytes(intact)
 
 
 def test_a_second_trainer_is_refused_with_the_first_ones_process(
@@ -158,9 +158,9 @@ def test_a_changed_metadata_file_is_refused_and_a_later_checkpoint_replaced_on_d
     shutil.copytree(saved, folder)
     metadata = folder / "save" / "step_2" / "usp_metadata.json"
     anew = f"{SP2} --train-iters 1 --save {folder}/save"
-    whole = metadata.read_text()
+    intact = metadata.read_text()
     for change in (('"format": 2', '"format": 1'), ('"samples": 8', '"samples": 4')):
-        metadata.write_text(whole.replace(*change))
+        metadata.write_text(intact.replace(*change))
         (error, _), (no_error, printed) = outcomes(
             f"{anew} --load {folder}/save",
             f"{anew} --overwrite-output" if "samples" in change[0] else anew,

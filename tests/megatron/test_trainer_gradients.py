@@ -240,12 +240,12 @@ def test_deepspeeds_clipping_at_zero0_is_wrong_over_stages(tmp_path: Path) -> No
     )
     (one,) = train(1, degrees() + clipped, output_dir=tmp_path)
     runs = [degrees(zero=0, **GRIDS["pp2-sp2"]) + clipped]
-    (ours,) = train(4, *runs, output_dir=tmp_path)
-    assert relative_difference(ours, one) < LIMIT
+    (clipped_here,) = train(4, *runs, output_dir=tmp_path)
+    assert relative_difference(clipped_here, one) < LIMIT
     unhandled = {"ds_usp.training.deepspeed.own_clipping": deepspeeds_clipping}
     runs = [f"{runs[0]} --no-check-for-nan-in-loss-and-grad"]  # DeepSpeed's norm is none here
-    ((theirs,), *_) = on_each_rank(4, runs, tmp_path, patches=unhandled)
-    assert abs(theirs[1][0] / one[1][0] - 1) > 50 * LIMIT
+    ((clipped_by_deepspeed,), *_) = on_each_rank(4, runs, tmp_path, patches=unhandled)
+    assert abs(clipped_by_deepspeed[1][0] / one[1][0] - 1) > 50 * LIMIT
 
 
 def compiled_ops(ctx: RankContext, *, prepare: bool) -> int:

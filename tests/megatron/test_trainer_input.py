@@ -49,7 +49,7 @@ def no_vocab_size(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (empty, "is empty (0 bytes)"),
         (latin1, "is not UTF-8 text: byte 3 is 0xe9"),
@@ -61,11 +61,11 @@ def no_vocab_size(folder: Path) -> str:
     ],
 )
 def test_bad_data_is_refused_on_every_rank(
-    make: Callable[[Path], str], told: str, tmp_path: Path
+    make: Callable[[Path], str], message: str, tmp_path: Path
 ) -> None:
     for error in errors(2, f"{SP2} --data-path {make(tmp_path)}", tmp_path):
         assert isinstance(error, DataError)
-        assert told in str(error), error
+        assert message in str(error), error
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "told"),
+    ("flags", "error_class", "message"),
     [
         (degrees(sp=2, pp=2, zero=2), ConfigError, "Use --zero-stage 1"),
         (degrees(sp=4, u=2) + " --seq-length 3", LayoutError, "at least 8 tokens"),
@@ -88,8 +88,8 @@ def test_token_ids_beyond_the_vocabulary_are_refused_on_every_rank(tmp_path: Pat
     ],
 )
 def test_flags_that_do_not_fit_are_refused_on_every_rank(
-    flags: str, kind: type[Exception], told: str, tmp_path: Path
+    flags: str, error_class: type[Exception], message: str, tmp_path: Path
 ) -> None:
     for error in errors(4, flags + PLAIN_SGD, tmp_path):
-        assert isinstance(error, kind)
-        assert told in str(error), error
+        assert isinstance(error, error_class)
+        assert message in str(error), error

@@ -44,7 +44,6 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
         degrees(**grid) + bf16
         for grid in (
             {"sp": 4, "u": 2, "zero": 1},
-            {"sp": 4, "u": 2, "zero": 2},
             {"sp": 4, "u": 2, "zero": 3},
             {"sp": 2, "tp": 2, "zero": 1},
             {"sp": 2, "pp": 2, "zero": 1},
@@ -58,22 +57,22 @@ def token_losses_on_rank(ctx: RankContext, *, runs: list[str], folder: str) -> l
     """Loss of every token of two sequences that differ in one token, for each run."""
     from usp_trainer.model import token_losses
 
-    found = []
+    losses_of_runs = []
     for flags in runs:
         run = start(flags + PLAIN_SGD, folder)
         layout = run.mesh.layout(run.args.usp_layout, seq_len=run.args.seq_length)
         tokens = torch.arange(64).remainder(50)[None]
         labels, changed = tokens.roll(-1, dims=1), tokens.clone()
         changed[0, CHANGED] = 200
-        both = []
+        losses = []
         for full in (tokens, changed):
-            given, aimed = (layout.shard(x, dim=1, rank=ctx.rank) for x in (full, labels))
+            hidden, local_labels = (layout.shard(x, dim=1, rank=ctx.rank) for x in (full, labels))
             with torch.no_grad():
                 for call in run.trainer.engine.module.calls:
-                    given = call(given)
-                both.append(token_losses(given, aimed))
-        found.append(both)
-    return found
+                    hidden = call(hidden)
+                losses.append(token_losses(hidden, local_labels))
+        losses_of_runs.append(losses)
+    return losses_of_runs
 
 
 CHANGED = 37

@@ -72,7 +72,7 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "messages"),
     [
         (
             degrees(**SAVED) + " --num-layers 3",
@@ -87,11 +87,11 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_or_cut_is_refused_on_every_rank(
-    flags: str, told: list[str], straight: tuple[Path, Numbers], tmp_path: Path
+    flags: str, messages: list[str], straight: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
     for error in errors(4, f"{flags} {FLAGS} --load {straight[0]}", tmp_path):
         assert isinstance(error, CheckpointError)
-        assert all(text in str(error) for text in told), error
+        assert all(text in str(error) for text in messages), error
 
 
 RESPLIT = {

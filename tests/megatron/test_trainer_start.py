@@ -1,19 +1,26 @@
-"""One file starts by itself, under torchrun and under the deepspeed launcher, with one result."""
+"""The trainer starts without a launcher, under torchrun and deepspeed, with one result."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
+from pretrain_scripts import bash, free_port
 from trainer_runs import PLAIN_SGD, TINY, TRAINER, Numbers, degrees, relative_difference, train
 
 SCRIPT = str(TRAINER / "pretrain_gpt_usp.py")
-FLAGS = TINY.replace("--quiet", "") + degrees(sp=2) + PLAIN_SGD + " --train-iters 3"
+FLAGS = TINY.replace("--quiet", "") + PLAIN_SGD
+# Undoes what one rank's flags begin with (trainer_runs.TINY) where a script does not set it.
+DEFAULTS = """
+    --no-swiglu --normalization layernorm --no-untie-embeddings-and-output-weights
+    --no-disable-bias-linear --make-vocab-size-divisible-by 128 --ffn-hidden-size 512
+"""
+KEYS = set("step loss grad_norm lr tokens_per_s memory_bytes seconds".split())  # noqa: SIM905
 
 
 def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -30,63 +37,71 @@ def command(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def launcher(name: str) -> list[str]:
-    if name == "torchrun":
-        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    if name == "deepspeed":
-        port = ["--master_port", free_port()]
-        return ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", *port]
-    return []
+def numbers(rows: list[dict[str, Any]]) -> Numbers:
+    return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    folder = tmp_path_factory.mktemp("one_rank")
-    return train(1, degrees() + PLAIN_SGD, output_dir=folder, steps=3)[0]
+def script(
+    folder: Path, *arguments: str, **settings: str
+) -> tuple[str, list[dict[str, Any]], Numbers]:
+    """Run the tiny script: what it prints, its metrics, and one rank's numbers with its flags."""
+    settings |= {"OUTPUT_HOME": str(folder / "out")}
+    dry_run = bash("tiny", *arguments, cwd=folder, DRY_RUN="1", **settings)
+    words = shlex.split(dry_run.stdout.replace("\\\n", " "))
+    flags = words[1 + words.index(SCRIPT) :]
+    done = bash("tiny", *arguments, cwd=folder, timeout=300, MASTER_PORT=free_port(), **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = folder.glob("out/*/metrics.jsonl")
+    assert (metrics.parent / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (log,) = folder.glob("out/log/*.log")
+    assert done.stdout in log.read_text()
+    one_rank = f"{DEFAULTS} {shlex.join(flags)} {degrees()} --quiet"
+    (expected,) = train(1, one_rank, output_dir=folder / "one_rank", steps=3)
+    return done.stdout, rows(metrics.parent), expected
 
 
-@pytest.mark.parametrize("start", ["alone", "torchrun", "deepspeed"])
-def test_every_way_to_start_trains_the_same(start: str, one_rank: Numbers, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    flags = [*FLAGS.split(), "--output-dir", str(out)]
-    done = command([*launcher(start), SCRIPT, *flags], tmp_path)
+def test_the_tiny_script_trains_to_its_end_under_deepspeed(tmp_path: Path) -> None:
+    printed, steps, expected = script(tmp_path)
+    assert relative_difference(numbers(steps[:3]), expected) < 1e-5
+    assert [row["step"] for row in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert steps[0].keys() == KEYS and steps[-1].keys() == KEYS | {"valid_loss"}
+    (latest,) = tmp_path.glob("out/checkpoint/*/latest")
+    assert latest.read_text() == "step_20\n"
+    for text in ("Ulysses 2 x Ring 2 (zigzag)", "metrics.jsonl", "loss.png", "step 20/20: loss"):
+        assert printed.count(text) == 1, printed
+
+
+def test_a_blend_under_torchrun(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name}. " * 4000)
+    settings = {"SP_SIZE": "2", "NUM_GPUS": "2", "TRAIN_ITERS": "3", "ULYSSES_DEGREE": "1"}
+    settings |= {"LAUNCHER": "torchrun", "EVAL_INTERVAL": "3", "SPLIT": "50,50,0"}
+    settings |= {"DATA_PATH": f"0.3 {tmp_path}/a.txt 0.7 {tmp_path}/b.txt"}
+    printed, steps, expected = script(tmp_path, *FLAGS.split(), **settings)
+    assert relative_difference(numbers(steps), expected) < 1e-5
+    losses = f"loss {steps[2]['loss']:.3f}, validation loss {steps[2]['valid_loss']:.3f}"
+    assert f"step 3/3: {losses}, lr 0.1, gradient norm " in printed
+    assert "kernel sdpa (chosen by auto), fp32, head dim 8\n" in printed
+    assert "Ulysses 1 x Ring 2 (zigzag)" in printed
+
+
+def test_an_automatic_degree_and_an_early_exit_without_a_launcher(tmp_path: Path) -> None:
+    flags = FLAGS + degrees(sp=2).replace("--ulysses-degree 2", "--ulysses-degree auto")
+    more = " --train-iters 4 --exit-interval 3 --save saved --output-dir out"
+    done = command([SCRIPT, *(flags + more).split()], tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert relative_difference([(r["loss"], r["grad_norm"]) for r in rows], one_rank) < 1e-5
-    names = "step loss grad_norm lr tokens_per_s memory_bytes seconds"
-    assert rows[0].keys() == set(names.split())
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for text in ("Ulysses 2 x Ring 1 (zigzag)", "metrics.jsonl", "loss.png", "step 3/3: loss"):
-        assert done.stdout.count(text) == 1, done.stdout
-
-
-def test_what_all_ranks_report_is_said_once(tmp_path: Path) -> None:
-    (tmp_path / "nothing.txt").touch()
-    done = command([SCRIPT, *FLAGS.split(), "--data-path", "nothing.txt"], tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("nothing.txt is empty (0 bytes)") == 1, done.stderr
-    assert "[on all 2 ranks] DataError" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_auto_asks_the_planner_and_says_why(tmp_path: Path) -> None:
-    flags = FLAGS.replace("--ulysses-degree 2", "--ulysses-degree auto")
-    flags += " --train-iters 3 --exit-interval 1 --save saved"
-    done = command([SCRIPT, *flags.split()], tmp_path)
-    assert done.returncode == 0, done.stderr
+    (expected,) = train(1, degrees() + PLAIN_SGD, output_dir=tmp_path, steps=3)
+    assert relative_difference(numbers(rows(tmp_path / "out")), expected) < 1e-5
     first, *rest = [line for line in done.stdout.splitlines() if line.startswith("planner: ")]
     assert first.startswith("planner: ulysses 1 x ring 2 on cpu (predicted step") and rest
     assert done.stdout.count("Ulysses 1 x Ring 2 (zigzag)") == 1
-    assert "kernel sdpa (chosen by auto), fp32, head dim 8\n" in done.stdout
-    assert done.stdout.count("stopped  at step 1 of 3: --exit-interval 1\n") == 1
-    assert (tmp_path / "saved" / "latest").read_text() == "step_1\n"
+    assert done.stdout.count("stopped  at step 3 of 4: --exit-interval 3\n") == 1
+    assert (tmp_path / "saved" / "latest").read_text() == "step_3\n"
 
 
 def test_the_quickstart_proves_itself(tmp_path: Path) -> None:

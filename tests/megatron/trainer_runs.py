@@ -93,7 +93,7 @@ def pretrain_on_rank(
     from ds_usp.training import prepare_deepspeed
 
     read_sources_once()
-    found: list[tuple[Exception | None, str]] = []
+    outcomes: list[tuple[Exception | None, str]] = []
     for flags in runs:
         prepare_deepspeed()
         parallel_state.destroy_model_parallel()
@@ -106,8 +106,8 @@ def pretrain_on_rank(
                 pretrain(args)
         except (ValueError, OSError) as raised:
             error = raised
-        found.append((error, printed.getvalue()))
-    return found
+        outcomes.append((error, printed.getvalue()))
+    return outcomes
 
 
 def numbers_on_rank(
@@ -120,7 +120,7 @@ def numbers_on_rank(
     patches: Mapping[str, Any],
 ) -> list[Numbers]:
     """Loss and gradient norm of every step of every run, as this rank sees them."""
-    found = []
+    numbers_of_runs = []
     for flags in runs:
         with patched(patches):
             run, numbers = start(flags, output_dir), []
@@ -129,8 +129,8 @@ def numbers_on_rank(
                     run.save()
                 row = run.step()
                 numbers.append((row["loss"], row["grad_norm"]))
-        found.append(numbers)
-    return found
+        numbers_of_runs.append(numbers)
+    return numbers_of_runs
 
 
 def error_on_rank(
@@ -168,7 +168,7 @@ def on_each_rank(
     patches: Mapping[str, Any] | None = None,
 ) -> list[list[Numbers]]:
     """The numbers of each run (second index) on each rank (first index)."""
-    found: list[list[Numbers]] = [[] for _ in range(world)]
+    numbers_of_ranks: list[list[Numbers]] = [[] for _ in range(world)]
     for first in range(0, len(runs), _RUNS_OF_A_WORLD):
         ranks = fork_world(
             numbers_on_rank,
@@ -179,9 +179,9 @@ def on_each_rank(
             save_at=save_at,
             patches=patches or {},
         )
-        for all_of_it, some in zip(found, ranks, strict=True):
-            all_of_it.extend(some)
-    return found
+        for numbers, more in zip(numbers_of_ranks, ranks, strict=True):
+            numbers.extend(more)
+    return numbers_of_ranks
 
 
 def train(world: int, *runs: str, output_dir: Path, **kwargs: Any) -> list[Numbers]:

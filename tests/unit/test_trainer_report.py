@@ -83,10 +83,10 @@ def test_a_resumed_run_goes_on_after_the_steps_it_has_seen(
     rows = [json.loads(line) for line in (tmp_path / progress.METRICS).read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in rows] == [(1, 3.0), (2, 9.0)]
     assert (tmp_path / progress.PLOT).read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         "step 1/3: loss 3.000, lr 0.001, gradient norm 0.5, 10 tokens/s, 0 MiB, 0:00:02 left"
-    ) in said
+    ) in printed
 
 
 def test_smoothing_is_centred() -> None:

@@ -20,7 +20,7 @@ NONNEGATIVE = Number()
 POSITIVE = Number(above=True)
 PATH = Text()
 NAME = Text("a name")
-METAVARS = {Integer: "N", Number: "X"}
+METAVARS = MappingProxyType({Integer: "N", Number: "X"})
 # 'balanced' is missing: it is built for one list of documents, and every step has another.
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
 KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "efficient", "sdpa", "eager")

@@ -18,22 +18,33 @@ from typing import Any
 from usp_trainer.failures import Failure, exit_failure
 
 SHUTDOWN_TIMEOUT_S = 10.0  # time for the other ranks to fail and report after the first failure
+ON_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_S = 0.5
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 Body = Callable[[int, str, Callable[[Failure], None]], None]
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends for any reason. Linux only.
+    """Have this process end when its parent ends for any reason: by the kernel on Linux, elsewhere
+    by a thread that polls.
 
     Args:
         parent: the parent's process id, read while the parent was certainly alive.
     """
-    if sys.platform == "linux":
+    if ON_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
+    else:
+        threading.Thread(target=_exit_without_parent, args=(parent,), daemon=True).start()
+
+
+def _exit_without_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
@@ -52,7 +63,6 @@ def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
     """
     _exit_on_signals()
     context = multiprocessing.get_context("fork")
-    reading, writing = os.pipe()  # its write end closes when this process ends
     with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
         ranks: dict[int, tuple[Any, Connection]] = {}
         try:
@@ -60,7 +70,7 @@ def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
                 parent, child = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_spawned_rank,
-                    args=(body, rank, folder, child, os.getpid(), reading, writing),
+                    args=(body, rank, folder, child, os.getpid()),
                 )
                 process.start()
                 child.close()
@@ -70,8 +80,6 @@ def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
             for process, _ in ranks.values():
                 process.kill()
                 process.join()
-            os.close(reading)
-            os.close(writing)
 
 
 def _exit_on_signals() -> None:
@@ -80,29 +88,13 @@ def _exit_on_signals() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def _spawned_rank(
-    body: Body,
-    rank: int,
-    folder: str,
-    pipe: Connection,
-    parent: int,
-    reading: int,
-    writing: int,
-) -> None:
+def _spawned_rank(body: Body, rank: int, folder: str, pipe: Connection, parent: int) -> None:
     for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent kills the ranks
-    os.close(writing)
     end_with_parent(parent)
-    threading.Thread(target=_exit_at_eof, args=(reading,), daemon=True).start()
     body(rank, folder, pipe.send)
-
-
-def _exit_at_eof(pipe: int) -> None:
-    """For systems without prctl: nothing is written, so the read returns when the parent ends."""
-    os.read(pipe, 1)
-    os._exit(1)
 
 
 def _wait_for(ranks: Mapping[int, tuple[Any, Connection]]) -> dict[int, Failure]:

@@ -81,22 +81,22 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shape = (layout.length(mesh.rank), args.micro_batch_size, args.hidden_size)
     x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True).clone()
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage  # alive, so that no address comes twice
+            saved[storage.data_ptr()] = storage  # alive, so that no address comes twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
-    total = sum(storage.nbytes() for storage in kept.values())
+    total = sum(storage.nbytes() for storage in saved.values())
     y.sum().backward()
     return total
 
 
 @pytest.mark.parametrize("world", MESHES)
 def test_saved_bytes_of_the_trainers_layer_are_the_formula(world: int) -> None:
-    for found in fork_world(saved_over_formula, world, degrees=MESHES[world]):
-        assert found == pytest.approx([1.0] * len(found), abs=0.01)
+    for ratios in fork_world(saved_over_formula, world, degrees=MESHES[world]):
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=0.01)

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples_deepspeed" / "sequence_parallel"
-CHECKOUT = Path(__file__).resolve().parent / "checkout"  # has a pretrain_gpt.py
+CHECKOUT = ROOT / "tests/examples/checkout"  # has a pretrain_gpt.py
 SCRIPTS = {
     "1.3B": "ds_pretrain_gpt_1.3B_usp_32k.sh",
     "30B": "ds_pretrain_gpt_30B_usp_32k.sh",

@@ -37,13 +37,13 @@ def spoil(run: Any, what: str, rank: int) -> None:
         next(iter(base.state.values()))["exp_avg_sq"].flatten()[0] = float("inf")
 
 
-def held(run: Any) -> list[torch.Tensor]:
+def local_weights(run: Any) -> list[torch.Tensor]:
     """This rank's weights, under ZeRO-3 its part of them."""
     parameters = run.trainer.engine.module.parameters()
     return [getattr(p, "ds_tensor", p).detach() for p in parameters]
 
 
-def told(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[str]:
+def messages_of(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[str]:
     """What each run says of the step after a tensor of rank 1 was spoilt, or of saving it."""
     from usp_trainer.nonfinite import NotFiniteError
 
@@ -51,7 +51,7 @@ def told(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[
     for flags, what in runs:
         run = start(f"{flags} --save {folder}/save", folder)
         run.step()
-        before = [p.clone() for p in held(run)]
+        before = [p.clone() for p in local_weights(run)]
         spoil(run, what, rank=1)
         try:
             run.save() if what == "state" else run.step()
@@ -60,7 +60,7 @@ def told(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[
         else:
             texts.append("")
         if what == "gradient":  # it was left out
-            assert all(map(torch.equal, before, held(run))), flags
+            assert all(map(torch.equal, before, local_weights(run))), flags
     return texts
 
 
@@ -84,7 +84,7 @@ RUNS = [
 
 def test_what_is_not_finite_is_named_and_never_saved(tmp_path: Path) -> None:
     runs = [(flags, what) for flags, what, _ in RUNS]
-    for texts in fork_world(told, 2, runs=runs, folder=str(tmp_path)):
+    for texts in fork_world(messages_of, 2, runs=runs, folder=str(tmp_path)):
         for text, (flags, what, expected) in zip(texts, RUNS, strict=True):
             assert re.search(expected, text), (flags, what, text)
     assert not (tmp_path / "save").exists()
