@@ -87,7 +87,10 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["ds_usp*", "megatron_patches*"]),
-    package_data={"ds_usp": ["py.typed", VERSION["COMMIT_FILE"]], "megatron_patches": ["py.typed"]},
+    package_data={
+        "ds_usp": ["py.typed", VERSION["COMMIT_FILE"], "planner/clusters.json"],
+        "megatron_patches": ["py.typed"],
+    },
     zip_safe=False,
     install_requires=["torch>=2.6", "packaging"],
     extras_require={

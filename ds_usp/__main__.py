@@ -21,9 +21,8 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
     {
         "plan": "the fastest parallel configurations that fit",
         "memory": "bytes that one GPU needs",
-        "longest": "the longest sequence that fits",
+        "max-length": "the longest sequence that fits (also: longest)",
         "comm": "bytes that attention sends",
-        "table": "what each kind of parallelism sends and stores (USP paper)",
         "profile": "measure this machine for the planner, alone or under torchrun",
     }
 )
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-V", "--version"):
         print(f"ds-usp {__version__} (commit {commit() or 'unknown'})")
         return 0
-    if command in _PLANNER:
+    if command in (*_PLANNER, "longest"):
         from ds_usp.planner.__main__ import main as planner
 
         return planner([command, *rest], prog="ds-usp")

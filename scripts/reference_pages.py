@@ -32,7 +32,7 @@ MODULES = {
 TRAINER = "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
 COMMANDS = (
     *(f"ds-usp {name}" for name in ("", "env", "verify")),
-    *(f"ds-usp {name}" for name in ("plan", "memory", "longest", "comm", "table", "profile")),
+    *(f"ds-usp {name}" for name in ("plan", "memory", "max-length", "comm", "profile")),
     "python -m megatron_patches",
     f"python {TRAINER}",
 )

@@ -1,4 +1,7 @@
-"""A parser whose complaints are one line, help with one default a flag, and lengths like 128K."""
+"""Commands as dataclasses: each field made by :func:`flag` is a flag of the command line.
+
+Complaints are one line, help states one default a flag, and lengths may be written as 128K.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,61 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
-from typing import NoReturn
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.field_checks import violations
+
+_T = TypeVar("_T")
+
+
+def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
+    """A dataclass field that is a flag; required without a default, a switch if it is a bool.
+
+    Args:
+        options: of ``add_argument``: ``type``, ``choices``, ``nargs``. Without a ``type`` the
+            field's annotation names it (``field_checks`` names are numbers).
+    """
+    return field(default=default, metadata={"help": help, **options})
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(("int", "Count", "CountOrZero", "ZeroStage"), int),
+        **dict.fromkeys(("float", "Positive", "NonNegative", "Fraction"), float),
+        "Path": Path,
+    }
+)
+
+
+def add_flags(parser: ArgumentParser, command: Any) -> None:
+    """The flags of a command, in the order of its fields."""
+    for f in fields(command):
+        options = dict(f.metadata)
+        if f.type == "bool":
+            options["action"] = "store_true"
+        else:
+            options.setdefault("type", _TYPES.get(str(f.type).removesuffix(" | None"), str))
+            options["required"] = f.default is MISSING
+            options["default"] = None if f.default is MISSING else f.default
+        parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
+
+
+def command_from(args: Namespace, command: Callable[..., _T]) -> _T:
+    """The command with the values of its flags.
+
+    Raises:
+        ConfigError: a value that its field's type does not take.
+    """
+    made = command(**{f.name: getattr(args, f.name) for f in fields(command)})  # type: ignore[arg-type]
+    for wrong in violations(made, flags=True):
+        raise ConfigError(wrong)
+    return made
 
 
 class OneLineParser(ArgumentParser):
@@ -31,30 +84,30 @@ class OneLineParser(ArgumentParser):
             ConfigError: an argument that is unknown, lacks its value, or has a wrong one.
         """
         command = self._command(argv)
-        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+        flags = [arg.partition("=")[0] for arg in argv if arg.startswith("--")]
         known = list(command._option_string_actions)
         command._refuse([f for f in flags if not any(name.startswith(f) for name in known)])
         args, unknown = self.parse_known_args(argv)
-        command._refuse([word.partition("=")[0] for word in unknown])
+        command._refuse([arg.partition("=")[0] for arg in unknown])
         return args
 
     def _command(self, argv: Sequence[str]) -> OneLineParser:
-        """The parser of the command that is named, else this one."""
+        """The parser of the named command, else this one."""
         for action in self._actions:
             commands = action.choices if isinstance(action.choices, Mapping) else {}
-            for word in argv:
-                if isinstance(found := commands.get(word), OneLineParser):
-                    return found
+            for arg in argv:
+                if isinstance(parser := commands.get(arg), OneLineParser):
+                    return parser
         return self
 
     def _refuse(self, unknown: Sequence[str]) -> None:
-        for flag in unknown:
-            near = get_close_matches(flag, self._option_string_actions, n=1)
-            self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
+        for name in unknown:
+            near = get_close_matches(name, self._option_string_actions, n=1)
+            self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 
 class OneDefault(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """States the default of a flag where there is one and the text does not say it already."""
+    """States the default of a flag where there is one and the text does not state it already."""
 
     def _get_help_string(self, action: Action) -> str | None:
         unset = action.default is None or action.default is False

@@ -1,4 +1,4 @@
-"""How long attention takes on a mesh of ulysses x ring: kernels, exchanges, what hides what."""
+"""Seconds of attention on ulysses x ring: kernels, exchanges, and how much of them overlaps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from math import log
 from ds_usp.geometry.chunking import inner_ring_size, num_head_chunks, should_all_gather_kv
 from ds_usp.geometry.heads import exposed_fraction
 from ds_usp.planner.formulas import attention_flop_per_token
-from ds_usp.planner.hardware import Cluster, interpolate_curve
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.memory import kv_features
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import MeasuredAttention, interpolate, launch_seconds
+from ds_usp.planner.profile_rows import (
+    MeasuredAttention,
+    interpolate,
+    interpolate_curve,
+    launch_seconds,
+    select_rows,
+)
 from ds_usp.planner.topology import (
     DIRECT,
     RELAY,
@@ -30,9 +37,9 @@ class AttentionImpl:
     """How an implementation runs one attention call.
 
     Args:
-        relay: blocks go around the ring from neighbour to neighbour, whole.
-        parts: heads come part by part, so that exchanges hide under the kernels.
-        merge_bytes: of memory traffic for each element of the output in a sum over blocks.
+        relayed_ring: blocks are relayed around the ring from neighbour to neighbour, complete.
+        chunks: head chunks are pipelined, so that exchanges overlap kernels.
+        merge_bytes_per_element: memory traffic of merging one partial output.
     """
 
     name: str
@@ -41,10 +48,10 @@ class AttentionImpl:
     merge_bytes_per_element: float
 
 
-# One fused pass: out and the block's share read, out written, in fp32.
+# One fused pass: out and the partial output read, out written, in fp32.
 DS_USP = AttentionImpl("ds_usp", False, True, 12.0)
-# What yunchang 0.6 does: a dozen passes of elementwise torch in fp32 over three quarters of the
-# rows in the mean (its later chunks see only half of the blocks).
+# yunchang 0.6: a dozen passes of elementwise torch in fp32 over three quarters of the rows in the
+# mean (its later chunks see only half of the blocks).
 YUNCHANG = AttentionImpl("yunchang", True, False, 0.75 * 46.0)
 
 
@@ -53,12 +60,12 @@ class AttentionTime:
     """Seconds of one direction on one rank.
 
     Args:
-        kernel: what the kernels take alone.
-        merge: sums over blocks.
-        exposed: exchanges that nothing hides, and what hidden ones take from the kernels.
+        kernel: the attention kernels alone.
+        merge: merges of partial outputs.
+        exposed: exchanges that nothing hides, and what hidden ones cost the kernels.
         ulysses, ring: the exchanges alone, hidden or not.
-        host: what the host takes to launch the call; 0: not known.
-        parts: of the heads, one after the other.
+        launch_s: of the CPU to launch the call; 0: not known.
+        chunks: head chunks.
     """
 
     kernel: float
@@ -71,7 +78,7 @@ class AttentionTime:
 
     @property
     def total(self) -> float:
-        """What the call takes."""
+        """Of the call."""
         return self.kernel + self.merge + self.exposed
 
 
@@ -85,54 +92,50 @@ def attention_s(
 ) -> AttentionTime:
     """Attention of one layer and one micro batch, in one direction, causal zigzag.
 
-    Where the cluster's profile has calls on this pair of degrees, the formula is multiplied by what
-    they took over what it says of them, between calls of fewer and of more FLOP, and the host takes
-    as long as theirs. Of another pair by what calls on the nearest one took: what is guessed must
-    not look faster than what is known.
+    Where the cluster's profile has calls on these degrees, the formula is scaled by measured /
+    formula, interpolated by FLOP, and the launch time is theirs; for other degrees by the calls on
+    the closest ones: an estimate must not look faster than a measurement.
     """
     predicted = _predicted(cluster, work, config, backward, impl)
-    pair = _closest_profiled_degrees(cluster, config.ulysses, config.ring)
-    if impl is not DS_USP or pair is None:
+    degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring)
+    if impl is not DS_USP or degrees is None:
         return predicted
     flop = _rank_flop(work, config)
-    points = _measured_over_formula(cluster, *pair, backward)
+    points = _measured_over_formula(cluster, *degrees, backward)
     ratio = interpolate([(size, ratio) for size, ratio, _ in points], flop)
-    launching = _closest_profiled_degrees(
-        cluster, config.ulysses, config.ring, with_launch_time=True
+    degrees = _closest_profiled_degrees(cluster, config.ulysses, config.ring, launch_known=True)
+    points = _measured_over_formula(cluster, *degrees, backward) if degrees else ()
+    launches = [(size, seconds) for size, _, seconds in points]
+    scaled = ("kernel", "merge", "exposed", "ulysses", "ring")
+    return replace(
+        predicted,
+        **{name: ratio * getattr(predicted, name) for name in scaled},
+        launch_s=launch_seconds(launches, flop) if launches else 0.0,
     )
-    points = _measured_over_formula(cluster, *launching, backward) if launching else ()
-    launch_s = (
-        launch_seconds([(size, launch_s) for size, _, launch_s in points], flop) if points else 0.0
-    )
-    times = {name: ratio * getattr(predicted, name) for name in _SCALED}
-    return replace(predicted, **times, launch_s=launch_s)
-
-
-_SCALED = ("kernel", "merge", "exposed", "ulysses", "ring")
 
 
 @lru_cache(maxsize=256)
 def _closest_profiled_degrees(
-    cluster: Cluster, ulysses: int, ring: int, with_launch_time: bool = False
+    cluster: Cluster, ulysses: int, ring: int, launch_known: bool = False
 ) -> tuple[int, int] | None:
-    """The pair of degrees with calls in the profile that is nearest to one, inside of a node."""
+    """The (ulysses, ring) with profiled calls that is closest to one, inside of a node."""
     degrees = ulysses, ring
     pairs = {(row.ulysses, row.ring) for row in _calls_within_node(cluster)}
-    if with_launch_time:
+    if launch_known:
         unknown = (row for row in cluster.calls if not (row.forward_host_s and row.backward_host_s))
         pairs -= {(row.ulysses, row.ring) for row in unknown}
     if max(degrees) > 1 and len(pairs) > 1:
         pairs.discard((1, 1))  # it exchanges nothing
 
     def distance(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-        return sum(abs(log(mine / other)) for mine, other in zip(degrees, pair, strict=True)), pair
+        return sum(abs(log(a / b)) for a, b in zip(degrees, pair, strict=True)), pair
 
     return min(pairs, key=distance, default=None)
 
 
 def _calls_within_node(cluster: Cluster) -> Iterator[MeasuredAttention]:
-    """Calls that the cluster's nodes hold: it may have been given smaller ones than the profile's,
-    and then the others were not measured on links like these."""
+    """Calls that fit into a node: with fewer GPUs in a node than were profiled, the larger groups
+    were measured on other links."""
     return (row for row in cluster.calls if row.ulysses * row.ring <= cluster.gpus_per_node)
 
 
@@ -140,25 +143,23 @@ def _calls_within_node(cluster: Cluster) -> Iterator[MeasuredAttention]:
 def _measured_over_formula(
     cluster: Cluster, ulysses: int, ring: int, backward: bool
 ) -> tuple[tuple[float, float, float], ...]:
-    """(forward FLOP of a rank, measured over predicted seconds, the host's seconds), the fewest
-    FLOP first."""
-    points = {}
-    for row in _calls_within_node(cluster):
-        if (row.ulysses, row.ring) != (ulysses, ring):
-            continue
+    """(forward FLOP of a rank, measured / predicted seconds, launch seconds), by FLOP."""
+    direction, points = "backward" if backward else "forward", {}
+    for row in select_rows(_calls_within_node(cluster), "seq_len", ulysses=ulysses, ring=ring):
         width = row.heads * row.head_dim
         shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 1, row.head_dim)
         work, config = Workload(shape, row.seq_len), ParallelConfig(ulysses=ulysses, ring=ring)
-        predicted = _predicted(cluster, work, config, backward, DS_USP).total
-        measured = row.backward_s if backward else row.forward_s
-        launch_s = row.backward_host_s if backward else row.forward_host_s
-        points[_rank_flop(work, config)] = measured / predicted, launch_s
+        ratio = (
+            getattr(row, f"{direction}_s")
+            / _predicted(cluster, work, config, backward, DS_USP).total
+        )
+        points[_rank_flop(work, config)] = ratio, getattr(row, f"{direction}_host_s")
     return tuple((flop, *point) for flop, point in sorted(points.items()))
 
 
 def _rank_flop(work: Workload, config: ParallelConfig) -> float:
     """Forward FLOP of one rank in one call."""
-    tokens = config.micro_batch * work.seq_len / config.sp
+    tokens = work.rank_tokens(config)
     return tokens * attention_flop_per_token(work.model, work.seq_len, work.documents) / config.tp
 
 
@@ -166,7 +167,7 @@ def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
     traffic = layer_traffic(work, config, impl.relayed_ring)
-    tokens = config.micro_batch * work.seq_len / config.sp
+    tokens = work.rank_tokens(config)
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
@@ -176,7 +177,7 @@ def _predicted(
     inner = double_ring(cluster, work, config) if impl.chunks else None
     steps = config.ring - 1
     if impl.chunks and steps and _all_gathers_kv(work, config, chunks, inner):
-        # Of a double ring's later windows what a rank holds itself is a step too.
+        # In a double ring's later outer steps the relayed local block is a step too.
         steps = 1 if inner is None else 2 * (config.ring // inner) - 1
     ulysses = exchange_s(cluster, group_of(config, "ulysses"), traffic.ulysses, DIRECT, 2 * chunks)
     sent = traffic.ring_backward if backward else traffic.ring_forward
@@ -189,7 +190,7 @@ def _predicted(
     merge_s = merge / cluster.hbm_bytes_per_s
     end_fraction = exposed_fraction(chunks)
     hideable = ulysses * (1 - end_fraction) + ring
-    # Of the kernels' time a relay can use all but the last step's, block after block.
+    # A relayed ring overlaps all steps but the last one, block after block.
     overlap = kernel * (steps / (steps + 1) if impl.relayed_ring else 1.0)
     exposed = ulysses * end_fraction + max(0.0, hideable - overlap)
     exposed += cluster.contention * min(hideable, overlap)
@@ -197,48 +198,40 @@ def _predicted(
 
 
 def _num_chunks(work: Workload, config: ParallelConfig) -> int:
-    model = work.model
-    most = max(1, int(model.kv_heads / config.tp / config.ulysses))
     if config.sp == 1:
         return 1
-    return num_head_chunks(_rank_flop(work, config), most, config.ulysses)
+    max_chunks = max(1, int(work.model.kv_heads / config.tp / config.ulysses))
+    return num_head_chunks(_rank_flop(work, config), max_chunks, config.ulysses)
 
 
 def _all_gathers_kv(work: Workload, config: ParallelConfig, chunks: int, inner: int | None) -> bool:
-    inner_ranks = inner or config.ring
-    return should_all_gather_kv(
-        _kv_bytes(work, config) * inner_ranks // config.ring, chunks, inner_ranks
-    )
+    ranks = inner or config.ring
+    return should_all_gather_kv(_kv_bytes(work, config) * ranks // config.ring, chunks, ranks)
 
 
 def _kv_bytes(work: Workload, config: ParallelConfig) -> int:
-    """Keys and values of the whole ring, of one rank's heads."""
-    kv = max(work.model.kv_heads / config.tp / config.ulysses, 1.0) * work.model.head_dim
+    """Keys and values of all ring ranks, of one rank's heads."""
+    kv = kv_features(work, config)
     return int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes)
 
 
 def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int | None:
-    """Ranks of the inner ring where ``Tuning`` takes a double one; None where blocks go straight
-    to their users."""
-    ranks_per_node = ring_ranks_per_node(cluster, config)
-    return inner_ring_size(
-        config.ring, ranks_per_node, _kv_bytes(work, config) // _num_chunks(work, config)
-    )
+    """Ranks of the inner ring where ``Tuning`` takes a double ring, else None."""
+    block_bytes = _kv_bytes(work, config) // _num_chunks(work, config)
+    return inner_ring_size(config.ring, ring_ranks_per_node(cluster, config), block_bytes)
 
 
 def _double_ring_s(
     cluster: Cluster, config: ParallelConfig, inner: int, sent_bytes: float, steps: int, chunks: int
 ) -> float:
-    """Seconds of a double ring: what crosses the network goes beside what stays inside nodes."""
+    """Seconds of a double ring: inter-node and intra-node transfers run in parallel."""
     outer, stride = config.ring // inner, group_of(config, "ring").stride
-    inter_node_bytes = sent_bytes * (outer - 1) / (config.ring - 1)
-    inter_node = RankGroup(outer, stride * inner), inter_node_bytes, (outer - 1) * chunks
-    intra_node = (
-        RankGroup(inner, stride),
-        sent_bytes - inter_node_bytes,
-        (steps - (outer - 1)) * chunks,
-    )
+    inter_bytes = sent_bytes * (outer - 1) / (config.ring - 1)
+    inter_messages = (outer - 1) * chunks
+    inter_group, intra_group = RankGroup(outer, stride * inner), RankGroup(inner, stride)
     return max(
-        exchange_s(cluster, group, size, DIRECT, messages)
-        for group, size, messages in (inter_node, intra_node)
+        exchange_s(cluster, inter_group, inter_bytes, DIRECT, inter_messages),
+        exchange_s(
+            cluster, intra_group, sent_bytes - inter_bytes, DIRECT, steps * chunks - inter_messages
+        ),
     )

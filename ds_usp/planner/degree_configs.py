@@ -11,7 +11,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, degree_refusal
 
 _T = TypeVar("_T")
 
@@ -43,7 +43,7 @@ def degree_configs(
     )
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
-        reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal(work, config)
+        reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
         if reason:
             refused[reason] += 1
         elif model.layers % pp:
@@ -84,18 +84,13 @@ def fixed_text(fixed: Mapping[str, object]) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in fixed.items())
 
 
-def refusal(work: Workload, config: ParallelConfig) -> str | None:
-    """The same as ``impossible`` says of tp, ulysses and ring, as a short heading."""
-    model = work.model
-    if model.heads % config.tp or model.kv_heads % config.tp:
-        return "tp does not divide the heads"
-    if model.ffn % config.tp:
-        return "tp does not divide the MLP"
-    if model.heads // config.tp < config.ulysses:
-        return "ulysses beyond the heads of a tensor-parallel rank"
-    if model.heads // config.tp % config.ulysses:
-        return "ulysses leaves ranks with unequal heads"
-    return "too few tokens for a rank" if infeasible_reason(work, config) else None
+def refusal_rule(work: Workload, config: ParallelConfig) -> str | None:
+    """Why tp, ulysses and ring are not searched, without numbers, to count by."""
+    refusal = degree_refusal(work, config)
+    if refusal:
+        return refusal.rule
+    unequal = work.model.heads // config.tp % config.ulysses
+    return "ulysses leaves ranks with unequal heads" if unequal else None
 
 
 def values_of(fixed: Mapping[str, object], axis: str, values: Iterable[_T]) -> list[_T]:

@@ -1,4 +1,4 @@
-"""Why a plan is the best one, and what would help where none fits: from numbers, in words."""
+"""Why a plan is the best one, and what would help where none fits, in words with numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def explain(result: SearchResult) -> list[str]:
     if best.config.offload_ratio:
         lines.append(
             f"offload {best.config.offload_ratio:.0%}: as much as it takes to fit; "
-            f"{best.memory.offloaded / GIB:.1f} GiB of each GPU's activations go to the host"
+            f"{best.memory.offloaded / GIB:.1f} GiB of each GPU's activations go to host memory"
         )
     if best.config.fused_loss and not result.fused_loss_fixed:
         size = logits_bytes(result.work, best.config.replace(fused_loss=False)) / GIB
-        lines.append(f"loss in chunks: all logits at once would take {size:.1f} GiB of each GPU")
+        lines.append(f"chunked loss: the full logits would take {size:.1f} GiB of each GPU")
     lines += list(_faster_over_memory(result, best))
-    return list(dict.fromkeys(lines))  # plans that differ in what no line says are one line
+    return list(dict.fromkeys(lines))  # plans may differ in what no line names
 
 
 def _choice(result: SearchResult, best: Plan, axis: str) -> Iterator[str]:
@@ -60,40 +60,39 @@ def _against(result: SearchResult, best: Plan, alternative: Plan) -> str:
 
 
 def _losses(result: SearchResult, best: Plan, alternative: Plan) -> dict[str, float]:
-    """Seconds of a step that each part takes more, the layers' time divided into its own parts."""
-    sums: list[dict[str, float]] = []
-    for plan in (best, alternative):
-        layer = layer_time(result.cluster, result.work, plan.config)
-        times = plan.time.layers / layer.total
-        parts = {name: value for name, value in plan.time.components().items() if name != "layers"}
-        inside = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
-        sums.append(parts | {name: times * getattr(layer, name) for name in inside})
-    best_seconds, other_seconds = sums
-    return {name: other_seconds[name] - best_seconds[name] for name in best_seconds}
+    """Seconds of a step that each component takes more, the layers' time by its components."""
+    best_s, other_s = (_component_seconds(result, plan) for plan in (best, alternative))
+    return {name: other_s[name] - best_s[name] for name in best_s}
+
+
+def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:
+    layer, step = layer_time(result.cluster, result.work, plan.config), plan.time.components()
+    scale = step.pop("layers") / layer.total
+    return step | {name: scale * seconds for name, seconds in layer.components().items()}
 
 
 _NAMES: Mapping[str, str] = {
     "matrices": "matrix products",
     "attention": "attention kernels",
-    "elementwise": "norms, activation functions and sums over blocks",
-    "tp": "tensor-parallel exchanges that nothing hides",
-    "sp": "sequence-parallel exchanges that nothing hides",
-    "recompute": "what is computed again",
+    "elementwise": "norms, activation functions and merges of partial attention",
+    "tp": "exposed tensor-parallel exchanges",
+    "sp": "exposed sequence-parallel exchanges",
+    "recompute": "recomputation",
     "head": "the output head",
-    "host": "waiting for the host",
-    "bubble": "the pipeline's bubble",
-    "pipeline": "sending between stages",
-    "gradients": "gradients and parameters",
-    "offload": "copies to the host",
+    "host": "GPU idle time on kernel launches",
+    "bubble": "the pipeline bubble",
+    "pipeline": "transfers between stages",
+    "gradients": "gradient and parameter exchanges",
+    "offload": "copies to host memory",
     "optimizer": "the optimizer",
 }
 
 
 def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
-    """Ulysses and ring: where they run, what bounds them, what the next best pair reaches."""
+    """Ulysses and ring: where they run, what limits them, what the next best pair reaches."""
     config, cluster = best.config, result.cluster
     if config.sp == 1:
-        yield "no sequence parallelism: dp alone uses the GPUs, and nothing has to be exchanged"
+        yield "no sequence parallelism: dp alone uses the GPUs, attention exchanges nothing"
         return
     for axis in ("ulysses", "ring"):
         degree = getattr(config, axis)
@@ -103,8 +102,8 @@ def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
         span = (group.size - 1) * group.stride + 1
         where = "inside a node" if span <= cluster.gpus_per_node else "across nodes"
         inner = double_ring(cluster, result.work, config) if axis == "ring" else None
-        once = f", a block once for the {inner} ring ranks of a node" if inner else ""
-        yield f"{axis} {degree} {where}{once}" + _limit(result, config, axis)
+        double = f", as a double ring of {inner} ranks in a node" if inner else ""
+        yield f"{axis} {degree} {where}{double}" + _limit(result, config, axis)
     for axis in ("ulysses", "ring", "order"):
         yield from _choice(result, best, axis)
 
@@ -136,24 +135,21 @@ def _faster_over_memory(result: SearchResult, best: Plan) -> Iterator[str]:
 
 
 def infeasibility_report(result: SearchResult) -> list[str]:
-    """The nearest plan, what it lacks, and what would help."""
+    """The plan closest to fitting, what it lacks, and what would help."""
     closest = result.closest_to_fitting
     if closest is None:
-        most = ", ".join(f"{why} ({count})" for why, count in result.refused.most_common(3))
-        return [f"no configuration of {result.gpus} GPUs is possible: {most}"]
-    budget = result.budget_bytes / GIB
+        rules = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common(3))
+        return [f"no configuration of {result.gpus} GPUs is possible: {rules}"]
     lines = [
-        f"nothing fits into {budget:.1f} GiB a GPU. The nearest plan lacks "
+        f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
         f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}",
     ]
     offloaded = closest.memory.offloaded
     if offloaded and not result.cluster.host_memory_fits(offloaded, result.gpus):
-        lines.append(
-            f"nor do the hosts hold the {offloaded / GIB:.1f} GiB that each of its GPUs offloads"
-        )
-    for what, saved in what_would_help(result, closest):
+        lines.append(f"nor does host memory hold the {offloaded / GIB:.1f} GiB that a GPU offloads")
+    for change, saved in what_would_help(result, closest):
         enough = "enough" if saved >= closest.over_budget_bytes else "not enough alone"
-        lines.append(f"would help: {what} saves {saved / GIB:.1f} GiB ({enough})")
+        lines.append(f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})")
     return lines
 
 
@@ -166,7 +162,7 @@ def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, floa
         ("offload of all activations", config.replace(offload_ratio=1.0, offload_unit="layer")),
         ("full recomputation", config.replace(recompute="full")),
         ("ZeRO-3", config.replace(zero=3)),
-        ("a loss that never holds all logits", config.replace(fused_loss=True)),
+        ("a chunked loss", config.replace(fused_loss=True)),
         ("gradients in bf16", config.replace(grad_bytes=2)),
     ]
     if config.micro_batch > 1:

@@ -166,7 +166,7 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     """Bytes that one layer keeps of one micro batch on one rank (activations of 2 bytes)."""
     model = work.model
-    tokens = config.micro_batch * work.seq_len / config.sp
+    tokens = work.rank_tokens(config)
     sharded, replicated = saved_elements(model, config)
     elements = sharded / config.tp + replicated
     return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)

@@ -1,22 +1,26 @@
-"""How long a GPU waits for its host to launch what it computes."""
+"""How long a GPU waits for the CPU to launch its kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from ds_usp.planner.profile_rows import launch_seconds, seconds_at
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWork:
-    """Work that the host launches and the GPU then does, in the order in which it is launched.
+    """Kernels in launch order: GPU seconds, CPU launch seconds, and the GPU's idle time.
 
     A flow shop of two machines (Johnson, 1954): nothing synchronizes them, so the GPU ends at the
-    greatest, over all launches, of the host's time up to that launch and the GPU's from it on.
-    Jobs are added and multiplied: one after the other, and so many times.
+    maximum over all launches of the CPU's time up to that launch plus the GPU's time from it on.
+    ``a + b`` runs one after the other, ``a * n`` n times.
 
     Args:
         device_s: of the GPU.
-        host_s: of the host to launch all of it; 0: not known, nothing waits for it.
-        wait_s: what the GPU idles until all of it is done; one launch: until it is launched.
+        launch_s: of the CPU to launch all of it; 0: not known, the GPU never waits.
+        wait_s: GPU idle time until the end; of one launch: until it is launched.
     """
 
     device_s: float
@@ -26,6 +30,14 @@ class LaunchedWork:
     def __post_init__(self) -> None:
         if self.wait_s < 0:
             object.__setattr__(self, "wait_s", self.launch_s)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Any], size: float, by: str, seconds: str, launch: str
+    ) -> LaunchedWork:
+        """Interpolated between a profile's rows, whose fields are named."""
+        points = [(getattr(row, by), getattr(row, launch)) for row in rows]
+        return cls(seconds_at(rows, by, seconds, size), launch_seconds(points, size))
 
     def __add__(self, other: LaunchedWork) -> LaunchedWork:
         wait = max(self.wait_s, self.launch_s - self.device_s + other.wait_s)
@@ -46,11 +58,11 @@ class LaunchedWork:
         return self.fraction(launches) * launches
 
     def scaled(self, measured: LaunchedWork, formula: LaunchedWork) -> LaunchedWork:
-        """This job by what is known of another one; the host launches as much as for that."""
+        """Times measured / formula of similar work, with that work's launch time."""
         return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
 
     def without_launch_time(self) -> LaunchedWork:
-        """Of a host that is not known."""
+        """The same with a launch time that is not known."""
         return LaunchedWork(self.device_s)
 
 

@@ -1,4 +1,4 @@
-"""The longest sequence that trains, under every way to keep less: where the memory formulas end."""
+"""The longest sequence that trains for each way to save memory: where the memory formulas end."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.degree_configs import degrees, refusal
+from ds_usp.planner.degree_configs import degrees, refusal_rule
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload, infeasible_reason
 
 STEP = 1024  # tokens: lengths are multiples of it
-_MAX_TOKENS = 2**30  # tokens; nobody has asked for more
+_MAX_TOKENS = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class MaxLength:
-    """One way to keep less, and how far it goes.
+    """One way to save memory, and the longest sequence that it trains.
 
     Args:
-        split: degrees and settings; its offload ratio is the one that the longest sequence needs.
+        config: degrees and settings, with the offload ratio that the longest sequence needs.
         seq_len: tokens; 0: not even ``STEP`` of them fit.
-        needs: memory of the fullest stage at that length, or at ``STEP`` where nothing fits.
+        memory_needed: of the fullest stage at that length, or at ``STEP`` where nothing fits.
         limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
     """
 
@@ -34,44 +34,30 @@ class MaxLength:
 
 
 def min_workload(model: ModelShape, config: ParallelConfig) -> Workload:
-    """What any split must take: a token for each rank, and micro batches that fill the stages."""
-    return _work(model, config, config.sp * config.tp)
+    """What any configuration must take: a token a rank, micro batches that fill the stages."""
+    return _workload(model, config, config.sp * config.tp)
 
 
-def _work(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
+def _workload(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
     return Workload(model, seq_len, 2 * config.pp * config.dp * config.micro_batch)
 
 
 def max_lengths(
-    model: ModelShape,
-    base: ParallelConfig,
-    cluster: Cluster,
-    budget_bytes: float,
-    workspace_bytes: float,
-) -> list[MaxLength]:
-    """For each way to recompute, without offload and with as much as it takes.
-
-    Activations grow with the sequence and nothing shrinks, so a bisection finds the end.
-
-    Args:
-        base: the degrees; what it says of recomputation and offload does not count.
-        budget_bytes: of one GPU.
-        workspace_bytes: what no formula sees.
-    """
-    return max_lengths_over(model, [base], cluster, budget_bytes, workspace_bytes)
-
-
-def max_lengths_over(
     model: ModelShape,
     bases: Sequence[ParallelConfig],
     cluster: Cluster,
     budget_bytes: float,
     workspace_bytes: float,
 ) -> list[MaxLength]:
-    """For each way to keep less the degrees that go furthest, of several; of equals the first.
+    """For each kind of recomputation, without and with offload, the degrees that go furthest.
+
+    Memory grows with the sequence, so a bisection finds the end.
 
     Args:
-        bases: at least one; otherwise as for :func:`longest`.
+        bases: at least one set of degrees, of equals the first is taken; their recomputation and
+            offload do not count.
+        budget_bytes: of one GPU.
+        workspace_bytes: what no formula counts.
     """
     results = []
     for recompute in RECOMPUTE:
@@ -82,7 +68,7 @@ def max_lengths_over(
                 search = _LengthSearch(
                     model, config, offload, cluster, budget_bytes, workspace_bytes
                 )
-                if not best or search.fits_beyond(best[0].seq_len):
+                if not best or search.fits(best[0].seq_len + STEP):
                     best = [search.find()]
             results += best
     return results
@@ -93,31 +79,29 @@ def all_configs(
 ) -> list[ParallelConfig]:
     """All degrees of so many GPUs that a model can have, the simplest first.
 
-    Data parallel ranks hold sequences of their own and make none longer, so ``base.dp`` stays.
+    Data-parallel ranks hold sequences of their own and make none longer, so ``base.dp`` stays.
 
     Raises:
-        ConfigError: the GPUs are no multiple of ``base.dp``, or no degrees are possible.
+        ConfigError: the GPUs are no multiple of ``base.dp``, or no degrees are feasible.
     """
-    configs = [
-        base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
-        for tp, ulysses, ring, pp, _ in degrees(gpus, {"dp": base.dp})
-        if tp <= cluster.gpus_per_node
-    ]
-    smallest = [(config, min_workload(model, config)) for config in configs]
-    results = [
-        config
-        for config, work in smallest
-        if not (refusal(work, config) or infeasible_reason(work, config))
-    ]
-    if not results:
-        why = next(filter(None, (infeasible_reason(work, config) for config, work in smallest)), "")
-        raise ConfigError(f"no degrees of {gpus} GPUs are possible: {why}")
-    return sorted(results, key=lambda config: (config.tp, config.pp, config.ring))
+    configs, reason = [], ""
+    for tp, ulysses, ring, pp, _ in degrees(gpus, {"dp": base.dp}):
+        if tp > cluster.gpus_per_node:
+            continue
+        config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
+        work = min_workload(model, config)
+        infeasible = infeasible_reason(work, config)
+        reason = reason or infeasible or ""
+        if not (infeasible or refusal_rule(work, config)):
+            configs.append(config)
+    if not configs:
+        raise ConfigError(f"no degrees of {gpus} GPUs are possible: {reason}")
+    return sorted(configs, key=lambda config: (config.tp, config.pp, config.ring))
 
 
 @dataclass(frozen=True, slots=True)
 class _LengthSearch:
-    """The search of one way's end."""
+    """The bisection for one configuration, with or without offload."""
 
     model: ModelShape
     config: ParallelConfig
@@ -126,30 +110,30 @@ class _LengthSearch:
     budget_bytes: float
     workspace_bytes: float
 
-    def fits_beyond(self, seq_len: int) -> bool:
-        """Whether a longer sequence fits."""
-        return self._evaluate(seq_len + STEP).limit == ""
+    def fits(self, seq_len: int) -> bool:
+        """Whether a length trains."""
+        return not self._evaluate(seq_len).limit
 
     def find(self) -> MaxLength:
         """Double until it fails, then halve the gap."""
-        fits, fails = 0, STEP
-        while fails < _MAX_TOKENS and self._evaluate(fails).limit == "":
-            fits, fails = fails, 2 * fails
-        while fails - fits > STEP:
-            middle = (fits + fails) // 2 // STEP * STEP
-            fits, fails = (middle, fails) if self._evaluate(middle).limit == "" else (fits, middle)
-        beyond = self._evaluate(fails)
-        return replace(self._evaluate(fits) if fits else beyond, seq_len=fits, limit=beyond.limit)
+        low, high = 0, STEP
+        while high < _MAX_TOKENS and self.fits(high):
+            low, high = high, 2 * high
+        while high - low > STEP:
+            middle = (low + high) // 2 // STEP * STEP
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        beyond = self._evaluate(high)
+        return replace(self._evaluate(low) if low else beyond, seq_len=low, limit=beyond.limit)
 
     def _evaluate(self, seq_len: int) -> MaxLength:
         """What a length needs; its limit is "" where it fits."""
-        config, work = self.config, _work(self.model, self.config, seq_len)
+        config, work = self.config, _workload(self.model, self.config, seq_len)
         if self.offload:
             config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
-        memory_needed = memory(work, config, self.workspace_bytes)
+        needed = memory(work, config, self.workspace_bytes)
         limit = infeasible_reason(work, config) or ""
-        if memory_needed.total > self.budget_bytes:
+        if needed.total > self.budget_bytes:
             limit = limit or "GPU memory"
-        elif not self.cluster.host_memory_fits(memory_needed.offloaded, config.gpus):
+        elif not self.cluster.host_memory_fits(needed.offloaded, config.gpus):
             limit = limit or "host memory"
-        return MaxLength(config, seq_len, memory_needed, limit)
+        return MaxLength(config, seq_len, needed, limit)

@@ -190,7 +190,7 @@ def logits_bytes(work: Workload, config: ParallelConfig) -> float:
     what the last norm and the head keep of their inputs."""
     if config.fused_loss:
         return 0.0
-    model, tokens = work.model, config.micro_batch * work.seq_len / config.sp
+    model, tokens = work.model, work.rank_tokens(config)
     logits = tokens * model.padded_vocab(config.tp) / config.tp * (config.param_bytes + 4)
     inputs = 2 * tokens * model.hidden * config.param_bytes
     return logits + inputs / (config.tp if config.tp_sequence else 1)
@@ -204,7 +204,7 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     """
     model, e = work.model, config.param_bytes
     sequence = config.micro_batch * work.seq_len
-    q, kv = model.q_width / config.tp, kv_fraction(work, config)
+    q, kv = model.q_width / config.tp, kv_features(work, config)
     total = 0.0
     if config.ulysses > 1:
         total += 2 * sequence / config.ring * (q / config.ulysses + 2 * kv) * e
@@ -213,11 +213,10 @@ def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
     return total
 
 
-def kv_fraction(work: Workload, config: ParallelConfig) -> float:
-    """Features of the keys with which one rank computes; a KV head has a rank at least."""
-    model = work.model
-    heads = max(model.kv_heads / config.tp / config.ulysses, 1.0)
-    return heads * model.head_dim
+def kv_features(work: Workload, config: ParallelConfig) -> float:
+    """Key features of one rank, as many of values; a KV head is on one rank at least."""
+    heads = max(work.model.kv_heads / config.tp / config.ulysses, 1.0)
+    return heads * work.model.head_dim
 
 
 def offload_needed(

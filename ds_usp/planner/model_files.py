@@ -1,4 +1,4 @@
-"""Models from files: our own fields, or a HuggingFace ``config.json``."""
+"""Models by name, from files of models, and from HuggingFace configurations."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.models import ModelShape, built_in, is_built_in
+from ds_usp.planner.field_checks import read_json
+from ds_usp.planner.models import MODELS, ModelShape, built_in
 
 
-def load_model(model: str) -> ModelShape:
+def load_model(name: str) -> ModelShape:
     """A built-in name, ``FILE.json:NAME``, a file with one model, or a HuggingFace config.json.
 
     A file of models maps names to the fields of :class:`ModelShape`, or lists such objects with
     a ``name``; HuggingFace's names of the fields are understood everywhere.
 
     Raises:
-        ConfigError: nothing of that name, or a file that describes no model.
+        ConfigError: no such name, or a file that describes no model.
     """
-    path, _, name = model.rpartition(":")
-    if path.endswith(".json"):
-        if not Path(path).exists() and Path(path).name == "models.json" and is_built_in(name):
-            return built_in(name)
-        return _from_file(Path(path), name)
-    if model.endswith(".json") or Path(model).is_dir():
-        folder = Path(model)
-        return _from_file(folder / "config.json" if folder.is_dir() else folder, "")
-    return built_in(model)
+    file, _, entry = name.rpartition(":")
+    path = Path(file)
+    if file.endswith(".json"):
+        if path.exists() or path.name != "models.json" or not built_in(entry):
+            return _from_file(path, entry)
+        name = entry
+    elif name.endswith(".json") or Path(name).is_dir():
+        path = Path(name)
+        return _from_file(path / "config.json" if path.is_dir() else path, "")
+    model = built_in(name)
+    if model is None:
+        raise ConfigError(
+            f"no model {name!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
+            "HuggingFace config.json"
+        )
+    return model
 
 
 def _from_file(path: Path, name: str) -> ModelShape:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the model file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    content = read_json(path, "model")
     entries = _entries(content)
     if entries is None:
         if name:
@@ -46,10 +49,10 @@ def _from_file(path: Path, name: str) -> ModelShape:
         return _shape(path.stem if path.stem != "config" else path.parent.name, content, path)
     if not name and len(entries) == 1:
         name = next(iter(entries))
-    wanted = {key.lower(): key for key in entries}
-    if name.lower() not in wanted:
+    keys = {key.lower(): key for key in entries}
+    if name.lower() not in keys:
         raise ConfigError(f"{path} has no model {name!r}; it has {', '.join(entries)}")
-    key = wanted[name.lower()]
+    key = keys[name.lower()]
     return _shape(key, entries[key], path)
 
 
@@ -58,50 +61,44 @@ def _entries(content: Any) -> dict[str, Any] | None:
     if isinstance(content, Mapping) and isinstance(content.get("models"), (Mapping, list)):
         content = content["models"]
     if isinstance(content, list):
-        named = [entry for entry in content if isinstance(entry, Mapping)]
-        by_name = {str(entry.get("name", entry.get("model"))): entry for entry in named}
-        return by_name or None
-    whole = content.values() if isinstance(content, Mapping) else ()
-    if whole and all(isinstance(entry, Mapping) for entry in whole):
+        objects = [entry for entry in content if isinstance(entry, Mapping)]
+        return {str(x.get("name", x.get("model"))): x for x in objects} or None
+    values = content.values() if isinstance(content, Mapping) else ()
+    if values and all(isinstance(entry, Mapping) for entry in values):
         return {str(name): entry for name, entry in content.items()}
     return None
 
 
-# Field -> the names that files give it, ours first, then HuggingFace's.
-_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+# Field of ModelShape -> the names that files give it besides, HuggingFace's among them.
+_ALIASES: Mapping[str, str] = MappingProxyType(
     {
-        "layers": ("layers", "num_layers", "num_hidden_layers", "n_layer"),
-        "hidden": ("hidden", "hidden_size", "n_embd", "d_model"),
-        "ffn": ("ffn", "ffn_hidden_size", "intermediate_size", "n_inner", "ffn_dim"),
-        "heads": ("heads", "num_attention_heads", "n_head"),
-        "kv_heads": ("kv_heads", "num_key_value_heads", "num_query_groups"),
-        "vocab": ("vocab", "vocab_size"),
-        "head_dim": ("head_dim", "kv_channels"),
-        "tied": ("tied", "tie_word_embeddings"),
-        "gated": ("gated",),
-        "learned_positions": ("learned_positions",),
-        "biases": ("biases",),
-        "rope_theta": ("rope_theta", "rotary_emb_base"),
-        "norm_epsilon": (
-            "norm_epsilon",
-            "rms_norm_eps",
-            "layer_norm_epsilon",
-            "layer_norm_eps",
-        ),
-        "qkv_bias": ("qkv_bias",),
-        "qk_norm": ("qk_norm",),
+        "layers": "num_layers num_hidden_layers n_layer",
+        "hidden": "hidden_size n_embd d_model",
+        "ffn": "ffn_hidden_size intermediate_size n_inner ffn_dim",
+        "heads": "num_attention_heads n_head",
+        "kv_heads": "num_key_value_heads num_query_groups",
+        "vocab": "vocab_size",
+        "head_dim": "kv_channels",
+        "tied": "tie_word_embeddings",
+        "gated": "",
+        "learned_positions": "",
+        "biases": "",
+        "rope_theta": "rotary_emb_base",
+        "norm_epsilon": "rms_norm_eps layer_norm_epsilon layer_norm_eps",
+        "qkv_bias": "",
+        "qk_norm": "",
     }
 )
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-# HuggingFace's model_type -> what its configurations leave unsaid. Only decoders whose layers are
+# HuggingFace's model_type -> the defaults of its configurations. Only decoders whose layers are
 # attention and one MLP, counted as ModelShape counts them.
 _LLAMA: Mapping[str, Any] = MappingProxyType({"norm_epsilon": 1e-6})
 _GEMMA: Mapping[str, Any] = MappingProxyType({"tied": True, "norm_epsilon": 1e-6})
 _GPT: Mapping[str, Any] = MappingProxyType(
     {"gated": False, "tied": True, "learned_positions": True, "biases": True}
 )
-_FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+_ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "granite"), _LLAMA),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
@@ -113,66 +110,58 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "starcoder2": MappingProxyType({"gated": False, "tied": True, "biases": True}),
     }
 )
-# Those whose layers are what the fields of ModelShape say, but for what _other_facts finds. Others
-# scale, norm or add in ways of their own.
+# Those whose layers the fields of ModelShape describe, apart from what _other_facts lists. The
+# other architectures scale, normalize or add in ways of their own.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "starcoder2")
-_SILU, _GELU = ("silu", "swish"), ("gelu",)
 
 
 def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
-    """What a HuggingFace configuration says that no field of ModelShape holds, by name."""
+    """What a HuggingFace configuration states that no field of ModelShape holds, by name."""
     kind = entry.get("model_type")
     facts = [f"layers of model_type {kind}"] if kind is not None and kind not in _PLAIN else []
     names = ("hidden_act", "activation_function", "hidden_activation")
     activations = {name: entry[name] for name in names if entry.get(name) is not None}
     if kind == "gpt2" and not activations:
         activations = {"activation_function": "gelu_new"}
-    usual = _SILU if gated else _GELU
+    usual = ("silu", "swish") if gated else ("gelu",)
     facts += [f"{name} {value}" for name, value in activations.items() if value not in usual]
-    scaling = entry.get("rope_scaling") or _scaled_rope(entry.get("rope_parameters"))
+    rope = entry.get("rope_parameters")  # of newer configurations, scaled or not
+    scales = isinstance(rope, Mapping) and rope.get("rope_type", "default") != "default"
+    scaling = entry.get("rope_scaling") or (rope if scales else None)
     facts += [f"rope_scaling {json.dumps(scaling)}"] if scaling else []
     for name in ("partial_rotary_factor", "rotary_pct"):
-        share = entry.get(name)
-        facts += [f"{name} {share}"] if share not in (None, 1, 1.0) else []
-    for name in ("attention_bias", "mlp_bias"):
-        facts += [name] if entry.get(name) is True else []
-    return tuple(facts)
-
-
-def _scaled_rope(parameters: Any) -> Any:
-    """The ``rope_parameters`` of newer configurations, if they scale angles."""
-    scales = isinstance(parameters, Mapping) and parameters.get("rope_type", "default") != "default"
-    return parameters if scales else None
+        value = entry.get(name)
+        facts += [f"{name} {value}"] if value not in (None, 1, 1.0) else []
+    return (*facts, *(n for n in ("attention_bias", "mlp_bias") if entry.get(n) is True))
 
 
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
-    defaults = _architecture_family(name, entry, path)
-    values: dict[str, Any] = {}
-    for field, names in _NAMES.items():
-        given = [entry[alias] for alias in names if entry.get(alias) is not None]
-        if given:
-            values[field] = given[0]
-    parameters = entry.get("rope_parameters")
-    if isinstance(parameters, Mapping) and parameters.get("rope_theta") is not None:
-        values.setdefault("rope_theta", parameters["rope_theta"])
-    values = {**defaults, **values}
+    defaults = _architecture_defaults(name, entry, path)
+    rope = entry.get("rope_parameters")
+    values: dict[str, Any] = dict(defaults)
+    if isinstance(rope, Mapping) and rope.get("rope_theta") is not None:
+        values["rope_theta"] = rope["rope_theta"]
+    for field, aliases in _ALIASES.items():
+        stated = (entry.get(alias) for alias in (field, *aliases.split()))
+        values[field] = next((x for x in stated if x is not None), values.get(field))
+    values = {field: value for field, value in values.items() if value is not None}
     values["other_facts"] = _other_facts(entry, values.get("gated", True))
     if defaults is _GPT:
         values.setdefault("ffn", 4 * values.get("hidden", 0))
     if entry.get("use_sliding_window", True):
         values["window"] = entry.get("sliding_window") or entry.get("window") or 0
     values.setdefault("kv_heads", values.get("heads"))
-    missing = [field for field in ("layers", "hidden", "ffn", "heads") if not values.get(field)]
-    if missing or not values.get("vocab"):
-        missing += [] if values.get("vocab") else ["vocab"]
+    required = ("layers", "hidden", "ffn", "heads", "vocab")
+    missing = [field for field in required if not values.get(field)]
+    if missing:
         raise ConfigError(f"{path}: model {name} has no {', '.join(missing)}")
     return ModelShape(name=name or path.stem, **values)
 
 
-def _architecture_family(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """What is unsaid in a HuggingFace configuration of this kind; nothing without a kind.
+def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The defaults of a HuggingFace configuration's model_type; none without a model_type.
 
     Raises:
         ConfigError: layers that are not attention and one MLP.
@@ -187,10 +176,10 @@ def _architecture_family(name: str, entry: Mapping[str, Any], path: Path) -> Map
             f"{path}: model {name} has several parts; give its text_config as a file of its own"
         )
     kind = entry.get("model_type")
-    if kind is not None and kind not in _FAMILIES:
+    if kind is not None and kind not in _ARCHITECTURES:
         raise ConfigError(
             f"{path}: the layers of model_type {kind!r} are not known; known are "
-            f"{', '.join(_FAMILIES)}. Leave model_type out and say gated, tied, learned_positions "
-            "and biases to plan it as such a model"
+            f"{', '.join(_ARCHITECTURES)}. Leave model_type out and state gated, tied, "
+            "learned_positions and biases to plan it as such a model"
         )
-    return _FAMILIES[kind] if kind is not None else MappingProxyType({})
+    return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})

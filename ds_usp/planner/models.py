@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.field_checks import Count, CountOrZero, Positive, violations
 
 
 @dataclass(frozen=True)
@@ -40,47 +42,27 @@ class ModelShape:
     """
 
     name: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    head_dim: int = 0
+    layers: Count
+    hidden: Count
+    ffn: Count
+    heads: Count
+    kv_heads: Count
+    vocab: Count
+    head_dim: CountOrZero = 0
     gated: bool = True
     tied: bool = False
     learned_positions: bool = False
     biases: bool = False
-    window: int = 0
-    rope_theta: float = 10000.0
-    norm_epsilon: float = 1e-5
+    window: CountOrZero = 0
+    rope_theta: Positive = 10000.0
+    norm_epsilon: Positive = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
     other_facts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
-            size = getattr(self, field)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(
-                    f"model {self.name}: {field}={size!r} must be a whole number of 1 or more"
-                )
-        for field in ("head_dim", "window"):
-            size = getattr(self, field)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise ConfigError(
-                    f"model {self.name}: {field}={size!r} must be a whole number of 0 or more"
-                )
-        for field in ("rope_theta", "norm_epsilon"):
-            number = getattr(self, field)
-            known = isinstance(number, (int, float)) and not isinstance(number, bool)
-            if not known or not 0 < number < math.inf:
-                raise ConfigError(f"model {self.name}: {field}={number!r} must be more than 0")
-        for field in ("gated", "tied", "learned_positions", "biases", "qkv_bias", "qk_norm"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(
-                    f"model {self.name}: {field}={getattr(self, field)!r} must be true or false"
-                )
+        for wrong in violations(self):
+            raise ConfigError(f"model {self.name}: {wrong}")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.heads} query heads cannot share {self.kv_heads} "
@@ -135,89 +117,42 @@ class ModelShape:
         return self.layers * layer + tables + positions + self.hidden
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(
-        name,
-        layers,
-        hidden,
-        4 * hidden,
-        heads,
-        heads,
-        50257,
-        gated=False,
-        tied=True,
-        learned_positions=True,
-        biases=True,
-    )
+_GPT: Mapping[str, bool] = MappingProxyType(
+    {"gated": False, "tied": True, "learned_positions": True, "biases": True}
+)
+_QWEN: Mapping[str, float] = MappingProxyType(
+    {"rope_theta": 1e6, "norm_epsilon": 1e-6, "qkv_bias": True}
+)
+
+
+def _model(name: str, sizes: str, *aliases: str, **facts: Any) -> tuple[ModelShape, list[str]]:
+    """A shape and its other names; ``sizes``: layers, hidden, ffn, heads, kv_heads, vocab."""
+    layers, hidden, ffn, heads, kv_heads, vocab = map(int, sizes.split())
+    return ModelShape(name, layers, hidden, ffn, heads, kv_heads, vocab, **facts), [*aliases]
 
 
 # Names are matched in lower case. Llama-3's and Qwen2.5's facts are those of their config.json. The
 # vocabulary of 32004 is that of Kuaishou's runs (kwai/Megatron-Kwai, examples/atc24); gpt shapes
 # are those of examples_deepspeed.
-MODELS: Mapping[str, ModelShape] = MappingProxyType(
-    {
-        shape.name: shape
-        for shape in (
-            ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 32004),
-            ModelShape("llama-65b", 80, 8192, 22016, 64, 64, 32004),
-            ModelShape("llama-70b", 80, 8192, 28672, 64, 8, 32004),
-            ModelShape("llama-175b", 96, 12288, 32768, 96, 96, 32004),
-            ModelShape("llama3-8b", 32, 4096, 14336, 32, 8, 128256, rope_theta=500000.0),
-            ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128256, rope_theta=500000.0),
-            ModelShape(
-                "qwen2.5-7b",
-                28,
-                3584,
-                18944,
-                28,
-                4,
-                152064,
-                rope_theta=1e6,
-                norm_epsilon=1e-6,
-                qkv_bias=True,
-            ),
-            _gpt("gpt-1.3b", 24, 2048, 16),
-            _gpt("gpt-6.7b", 32, 4096, 32),
-            _gpt("gpt-30b", 64, 6144, 64),
-        )
-    }
+_BUILT_IN = (
+    _model("llama-7b", "32 4096 11008 32 32 32004", "7b", "llama2-7b"),
+    _model("llama-65b", "80 8192 22016 64 64 32004", "65b"),
+    _model("llama-70b", "80 8192 28672 64 8 32004", "70b", "llama2-70b"),
+    _model("llama-175b", "96 12288 32768 96 96 32004", "175b"),
+    _model("llama3-8b", "32 4096 14336 32 8 128256", "8b", "llama-3-8b", rope_theta=5e5),
+    _model("llama3-70b", "80 8192 28672 64 8 128256", "llama-3-70b", rope_theta=5e5),
+    _model("qwen2.5-7b", "28 3584 18944 28 4 152064", "qwen-2.5-7b", **_QWEN),
+    _model("gpt-1.3b", "24 2048 8192 16 16 50257", "1.3b", **_GPT),
+    _model("gpt-6.7b", "32 4096 16384 32 32 50257", "6.7b", **_GPT),
+    _model("gpt-30b", "64 6144 24576 64 64 50257", "30b", **_GPT),
 )
+MODELS: Mapping[str, ModelShape] = MappingProxyType({model.name: model for model, _ in _BUILT_IN})
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "7b": "llama-7b",
-        "llama2-7b": "llama-7b",
-        "65b": "llama-65b",
-        "70b": "llama-70b",
-        "llama2-70b": "llama-70b",
-        "175b": "llama-175b",
-        "8b": "llama3-8b",
-        "llama-3-8b": "llama3-8b",
-        "llama-3-70b": "llama3-70b",
-        "qwen-2.5-7b": "qwen2.5-7b",
-        "1.3b": "gpt-1.3b",
-        "6.7b": "gpt-6.7b",
-        "30b": "gpt-30b",
-    }
+    {alias: model.name for model, aliases in _BUILT_IN for alias in aliases}
 )
 
 
-def is_built_in(name: str) -> bool:
-    """Whether :func:`built_in` knows a name or an alias."""
+def built_in(name: str) -> ModelShape | None:
+    """The built-in model of a name or an alias, in any case; None if there is none."""
     key = name.strip().lower().replace("_", "-").replace("gpt3", "gpt")
-    return key in MODELS or key in _ALIASES
-
-
-def built_in(model: str) -> ModelShape:
-    """The built-in model of a name or an alias, in any case.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    key = model.strip().lower().replace("_", "-").replace("gpt3", "gpt")
-    key = _ALIASES.get(key, key)
-    if key not in MODELS:
-        raise ConfigError(
-            f"no model {model!r}; there are {', '.join(MODELS)}. Or give FILE.json:NAME or a "
-            "HuggingFace config.json"
-        )
-    return MODELS[key]
+    return MODELS.get(_ALIASES.get(key, key))

@@ -1,4 +1,4 @@
-"""How a training run is split over ranks, and what makes a split impossible."""
+"""The parallel configuration of a training run, and what makes one infeasible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import Degrees, Refusal
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
+from ds_usp.planner.field_checks import Count, Fraction, ZeroStage, choice, violations
 from ds_usp.planner.models import ModelShape
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
@@ -24,15 +26,14 @@ class Workload:
     """
 
     model: ModelShape
-    seq_len: int
-    global_batch: int = 1
+    seq_len: Count
+    global_batch: Count = 1
     documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", tuple(self.documents))
-        for name in ("seq_len", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        for wrong in violations(self):
+            raise ConfigError(wrong)
         window = self.model.window
         if 0 < window < self.seq_len:
             raise ConfigError(
@@ -46,8 +47,12 @@ class Workload:
                 f"{self.seq_len}"
             )
 
+    def rank_tokens(self, config: ParallelConfig) -> float:
+        """Tokens of a micro batch on one rank."""
+        return config.micro_batch * self.seq_len / config.sp
 
-@dataclass(frozen=True)  # no slots: `but` copies the whole of it at once
+
+@dataclass(frozen=True)  # no slots: `replace` copies __dict__ at once
 class ParallelConfig:
     """Degrees and settings of one run.
 
@@ -73,20 +78,20 @@ class ParallelConfig:
             fp32 (runtime/bf16_optimizer.py of 0.19).
     """
 
-    tp: int = 1
-    ulysses: int = 1
-    ring: int = 1
-    pp: int = 1
-    dp: int = 1
+    tp: Count = 1
+    ulysses: Count = 1
+    ring: Count = 1
+    pp: Count = 1
+    dp: Count = 1
     layers_per_virtual_stage: int = 0
-    order: str = DEFAULT_SP_ORDER
-    zero: int = 1
-    recompute: str = "none"
-    micro_batch: int = 1
-    offload_ratio: float = 0.0
-    offload_unit: str = "chunk"
+    order: str = choice(ORDERS, DEFAULT_SP_ORDER)
+    zero: ZeroStage = 1
+    recompute: str = choice(RECOMPUTE, "none")
+    micro_batch: Count = 1
+    offload_ratio: Fraction = 0.0
+    offload_unit: str = choice(("chunk", "layer"), "chunk")
     tp_sequence: bool = True
-    schedule: str = "1f1b"
+    schedule: str = choice(SCHEDULES, "1f1b")
     fused_activation: bool = False
     fused_loss: bool = False
     overlap_gradients: bool = False
@@ -95,16 +100,16 @@ class ParallelConfig:
     unsharded_grad_reduce: bool = False
 
     def replace(self, **changes: object) -> ParallelConfig:
-        """This split with other values: ``dataclasses.replace`` at a sixth of its time, which a
-        search of a hundred thousand splits feels.
+        """A copy with other values: ``dataclasses.replace`` at a sixth of its time, which counts
+        in a search of a hundred thousand configurations.
 
         Raises:
-            TypeError: a name that no split has.
+            TypeError: a name that is no field.
         """
         copy, values = object.__new__(ParallelConfig), self.__dict__ | changes
         if len(values) > len(self.__dict__):
             unknown = [name for name in changes if name not in self.__dict__]
-            raise TypeError(f"a split has no {', '.join(unknown)}")
+            raise TypeError(f"a parallel configuration has no {', '.join(unknown)}")
         copy.__dict__.update(values)
         return copy
 
@@ -151,89 +156,76 @@ class ParallelConfig:
 def infeasible_reason(
     work: Workload, config: ParallelConfig, gpus: int | None = None
 ) -> str | None:
-    """Why a split cannot be, as text that names the constraint and the numbers; None if it can."""
+    """Why a configuration cannot run, with the constraint and the numbers; None if it can."""
     return next(_violations(work, config, gpus), None)
 
 
 def require_feasible(work: Workload, config: ParallelConfig, gpus: int | None = None) -> None:
-    """Refuse a split that cannot be.
+    """Refuse a configuration that cannot run.
 
     Raises:
         ConfigError: with the constraint and the numbers.
     """
-    why = infeasible_reason(work, config, gpus)
-    if why:
-        raise ConfigError(why)
+    reason = infeasible_reason(work, config, gpus)
+    if reason:
+        raise ConfigError(reason)
+
+
+def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
+    """Why tp, ulysses and ring do not fit the model's heads, MLP or sequence; None if they do."""
+    model, ranks = work.model, config.sp * config.tp
+    refusal = Degrees(
+        sp=config.sp,
+        ulysses=config.ulysses,
+        ring=config.ring,
+        tp=config.tp,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+    ).refusal({})
+    if refusal is None and work.seq_len < ranks:
+        refusal = Refusal(
+            "too few tokens for a rank",
+            f"{work.seq_len} tokens are too few for tp {config.tp} x ulysses {config.ulysses} x "
+            f"ring {config.ring}: at least {ranks}",
+        )
+    return refusal
 
 
 def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Iterator[str]:
-    yield from _range_violations(config)
-    yield from _head_violations(work.model, config)
-    model, seq_len = work.model, work.seq_len
-    if seq_len < config.sp * config.tp:
-        yield (
-            f"{seq_len} tokens are too few for tp {config.tp} x ulysses {config.ulysses} x ring "
-            f"{config.ring}: at least {config.sp * config.tp}"
-        )
-    if model.layers % config.pp:
-        yield f"{model.layers} layers do not divide into pp={config.pp} stages"
+    yield from violations(config)
+    refusal = degree_refusal(work, config)
+    if refusal:
+        yield refusal.message
+    model, tp, pp, dp = work.model, config.tp, config.pp, config.dp
+    if model.layers % pp:
+        yield f"{model.layers} layers do not divide into pp={pp} stages"
     per_stage, chunk = config.layers_per_stage(model), config.chunk_layers(model)
     if chunk < 1 or per_stage % chunk:
         yield (
-            f"{per_stage} layers of a stage ({model.layers} / pp {config.pp}) do not divide into "
+            f"{per_stage} layers of a stage ({model.layers} / pp {pp}) do not divide into "
             f"virtual stages of {chunk}"
         )
     if gpus is not None and config.gpus != gpus:
         yield (
-            f"tp {config.tp} x ulysses {config.ulysses} x ring {config.ring} x pp {config.pp} x dp "
-            f"{config.dp} = {config.gpus} ranks, but there are {gpus} GPUs"
+            f"tp {tp} x ulysses {config.ulysses} x ring {config.ring} x pp {pp} x dp {dp} = "
+            f"{config.gpus} ranks, but there are {gpus} GPUs"
         )
-    if work.global_batch % (config.dp * config.micro_batch):
+    if work.global_batch % (dp * config.micro_batch):
         yield (
-            f"a global batch of {work.global_batch} does not divide among dp {config.dp} x micro "
-            f"batch {config.micro_batch}"
+            f"a global batch of {work.global_batch} does not divide among dp {dp} x micro batch "
+            f"{config.micro_batch}"
         )
-    micro_batches = config.micro_batches(work.global_batch)
     if config.virtual_stages(model) > 1:
-        if config.pp == 1:
+        micro_batches = config.micro_batches(work.global_batch)
+        if pp == 1:
             yield "virtual stages need a pipeline: pp is 1"
         if config.schedule == "deepspeed":
             yield "DeepSpeed's pipeline has no virtual stages"
-        if micro_batches % config.pp:
+        if micro_batches % pp:
             yield (
-                f"interleaving needs micro batches in multiples of pp={config.pp}, there are "
+                f"interleaving needs micro batches in multiples of pp={pp}, there are "
                 f"{micro_batches}"
             )
-    if config.zero >= 2 and config.pp > 1:
-        yield f"ZeRO-{config.zero} does not go with a pipeline (pp={config.pp}); use ZeRO-1"
-
-
-def _range_violations(config: ParallelConfig) -> Iterator[str]:
-    for name in ("tp", "ulysses", "ring", "pp", "dp", "micro_batch"):
-        size = getattr(config, name)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            yield f"{name}={size!r} must be a whole number of 1 or more"
-    if config.zero not in (0, 1, 2, 3):
-        yield f"zero={config.zero} must be 0, 1, 2 or 3"
-    if not 0 <= config.offload_ratio <= 1:
-        yield f"offload_ratio={config.offload_ratio} must be between 0 and 1"
-    known = (("recompute", RECOMPUTE), ("schedule", SCHEDULES), ("order", ORDERS))
-    for name, values in (*known, ("offload_unit", ("chunk", "layer"))):
-        if getattr(config, name) not in values:
-            yield f"{name}={getattr(config, name)!r} is none of {', '.join(values)}"
-
-
-def _head_violations(model: ModelShape, config: ParallelConfig) -> Iterator[str]:
-    if model.heads % config.tp or model.kv_heads % config.tp:
-        yield (
-            f"tp={config.tp} must divide the {model.heads} query heads and the {model.kv_heads} "
-            "key/value heads"
-        )
-    elif model.heads // config.tp < config.ulysses:
-        yield (
-            f"ulysses={config.ulysses} needs at least {config.ulysses} query heads on each "
-            f"tensor-parallel rank, there are {model.heads // config.tp} ({model.heads} heads, "
-            f"tp={config.tp}); the ring may be larger instead"
-        )
-    if model.ffn % config.tp:
-        yield f"tp={config.tp} must divide the MLP's width of {model.ffn}"
+    if config.zero >= 2 and pp > 1:
+        yield f"ZeRO-{config.zero} does not go with a pipeline (pp={pp}); use ZeRO-1"

@@ -1,4 +1,4 @@
-"""How long one step takes, part by part."""
+"""Seconds of one optimizer step, by component."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from dataclasses import dataclass
 from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.launch_overhead import LaunchedWork
-from ds_usp.planner.layer_time import layer_time, passes_s, product_s
+from ds_usp.planner.layer_time import elementwise_s, gemm_s, layer_time
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import (
     embedding_head_rows,
-    launch_seconds,
     nearest_step,
     nearest_tp,
     seconds_at,
-    step_rows,
+    select_rows,
 )
 from ds_usp.planner.topology import COLLECTIVE, DIRECT, exchange_s, group_of
 from ds_usp.planner.traffic import stage_boundary_bytes, step_traffic
 
-# Read and written for each logit by Megatron's cross entropy: to fp32, maximum, difference,
+# Bytes that Megatron's cross entropy reads and writes for each logit: to fp32, maximum, difference,
 # exponential, sum, quotient, and in backward the product and back to bf16.
 _LOSS_BYTES = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step on the slowest rank.
+    """Seconds of one step on the slowest rank. The fields are keys of ``plan --json``.
 
     Args:
         layers: the layers of all micro batches, recomputation included.
         head: the output head.
-        host: waiting for the host, which launches slower than the GPU computes.
-        bubble: waiting for the pipeline to fill and to drain.
-        pipeline: activations between stages that nothing hides.
-        gradients: exchange of gradients and parameters that nothing hides.
-        offload: waiting for host memory.
+        host: GPU idle time while the CPU launches kernels (launch-bound work).
+        bubble: pipeline fill and drain.
+        pipeline: exposed transfers between pipeline stages.
+        gradients: exposed exchange of gradients and parameters.
+        offload: exposed copies to host memory and back.
         optimizer: Adam; from a profile the exchange is part of it.
     """
 
@@ -52,22 +51,21 @@ class StepTime:
     @property
     def total(self) -> float:
         """The step."""
-        work = self.layers + self.head + self.host + self.bubble + self.offload
-        return work + self.pipeline + self.gradients + self.optimizer
+        return sum(self.components().values())
 
     def components(self) -> dict[str, float]:
-        """Name -> seconds, in the order in which they are told."""
+        """Name -> seconds."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def head_layers(work: Workload) -> float:
-    """The output head's products as a part of a layer's: ``h V / P``."""
+    """The output head's GEMMs relative to a layer's: ``h V / P``."""
     return work.model.hidden * work.model.vocab / work.model.matrix_elements
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one micro batch is made of: a layer, each direction, and the output head, both."""
+    """Times of one micro batch: a layer forward and backward, and the output head, both."""
 
     forward: LaunchedWork
     backward: LaunchedWork
@@ -75,11 +73,11 @@ class MicroBatch:
 
     @property
     def layer_s(self) -> float:
-        """The GPU's seconds of a layer, both directions."""
+        """GPU seconds of a layer, both directions."""
         return self.forward.device_s + self.backward.device_s
 
     def launch_wait_s(self, micro_batches: int, layers: int) -> float:
-        """What the GPU waits for its host in so many micro batches of so many layers."""
+        """GPU idle time on kernel launches in so many micro batches of so many layers."""
         micro_batch = self.forward * layers + self.head + self.backward * layers
         return (micro_batch * micro_batches).wait_s
 
@@ -93,138 +91,130 @@ def micro_batch_time(cluster: Cluster, work: Workload, config: ParallelConfig) -
 def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
     """The output head for one micro batch, forward and backward.
 
-    From a profile the embedding, the last norm and the loss are part of it. A loss in chunks takes
-    as long: its product more is what its fewer passes over logits save (466.8 ms a step against
-    466.6, ``step_factors.csv``).
+    From a profile the embedding, the last norm and the loss are part of it; a head profiled at
+    another tensor-parallel degree scales the formula. A chunked loss takes as long: its additional
+    GEMM costs what fewer passes over the logits save (466.8 ms a step against 466.6,
+    ``step_factors.csv``).
     """
     measured = _measured_head(cluster, work, config)
     if measured is not None:
         return measured
-    predicted, tp = (
-        _predicted_head(cluster, work, config),
-        nearest_tp(cluster.ends, work.model, config.tp),
-    )
-    if tp is None:
+    predicted = _predicted_head(cluster, work, config)
+    tp = nearest_tp(embedding_head_rows(cluster.embedding_heads, work.model), config.tp)
+    profiled = config.replace(tp=tp or config.tp)
+    measured = _measured_head(cluster, work, profiled)
+    if measured is None:
         return predicted
-    profiled = config.replace(tp=tp)
-    known = _measured_head(cluster, work, profiled) or LaunchedWork(0.0)
-    return predicted.scaled(known, _predicted_head(cluster, work, profiled))
+    return predicted.scaled(measured, _predicted_head(cluster, work, profiled))
 
 
 def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork | None:
-    rows = embedding_head_rows(cluster.ends, work.model, config.tp)
+    rows = embedding_head_rows(cluster.embedding_heads, work.model, config.tp)
     if not rows:
         return None
-    tokens = config.micro_batch * work.seq_len / config.sp
-    seconds = seconds_at(rows, lambda row: row.tokens, lambda row: row.seconds, tokens)
-    return LaunchedWork(seconds, launch_seconds([(row.tokens, row.host_s) for row in rows], tokens))
+    return LaunchedWork.from_rows(rows, work.rank_tokens(config), "tokens", "seconds", "host_s")
 
 
 def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
-    tokens = config.micro_batch * work.seq_len / config.sp
+    tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
-    passes = passes_s(cluster, logits * _LOSS_BYTES)
-    return LaunchedWork(3 * product_s(cluster, tokens, logits * work.model.hidden) + passes)
+    loss = elementwise_s(cluster, logits * _LOSS_BYTES)
+    return LaunchedWork(3 * gemm_s(cluster, tokens, logits * work.model.hidden) + loss)
 
 
 def step_time(
     cluster: Cluster, work: Workload, config: ParallelConfig, micro_batch: MicroBatch | None = None
 ) -> StepTime:
-    """``(m + (p-1)/v) v`` slots of the slowest stage, and what sticks out of them.
+    """``(m + (p-1)/v) v`` slots of the slowest stage, and what they do not hide.
 
     Args:
-        one: micro batch; None: :func:`micro_batch_time`.
+        micro_batch: where it is known; None: :func:`micro_batch_time`.
     """
     model, m = work.model, config.micro_batches(work.global_batch)
     micro_batch = micro_batch or micro_batch_time(cluster, work, config)
-    layer_s = micro_batch.layer_s
-    stage_layers, chunk_layers = config.layers_per_stage(model), config.chunk_layers(model)
-    layers = m * stage_layers * layer_s
-    bubble = (config.pp - 1) * chunk_layers * layer_s
-    boundary = exchange_s(
-        cluster, group_of(config, "pp"), stage_boundary_bytes(work, config), DIRECT, 1
-    )
-    gradients, optimizer = _step_s(cluster, work, config, layers)
+    stage_layers = config.layers_per_stage(model)
+    layers_s = m * stage_layers * micro_batch.layer_s
+    boundary_bytes = stage_boundary_bytes(work, config)
+    boundary_s = exchange_s(cluster, group_of(config, "pp"), boundary_bytes, DIRECT, 1)
+    gradients, optimizer = _gradients_and_optimizer_s(cluster, work, config, layers_s)
     return StepTime(
-        layers=layers,
+        layers=layers_s,
         head=m * micro_batch.head.device_s,
         host=micro_batch.launch_wait_s(m, stage_layers),
-        bubble=bubble,
-        pipeline=2 * (config.pp - 1) * boundary,
+        bubble=(config.pp - 1) * config.chunk_layers(model) * micro_batch.layer_s,
+        pipeline=2 * (config.pp - 1) * boundary_s,
         gradients=gradients,
-        offload=_offload_s(cluster, work, config, layers),
+        offload=_offload_s(cluster, work, config, layers_s),
         optimizer=optimizer,
     )
 
 
-def _step_s(
+def _gradients_and_optimizer_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
 ) -> tuple[float, float]:
-    """Gradients' exchange and optimizer: measured (all in the second), or the formulas', scaled by
-    what is known of another stage or number of ranks."""
+    """Gradient exchange and optimizer: measured (all in the second), or the formulas, scaled by
+    measured / formula of the closest ZeRO stage and number of ranks."""
     measured = _measured_step(cluster, work, config)
     if measured is not None:
         return 0.0, measured
     gradients = _gradients_s(cluster, work, config, layers_s)
     optimizer = _optimizer_s(cluster, work, config)
-    known = nearest_step(cluster.steps, config.zero, config.zero_ranks)
-    if known is None:
+    nearest = nearest_step(cluster.steps, config.zero, config.zero_ranks)
+    if nearest is None:
         return gradients, optimizer
-    zero, ranks = known
+    zero, ranks = nearest
     profiled = config.replace(zero=zero, ulysses=1, ring=ranks, dp=1)
-    formula = _gradients_s(cluster, work, profiled, layers_s) + _optimizer_s(
-        cluster, work, profiled
-    )
+    formula = _gradients_s(cluster, work, profiled, layers_s)
+    formula += _optimizer_s(cluster, work, profiled)
     ratio = (_measured_step(cluster, work, profiled) or 0.0) / formula
     return ratio * gradients, ratio * optimizer
 
 
 def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> float | None:
-    rows = step_rows(cluster.steps, config.zero, config.zero_ranks)
+    rows = select_rows(cluster.steps, "elements", zero=config.zero, zero_ranks=config.zero_ranks)
     if not rows:
         return None
-    elements = stage_elements(work, config, 0)
-    return seconds_at(rows, lambda row: row.elements, lambda row: row.seconds, elements)
+    return seconds_at(rows, "elements", "seconds", stage_elements(work, config, 0))
 
 
 def _gradients_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
 ) -> float:
-    """ZeRO-3 fetches under the layers; the others reduce at the end, or under the last micro
-    batch's backward, and gather parameters then. DeepSpeed's bf16 optimizer always does at the
+    """ZeRO-3 gathers under the layers; the other stages reduce at the end, or under the last micro
+    batch's backward, and then gather parameters. DeepSpeed's bf16 optimizer always reduces at the
     end."""
     sent, group = step_traffic(work, config), group_of(config, "zero")
     micro_batches = config.micro_batches(work.global_batch)
+    backward_s = layers_s * 2 / 3
     if config.zero == 3:
-        times = micro_batches * work.model.layers
-        gather = exchange_s(cluster, group, sent.parameters / 2, COLLECTIVE, times)
-        reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE, times)
-        return _exposed_s(cluster, gather, layers_s / 3) + _exposed_s(
-            cluster, gather + reduce, layers_s * 2 / 3
-        )
+        messages = micro_batches * work.model.layers
+        gather = exchange_s(cluster, group, sent.parameters / 2, COLLECTIVE, messages)
+        reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE, messages)
+        in_backward = _exposed_s(cluster, gather + reduce, backward_s)
+        return _exposed_s(cluster, gather, layers_s / 3) + in_backward
     parameters = exchange_s(cluster, group, sent.parameters, COLLECTIVE)
     reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
     not_overlapped = config.unsharded_grad_reduce and config.zero == 1
     if config.overlap_gradients and not not_overlapped:
         batches = micro_batches if config.zero == 2 else 1
-        reduce = _exposed_s(cluster, reduce, layers_s * 2 / 3 / micro_batches * batches)
+        reduce = _exposed_s(cluster, reduce, backward_s / micro_batches * batches)
     return reduce + parameters
 
 
 def _exposed_s(cluster: Cluster, exchange: float, overlap_s: float) -> float:
-    """What an exchange takes of the time when it runs beneath so much computation."""
+    """Time that an exchange adds to so many seconds of computation that it overlaps."""
     return max(0.0, exchange - overlap_s) + cluster.contention * min(exchange, overlap_s)
 
 
 def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float) -> float:
-    """What copies to the host, in both directions at once, take beyond the layers.
+    """Exposed time of copies to host memory and back, both directions at once.
 
-    Under the layers they take a quarter of what exchanges do (assumed): memory bandwidth, no SMs.
+    Hidden copies cost a quarter of what exchanges do (assumed): memory bandwidth, no SMs.
     """
     if not config.offload_ratio:
         return 0.0
-    times = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
-    copied = times * config.offload_ratio * layer_bytes(work, config)
+    layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
+    copied = layers * config.offload_ratio * layer_bytes(work, config)
     copy_s = copied / cluster.host_bytes_per_s
     return max(0.0, copy_s - layers_s) + cluster.contention / 4 * min(copy_s, layers_s)
 
@@ -232,12 +222,11 @@ def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_
 def _optimizer_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
     """Adam reads and writes its 12 bytes, reads a gradient and writes a weight."""
     elements = stage_elements(work, config, 0) / (config.zero_ranks if config.zero else 1)
-    moved = elements * (24 + config.grad_bytes + config.param_bytes)
-    return passes_s(cluster, moved)
+    return elementwise_s(cluster, elements * (24 + config.grad_bytes + config.param_bytes))
 
 
 def step_mfu(cluster: Cluster, work: Workload, config: ParallelConfig, step_s: float) -> float:
-    """Share of the peak that the model's own FLOP reach."""
+    """Fraction of the peak that the model's own FLOP reach."""
     tokens = work.global_batch * work.seq_len / config.gpus
     flop = tokens * model_flop_per_token(work.model, work.seq_len, work.documents)
     return mfu(flop / step_s, cluster.peak_flop_per_s)

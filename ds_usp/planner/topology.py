@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig
-from ds_usp.planner.profile_rows import MeasuredExchange, exchange_rows, seconds_at
+from ds_usp.planner.profile_rows import MeasuredExchange, seconds_at, select_rows
 
 DIRECT, RELAY, COLLECTIVE = "direct", "relay", "collective"
 _COLLECTIVES: Mapping[str, str] = MappingProxyType(
@@ -128,10 +128,7 @@ def exchange_s(
         return 0.0
     rows = _measured(cluster, group, pattern)
     if rows:
-        one = seconds_at(
-            rows, lambda row: row.sent_bytes, lambda row: row.seconds, sent_bytes / messages
-        )
-        return messages * one
+        return messages * seconds_at(rows, "sent_bytes", "seconds", sent_bytes / messages)
     return sent_bytes * _seconds_per_byte(cluster, group, pattern) + messages * _latency_s(
         cluster, group
     )
@@ -141,7 +138,8 @@ def exchange_s(
 def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[MeasuredExchange, ...]:
     if not domain_traffic(group, cluster.gpus_per_node, RELAY).inside:
         return ()
-    return exchange_rows(cluster.exchanges, _COLLECTIVES[pattern], group.size)
+    kind, ranks = _COLLECTIVES[pattern], group.size
+    return tuple(select_rows(cluster.exchanges, "sent_bytes", collective=kind, ranks=ranks))
 
 
 @lru_cache(maxsize=65536)

@@ -203,7 +203,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
     """What a pipeline boundary sends for one micro batch, each direction: ``x h / (t sp)``."""
-    tokens = config.micro_batch * work.seq_len / config.sp
+    tokens = work.rank_tokens(config)
     shards = config.tp if config.tp_sequence else 1
     return tokens * work.model.hidden * config.param_bytes / shards
 

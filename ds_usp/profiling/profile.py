@@ -15,8 +15,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.geometry.ranks import RankGrid
-from ds_usp.planner.hardware import VERSION
-from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.hardware import CLUSTERS, VERSION
 from ds_usp.planner.models import ModelShape
 from ds_usp.profiling import compute, layers, links
 from ds_usp.profiling.problem_sizes import ProblemSizes

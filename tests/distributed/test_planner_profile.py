@@ -83,7 +83,7 @@ def test_the_planner_reads_it(cluster: Cluster) -> None:
 def test_a_shape_is_measured_once(cluster: Cluster) -> None:
     """Models may have their layers in common; two rows of one size would be one too many."""
     assert [(row.tp, row.tokens) for row in cluster.layers] == list(product((1, 2), (48, 192)))
-    assert [(row.vocab, row.tokens) for row in cluster.ends] == [(100, 48), (120, 48)]
+    assert [(row.vocab, row.tokens) for row in cluster.embedding_heads] == [(100, 48), (120, 48)]
 
 
 def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
@@ -98,7 +98,7 @@ def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
         config = ParallelConfig(tp=row.tp)
         found = layer_time(cluster, Workload(MODEL, row.tokens), config)
         assert found.measured and found.matrices == pytest.approx(row.forward_s + row.backward_s)
-    for row in cluster.ends:
+    for row in cluster.embedding_heads:
         shape = replace(MODEL, vocab=row.vocab)
         assert (
             head_time(cluster, Workload(shape, row.tokens), ParallelConfig()).device_s

@@ -87,7 +87,7 @@ def test_runs_judge_the_planner(tmp_path: Path) -> None:
     runs, left = ranks[0]
     assert [found for found, _ in ranks] == [runs] * 4 and left == 0
     cluster = load_cluster(str(profile))
-    assert {row.tokens for row in cluster.layers} == {row.tokens for row in cluster.ends}
+    assert {row.tokens for row in cluster.layers} == {row.tokens for row in cluster.embedding_heads}
     (fitted,) = TINY_FITTED[-1:]
     assert [row.tp for row in cluster.layers] == [fitted.tp] * 2
     # The one run from which a step's cost is taken is predicted as it was measured, by definition.

@@ -34,7 +34,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 def test_help_version_and_the_planner_start_without_torch() -> None:
     probe = (
         "import sys; from ds_usp.__main__ import main\n"
-        "codes = [main(['--help']), main(['--version']), main(['table']), main(['verfy'])]\n"
+        "codes = [main(['--help']), main(['--version']), main(['comm', '--model', '7b', '--seq-len', '8K']), main(['verfy'])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_help_version_and_the_planner_start_without_torch() -> None:
     )
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
     assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
-    for command in ("env", "verify", "plan", "memory", "longest", "comm", "table", "profile"):
+    for command in ("env", "verify", "plan", "memory", "max-length", "comm", "profile"):
         assert f"\n  {command} " in done.stdout
 
 

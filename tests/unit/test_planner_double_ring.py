@@ -120,4 +120,4 @@ def test_the_choice_is_explained() -> None:
     work = Workload(load_model("llama3-8b"), 128 * K)
     found = search(H100, work, 16, fixed={"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1})
     (line,) = (line for line in explain(found) if line.startswith("ring 8"))
-    assert "across nodes, a block once for the 4 ring ranks of a node" in line
+    assert "across nodes, as a double ring of 4 ranks in a node" in line

@@ -6,19 +6,19 @@ import json
 import random
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import stage_elements
-from ds_usp.planner.hardware import ORIGINS, Cluster, interpolate_curve, load_cluster
-from ds_usp.planner.hardware_table import CLUSTERS
+from ds_usp.planner.hardware import CLUSTERS, ORIGINS, Cluster, load_cluster
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import seconds_at
+from ds_usp.planner.profile_rows import interpolate_curve, seconds_at
 from ds_usp.planner.step_time import MicroBatch, head_time, step_time
 from ds_usp.planner.topology import (
     COLLECTIVE,
@@ -35,7 +35,7 @@ from ds_usp.planner.topology import (
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_number_says_where_it_is_from(name: str) -> None:
     cluster = load_cluster(name)
-    given = {f.name for f in fields(Cluster)} - {"name", "origins", *ROWS}
+    given = {f.name for f in fields(Cluster)} - {"name", "origins", "embedding_heads", *ROWS}
     assert set(cluster.origins) == given
     for origin, source in cluster.origins.values():
         assert origin in ORIGINS and source
@@ -101,11 +101,11 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
 )
 def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
     """Also of rows that noise has bent: the last one took less than the one before."""
-    rows = [(10.0, 1.0), (20.0, 4.0), (30.0, 3.0)]
-    found = seconds_at(rows, lambda row: row[0], lambda row: row[1], asked)
+    rows = [SimpleNamespace(x=x, s=s) for x, s in ((10.0, 1.0), (20.0, 4.0), (30.0, 3.0))]
+    found = seconds_at(rows, "x", "s", asked)
     assert found == pytest.approx(seconds)
-    assert seconds_at(rows[:1], lambda row: row[0], lambda row: row[1], 30) == 3.0
-    assert seconds_at(rows[:2], lambda row: row[0], lambda row: row[1], 30) == 7.0
+    assert seconds_at(rows[:1], "x", "s", 30) == 3.0
+    assert seconds_at(rows[:2], "x", "s", 30) == 7.0
 
 
 def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_measured_ends_and_steps(tmp_path: Path) -> None:
     assert time.optimizer == pytest.approx(0.02 + (elements - 1e9) / 2e9 * 0.03)
     assert time.gradients == 0
     # Another stage, ranks and degree: the formula, as much slower as it is where it is known.
-    plain = replace(cluster, steps=(), ends=())
+    plain = replace(cluster, steps=(), embedding_heads=())
     formula = step_time(plain, work, config)
     ratio = time.optimizer / (formula.gradients + formula.optimizer)
     for other in (replace(config, zero=3), ParallelConfig(ulysses=2, zero=1)):
@@ -271,8 +271,8 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> N
     longer = tuple(replace(r, forward_host_s=r.tokens * 1e-3) for r in known.layers)
     at_length = layer_time(replace(known, layers=longer), work, config).forward.launch_s - 2
     assert min(r.tokens for r in longer) * 1e-3 < at_length < max(r.tokens for r in longer) * 1e-3
-    ends = tuple(replace(r, host_s=7.0) for r in known.ends)
-    late = step_time(replace(known, ends=ends), work, config)
+    ends = tuple(replace(r, host_s=7.0) for r in known.embedding_heads)
+    late = step_time(replace(known, embedding_heads=ends), work, config)
     assert late.host == pytest.approx(time.host + 7, rel=1e-3)
 
 
@@ -282,19 +282,31 @@ def test_a_step_waits_for_the_host_where_all_of_it_is_known(tmp_path: Path) -> N
         ({"base": "h900"}, "base 'h900' is none of a100"),
         ({"base": "h100", "speed": 1}, "unknown speed"),
         ({"peak_flop_per_s": 1e12}, "missing attention_efficiency"),
-        ({"base": "h100", "peak_flop_per_s": 0}, "must be more than 0"),
+        (
+            {"base": "h100", "peak_flop_per_s": 0},
+            "peak_flop_per_s=0 must be a finite number above 0",
+        ),
         ({"base": "h100", "gpus_per_node": 4}, "last of its levels must be the node of 4"),
         ({"base": "h100", "contention": {"value": 1, "origin": "guessed"}}, "origin 'guessed'"),
-        ({"base": "h100", "contention": -1}, "contention=-1 must be a share"),
-        ({"base": "h100", "host_bytes_per_s": -1}, "host_bytes_per_s must be 0 or more"),
-        ({"base": "h100", "memory_bytes": float("nan")}, "memory_bytes must be more than 0"),
+        ({"base": "h100", "contention": -1}, "contention=-1 must be a number between 0 and 1"),
+        (
+            {"base": "h100", "host_bytes_per_s": -1},
+            "host_bytes_per_s=-1 must be a finite number, 0 or more",
+        ),
+        (
+            {"base": "h100", "memory_bytes": float("nan")},
+            "memory_bytes=nan must be a finite number above 0",
+        ),
         ({"base": "h100", "attention_efficiency": []}, "attention_efficiency needs points"),
         ({"base": "h100", "gemm_efficiency": [[9, 0.5], [2, 0.4]]}, "with sizes that ascend"),
         ({"base": "h100", "gemm_efficiency": [[256, 70]]}, "has 70: a share of the peak lies"),
         ({"base": "h100", "layers": [{"tokens": 1}]}, "missing"),
         ({"base": "h100", "version": 2}, "is of version 2, this planner reads version 1"),
         ({"base": "h100", "steps": [{**ROWS["steps"][0], "seconds": 0}]}, "seconds=0 must be"),
-        ({"base": "h100", "levels": [["node", 8, 0, 1, 1]]}, "what a GPU sends must be above 0"),
+        (
+            {"base": "h100", "levels": [["node", 8, 0, 1, 1]]},
+            "level node: port_bytes_per_s=0 must be",
+        ),
         ([], "must be an object"),
     ],
 )

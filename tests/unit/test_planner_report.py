@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from xml.etree import ElementTree
 
 import pytest
 
@@ -12,12 +11,11 @@ from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import Workload
-from ds_usp.planner.plan_report import plans_text, search_result_json
-from ds_usp.planner.plot import picture
+from ds_usp.planner.plot import panels
 from ds_usp.planner.profile_rows import MeasuredAttention, MeasuredLayer
-from ds_usp.planner.search import Plan, SearchResult, search
+from ds_usp.planner.report import plans_text, search_result_json
+from ds_usp.planner.search import SearchResult, search
 from ds_usp.planner.step_time import StepTime
-from ds_usp.planner.ties import stated_error
 
 MODEL = load_model("llama3-8b")
 LAYER = MeasuredLayer(4096, 14336, 4096, 1024, True, 1, 8192, 0.01, 0.02)
@@ -76,7 +74,7 @@ def test_ties_are_marked_and_counted(found: SearchResult) -> None:
     alone = plans_text(replace(found, plans=[best, far]), 2)
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
     profiled = replace(found.cluster, layers=(LAYER,), calls=(CALL,))
-    assert stated_error(replace(found, cluster=profiled)) == 0.03
+    assert replace(found, cluster=profiled).stated_error == 0.03
     assert search_result_json(found, 1)["tie_within"] == 0.06
 
 
@@ -102,7 +100,7 @@ def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
         best = found.plans[0].config
         assert best.fused_loss and not best.offload_ratio
         assert search_result_json(found, 1)["plans"][0]["fused_loss"]
-        assert any(line.startswith("loss in chunks: all logits") for line in explain(found))
+        assert any(line.startswith("chunked loss: the full logits") for line in explain(found))
         whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)).plans[
             0
         ]
@@ -123,10 +121,10 @@ OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
         ((HOSTED_LAYER,), (HOSTED_CALL,), None),
         ((LAYER,), (CALL,), None),
         ((), (), None),
-        ((HOSTED_LAYER,), (CALL,), "host times of layers of llama3-8b, but not of attention: "),
-        ((HOSTED_LAYER,), (), "host times of layers of llama3-8b, but not of attention: "),
-        ((LAYER,), (HOSTED_CALL,), "host times of attention, but not of layers of llama3-8b: "),
-        ((OTHER,), (HOSTED_CALL,), "host times of attention, but not of layers of llama3-8b: "),
+        ((HOSTED_LAYER,), (CALL,), "launch times of layers of llama3-8b, but not of attention: "),
+        ((HOSTED_LAYER,), (), "launch times of layers of llama3-8b, but not of attention: "),
+        ((LAYER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
+        ((OTHER,), (HOSTED_CALL,), "launch times of attention, but not of layers of llama3-8b: "),
         (
             (HOSTED_LAYER, replace(LAYER, tokens=4096)),
             (HOSTED_CALL,),
@@ -147,20 +145,10 @@ def test_host_times_of_one_half_are_no_host_times(
         assert f"\nwarning: {warnings[0]}\n" in text
 
 
-def hints(drawn: str, part: str) -> list[str]:
-    root = ElementTree.fromstring(drawn)
-    return [hint.text for hint in root.iter() if (hint.text or "").startswith(f"{part}: ")]
-
-
-def test_the_pictures_layer_waits_for_its_host(found: SearchResult) -> None:
+def test_the_plots_layer_waits_for_its_launches(found: SearchResult) -> None:
     best = found.plans[0]
-    assert hints(picture(replace(found, plans=[replace_host(found, 0.0)]), 1), "host") == []
-    drawn = picture(replace(found, plans=[replace_host(found, 0.64)]), 1)
-    # 32 layers and one micro batch
     assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
-    assert hints(drawn, "host") == ["host: 0.64 s", "host: 20 ms"]
-
-
-def replace_host(found: SearchResult, seconds: float) -> Plan:
-    best = found.plans[0]
-    return replace(best, time=replace(best.time, host=seconds))
+    for seconds, shown in ((0.0, [None] * 3), (0.64, [None, 0.64, pytest.approx(20)])):
+        plan = replace(best, time=replace(best.time, host=seconds))
+        bars = panels(replace(found, plans=[plan]), 1).values()
+        assert [bar.get("host") for (bar,) in bars] == shown

@@ -217,7 +217,7 @@ def test_hosts_that_hold_too_little_are_named() -> None:
         and found.closest_to_fitting.config.offload_ratio == 1
     )
     gib = found.closest_to_fitting.memory.offloaded / GIB
-    assert f"nor do the hosts hold the {gib:.1f} GiB" in explain(found)[1]
+    assert f"nor does host memory hold the {gib:.1f} GiB" in explain(found)[1]
 
 
 def test_nothing_is_possible() -> None:
@@ -269,7 +269,7 @@ def test_another_split_is_what_replace_makes_of_one() -> None:
         ParallelConfig(tp=2, ulysses=4, recompute="full", offload_ratio=0.5)
     )
     assert config == ParallelConfig(tp=2, ulysses=4), "the one it is made of stays"
-    with pytest.raises(TypeError, match="a split has no sequence"):
+    with pytest.raises(TypeError, match="a parallel configuration has no sequence"):
         config.replace(tp=1, sequence=2)
 
 

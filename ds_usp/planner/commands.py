@@ -1,0 +1,374 @@
+"""The commands of the planner: a dataclass each, whose fields are its flags."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
+from ds_usp.planner import report
+from ds_usp.planner.arguments import (
+    flag,
+    lengths,
+    tokens,
+)
+from ds_usp.planner.emit import FRAMEWORK_OF, emit
+from ds_usp.planner.emit import KINDS as EMITTED
+from ds_usp.planner.explain import explain
+from ds_usp.planner.field_checks import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    ZeroStage,
+)
+from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps, framework_caps
+from ds_usp.planner.hardware import Cluster, load_cluster
+from ds_usp.planner.max_length import all_configs, max_lengths, min_workload
+from ds_usp.planner.memory import memory, stage_memory
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.parallel_config import (
+    RECOMPUTE,
+    SCHEDULES,
+    ParallelConfig,
+    Workload,
+    require_feasible,
+)
+from ds_usp.planner.plot import draw
+from ds_usp.planner.search import AXES, GIB, SearchResult, search
+from ds_usp.planner.traffic import attention_bytes
+
+BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DEFAULT_CLUSTER = "h800"
+_TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
+_DTYPES = tuple(BYTES)
+_EMIT = (
+    "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
+    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, or a script beside '
+    "those of examples_deepspeed/sequence_parallel"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command; its docstring is its help."""
+
+    json: bool = flag("for programs", False)
+
+    def run(self) -> int:
+        """Print the result; the exit code."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelFlags:
+    model: str = flag("built-in name, FILE.json:NAME, HuggingFace config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SequenceFlags(_ModelFlags):
+    seq_len: int = flag(f"of one sequence, {_TOKENS}", type=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClusterFlags:
+    cluster: str | None = flag(
+        f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})", None
+    )
+
+    def load_cluster(self) -> tuple[Cluster, str]:
+        """The cluster, and its name as reports print it."""
+        cluster = load_cluster(self.cluster or DEFAULT_CLUSTER)
+        return cluster, f"cluster {cluster.name}" + ("" if self.cluster else " (default)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DegreeFlags:
+    tp: Count | None = flag("tensor-parallel degree (default: 1)", None)
+    ulysses: Count | None = flag("Ulysses degree (default: 1)", None)
+    ring: Count | None = flag("ring degree (default: 1)", None)
+    pp: Count | None = flag("pipeline-parallel degree (default: 1)", None)
+    dp: Count | None = flag("data-parallel degree (default: what --gpus leaves, else 1)", None)
+    micro_batch: Count = flag("sequences of a replica at a time", 1)
+    zero: ZeroStage = flag("ZeRO stage", 1)
+
+    def parallel_config(self, **settings: Any) -> ParallelConfig:
+        """The flags that are fields of :class:`ParallelConfig`, and these settings."""
+        known = {f.name for f in fields(ParallelConfig)}
+        stated = {k: v for k, v in vars(self).items() if k in known and v is not None}
+        return ParallelConfig(**{**stated, **settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusionFlags:
+    fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
+    fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingFlags(_FusionFlags, _DegreeFlags, _ClusterFlags):
+    gpus: Count | None = flag("all of them; what the degrees leave is dp", None)
+    layers_per_virtual_stage: CountOrZero = flag("0: a full stage", 0)
+    schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
+    grad_dtype: str = flag("of summed gradients", "fp32", choices=_DTYPES)
+    no_tp_sequence_parallel: bool = flag("without Megatron's", False)
+    workspace_gib: NonNegative | None = flag(
+        "what no formula counts (default: the cluster's)", None
+    )
+
+    def training_config(self, **settings: Any) -> ParallelConfig:
+        """The parallel configuration, whose dp is what the other degrees leave of ``--gpus``.
+
+        Raises:
+            ConfigError: GPUs that are no multiple of the degrees.
+        """
+        config = self.parallel_config(
+            dp=1,
+            grad_bytes=BYTES[self.grad_dtype],
+            tp_sequence=not self.no_tp_sequence_parallel,
+            **settings,
+        )
+        if self.gpus and self.gpus % config.gpus:
+            raise ConfigError(
+                f"--gpus {self.gpus} is not a multiple of tp {config.tp} x ulysses "
+                f"{config.ulysses} x ring {config.ring} x pp {config.pp} = {config.gpus}"
+            )
+        return config.replace(dp=self.dp or (self.gpus or config.gpus) // config.gpus)
+
+    def workspace_bytes(self, cluster: Cluster) -> float:
+        """What no formula counts."""
+        stated = self.workspace_gib
+        return cluster.workspace_bytes if stated is None else stated * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
+    """bytes that one GPU needs"""
+
+    global_batch: Count | None = flag(
+        "sequences of a step (default: enough to fill the stages)", None
+    )
+    recompute: str = flag("what backward recomputes", "none", choices=RECOMPUTE)
+    offload_ratio: Fraction = flag("fraction of the activations in host memory", 0.0)
+    offload_unit: str = flag("what moves at once", "chunk", choices=("chunk", "layer"))
+    stage: int = flag("pipeline stage; -1: the fullest one", 0)
+
+    def run(self) -> int:
+        config = self.training_config()
+        global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
+        work = Workload(load_model(self.model), self.seq_len, global_batch)
+        require_feasible(work, config, self.gpus)
+        cluster, name = self.load_cluster()
+        workspace = self.workspace_bytes(cluster)
+        if not -1 <= self.stage < config.pp:
+            raise ConfigError(f"--stage {self.stage} is outside the {config.pp} stages")
+        fullest = memory(work, config, workspace)
+        shown = fullest if self.stage < 0 else stage_memory(work, config, self.stage, workspace)
+        if self.json:
+            content = report.memory_json(shown)
+            total = round(fullest.total)
+            content["fullest_stage"] = {"pipeline_stage": fullest.stage, "total_bytes": total}
+            return _print_json(content)
+        print(name, report.memory_text(shown), sep="\n")
+        if fullest.total > shown.total:
+            more = (fullest.total - shown.total) / GIB
+            print(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
+    """the longest sequence that fits, for each way to save memory; with --gpus and without degrees
+    all degrees are tried"""
+
+    memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
+    host_memory_gib: Positive | None = flag("of a node (default: the cluster's)", None)
+
+    def run(self) -> int:
+        config, model = self.training_config(), load_model(self.model)
+        cluster, name = self.load_cluster()
+        if self.host_memory_gib is not None:
+            cluster = replace(cluster, host_memory_bytes=self.host_memory_gib * GIB)
+        budget = cluster.budget_bytes if self.memory_gib is None else self.memory_gib * GIB
+        searched = bool(self.gpus) and {self.tp, self.ulysses, self.ring, self.pp} == {None}
+        if searched:
+            base = config.replace(dp=self.dp or 1)
+            configs = all_configs(model, base, self.gpus or 0, cluster)
+        else:
+            require_feasible(min_workload(model, config), config, self.gpus)
+            configs = [config]
+        rows = max_lengths(model, configs, cluster, budget, self.workspace_bytes(cluster))
+        if self.json:
+            _print_json([report.max_length_json(row) for row in rows])
+        else:
+            print(name)
+            print(report.max_length_text(model, cluster.name, budget, rows, searched))
+        return 0 if any(row.seq_len for row in rows) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
+    """the fastest parallel configurations that fit"""
+
+    gpus: Count = flag("all of them")
+    gpus_per_node: Count | None = flag("in one node (default: the cluster's)", None)
+    global_batch: Count = flag("sequences of a step", 1)
+    documents: tuple[int, ...] | None = flag(
+        f"packed into a sequence, with commas, {_TOKENS}", None, type=lengths
+    )
+    top: Count = flag("how many plans", 5)
+    memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
+    engine: str | None = flag(
+        "what the framework can do", None, choices=[caps.name for caps in FRAMEWORKS]
+    )
+    explain: bool = flag("why, in words", False)
+    emit: str | None = flag(_EMIT, None, choices=tuple(EMITTED))
+    svg: Path | None = flag("write a picture of the best plans (needs matplotlib)", None)
+    tp: Count | None = flag("only plans with this tp", None)
+    ulysses: Count | None = flag("only plans with this ulysses", None)
+    ring: Count | None = flag("only plans with this ring", None)
+    order: str | None = flag("only plans with this order", None, choices=ORDERS)
+    pp: Count | None = flag("only plans with this pp", None)
+    dp: Count | None = flag("only plans with this dp", None)
+    zero: ZeroStage | None = flag("only plans with this zero", None)
+    recompute: str | None = flag("only plans with this recompute", None, choices=RECOMPUTE)
+    micro_batch: Count | None = flag("only plans with this micro_batch", None)
+
+    def run(self) -> int:
+        cluster, name = self.load_cluster()
+        if self.gpus_per_node is not None:
+            cluster = cluster.with_gpus_per_node(self.gpus_per_node)
+        model = load_model(self.model)
+        work = Workload(model, self.seq_len, self.global_batch, self.documents or ())
+        budget = None if self.memory_gib is None else self.memory_gib * GIB
+        fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        base = ParallelConfig(fused_activation=self.fused_activation, fused_loss=self.fused_loss)
+        result = search(cluster, work, self.gpus, self._framework(), budget, fixed, base)
+        plans = result.plans
+        emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None
+        if self.svg:
+            self._draw(self.svg, result)
+        if self.json:
+            content = report.search_result_json(result, self.top)
+            content |= {"explanation": explain(result)} if self.explain else {}
+            _print_json(content | ({"emitted": emitted} if emitted else {}))
+        else:
+            print(emitted or f"{name}\n{report.plans_text(result, self.top)}")
+            if self.explain and plans:
+                why = "\n".join(explain(result))
+                print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
+        return 0 if plans else 1
+
+    def _framework(self) -> FrameworkCaps:
+        """The framework whose rules hold: that of what is emitted, if something is."""
+        if not self.emit:
+            return framework_caps(self.engine or "any")
+        name = FRAMEWORK_OF[self.emit]
+        if self.engine not in (None, name):
+            raise ConfigError(
+                f"--emit {self.emit} is what {name} can run, not --engine {self.engine}: leave "
+                "one out"
+            )
+        return framework_caps(name)
+
+    def _draw(self, path: Path, result: SearchResult) -> None:
+        if not result.plans:
+            print(f"--svg {path}: not written, because there is no plan to draw", file=sys.stderr)
+            return
+        try:
+            draw(result, self.top, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommCommand(_DegreeFlags, _SequenceFlags, Command):
+    """bytes that attention sends, as a rank's ledger counts"""
+
+    layout: str = flag("which rank holds which token", "zigzag", choices=KINDS)
+    order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
+    dtype: str = flag("of q, k, v", "bf16", choices=_DTYPES)
+    gradient_dtype: str | None = flag(
+        "of the ring's gradients (default: dtype)", None, choices=_DTYPES
+    )
+    inner_ring: int | None = flag("ring ranks of a node, in a double ring (default: none)", None)
+
+    def run(self) -> int:
+        config = self.parallel_config(param_bytes=BYTES[self.dtype])
+        model, batch = load_model(self.model), config.dp * config.micro_batch
+        work = Workload(model, self.seq_len, batch)
+        require_feasible(work, config)
+        ranks = [
+            attention_bytes(
+                work,
+                config,
+                rank,
+                self.layout,
+                gradient_bytes=BYTES[self.gradient_dtype or self.dtype],
+                inner_ring=self.inner_ring,
+            )
+            for rank in range(config.sp)
+        ]
+        if self.json:
+            return _print_json(report.comm_json(work, config, ranks))
+        print(report.comm_text(work, config, ranks))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileCommand(Command):
+    """measure this machine, alone or under torchrun, and write what --cluster FILE reads"""
+
+    out: Path = flag("the JSON file")
+    seconds: float = flag(
+        "time budget after start-up; beyond it each item is measured once, none is left out", 90.0
+    )
+    model: list[str] | None = flag(
+        "whose layers are measured (default: gpt-1.3b and llama3-8b on GPUs, none on CPUs)",
+        None,
+        nargs="*",
+    )
+    device: str = flag("auto: GPUs if any", "auto", choices=("auto", "cuda", "cpu"))
+
+    def run(self) -> int:
+        from ds_usp.profiling.launch import run  # the one command that loads torch
+
+        if self.out.suffix != ".json":
+            raise ConfigError(f"--out {self.out} must end in .json, as --cluster needs it")
+        stream = sys.stderr if self.json else sys.stdout
+        cluster = run(
+            self.out,
+            None if self.model is None else [load_model(name) for name in self.model],
+            device=self.device,
+            seconds=self.seconds,
+            print_line=lambda line: print(line, file=stream, flush=True),
+        )
+        if cluster and self.json:
+            print(self.out.read_text(encoding="utf-8"))
+        elif cluster:
+            print(f"wrote {self.out}; plan with --cluster {self.out}")
+        return 0
+
+
+COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
+    {
+        "memory": MemoryCommand,
+        "max-length": MaxLengthCommand,
+        "plan": PlanCommand,
+        "comm": CommCommand,
+        "profile": ProfileCommand,
+    }
+)
+ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"max-length": ("longest",)})
+
+
+def _print_json(content: object) -> int:
+    print(json.dumps(content, indent=2))
+    return 0

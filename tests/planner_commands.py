@@ -1,0 +1,42 @@
+"""Golden files of the planner's command line: commands and what they print, one file a command.
+
+python tests/planner_commands.py     # writes them anew; read the difference before you commit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ds_usp.planner.__main__ import main
+
+FOLDER = Path(__file__).resolve().parent / "data" / "planner" / "commands"
+FILES = tuple(sorted(file.name for file in FOLDER.glob("*.txt")))
+
+
+def read(name: str) -> Iterator[tuple[str, str]]:
+    """(command line, what it printed) of a file."""
+    for block in (FOLDER / name).read_text(encoding="utf-8").split("\n$ ")[1:]:
+        line, _, printed = block.partition("\n")
+        yield line, printed.strip("\n")
+
+
+def run(line: str) -> str:
+    """What a command prints on both streams, JSON as one line, and an exit code other than 0."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(line.split())
+    text = out.getvalue()
+    if "--json" in line and text:
+        text = json.dumps(json.loads(text))
+    parts = [text, err.getvalue(), f"[exit {status}]" if status else ""]
+    return "\n".join(part.strip("\n") for part in parts if part)
+
+
+if __name__ == "__main__":
+    for name in FILES:
+        blocks = [f"\n$ {line}\n{run(line)}\n" for line, _ in list(read(name))]
+        (FOLDER / name).write_text("".join(blocks), encoding="utf-8")
