@@ -109,10 +109,12 @@ def fingerprint_at(target: str) -> str:
 
 
 def _digest(tree: ast.Module) -> str:
+    """SHA-256 of a canonical text of the tree, shortened."""
     return hashlib.sha256(_canonical(tree).encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def _underlying_function(obj: Any) -> Any:
+    """The function of a static or class method or a property; else the object itself."""
     if isinstance(obj, (staticmethod, classmethod)):
         return obj.__func__
     return obj.fget if isinstance(obj, property) else obj

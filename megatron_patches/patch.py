@@ -174,6 +174,8 @@ def unwrap_descriptor(value: Any) -> Any:
 
 
 def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``replacement`` with the original as its first argument."""
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

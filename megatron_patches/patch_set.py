@@ -103,6 +103,7 @@ class PatchSet:
         return tuple(bypass for bypass in self.bypassed if bypass.flag == flag)
 
     def _apply(self, candidates: Iterable[Patch], *, script: bool) -> None:
+        """Verify and apply patches; undo them all if one fails."""
         patches = tuple(patch for patch in candidates if patch.applies)
         if not self._unchecked:
             self.verify((*patches, *self._bypassed(script=script)))
@@ -119,6 +120,7 @@ class PatchSet:
         self._restore(0)
 
     def _restore(self, undo_length: int) -> None:
+        """Undo the newest changes, down to a length of the undo list."""
         modules = {target.module for target, _ in self._undo}
         while len(self._undo) > undo_length:
             target, original = self._undo.pop()
@@ -164,11 +166,13 @@ class PatchSet:
             _record(alias.module, self, applied=True)
 
     def _bypassed(self, *, script: bool) -> Iterator[Bypass]:
+        """The functions that are always bypassed, of the script or of all other modules."""
         for bypass in self.bypassed_by(""):
             if bypass.target.startswith(f"{_SCRIPT}:") == script:
                 yield bypass
 
     def _refuse_second(self) -> None:
+        """Raise PatchError if this set, or another one with a shared target, is applied."""
         targets = {patch.target for patch in self.patches}
         for other in applied_sets():
             shared = sorted(targets & {patch.target for patch in other.patches})
@@ -187,6 +191,7 @@ def applied_sets() -> tuple[PatchSet, ...]:
 
 
 def _record(module: ModuleType, patches: PatchSet, *, applied: bool) -> None:
+    """List or unlist a set in the attribute of a module that it changes."""
     others = (x for x in vars(module).get(_SETS_ATTRIBUTE, ()) if x is not patches)
     sets = (*others, patches) if applied else tuple(others)
     if sets:

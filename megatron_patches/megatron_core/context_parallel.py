@@ -109,6 +109,7 @@ class ContextParallel:
         return self.sequence_mesh() if group is None else self._mesh_over(group)
 
     def _mesh_over(self, group: dist.ProcessGroup) -> ds_usp.SequenceMesh:
+        """The shared mesh of a group, with the Ulysses degree of the settings or of the program."""
         from megatron.core import parallel_state
 
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
@@ -120,6 +121,7 @@ class ContextParallel:
         return ds_usp.SequenceMesh.shared(group, degree, RANK_ORDER)
 
     def _check_degrees(self, size: int, levels: Sequence[int] | None) -> None:
+        """Raise ConfigError if the settings contradict the program's context-parallel sizes."""
         degree = self._settings.ulysses_degree
         if degree is None:
             degree = levels[0] if levels else size

@@ -164,6 +164,7 @@ def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter:
 def _mask(
     attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
 ) -> ds_usp.MaskSpec:
+    """The mask rule of a layer: causal or full, with its window."""
     right_of = {AttnMaskType.causal: 0, AttnMaskType.no_mask: None}
     if attn_mask_type not in right_of:
         raise UnsupportedAttentionError(

@@ -36,6 +36,7 @@ def recompute_gemm_last(layer: TransformerLayer) -> None:
 
 
 def _refuse(layer: TransformerLayer) -> None:
+    """Raise ConfigError for options of a layer with which GEMM-last is not exact."""
     config = layer.config
     refused = {
         f"{type(layer.mlp).__name__}": type(layer.mlp) is not MLP,

@@ -73,6 +73,7 @@ def packed_layout(
 
 
 def _borders(params: Any) -> Any:
+    """Document offsets as lists, after refusing padded or different documents of keys."""
     borders, kv_borders = (
         None if tensor is None else tensor.tolist()
         for tensor in (params.cu_seqlens_q, params.cu_seqlens_kv)
@@ -113,6 +114,7 @@ def check_dense_mask(
 
 
 def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
+    """Whether the rows of this rank's queries hide the same keys as the rule."""
     rows = layout.positions(rank)
     if rule.documents:  # packed_seq_params carry them, so a dense mask beside them is refused
         return False

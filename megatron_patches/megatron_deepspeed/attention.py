@@ -159,7 +159,7 @@ def attend(
     rotary_pos_emb: Any = None,
     cpu_offloading: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``ParallelAttention.forward``.
+    """``ParallelAttention.forward``: projections around sequence-parallel attention.
 
     Takes ``cpu_offloading``: without it the caller's ``except TypeError`` runs attention twice.
 

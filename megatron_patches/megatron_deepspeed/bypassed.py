@@ -79,7 +79,7 @@ _WITH_LOSS_CHUNKS: Mapping[str, str] = MappingProxyType(
 
 
 def rows() -> tuple[Bypass, ...]:
-    """All of them."""
+    """Every bypassed function, with its fingerprint and what computes the same."""
     always = (
         Bypass(target, reason, checkout(digest))
         for reason, functions in _ALWAYS.items()

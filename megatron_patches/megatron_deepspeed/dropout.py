@@ -27,6 +27,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _seed(seed: int, step: int) -> None:
+    """Seed the accelerator and Megatron's model-parallel random state tracker."""
     from deepspeed.accelerator import get_accelerator
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random as megatron_random

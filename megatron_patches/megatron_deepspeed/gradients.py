@@ -14,7 +14,7 @@ from megatron_patches.megatron_deepspeed.state import find_state, get_state
 def reduce_gradients(
     original: Callable[..., None], engine: Any, grads: Any, elements_per_buffer: int
 ) -> None:
-    """``DeepSpeedEngine._reduce_non_expert_gradients``.
+    """``DeepSpeedEngine._reduce_non_expert_gradients`` over sequence-parallel ranks too.
 
     Under a pipeline it reduces over the data-parallel group alone; without one over data- and
     sequence-parallel ranks, which is right for both.

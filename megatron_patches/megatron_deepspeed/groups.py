@@ -158,6 +158,7 @@ def position_embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
 
 
 def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Create all groups, which is collective; return the one that holds this rank."""
     rank, own_group = dist.get_rank(), None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend=backend)

@@ -72,6 +72,7 @@ def verify_flag(flag: str) -> None:
 
 
 def _applied() -> list[PatchSet]:
+    """The applied patch sets of Megatron-DeepSpeed."""
     from megatron_patches.patch_set import applied_sets
 
     return [patches for patches in applied_sets() if patches.framework == FRAMEWORK]
@@ -81,24 +82,15 @@ def pretrain(
     original: Callable[..., Any],
     train_valid_test_dataset_provider: Any,
     model_provider: Callable[..., Any],
-    model_type: Any,
-    forward_step_func: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``training.pretrain``, which looks up the script's model provider when it calls it: the
-    script is patched later than it passes the function."""
+    """``training.pretrain``, looking up the script's model provider when it is called: the script
+    is patched after it has passed the function."""
     script = sys.modules.get(getattr(model_provider, "__module__", SCRIPT))
     name = getattr(model_provider, "__name__", "")
 
     def provide(*args: Any, **kwargs: Any) -> Any:
         return getattr(script, name, model_provider)(*args, **kwargs)
 
-    return original(
-        train_valid_test_dataset_provider,
-        provide,
-        model_type,
-        forward_step_func,
-        *args,
-        **kwargs,
-    )
+    return original(train_valid_test_dataset_provider, provide, *args, **kwargs)

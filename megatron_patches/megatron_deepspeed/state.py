@@ -65,7 +65,7 @@ def find_state() -> FrameworkState | None:
 
 
 def get_state() -> FrameworkState:
-    """The state.
+    """The state of this process.
 
     Raises:
         MeshError: the process groups do not exist yet.
@@ -94,6 +94,7 @@ def set_mask(mask: ds_usp.MaskSpec) -> None:
 
 
 def _holder() -> ModuleType:
+    """The module that holds the state, as it holds the process groups."""
     from megatron.core import parallel_state
 
     module: ModuleType = parallel_state

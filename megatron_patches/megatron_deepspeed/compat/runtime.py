@@ -48,6 +48,7 @@ def initialize_distributed(original: Callable[[], None]) -> None:
 
 
 def _can_build() -> bool:
+    """Whether the installed CUDA compiler still targets Volta."""
     from torch.utils import cpp_extension
 
     # The compiler flags name Volta, which CUDA 13 dropped.
