@@ -17,7 +17,7 @@ _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @dataclass(frozen=True, kw_only=True)
 class USPConfig:
-    """How one sequence is spread over ranks.
+    """The sequence-parallel configuration.
 
     Args:
         sp_degree: ranks that share a sequence (``--ds-sequence-parallel-size``).
@@ -57,7 +57,7 @@ class USPConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> USPConfig:
-        """Read a host's argparse namespace; what it does not have keeps its default."""
+        """From a framework's argparse namespace; attributes that it lacks keep their default."""
         names = {
             "sp_degree": "ds_sequence_parallel_size",
             "ulysses_degree": "ulysses_degree",
@@ -65,14 +65,14 @@ class USPConfig:
             "order": "usp_order",
             "kernel": "usp_kernel",
         }
-        given = {field: getattr(args, name, None) for field, name in names.items()}
-        return cls(**{field: value for field, value in given.items() if value is not None})
+        values = {field: getattr(args, name, None) for field, name in names.items()}
+        return cls(**{field: value for field, value in values.items() if value is not None})
 
 
 @contextmanager
 def without_multicast() -> Iterator[None]:
-    """Symmetric memory that is shared in here is not bound to NVLink multicast, which is not used:
-    some hosts refuse it, and a program that dies with it can leave their GPUs unusable."""
+    """Symmetric memory that is allocated inside is not bound to NVLink multicast, which is unused:
+    some machines refuse it, and a program that dies with it can leave their GPUs unusable."""
     before = os.environ.get(_MULTICAST)
     os.environ[_MULTICAST] = "1"
     try:
@@ -86,7 +86,7 @@ def without_multicast() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TorchrunEnv:
-    """This process among those that a launcher started; alone, if none did."""
+    """This process's ranks among those that torchrun started; alone, if none did."""
 
     rank: int = 0
     world: int = 1
@@ -95,19 +95,21 @@ class TorchrunEnv:
 
 
 def torchrun_env() -> TorchrunEnv:
-    """What torchrun says of this process.
+    """This process's ranks from torchrun's environment variables.
 
     Raises:
-        ConfigError: some of its words are missing, as where another launcher ran.
+        ConfigError: some of the variables are missing, as under another launcher.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    given = [os.environ.get(name) for name in names]
-    if given[:2] == [None, None]:
+    values = [os.environ.get(name) for name in names]
+    if values[:2] == [None, None]:
         return TorchrunEnv()
-    if None in given:
-        missing = ", ".join(name for name, word in zip(names, given, strict=True) if word is None)
+    if None in values:
+        missing = ", ".join(
+            name for name, value in zip(names, values, strict=True) if value is None
+        )
         raise ConfigError(f"this rank has no {missing} in its environment: start it with torchrun")
-    return TorchrunEnv(*(int(word) for word in given if word is not None))
+    return TorchrunEnv(*(int(value) for value in values if value is not None))
 
 
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -116,10 +118,10 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def p2p_disabled() -> bool:
-    """True where the user told NCCL that GPUs must not reach each other's memory."""
+    """Whether the user disabled peer-to-peer GPU access (NCCL_P2P_DISABLE)."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
 
 
 def single_hw_queue() -> bool:
-    """True where all streams of a GPU go through one queue: what waits in it holds up the rest."""
+    """Whether all streams of a GPU share one hardware queue: a wait in it stalls the others."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

@@ -37,11 +37,11 @@ class MeshError(USPError):
 
 
 class UnsupportedAttentionError(USPError):
-    """An attention that no kernel here computes exactly under the asked degrees."""
+    """An attention that no kernel here computes exactly under the requested degrees."""
 
 
 class RecomputeError(USPError):
-    """A backward pass that needs what was not kept, or a recomputation that does something else."""
+    """A backward pass whose saved tensors are missing, or a recomputation that differs."""
 
 
 class DataError(USPError):
@@ -53,4 +53,4 @@ class CheckpointError(USPError):
 
 
 class PatchError(USPError):
-    """A host whose code is not what its patches were written for, or that is patched already."""
+    """A framework whose code its patches do not fit, or that is patched already."""

@@ -1,4 +1,4 @@
-"""Kernels in Triton: where there are any, on which device they run, and launched at little cost."""
+"""Triton kernels: optional import, and a launcher that caches compiled kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRITON = (3, 3), (3, 9)
 
 @lru_cache(maxsize=8)
 def load_triton_module(module: str) -> ModuleType | None:
-    """A module of Triton kernels; None where Triton is not installed."""
+    """Import a module of Triton kernels; None where Triton is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -27,19 +27,19 @@ def load_triton_module(module: str) -> ModuleType | None:
 
 
 class CachedLauncher:
-    """A Triton kernel that is launched again and again with the same numbers.
+    """Launches a Triton kernel that is called again and again with the same integers.
 
-    Triton looks at every argument of every launch, to find what it has compiled for such ones: half
-    of the host's time. Here that is looked up by all numbers at once.
+    Triton inspects every argument of every launch to find the compiled kernel: half of the CPU
+    time. Here it is one dictionary lookup by all integers, dtypes and alignments.
 
     Args:
-        kernel: decorated by ``triton.jit``; its tensors come first, then its numbers, then its
-            constants.
+        kernel: decorated by ``triton.jit``; its tensors come first, then its integers,
+            then its constants.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._known: dict[object, Any] = {}
+        self._cache: dict[object, Any] = {}
 
     def __call__(
         self,
@@ -54,16 +54,16 @@ class CachedLauncher:
         device = tensors[0].device
         kinds = tuple([(x.dtype, x.data_ptr() % _ALIGNMENT) for x in tensors])
         key = device.index, numbers, kinds, num_warps, *constants.values()
-        known = self._known.get(key)
+        cached = self._cache.get(key)
         with _on(device):
-            if known is not None:
-                known[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants.values())
+            if cached is not None:
+                cached[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants.values())
                 return
-            made = self._kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps)
-        if made is not None and _launcher_passes_constexprs():
-            if len(self._known) >= _MAX_CACHED:
-                self._known.clear()
-            self._known[key] = made
+            compiled = self._kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps)
+        if compiled is not None and _launcher_passes_constexprs():
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = compiled
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""What the package says to the user unasked: one line, once a process, on one rank."""
+"""Warnings to the user: each line once a process, on one rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import cache
 
 
 def warn_once(text: str, *, rank: int) -> None:
-    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 has it to say.
+    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 passes it.
 
     Args:
         text: the line.
-        rank: of the caller among those that have the same to say.
+        rank: of the caller among those that pass the same line.
     """
     if rank == 0:
         _emit_once(text)

@@ -1,1 +1,1 @@
-"""Floor 1: process groups and what travels between ranks. Knows no attention."""
+"""Import layer 1: process groups and exchanges between ranks. Knows no attention."""

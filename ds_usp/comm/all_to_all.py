@@ -215,8 +215,8 @@ class HeadAllToAll:
 
 
 def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> None:
-    """Write what was received, the ranks' slices one after the other; ``add`` tells of each
-    rank's which ones are summed."""
+    """Write what was received, the ranks' slices one after the other; ``add``: which of
+    each rank's are summed."""
     offset = 0
     for slices in recvs:
         for out, adds in zip(slices, add or [False] * len(slices), strict=True):

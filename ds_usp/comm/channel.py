@@ -193,7 +193,7 @@ def _exchange(
         return works + [group.recv([x], source, 0) for source, x in recvs]
 
     device = (*sends, *recvs)[0][1].device
-    # Backends of older torch do not say; NCCL's must coalesce, where sends would wait for each
+    # Backends of older torch lack the attribute. NCCL must coalesce: its sends would wait for each
     # other.
     backend = group._get_backend(device)
     if not getattr(backend, "supports_coalescing", device.type == "cuda"):

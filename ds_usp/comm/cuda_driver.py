@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that torch does not offer: words that streams write and wait for, and
+"""Calls of the CUDA driver API that torch lacks: signal flags that streams set and wait for, and
 copies between addresses."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class CUstreamBatchMemOpParams(ctypes.Structure):
 
 
 class FlagOp(NamedTuple):
-    """A word that a stream writes, after all its writes so far can be seen, or waits for.
+    """A stream operation on a 32-bit flag: write it, after all earlier writes are visible, or wait.
 
     Attributes:
-        waits: until it is as much as the value; else it writes the value.
+        is_wait: wait until the flag is at least ``value``; else write ``value``.
     """
 
     address: int
@@ -46,22 +46,24 @@ class FlagOp(NamedTuple):
 
 
 class FlagOpBatch:
-    """Words that streams write and wait for again and again, in this order: one call of the driver
-    for all of them, whose arguments are made up once."""
+    """Flag operations in this order as one driver call (cuStreamBatchMemOp), whose arguments are
+    prepared once."""
 
-    def __init__(self, jobs: Sequence[FlagOp]) -> None:
-        if len(jobs) > _MAX_BATCH:
-            raise MeshError(f"{len(jobs)} words at once, but the driver takes {_MAX_BATCH}")
+    def __init__(self, ops: Sequence[FlagOp]) -> None:
+        if len(ops) > _MAX_BATCH:
+            raise MeshError(
+                f"{len(ops)} flag operations in one call, but the driver takes {_MAX_BATCH}"
+            )
         structs = [
             CUstreamBatchMemOpParams(
-                _OP_WAIT_VALUE if job.is_wait else _OP_WRITE_VALUE, job.address, job.value
+                _OP_WAIT_VALUE if op.is_wait else _OP_WRITE_VALUE, op.address, op.value
             )
-            for job in jobs
+            for op in ops
         ]
         self._count, self._jobs = len(structs), (CUstreamBatchMemOpParams * len(structs))(*structs)
 
     def enqueue(self, stream: int) -> None:
-        """On a stream. A CUDA graph may capture it."""
+        """Enqueue all on a stream, which a CUDA graph may be capturing."""
         if self._count:
             _call("cuStreamBatchMemOp_v2", stream, self._count, self._jobs, 0)
 
@@ -91,7 +93,7 @@ class CUDA_MEMCPY2D(ctypes.Structure):  # noqa: N801 # the driver's name
 
 @lru_cache(maxsize=1)
 def driver() -> Any:
-    """libcuda, with what is called of it.
+    """libcuda, with the signatures of the functions used here.
 
     Raises:
         OSError, AttributeError: there is none, or an older one.
@@ -128,24 +130,24 @@ def driver() -> Any:
 
 
 def graph_capture_id(stream: torch.cuda.Stream) -> int:
-    """The number of the CUDA graph that captures a stream, the current one; 0 if none does."""
+    """The id of the CUDA graph that captures the current stream; 0 if none does."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     state, number = ctypes.c_int(), ctypes.c_uint64()
-    asked = stream.cuda_stream, ctypes.byref(state), ctypes.byref(number), None, None, None
-    _call("cuStreamGetCaptureInfo_v2", *asked)
+    arguments = stream.cuda_stream, ctypes.byref(state), ctypes.byref(number), None, None, None
+    _call("cuStreamGetCaptureInfo_v2", *arguments)
     return number.value
 
 
 def copy_async(stream: int, dst: int, src: int, size: int) -> None:
-    """Copy bytes."""
+    """Copy ``size`` bytes between device addresses (cuMemcpyDtoDAsync)."""
     _call("cuMemcpyDtoDAsync_v2", dst, src, size, stream)
 
 
 def copy_2d_async(
     stream: int, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
 ) -> None:
-    """Copy rows of ``width`` bytes that lie a pitch apart."""
+    """Copy ``rows`` of ``width`` bytes, a pitch in bytes apart (cuMemcpy2DAsync)."""
     device = 2  # CU_MEMORYTYPE_DEVICE
     job = CUDA_MEMCPY2D(
         0, 0, device, None, src, None, src_pitch,
@@ -165,8 +167,8 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _bind(device: int) -> None:
-    """Make the context of a device, which the runtime uses, this thread's: also while a CUDA graph
-    is captured, when a stream may not be asked anything."""
+    """Make the device's primary context, which the runtime uses, this thread's: also during the
+    capture of a CUDA graph, when streams may not be queried."""
     context = ctypes.c_void_p()
     error = driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     error = error or driver().cuCtxSetCurrent(context)

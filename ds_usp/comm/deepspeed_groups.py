@@ -1,4 +1,4 @@
-"""Whether a DeepSpeed engine of this process sums gradients over the ranks of a sequence."""
+"""Check that DeepSpeed engines of this process reduce gradients over the ranks of a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_usp.errors import ConfigError
 
 class DeepSpeedCheck:
     """Why DeepSpeed would leave gradients of attention over some global ranks unsummed; None if it
-    would not, or does not run here. Asked at every backward pass.
+    would not, or does not run here. Called at every backward pass.
 
     ``deepspeed.initialize(mesh_param=...)`` and ``sequence_parallel_size`` with
     ``data_parallel_size`` in its configuration make a device mesh, which stays for engines that are
@@ -42,8 +42,8 @@ class DeepSpeedCheck:
 
 
 def _engines() -> list[Any]:
-    """Those whose backward pass this may be: the one that runs ``engine.backward``, or else all,
-    for ``loss.backward()`` says no more."""
+    """The engine that runs ``engine.backward``; all of them under ``loss.backward()``, which does
+    not say whose backward pass it is."""
     module: Any = sys.modules.get("deepspeed.runtime.engine")
     if module is None:
         return []
@@ -55,8 +55,8 @@ def _engines() -> list[Any]:
 def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None:
     """The error of engines of which none sums over all these ranks."""
     refusals = [_refusal_of(engine, ranks) for engine in engines]
-    wrong = [each for each in refusals if each is not None]
-    return wrong[0] if wrong and len(wrong) == len(refusals) else None
+    errors = [refusal for refusal in refusals if refusal is not None]
+    return errors[0] if errors and len(errors) == len(refusals) else None
 
 
 def _refusal_of(engine: Any, ranks: Sequence[int]) -> ConfigError | None:

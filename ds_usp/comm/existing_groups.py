@@ -1,4 +1,4 @@
-"""What a user gives as the sequence-parallel group: a process group, or a mesh of torch's."""
+"""Validation of the sequence-parallel group that a user passes: a process group or a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def group_of_this_rank(group: object) -> dist.ProcessGroup:
 
     Raises:
         MeshError: torch.distributed does not run, or this rank is not in the group.
-        ConfigError: something else than a process group.
+        ConfigError: not a process group.
     """
     if not dist.is_initialized():
         raise MeshError(
@@ -39,13 +39,13 @@ def group_of_this_rank(group: object) -> dist.ProcessGroup:
             f"{group!r} was given as the sequence-parallel group; it must be a process group of "
             "torch.distributed, or None for the default one"
         )
-    whole = cast(dist.ProcessGroup, group or dist.group.WORLD)
-    if outside or dist.get_rank(whole) < 0:
+    sp_group = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    if outside or dist.get_rank(sp_group) < 0:
         raise MeshError(
             f"global rank {dist.get_rank()} is not in the sequence-parallel group it was "
             "given. Pass each rank the group that holds it."
         )
-    return whole
+    return sp_group
 
 
 def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | None:
@@ -66,7 +66,7 @@ def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | No
 def group_of_device_mesh(
     device_mesh: DeviceMesh, ulysses_degree: int | None, order: str | None
 ) -> tuple[dist.ProcessGroup, int | None, str]:
-    """The group of all ranks of a mesh of torch's, the Ulysses degree and the order of the axes.
+    """The process group of all ranks of a DeviceMesh, the Ulysses degree and the order of the axes.
     Collective over these ranks where there are two dims.
 
     Raises:
@@ -82,11 +82,11 @@ def group_of_device_mesh(
             f"a DeviceMesh of {device_mesh.ndim} dims {names}: give the dim whose ranks share a "
             'sequence, device_mesh["sp"], or two dims with the names ulysses and ring'
         )
-    degree, has = device_mesh[("ulysses")].size(), "-".join(reversed(names))
-    if ulysses_degree not in (None, degree) or order not in (None, has):
+    degree, mesh_order = device_mesh[("ulysses")].size(), "-".join(reversed(names))
+    if ulysses_degree not in (None, degree) or order not in (None, mesh_order):
         raise ConfigError(
             f"ulysses_degree={ulysses_degree}, order={order!r} were given, and the DeviceMesh has "
-            f"ulysses {degree} and the order {has!r}: leave both out"
+            f"ulysses {degree} and the order {mesh_order!r}: leave both out"
         )
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):  # torch sorts the ranks of a group
@@ -97,6 +97,6 @@ def group_of_device_mesh(
     groups = [device_mesh.get_group(name) for name in names]
     for group in groups:  # first along one axis, then along the other: then all ranks are even
         align_group_counters(group)
-    whole = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
-    longest = groups[0] if device_mesh.shape[0] > 1 else groups[1]
-    return whole or longest, degree, has
+    sp_group = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
+    longer_axis = groups[0] if device_mesh.shape[0] > 1 else groups[1]
+    return sp_group or longer_axis, degree, mesh_order

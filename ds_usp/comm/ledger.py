@@ -1,4 +1,4 @@
-"""Counts what a rank sends."""
+"""Communication ledger: counts of calls and bytes sent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 class CommLedger:
     """Calls and bytes that this rank has sent to other ranks, by kind of exchange.
 
-    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; of a double ring, what leaves the node apart:
-    ``ring_kv_outer``, ``ring_dkv_outer``. The parts that a rank keeps are not counted.
+    Kinds: ``all_to_all``, ``ring_kv``, ``ring_dkv``; a double ring's traffic between nodes is
+    ``ring_kv_outer``, ``ring_dkv_outer``. What a rank keeps is not counted.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The process groups of one ulysses x ring grid, as a value that is passed in."""
+"""The process groups and communication state of one ulysses x ring grid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ds_usp.geometry.ranks import RankGrid
 OUTER_KINDS = ("ring_kv_outer", "ring_dkv_outer")
 # Ops of torch, which are the process's, take a mesh by its name, as c10d's take groups.
 MESH_REGISTRY: Final[WeakRegistry[SequenceMesh]] = WeakRegistry()
-# Of a process group: a loader and an attention that share one may each have a mesh of their own.
+# By process group: a loader and an attention over one group may each have a mesh of their own.
 _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout]]] = (
     WeakKeyDictionary()
 )
@@ -132,7 +132,7 @@ class SequenceMesh:
         sp_group = group_of_this_rank(group)
         size = dist.get_world_size(sp_group)
         ulysses = size if ulysses_degree is None else ulysses_degree
-        # Before any group is made: making it with ranks that see another grid would not end.
+        # Before any group is created: with ranks that see another grid that would hang.
         refusal = grid_refusal(dist.get_process_group_ranks(sp_group), ulysses, order)
         check_same(sp_group, f"ulysses_degree {ulysses}, {order}", refusal)
         align_group_counters(sp_group)
@@ -238,7 +238,7 @@ class SequenceMesh:
         these two with ``_outer``, which :meth:`open_outer` has opened.
 
         Args:
-            copies: by copy engines, for which :meth:`reserve` has made room.
+            copies: by copy engines, for which :meth:`reserve` has allocated memory.
         """
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
             return P2PChannel(self._group_of(kind), self.ledger, kind)

@@ -1,5 +1,4 @@
-"""Objects that are found by a word, as an op of torch needs them, which takes tensors and plain
-values alone."""
+"""A weak registry of objects by name: ops of torch take tensors and plain values alone."""
 
 from __future__ import annotations
 
@@ -13,30 +12,29 @@ T = TypeVar("T")
 
 
 class WeakRegistry(Generic[T]):
-    """Words for objects. It keeps none of them alive: a word is free again when its object is gone.
-
-    Two objects that live at the same time never have the same word.
-    """
+    """Unique names of live objects. It keeps none alive: a name is free again when its object is
+    gone."""
 
     def __init__(self) -> None:
-        self._found: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
 
-    def register(self, thing: T, text: str) -> str:
-        """A word for an object, which begins with a text."""
-        name = next(each for n in count() if (each := f"{text} #{n}") not in self._found)
-        self._found[name] = thing
+    def register(self, obj: T, prefix: str) -> str:
+        """A name for an object, which begins with ``prefix``."""
+        names = (f"{prefix} #{number}" for number in count())
+        name = next(name for name in names if name not in self._objects)
+        self._objects[name] = obj
         return name
 
     def lookup(self, name: str) -> T:
-        """The object.
+        """The object of a name.
 
         Raises:
             MeshError: there is none any more.
         """
-        found = self._found.get(name)
-        if found is None:
+        obj = self._objects.get(name)
+        if obj is None:
             raise MeshError(
                 f"compiled code asks for the mesh {name!r}, which is gone: keep the mesh as long "
                 "as what was compiled with it"
             )
-        return found
+        return obj

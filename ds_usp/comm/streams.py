@@ -1,4 +1,4 @@
-"""The streams of a GPU."""
+"""CUDA streams: the current one, and ordering after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """``torch.cuda.current_stream`` of a device with an index, in a fraction of its host time."""
+    """``torch.cuda.current_stream`` of a device with an index, in a fraction of its CPU time."""
     return _stream(*torch._C._cuda_getCurrentStream(device.index))
 
 
@@ -21,19 +21,19 @@ def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.S
 
 
 def wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
-    """Order what follows after another stream's work, and that stream after our gradients.
+    """Let the current stream wait for another one, and that one for the tensors' gradients.
 
     Args:
-        stream: None: there is none.
+        stream: None: nothing to wait for.
     """
     if stream is None or tensors[0].device.type == "cpu":
         return
     device = torch.get_device_module(tensors[0].device)
     device.current_stream().wait_stream(stream)
 
-    def hand_over(grad: torch.Tensor) -> None:
+    def wait_in_backward(grad: torch.Tensor) -> None:
         stream.wait_stream(device.current_stream())
 
     for x in tensors:
         if x.requires_grad:
-            x.register_hook(hand_over)
+            x.register_hook(wait_in_backward)

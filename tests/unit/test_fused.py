@@ -91,4 +91,4 @@ def test_what_is_remembered_does_not_grow_for_ever(kernel: Kernel) -> None:
     launch = triton_launch.CachedLauncher(kernel)
     for number in range(3000):
         launch((1,), (torch.zeros(4),), (number,))
-    assert len(launch._known) <= 1024
+    assert len(launch._cache) <= 1024

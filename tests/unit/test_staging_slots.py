@@ -186,6 +186,8 @@ def test_all_memory_that_graphs_hold_is_kept() -> None:
 
 
 def test_so_many_words_at_once_are_refused() -> None:
-    with pytest.raises(MeshError, match="256 words at once, but the driver takes 255"):
+    with pytest.raises(
+        MeshError, match="256 flag operations in one call, but the driver takes 255"
+    ):
         FlagOpBatch([FlagOp(4 * at, 1) for at in range(256)])
     FlagOpBatch([FlagOp(4 * at, 1) for at in range(255)])
