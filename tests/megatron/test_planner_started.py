@@ -273,7 +273,6 @@ def core_step(config: dict[str, Any], model: dict[str, Any], levels: Any) -> Any
     loss = (losses * batch["loss_mask"]).sum() / losses.new_tensor(
         stock_megatron_core.B * stock_megatron_core.S
     )
-    loss.backward()
     kinds = {type(m).__name__ for m in gpt.modules() if "Attention" in type(m).__name__}
     return *stock_megatron_core.reduced(gpt, loss), kinds
 
