@@ -1,4 +1,4 @@
-"""``--ulysses-degree auto``: one degree chosen for a run whose other degrees are given."""
+"""``--ulysses-degree auto``: the fastest degree of a run whose other degrees are fixed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def cluster_of(
     """The cluster that the user names, else the built-in one of a device's name.
 
     Args:
-        given: a built-in name, or a profile.
+        requested: a built-in name, or a profile.
         device: as torch calls the GPU; empty: CPUs.
-        gpus_per_node: ranks that share this host.
-        memory_bytes: of the GPU at hand; 0: the table's.
+        gpus_per_node: ranks of this node.
+        memory_bytes: of this GPU; 0: the built-in cluster's.
 
     Raises:
         ConfigError: a cluster that is none, or a device that the table does not have.
@@ -73,14 +73,14 @@ def choose_ulysses(
     """The fastest ulysses x ring for a run.
 
     Args:
-        split: its degrees but these two, and its settings, which the program has accepted; what
-            the degrees leave of ``gpus`` shares a sequence.
+        config: the other degrees, and the settings; what the degrees leave of ``gpus`` shares a
+            sequence.
 
     Raises:
         ConfigError: no degree is possible, or with none does the run fit.
     """
     if gpus == config.tp * config.pp * config.dp:
-        return Choice(1, ("planner: ulysses 1 x ring 1, each rank has whole sequences",))
+        return Choice(1, ("planner: ulysses 1 x ring 1, each rank has full sequences",))
     fixed: Mapping[str, object] = {
         axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
     }
@@ -90,8 +90,8 @@ def choose_ulysses(
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:
         raise ConfigError(
-            "--ulysses-degree auto: " + "; ".join(explain(result)) + ". A degree that is given is "
-            "taken without asking the planner"
+            "--ulysses-degree auto: " + "; ".join(explain(result)) + ". A fixed degree is "
+            "taken without the planner"
         )
     best = result.plans[0]
     pairs = sorted(_pairs(result), key=lambda plan: plan.time.total)

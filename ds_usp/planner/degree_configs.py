@@ -1,4 +1,4 @@
-"""The degrees into which so many GPUs can be divided, and why others cannot be."""
+"""The degrees into which GPUs can be divided, and the rules that refuse others."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def degree_configs(
     base: ParallelConfig,
     refused: Counter[str],
 ) -> Iterator[ParallelConfig]:
-    """Degrees that multiply to the GPUs, with what decides a layer's time.
+    """Configurations whose degrees multiply to the GPUs and fit the model and the batch.
 
     Args:
-        fixed: axes that are given; none but tp, ulysses, ring, pp and dp count here.
+        fixed: values of tp, ulysses, ring, pp and dp that are not searched; others are ignored.
         base: the other settings.
-        refused: reason -> how many it refused, to which those of this call are added.
+        refused: rule -> how many it refused; updated.
 
     Raises:
-        ConfigError: no degrees have what is given.
+        ConfigError: no degrees have the fixed values.
     """
     model = work.model
     defaults = base.replace(
@@ -58,7 +58,7 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
     """(tp, ulysses, ring, pp, dp) whose product is the number of GPUs.
 
     Raises:
-        ConfigError: there are none with those that are given.
+        ConfigError: none has the fixed values.
     """
     prefixes: list[tuple[int, ...]] = [()]
     for axis in ("tp", "ulysses", "ring", "pp"):
@@ -80,7 +80,7 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
 
 
 def fixed_text(fixed: Mapping[str, object]) -> str:
-    """The axes that are given, for a message."""
+    """The fixed axes, for a message."""
     return ", ".join(f"{axis} {value}" for axis, value in fixed.items())
 
 
@@ -94,5 +94,5 @@ def refusal_rule(work: Workload, config: ParallelConfig) -> str | None:
 
 
 def values_of(fixed: Mapping[str, object], axis: str, values: Iterable[_T]) -> list[_T]:
-    """The values of an axis, or the one that is given."""
+    """The values of an axis that ``fixed`` allows."""
     return [value for value in values if fixed.get(axis) in (None, value)]

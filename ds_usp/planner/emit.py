@@ -12,17 +12,17 @@ from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
-_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # hosts' defaults are 0.1
+_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")  # the programs' defaults are 0.1
 
 
 def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
-    """A plan in the language of a host.
+    """A plan as flags, a configuration or a script.
 
     Args:
         kind: one of :data:`KINDS`.
 
     Raises:
-        ConfigError: a kind that is unknown, or a plan or a model that the host cannot run.
+        ConfigError: a kind that is unknown, or a plan or a model that the program cannot run.
     """
     if kind not in KINDS:
         raise ConfigError(f"--emit {kind} is none of {', '.join(KINDS)}")
@@ -44,11 +44,11 @@ def _joined(flags: list[str]) -> str:
     return " \\\n".join(lines)
 
 
-def _refuse_facts(model: ModelShape, host: str, *, missing: tuple[str, ...] = ()) -> None:
-    """Refuse a model of which the host would train another one.
+def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] = ()) -> None:
+    """Refuse a model that the program's flags cannot state: it would train another one.
 
     Args:
-        missing: fields of the model for which the host has no flag.
+        missing: fields of the model for which the program has no flag.
 
     Raises:
         ConfigError: it names every such fact of the model.
@@ -63,7 +63,7 @@ def _refuse_facts(model: ModelShape, host: str, *, missing: tuple[str, ...] = ()
         facts.append(f"rope_theta={model.rope_theta} (a whole number is taken)")
     if facts:
         raise ConfigError(
-            f"{host} has no flag for {', '.join(facts)} of {model.name}: it would train another "
+            f"{program} has no flag for {', '.join(facts)} of {model.name}: it would train another "
             "model. Plan without --emit, or write the flags by hand"
         )
 
@@ -112,7 +112,7 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
 
 
 def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
-    """What else the plan was priced with, in the names that both programs under DeepSpeed share."""
+    """The plan's memory settings, as flags that Megatron-DeepSpeed and the trainer share."""
     if config.virtual_stages(work.model) > 1 or config.recompute == "attention-only":
         raise ConfigError(
             "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
@@ -123,8 +123,8 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
         raise ConfigError(
             "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
         )
-    for flag, given in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
-        if given and config.pp > 1:
+    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
+        if used and config.pp > 1:
             raise ConfigError(
                 f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
                 "search with --pp 1"
@@ -150,7 +150,7 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
 
     The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
     whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``. It fuses SwiGLU
-    unless it is told not to.
+    by default.
     """
     model = work.model
     _refuse_facts(model, "Megatron-LM")
@@ -160,9 +160,11 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
             "products, or but attention; search with --engine megatron-core"
         )
     if config.offload_ratio:
-        raise ConfigError(f"Megatron-LM's flags offload no share of {config.offload_ratio:g}")
-    for flag, given in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
-        if given:
+        raise ConfigError(
+            f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
+        )
+    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
+        if used:
             raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
     flags = ["--tensor-model-parallel-size", str(config.tp)]
     flags += ["--sequence-parallel"] if config.tp > 1 and config.tp_sequence else []

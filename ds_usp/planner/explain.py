@@ -13,7 +13,7 @@ from ds_usp.planner.topology import group_of
 
 
 def explain(result: SearchResult) -> list[str]:
-    """One line for each choice of the best plan: the best other value, and what it would cost."""
+    """One line for each axis of the best plan: the best alternative, and what it would cost."""
     if not result.plans:
         return infeasibility_report(result)
     best = result.plans[0]
@@ -109,7 +109,7 @@ def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
 
 
 def _limit(result: SearchResult, config: ParallelConfig, axis: str) -> str:
-    """What keeps a degree from being larger, if heads do."""
+    """The limit that heads set to a degree, if they do."""
     model = result.work.model
     heads, kv = model.heads // config.tp, model.kv_heads // config.tp
     if axis == "ulysses" and config.ulysses == heads:

@@ -14,7 +14,7 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
 def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
-    """Keys that a causal query sees on average: half of its document.
+    """Keys that a causal query attends to on average: half of its document.
 
     Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
     """
@@ -28,7 +28,7 @@ def attention_flop_per_token(
 ) -> float:
     """Forward FLOP of one layer's scores and their product with the values, causal half.
 
-    Two products of q features for each key seen: ``4 q s/2``; backward costs twice as much, and
+    Two products of q features for each visible key: ``4 q s/2``; backward costs twice as much, and
     flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
     """
     return 4 * model.q_width * mean_visible_keys(seq_len, documents)
@@ -48,7 +48,7 @@ def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[in
 def hardware_flop_per_token(
     model: ModelShape, seq_len: int, recompute: str = "none", documents: Sequence[int] = ()
 ) -> float:
-    """FLOP that are computed for one token: flash backward, and what is computed again.
+    """FLOP that are executed for one token: with flash backward and recomputation.
 
     ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
     ``attention`` one of all but it,
@@ -83,7 +83,7 @@ def mfu_of_tokens(
 
 
 def embedding_elements(work: Workload, config: ParallelConfig) -> int:
-    """Elements of the word embedding, and of learned positions, on one tensor-parallel rank."""
+    """Elements of the token embedding, and of learned positions, on one tensor-parallel rank."""
     model = work.model
     table = model.padded_vocab(config.tp) * model.hidden // config.tp
     return table + (work.seq_len * model.hidden if model.learned_positions else 0)
@@ -98,12 +98,12 @@ def head_elements(work: Workload, config: ParallelConfig) -> int:
 
 
 def layer_elements(model: ModelShape, tp: int) -> int:
-    """Elements of one layer on one tensor-parallel rank: matrices cut, vectors whole."""
+    """Elements of one layer on one tensor-parallel rank: matrices sharded, vectors replicated."""
     return model.matrix_elements // tp + model.vector_elements
 
 
 def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
-    """Elements of the parameters of one rank of a pipeline stage, before ZeRO cuts them.
+    """Elements of the parameters of one rank of a pipeline stage, before ZeRO shards them.
 
     The first stage has the embedding, the last one the head; tied ones are held twice under pp.
     """
@@ -120,17 +120,17 @@ def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
 
 
 def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, float]:
-    """What one layer keeps for backward, in elements per token: cut by tp, and not cut by it.
+    """What one layer saves for backward, in elements per token: sharded by tp, and replicated.
 
     ``none``: norm 1 in and out 2h, queries q, keys and values 2k, attention's output q, norm 2 in
     and out 2h, MLP 4f (fc1 2f, sigmoid branch f, product f; 3f where the activation is fused; 2f
-    without a gate). ``gemm-last`` keeps neither norm outputs nor what follows fc1. With Ulysses
-    the attention's output is kept twice, before and after the exchange, unless the core is
-    computed again; a KV head with several users is kept by each. ``full`` keeps the layer's input.
-    ``attention`` keeps that and attention's output; with Ulysses also what the exchange brought,
-    which no recomputation brings again without an exchange.
+    without a gate). ``gemm-last`` saves neither norm outputs nor what follows fc1. With Ulysses
+    the attention's output is saved twice, before and after the exchange, unless the core is
+    recomputed; a KV head with several users is saved by each. ``full`` saves the layer's input.
+    ``attention`` saves that and attention's output; with Ulysses also q, k, v and out after the
+    all-to-all, which recomputation would have to repeat.
 
-    Without Megatron's sequence parallelism tp does not cut what the norms keep.
+    Without Megatron's sequence parallelism tp does not shard what the norms save.
     """
     h, f, q, k = model.hidden, model.ffn, model.q_width, model.kv_width
     if config.recompute == "full":
@@ -153,7 +153,7 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
 
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
-    """Bytes per token of one layer that tp x sp ranks keep together in fp32: log-sum-exp, norms."""
+    """Bytes per token of one layer that tp x sp ranks save together in fp32: log-sum-exp, norms."""
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
     lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
     return (
@@ -164,7 +164,7 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
 
 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Bytes that one layer keeps of one micro batch on one rank (activations of 2 bytes)."""
+    """Bytes that one layer saves of one micro batch on one rank (activations of 2 bytes)."""
     model = work.model
     tokens = work.rank_tokens(config)
     sharded, replicated = saved_elements(model, config)
@@ -173,7 +173,7 @@ def layer_bytes(work: Workload, config: ParallelConfig) -> float:
 
 
 def chunks_in_flight(work: Workload, config: ParallelConfig, stage: int) -> int:
-    """Virtual stages whose activations a rank of a stage holds at the worst moment.
+    """Virtual stages whose activations a rank of a stage holds at its peak.
 
     1F1B: ``min(p - rank, m)``; interleaved: ``min(m v, 2 (p - rank - 1) + (v - 1) p + 1)``
     (Megatron's warm-up and one more); DeepSpeed: ``max(2, min(p - rank, m))`` (its pipe buffers).

@@ -17,8 +17,8 @@ class FrameworkCaps:
         zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
         schedule: of its pipeline, without virtual stages.
         interleaves: it has virtual stages.
-        offloads: a share of the saved activations can go to host memory.
-        offloads_chunks: what goes at once can be a chunk of layers, not one layer alone.
+        offloads: saved activations can go to host memory.
+        offloads_chunks: in units of a chunk of layers, not of one layer alone.
         chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
@@ -42,7 +42,7 @@ class FrameworkCaps:
     unsharded_grad_reduce: bool = False
 
     def can_chunk_loss(self, config: ParallelConfig) -> bool:
-        """Whether a run that holds its logits whole could hold them in chunks instead."""
+        """Whether a run with full logits could chunk its loss instead."""
         in_pipeline = config.pp == 1 or self.chunks_loss_in_pipeline
         return self.chunks_loss and in_pipeline and not config.fused_loss
 

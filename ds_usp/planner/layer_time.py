@@ -145,8 +145,8 @@ def _measured_rest(
         return None
     tokens = work.rank_tokens(config)
     forward, backward = (
-        LaunchedWork.from_rows(rows, tokens, "tokens", f"{way}_s", f"{way}_host_s")
-        for way in ("forward", "backward")
+        LaunchedWork.from_rows(rows, tokens, "tokens", f"{direction}_s", f"{direction}_host_s")
+        for direction in ("forward", "backward")
     )
     total = forward.device_s + backward.device_s
     return _NonAttention(total, 0.0, 0.0, forward, backward, True)

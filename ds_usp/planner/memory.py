@@ -1,4 +1,4 @@
-"""Bytes that one GPU needs at most (``max_memory_allocated``), part by part."""
+"""Peak bytes of one GPU (``max_memory_allocated``), by component."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank of one pipeline stage at its worst moment.
+    """Bytes on one rank of one pipeline stage at its peak.
 
     Args:
-        weights, gradients, optimizer: after ZeRO's cut; gradients with the copies that reducing
-            them takes, where that is the worst moment.
-        activations: kept for backward, with offload taken off.
+        weights, gradients, optimizer: ZeRO's shards; gradients with the copies that reducing
+            them takes, where that is the peak.
+        activations: saved for backward, less what is offloaded.
         logits: of the last stage, and their gradient's fp32; 0 where a layer's backward is worse.
         exchange: buffers of one attention call.
         transient: what lives while one layer is computed: a recomputed layer, gathered weights;
             both 0 where the loss is worse.
-        workspace: what no formula sees.
+        workspace: what no formula counts.
         stage: which pipeline stage it is.
-        offloaded: bytes on the host, not part of the total.
+        offloaded: bytes in host memory, not part of the total.
     """
 
     weights: float
@@ -57,7 +57,7 @@ class Memory:
         return states + self.activations + peak_buffers + self.workspace
 
     def components(self) -> dict[str, float]:
-        """Name of each part -> its bytes, in the order in which they are told."""
+        """Name -> bytes, of what is part of the total."""
         apart = ("stage", "offloaded")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
 
@@ -73,11 +73,11 @@ class ModelWideBytes:
 
 
 def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
-    """The part of :func:`memory` that is the same with any offload: a search asks for it once."""
+    """The bytes of :func:`memory` that do not depend on the offload ratio."""
     transient, one = 0.0, layer_elements(work.model, config.tp)
     if config.recompute in ("full", "attention"):
         transient += layer_bytes(work, config.replace(recompute="none"))
-    if config.recompute == "attention":  # what it keeps is there already
+    if config.recompute == "attention":  # what it saves is counted already
         transient -= layer_bytes(work, config)
     if config.zero == 3 and config.zero_ranks > 1:
         transient += 2 * one * config.param_bytes + one * config.grad_bytes
@@ -91,14 +91,14 @@ def memory(
     workspace_bytes: float = 0.0,
     shared: ModelWideBytes | None = None,
 ) -> Memory:
-    """The worst pipeline stage's memory.
+    """Memory of the fullest pipeline stage.
 
     Args:
         shared: where it is known: :func:`shared_bytes`.
     """
     shared = shared or model_wide_bytes(work, config)
     stages = (_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config))
-    return max(stages, key=lambda found: found.total)
+    return max(stages, key=lambda needed: needed.total)
 
 
 def _stages(config: ParallelConfig) -> tuple[int, ...]:
@@ -112,14 +112,14 @@ def stage_memory(
     """Memory of one pipeline stage.
 
     States: 2 bytes a weight, ``grad_bytes`` a gradient, 12 for fp32 weight and Adam's moments; ZeRO
-    shares them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a share ``a`` leaves
-    ``n (1 - a) + min(4, n) a`` of n chunks: the current one, the leaving and the two coming ones
-    stay (it reproduces Megatron-Kwai's figure 7); of layers two stay, the current one and the one
-    that leaves or comes (``ds_usp.memory.Offload``, counted in ``tests/unit/test_offload.py``).
+    shards them over dp x sp (Rajbhandari et al., 1910.02054). Offload of a fraction ``a`` leaves
+    ``n (1 - a) + min(4, n) a`` of n chunks: the current one, the one in offload and the two in
+    prefetch stay (it reproduces Megatron-Kwai's figure 7); of layers two stay, the current one and
+    the one in transfer (``ds_usp.memory.Offload``, counted in ``tests/unit/test_offload.py``).
 
-    The worst moment is the loss or a layer's backward: the logits are gone when a layer's exchanges
-    and what it computes again come, so only the larger of the two counts. Or it is the step, when
-    activations are gone and gradients are there once more.
+    The peak is at the loss or in a layer's backward: the logits are freed before a layer's exchange
+    buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
+    at the step, when activations are freed and gradients are copied.
     """
     return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
 
@@ -177,7 +177,7 @@ def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float,
 
 
 def reduction_bytes(elements: float, config: ParallelConfig) -> float:
-    """Copies of all gradients while they are reduced whole: in the parameters' dtype, and as one
+    """Copies of all gradients while they are all-reduced: in the parameters' dtype, and as one
     flat tensor, which DeepSpeed makes of what one of its buckets holds."""
     if not config.unsharded_grad_reduce or config.zero != 1 or config.zero_ranks == 1:
         return 0.0
@@ -186,8 +186,8 @@ def reduction_bytes(elements: float, config: ParallelConfig) -> float:
 
 
 def logits_bytes(work: Workload, config: ParallelConfig) -> float:
-    """The logits in bf16 and the loss's copy in fp32, cut by tp (vocabulary) and sp (tokens); and
-    what the last norm and the head keep of their inputs."""
+    """The logits in bf16 and the loss's copy in fp32, sharded by tp (vocabulary) and sp
+    (tokens), and the saved inputs of the last norm and the head."""
     if config.fused_loss:
         return 0.0
     model, tokens = work.model, work.rank_tokens(config)
@@ -197,10 +197,10 @@ def logits_bytes(work: Workload, config: ParallelConfig) -> float:
 
 
 def exchange_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Buffers of one attention call, in one part, block by block.
+    """Buffers of one attention call with one head chunk.
 
-    Ulysses: what is packed and what has come, of q, k, v. Ring: keys and values packed to be sent,
-    two blocks that come, gradients that leave and that come (ARCHITECTURE.md).
+    Ulysses: send and receive buffers of q, k, v. Ring: K/V send buffer, two K/V receive buffers,
+    dK/dV send and receive buffers.
     """
     model, e = work.model, config.param_bytes
     sequence = config.micro_batch * work.seq_len
@@ -251,6 +251,6 @@ def with_offload(
     workspace: float,
     shared: ModelWideBytes | None = None,
 ) -> tuple[ParallelConfig, bool]:
-    """The split with as much offload as it takes, to a thousandth, and whether all fits then."""
+    """The config with the offload ratio that fits, in thousandths, and whether there is one."""
     ratio = offload_needed(work, config, budget_bytes, workspace, shared)
     return config.replace(offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1

@@ -29,12 +29,12 @@ class ModelShape:
         tied: the head multiplies by the embedding's weights.
         learned_positions: a table of position embeddings, as long as the sequence.
         biases: linear layers have biases and norms have them too (GPT).
-        window: tokens that a query sees back at most in some layer; 0: all of them.
+        window: sliding window of some layer in tokens; 0: all of them.
         rope_theta: base of the rotary angles.
         norm_epsilon: added to the variance in every norm.
         qkv_bias: queries, keys and values have biases where nothing else has them (Qwen2).
         qk_norm: a norm over the features of each query and key head (Qwen3).
-        other_facts: what else the model's configuration says, by name. It changes neither memory
+        other_facts: other facts of the model's configuration, by name. It changes neither memory
             nor time noticeably, but a program that has no setting for it trains another model.
 
     Raises:
@@ -96,7 +96,7 @@ class ModelShape:
     def vector_elements(self) -> int:
         """Elements of one layer's norms and biases, held by every tensor-parallel rank.
 
-        Biases that tensor parallelism does cut are counted whole: less than 0.1 % of a layer.
+        Biases that tensor parallelism shards are counted as replicated: less than 0.1 % of a layer.
         """
         norms = 2 * self.hidden * (2 if self.biases else 1)
         norms += 2 * self.head_dim if self.qk_norm else 0
@@ -110,7 +110,7 @@ class ModelShape:
         return math.ceil(self.vocab / (128 * tp)) * 128 * tp
 
     def parameters(self, seq_len_tokens: int = 0) -> int:
-        """Elements of the whole model, its vocabulary not padded."""
+        """Elements of the model, its vocabulary not padded."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = seq_len_tokens * self.hidden if self.learned_positions else 0
         layer = self.matrix_elements + self.vector_elements

@@ -59,22 +59,22 @@ class ParallelConfig:
     Args:
         tp, ulysses, ring, pp, dp: ranks along each axis; together all GPUs.
         layers_per_virtual_stage: layers of a pipeline chunk; 0: all of a stage.
-        order: which of ulysses and ring has its ranks next to each other.
+        order: which of ulysses and ring has contiguous ranks.
         zero: stage of ZeRO, over dp x ulysses x ring.
-        recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions again in
-            backward, no matrix product (Kuaishou, ATC 24). ``attention-only``: the attention
+        recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions are
+            recomputed in backward, no GEMM (Kuaishou, ATC 24). ``attention-only``: the attention
             core. ``attention``: all but that and its exchanges (``--usp-recompute attention``).
-            ``full``: whole layers.
-        offload_ratio: share of the saved activations that goes to host memory.
-        offload_unit: chunk | layer; how much comes and goes at once.
-        tp_sequence: Megatron's sequence parallelism beside tp: norms are cut along the sequence.
+            ``full``: all of a layer.
+        offload_ratio: fraction of the saved activations in host memory.
+        offload_unit: chunk | layer; how much is copied at once.
+        tp_sequence: Megatron's sequence parallelism: norms are sharded along the sequence.
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
-        fused_loss: the loss is computed in chunks; the logits are never held whole.
+        fused_loss: the loss is chunked; the full logits are never in memory.
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
-        whole_reduction: in ZeRO-1 every rank reduces all gradients and keeps them as backward made
-            them until the step, as DeepSpeed's bf16 optimizer does where gradients are summed in
+        unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
+            unsharded until the step, as DeepSpeed's bf16 optimizer does for gradients in
             fp32 (runtime/bf16_optimizer.py of 0.19).
     """
 

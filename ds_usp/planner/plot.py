@@ -71,11 +71,13 @@ def draw(result: SearchResult, top: int, path: Path) -> None:
         ends = [0.0] * len(names)
         for component in dict.fromkeys(name for bar in bars for name in bar):
             sizes = [bar.get(component, 0.0) for bar in bars]
-            axes.barh(names, sizes, left=ends, label=component)
+            axes.barh(range(len(names)), sizes, left=ends, label=component)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
         for row, end in enumerate(ends):
             axes.text(end, row, f" {end:.3g}", va="center")
+        axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
+        axes.margins(x=0.1)
         axes.set_title(title, loc="left")
         axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
         if title.startswith("memory"):

@@ -41,7 +41,7 @@ _MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One configuration, with what it takes.
+    """One configuration with its predicted memory and time.
 
     Args:
         over_budget_bytes: beyond the memory budget of a GPU; 0: it fits.
@@ -94,7 +94,7 @@ class SearchResult:
         return 0.03 if profiled else 0.06
 
     def is_tie(self, plan: Plan) -> bool:
-        """Whether a plan cannot be told from the best one that fits."""
+        """Whether a plan is within the stated error of the best one that fits."""
         return plan.mfu >= self.plans[0].mfu * (1 - self.stated_error)
 
 

@@ -1,7 +1,7 @@
 """How long an exchange takes: groups of ranks on domains of GPUs on links.
 
-All groups of an axis exchange at the same time, so what counts is what a whole domain (a socket, a
-node) sends out of itself, and what its busiest GPU does.
+All groups of an axis exchange at the same time, so the bounds are what a domain (a socket, a node)
+sends out of itself, and what its busiest GPU sends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _GROUPS: Mapping[str, Callable[[ParallelConfig], RankGroup]] = MappingProxyType(
 
 
 def ring_ranks_per_node(cluster: Cluster, config: ParallelConfig) -> int:
-    """Ranks of a ring in a row on one node; all of them where nodes do not hold as many each."""
+    """Contiguous ring ranks on one node; the ring's size where nodes hold unequal numbers."""
     ring = group_of(config, "ring")
     ranks, rest = divmod(cluster.gpus_per_node, ring.stride)
     even = not rest and ring.size * ring.stride % cluster.gpus_per_node == 0
@@ -122,7 +122,7 @@ def exchange_s(
     Inside a node from the cluster's profile, if it has measured groups of that size.
 
     Args:
-        messages: exchanges into which it is cut; each costs a latency.
+        messages: number of messages; each costs a latency.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
@@ -154,7 +154,7 @@ def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float
             slowest = max(slowest, traffic.domain / level.uplink_bytes_per_s)
         if level is cluster.node:
             nic = cluster.nic_bytes_per_s
-            # Rings that lie unevenly on nodes get one NIC each; others leave by all they own.
+            # A ring unevenly over nodes gets one NIC; other groups use the NICs of all their ranks.
             busiest = traffic.busiest if pattern != COLLECTIVE or not traffic.even else 0.0
             slowest = max(slowest, busiest / nic, 1 / level.port_bytes_per_s / 2)
     return slowest

@@ -71,8 +71,8 @@ def attention_bytes(
     """What one rank of the sequence-parallel group sends.
 
     Ulysses: q, k and v go to the ranks of their heads (a KV head to each of its users), the output
-    comes back; gradients do the reverse. Ring: keys and values straight to the ranks whose queries
-    see them, in both directions; their gradients straight home, once.
+    returns; gradients do the reverse. Ring: keys and values go directly to the ranks whose queries
+    attend to them, forward and backward; their gradients return directly to the owner, once.
 
     Args:
         rank: in the sequence-parallel group.
@@ -111,7 +111,7 @@ def attention_bytes(
 def _exchange(
     tokens: TokenLayout, heads: HeadSplit, ulysses_rank: int, ring_rank: int
 ) -> tuple[int, int, int, int]:
-    """Head vectors to the other Ulysses ranks: q, k, v there; all of them back; q; out."""
+    """Head vectors sent to the other Ulysses ranks: q, k, v to heads; all to sequence; q; out."""
     to_heads = to_sequence = queries_to_heads = queries_to_sequence = 0
     local_tokens = tokens.length(tokens.sp_rank(ulysses_rank, ring_rank))
     local_queries, local_kv = (
@@ -135,7 +135,7 @@ def _width(span: tuple[int, int]) -> int:
 
 
 class _RingTokens(NamedTuple):
-    """Tokens that leave for other ring ranks and that come from them; across the network apart."""
+    """Tokens sent to other ring ranks and received from them; between nodes separately."""
 
     sent: int
     received: int
@@ -161,8 +161,8 @@ def _ring_tokens(
     return _RingTokens(
         sum(step.num_sent_tokens for step in steps),
         sum(step.num_kv_tokens for step in steps),
-        sum(window.num_sent_tokens for window in schedule.outer_steps),
-        sum(window.num_kv_tokens for window in schedule.outer_steps),
+        sum(outer.num_sent_tokens for outer in schedule.outer_steps),
+        sum(outer.num_kv_tokens for outer in schedule.outer_steps),
     )
 
 
@@ -188,7 +188,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     * ulysses: ``(u-1)/u x/(u r) (2 q + 2 k')/t``, k' with copies for a KV head's users.
     * ring, causal zigzag: blocks go straight to those who see them, 3/4 of all:
       ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
-      Relayed around the ring they are whole.
+      Relayed around the ring they are complete.
     """
     model, e, t = work.model, config.param_bytes, config.tp
     x = config.micro_batch * work.seq_len

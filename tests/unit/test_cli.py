@@ -34,7 +34,8 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 def test_help_version_and_the_planner_start_without_torch() -> None:
     probe = (
         "import sys; from ds_usp.__main__ import main\n"
-        "codes = [main(['--help']), main(['--version']), main(['comm', '--model', '7b', '--seq-len', '8K']), main(['verfy'])]\n"
+        "comm = 'comm --model 7b --seq-len 8K'.split()\n"
+        "codes = [main(['--help']), main(['--version']), main(comm), main(['verfy'])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
     done = subprocess.run(
