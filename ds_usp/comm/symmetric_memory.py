@@ -93,7 +93,7 @@ def peer_copy_unavailable_reason(ranks: int) -> str | None:
     try:
         import_module("torch.distributed._symmetric_memory")
         driver()
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         return f"symmetric memory cannot be used: {error}"
     device = torch.cuda.current_device()
     peers = (peer for peer in range(torch.cuda.device_count()) if peer != device)
