@@ -1,4 +1,4 @@
-"""Kept, recomputed and offloaded activations on a GPU: bitwise gradients, free memory, no waiting.
+"""Saved, recomputed and offloaded activations on a GPU: bitwise gradients, freed memory.
 
 pytest tests/gpu/test_memory_gpu.py
 """
@@ -6,73 +6,36 @@ pytest tests/gpu/test_memory_gpu.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from memory_model import Sizes, Stack
+from torch import Tensor
 
-from ds_usp import MaskSpec, SequenceMesh, usp_attention
-from ds_usp.memory import RECOMPUTE, GemmLast, LayerMemory, Offload, recompute_before
+from ds_usp.memory import RECOMPUTE, LayerMemory, Offload
 
-S, HEADS, DIM, FFN, LAYERS = 4096, 8, 64, 1408, 6
-H = HEADS * DIM
+SIZES = Sizes(tokens=4096, heads=8, dim=64, ffn=1408, layers=6)
 
 
-class Layer(nn.Module):
-    """Norm, projection, attention, projection; norm, product, SwiGLU, product."""
-
-    def __init__(self, gemm_last: bool) -> None:
-        super().__init__()
-        self.mesh = SequenceMesh.single()
-        self.norm1, self.norm2 = nn.RMSNorm(H), nn.RMSNorm(H)
-        self.mix, self.out = nn.Linear(H, 3 * H), nn.Linear(H, H)
-        self.up, self.down = nn.Linear(H, 2 * FFN), nn.Linear(FFN, H)
-        if gemm_last:
-            GemmLast.between(self.norm1, self.mix)
-            GemmLast.between(self.norm2, self.up)
-        self.join: Any = recompute_before if gemm_last else lambda f, linear, y: linear(f(y))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.mix(self.norm1(x)).unflatten(-1, (-1, DIM)).chunk(3, 2)
-        layout = self.mesh.layout("contiguous", S)
-        mixed = usp_attention(q, k, v, mesh=self.mesh, layout=layout, mask=MaskSpec.causal())
-        x = x + self.out(mixed.flatten(2))
-        return x + self.join(gated, self.down, self.up(self.norm2(x)))
-
-
-def gated(y: Tensor) -> Tensor:
-    gate, value = y.chunk(2, -1)
-    return F.silu(gate) * value
-
-
-class Stack:
-    """Some layers under a policy."""
+class Model:
+    """Some layers in bf16 under a policy."""
 
     def __init__(self, recompute: str, ratio: float) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        torch.manual_seed(3)
-        with device:
-            layers = [Layer(recompute == "gemm-last") for _ in range(LAYERS)]
-        self.layers = nn.ModuleList(layers).to(torch.bfloat16)
         self.offload = Offload(ratio, device)
-        self.memory = LayerMemory(recompute, self.offload)
-        self.x = torch.randn(1, S, H, device=device, dtype=torch.bfloat16).requires_grad_()
+        stack = Stack(LayerMemory(recompute, self.offload), SIZES)
+        self.stack = stack.to(device, torch.bfloat16)
+        (self.x,) = stack.inputs(1)
 
     def loss(self) -> Tensor:
-        x = self.x
-        for number, layer in enumerate(self.layers):
-            x = self.memory.run(number, layer, x)
-        return x.float().square().mean()
+        return self.stack(self.x)
 
     def gradients(self, in_flight: int = 1) -> list[Tensor]:
-        for p in (self.x, *self.layers.parameters()):
-            p.grad = None
+        self.x.grad = None
         waiting = [self.loss() for _ in range(in_flight)]
         for index in range(in_flight):
             waiting.pop(index % len(waiting)).backward()
-        return [p.grad.clone() for p in (self.x, *self.layers.parameters())]
+        return [grad.clone() for grad in self.stack.gradients([self.x])]
 
 
 @pytest.fixture
@@ -86,9 +49,9 @@ def same_order() -> Iterator[None]:
 @pytest.mark.usefixtures("same_order")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_offload_changes_no_bit_and_frees_memory(recompute: str) -> None:
-    want = Stack(recompute, 0.0).gradients(3)
+    want = Model(recompute, 0.0).gradients(3)
     for ratio in (0.5, 1.0):
-        moving = Stack(recompute, ratio)
+        moving = Model(recompute, ratio)
         moving.gradients()
         counts = moving.offload.counts  # of one micro batch: what is small stays
         assert abs(counts.offloaded - ratio * counts.saved) <= 2**20
@@ -100,25 +63,25 @@ def test_offload_changes_no_bit_and_frees_memory(recompute: str) -> None:
 
 def test_less_is_resident_after_the_forward_pass() -> None:
     def after_forward(ratio: float) -> int:
-        stack = Stack("none", ratio)
-        stack.loss().backward()  # kernels and workspaces
+        model = Model("none", ratio)
+        model.loss().backward()  # kernels and workspaces
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        loss = stack.loss()
+        loss = model.loss()
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated() - before
         loss.backward()
         return held
 
     everything, half, nothing = (after_forward(ratio) for ratio in (0.0, 0.5, 1.0))
-    one = everything / LAYERS
-    assert half == pytest.approx(everything - 0.5 * (LAYERS - 1) * one, rel=0.05)
+    one = everything / SIZES.layers
+    assert half == pytest.approx(everything - 0.5 * (SIZES.layers - 1) * one, rel=0.05)
     assert nothing == pytest.approx(one, rel=0.3)
 
 
 def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing() -> None:
-    want = Stack("none", 0.0).gradients()
-    moving = Stack("none", 1.0)
+    want = Model("none", 0.0).gradients()
+    moving = Model("none", 1.0)
     for _ in range(3):
         del_me = moving.loss()
         del del_me
@@ -128,8 +91,8 @@ def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing() -> None:
 
 
 def test_policies_agree() -> None:
-    want = Stack("none", 0.0).gradients()
+    want = Model("none", 0.0).gradients()
     for recompute in RECOMPUTE[1:]:
-        for g, w in zip(Stack(recompute, 0.3).gradients(), want, strict=True):
+        for g, w in zip(Model(recompute, 0.3).gradients(), want, strict=True):
             error = (g - w).float().norm() / w.float().norm().clamp(min=1e-12)
             assert float(error) < 1e-2, recompute

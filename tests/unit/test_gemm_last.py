@@ -1,4 +1,4 @@
-"""GEMM-last recomputation: the same gradients and the same matrix products, whoever multiplies."""
+"""GEMM-last recomputation: the same gradients and matrix products, for any linear layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class DeepSpeedLinear(nn.Linear):
     """What DeepSpeed puts in the place of ``F.linear`` under ZeRO-3."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+        try:
+            from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+        except ImportError as error:  # not skipped: ZeRO-3 must not be left untested unnoticed
+            pytest.fail(f"needs DeepSpeed, pip install -c constraints.txt deepspeed: {error}")
 
         return LinearFunctionForZeroStage3.apply(x, self.weight, self.bias)
 
@@ -108,13 +111,12 @@ def test_gradients_are_bitwise_the_same_and_no_product_runs_twice(
     linear: type[nn.Linear], norm: type[nn.Module]
 ) -> None:
     mlp = MLP(linear, norm)
-    want, flops, whole = step(mlp, plain)
-    got, again, part = step(mlp, recompute_before)
+    want, flops, saved_plain = step(mlp, plain)
+    got, flops_again, saved = step(mlp, recompute_before)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-    assert again == flops > 0
-    # Of each layer x, and what fc1 gives, instead of what the norm, silu and the product give too.
-    assert part <= whole - 2 * 2 * TOKENS * (H + 2 * FFN) * 4
-    assert part == 2 * 2 * TOKENS * (H + 2 * FFN) * 4
+    assert flops_again == flops > 0
+    # Of each layer x and the output of `up`; not those of the norm, silu and their product.
+    assert saved == 2 * 2 * TOKENS * (H + 2 * FFN) * 4 <= saved_plain / 2
 
 
 def test_the_count_would_see_a_product_that_runs_twice() -> None:
@@ -122,7 +124,7 @@ def test_the_count_would_see_a_product_that_runs_twice() -> None:
     assert step(mlp, torch_checkpoint)[1] > step(mlp, plain)[1]
 
 
-def test_a_link_between_two_places_of_a_host() -> None:
+def test_a_link_between_two_modules() -> None:
     mlp = MLP(nn.Linear, nn.LayerNorm)
     want = step(mlp, plain)
     GemmLast.between(mlp.norm, mlp.up)
@@ -173,20 +175,31 @@ def test_the_producer_runs_once_more_and_what_it_gave_is_freed() -> None:
 
 
 def test_automatic_casts_are_those_of_the_forward_pass() -> None:
-    mlp = MLP(nn.Linear, nn.LayerNorm)
-    with torch.autocast("cpu", torch.bfloat16):
-        forward = [mlp(torch.randn(2, TOKENS, H), join) for join in (plain, recompute_before)]
-    del forward
+    """The producer casts to bf16 in the forward pass, and backward runs outside of autocast."""
+    producer, consumer = nn.Linear(H, H), nn.Linear(H, H)
 
-    def gradient(join: Join) -> list[Tensor]:
-        mlp.zero_grad()
-        torch.manual_seed(2)
+    def gradients(join: Join) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 3 * H).view(3, H).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = mlp(torch.randn(2, TOKENS, H), join).square().mean()
-        loss.backward()
-        return [p.grad.clone() for p in mlp.parameters()]
+            loss = join(producer, consumer, x).float().square().mean()
+        return list(torch.autograd.grad(loss, (x, producer.weight, consumer.weight)))
 
-    assert all(map(torch.equal, gradient(recompute_before), gradient(plain)))
+    assert all(map(torch.equal, gradients(recompute_before), gradients(plain)))
+
+
+def test_hooks_pass_on_what_they_do_not_pack() -> None:
+    def pack_of(shape: tuple[int, ...], packed: list[Tensor]) -> Callable[[Tensor], Tensor | None]:
+        return lambda x: packed.append(x) or x if x.shape == shape else None
+
+    inner: list[Tensor] = []
+    outer: list[Tensor] = []
+    x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    hooks = saved_tensors(pack_of((3,), outer), lambda t: t * 5)
+    with hooks, saved_tensors(pack_of((2,), inner), lambda t: t * 7):
+        loss = x.exp().sum() + y.exp().sum()
+    assert ([len(t) for t in inner], [len(t) for t in outer]) == ([2], [3])
+    loss.backward()
+    assert torch.equal(x.grad, 7 * x.exp()) and torch.equal(y.grad, 5 * y.exp())
 
 
 def test_inside_an_activation_checkpoint() -> None:

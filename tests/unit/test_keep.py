@@ -1,4 +1,4 @@
-"""What an activation checkpoint that keeps attention holds, frees and refuses; one process."""
+"""What checkpoints under keep_attention save, free and refuse; one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ds_usp import (
     USPAttention,
     usp_attention,
 )
-from ds_usp.memory import keep_attention, saved_attention
+from ds_usp.memory import keep_attention
+from ds_usp.memory.saved_attention import is_saving
 
 MESH = SequenceMesh.single()
 S, H, D = 16, 2, 8
@@ -40,73 +41,49 @@ def some(seed: int = 0) -> torch.Tensor:
     return torch.randn(1, S, H, D, generator=generator).requires_grad_()
 
 
-class Watch:
-    """The entries that are made, without keeping them alive."""
+class Spy:
+    """:func:`layer`, which notes the storage of every attention output without keeping it alive."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entries: list[weakref.ref[Any]] = []
-        made = saved_attention.SavedCall.__init__
+    def __init__(self) -> None:
+        self.storages: list[weakref.ref[Any]] = []
 
-        def init(entry: saved_attention.SavedCall, *args: Any) -> None:
-            self.entries.append(weakref.ref(entry))
-            made(entry, *args)
-
-        monkeypatch.setattr(saved_attention.SavedCall, "__init__", init)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = attend(x.sin(), x.cos(), x.tanh())
+        self.storages.append(weakref.ref(out.untyped_storage()))
+        return out * 2
 
     @property
-    def made(self) -> int:
-        return len(self.entries)
-
-    @property
-    def alive(self) -> int:
-        return sum(entry() is not None for entry in self.entries)
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return Watch(monkeypatch)
+    def alive(self) -> list[bool]:
+        return [ref() is not None for ref in self.storages]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_graph_that_is_dropped_frees_what_was_kept(watch: Watch, reentrant: bool) -> None:
+def test_a_graph_that_is_dropped_frees_what_was_saved(reentrant: bool) -> None:
+    spy = Spy()
     gc.disable()
     try:
-        y = checkpoint(keep_attention(layer), some(), use_reentrant=reentrant)
-        assert (watch.made, watch.alive) == (1, 1)
+        y = checkpoint(keep_attention(spy), some(), use_reentrant=reentrant)
+        assert spy.alive == [True]
         del y
         if not reentrant:  # torch's checkpoint and a Function that saves its input: a cycle
             gc.collect()
-        assert watch.alive == 0
+        assert spy.alive == [False]
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_backward_frees_the_tensors_even_where_the_loss_lives_on(
-    watch: Watch, reentrant: bool
-) -> None:
-    storages: list[weakref.ref[Any]] = []
-
-    def spying(x: torch.Tensor) -> torch.Tensor:
-        out = attend(x.sin(), x.cos(), x.tanh())
-        storages.append(weakref.ref(out.untyped_storage()))
-        return out * 2
-
-    x = some()
-    loss = checkpoint(keep_attention(spying), x, use_reentrant=reentrant).sum()
-    (entry,) = (entry() for entry in watch.entries)
-    assert entry is not None and entry._outputs
+def test_backward_frees_the_tensors_even_where_the_loss_lives_on(reentrant: bool) -> None:
+    spy = Spy()
+    loss = checkpoint(keep_attention(spy), some(), use_reentrant=reentrant).sum()
+    assert spy.alive == [True]
     loss.backward()
-    assert not entry._outputs and not entry.edges
-    assert loss.grad_fn is not None
+    assert not any(spy.alive) and loss.grad_fn is not None
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_without_gradients_nothing_is_kept(watch: Watch, reentrant: bool) -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     with torch.no_grad():
-        got = checkpoint(keep_attention(layer), some(), use_reentrant=reentrant)
-    assert watch.made == 0
-    assert torch.equal(got, layer(some()))
+        assert keep_attention(layer) is layer
     assert keep_attention(layer) is not layer
 
 
@@ -120,8 +97,7 @@ def test_recomputed_inputs_serve_where_nothing_is_exchanged() -> None:
         return attend(*qkv)
 
     y = checkpoint(keep_attention(spying), some(), use_reentrant=True)
-    alive = [ref() for ref in made]
-    assert alive == [None] * 3
+    assert [ref() for ref in made] == [None] * 3
     y.sum().backward()
 
 
@@ -133,24 +109,24 @@ def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
     run = keep_attention(failing)
     with pytest.raises(KeyError):
         checkpoint(run, some(), use_reentrant=False)
-    assert saved_attention._CURRENT_RUN.get() is None
+    assert not is_saving()
     x = some()
     with pytest.raises(KeyError):  # the same one again is a first run again
         run(x)
     assert torch.equal(layer(x), layer(some()))
 
 
-def walk_twice(run: Callable[..., torch.Tensor], reentrant: bool) -> None:
+def backward_twice(run: Callable[..., torch.Tensor], reentrant: bool) -> None:
     y = checkpoint(run, some(), use_reentrant=reentrant).sum()
     y.backward(retain_graph=True)
     y.backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_graph_is_walked_once(reentrant: bool) -> None:
-    walk_twice(layer, reentrant)
+def test_backward_runs_once(reentrant: bool) -> None:
+    backward_twice(layer, reentrant)
     with pytest.raises(RecomputeError, match="retain_graph"):
-        walk_twice(keep_attention(layer), reentrant)
+        backward_twice(keep_attention(layer), reentrant)
 
 
 def test_a_recomputation_that_does_something_else_is_refused() -> None:
@@ -200,7 +176,7 @@ class Learning(torch.nn.Module):
         return q * self.scale
 
 
-def test_a_local_attention_that_learns_is_not_kept() -> None:
+def test_a_local_attention_with_parameters_is_refused() -> None:
     drop_in = USPAttention(Learning(), mesh=MESH)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -225,10 +201,10 @@ def test_an_attention_that_draws_random_numbers_leaves_them_as_the_first_run_did
         mixed = drop_in(x.sin(), x.cos(), x, 0)
         return torch.nn.functional.dropout(mixed.tanh() * 3, 0.5)
 
-    def gradient(how: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def gradient(attention: Callable[..., torch.Tensor]) -> torch.Tensor:
         torch.manual_seed(11)
         x = some()
-        how(x).square().sum().backward()
+        attention(x).square().sum().backward()
         assert x.grad is not None
         return x.grad
 
@@ -248,7 +224,7 @@ def test_an_output_that_reaches_no_loss_is_as_it_is_without() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_sinks_that_are_computed_in_the_checkpoint_learn(reentrant: bool) -> None:
+def test_sinks_that_are_computed_in_the_checkpoint_get_gradients(reentrant: bool) -> None:
     """A reentrant checkpoint's first run has no gradients, so they require none there."""
     mesh, x = SequenceMesh.single(), torch.randn(1, S, 2, 4)
     grads = []
