@@ -1,7 +1,7 @@
-"""Attention calls as data, and the function that runs one on a rank and compares it with the truth.
+"""Attention calls as data, and the function that compares one on a rank with the reference.
 
-Every rank makes the same full tensors from the case's seed, keeps its own share of them, and
-compares its share of the results with the fp64 oracle's.
+Every rank makes the same full tensors from the case's seed, keeps its own shard of them, and
+compares its shard of the results with the fp64 oracle's.
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ class Case:
         ).replace(" ", "_")
 
 
-def _asked(case: Case) -> Case:
+def _problem_of(case: Case) -> Case:
     """The case without how it is computed: what is true of it is so on every layout, with every
-    kernel and in any number of parts. A dense answer takes as long as attention on the ranks."""
+    kernel and in any number of chunks. A dense answer takes as long as attention on the ranks."""
     keys = case.keys and (case.keys[0], "")
     return replace(case, layout="", kernel="", tuning=AUTO_TUNING, keys=keys)
 
 
 def inputs(case: Case) -> dict[str, torch.Tensor]:
     """The full q, k, v and dout ``[b, s, h, d]``, the same on every rank."""
-    return _inputs(_asked(case))
+    return _inputs(_problem_of(case))
 
 
 @lru_cache(maxsize=64)
@@ -155,17 +155,17 @@ def slopes(case: Case) -> torch.Tensor | None:
 
 def sinks(case: Case) -> torch.Tensor | None:
     """A sink a head ``[h]``, from negligible to most of the weight."""
-    wide = torch.promote_types(case.dtype, torch.float32)
-    return torch.linspace(-2.0, 6.0, case.heads, dtype=wide) if case.sinks else None
+    acc_dtype = torch.promote_types(case.dtype, torch.float32)
+    return torch.linspace(-2.0, 6.0, case.heads, dtype=acc_dtype) if case.sinks else None
 
 
-def truth(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
+def reference(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The oracle's fp64 results for the full tensors, from the inputs as the ranks see them."""
-    return _truth(_asked(case), device)
+    return _reference(_problem_of(case), device)
 
 
 @lru_cache(maxsize=64)
-def _truth(case: Case, device: str) -> dict[str, torch.Tensor]:
+def _reference(case: Case, device: str) -> dict[str, torch.Tensor]:
     full = {name: x.to(device) for name, x in _inputs(case).items()}
     q, k, v = (full[name].double().requires_grad_() for name in "qkv")
     bias, sink = slopes(case), sinks(case)
@@ -206,14 +206,14 @@ def layouts(mesh: ds_usp.SequenceMesh, case: Case) -> tuple[ds_usp.TokenLayout, 
 
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """This rank's share of out, lse, dq, dk and dv as the package computes them, and its sinks'
-    whole gradient, summed over the ranks as that of a weight is."""
+    """This rank's shard of out, lse, dq, dk and dv as the package computes them, and its sinks'
+    full gradient, summed over the ranks as that of a weight is."""
     layout, kv_layout = layouts(mesh, case)
-    mine = {
+    local_qkv = {
         name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank).to(device)
         for name, x in inputs(case).items()
     }
-    q, k, v = (mine[name].requires_grad_() for name in "qkv")
+    q, k, v = (local_qkv[name].requires_grad_() for name in "qkv")
     slope, sink = (None if x is None else x.to(device) for x in (slopes(case), sinks(case)))
     wanted = [q, k, v] if sink is None else [q, k, v, sink.requires_grad_()]
     out, lse = ds_usp.usp_attention(
@@ -231,7 +231,7 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
         scores=ds_usp.Scores(case.softcap, slope, sink, SEED if case.dropout_p else None),
         kv_layout=kv_layout,
     )
-    grads = torch.autograd.grad(out, wanted, mine["dout"])
+    grads = torch.autograd.grad(out, wanted, local_qkv["dout"])
     if sink is not None and mesh.sp_degree > 1:
         dist.all_reduce(grads[3], group=mesh.sp_group)
     names = (*RESULTS, "dsinks")[: 2 + len(wanted)]
@@ -239,9 +239,9 @@ def attend(mesh: ds_usp.SequenceMesh, case: Case, device: str = "cpu") -> dict[s
 
 
 def errors_of(
-    mesh: ds_usp.SequenceMesh, case: Case, got: dict[str, torch.Tensor]
+    mesh: ds_usp.SequenceMesh, case: Case, actual: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Relative error of each of this rank's results against its share of the truth.
+    """Relative error of each of this rank's results against its shard of the reference.
 
     A document of one token has dq = dk = 0, as a difference of numbers of dout's size that are
     each rounded to 6e-8 of it: errors of gradients of documents are relative to a twentieth of
@@ -249,15 +249,15 @@ def errors_of(
     """
     layout, kv_layout = layouts(mesh, case)
     places = dict.fromkeys(TOKEN_DIM, layout) | {"dk": kv_layout, "dv": kv_layout}
-    want = {
+    expected = {
         name: places[name].shard(x, TOKEN_DIM[name], mesh.rank) if name in places else x
-        for name, x in truth(case).items()
+        for name, x in reference(case).items()
     }
     dout = layout.shard(inputs(case)["dout"], 1, mesh.rank)
-    least = 0.05 * float(dout.double().norm()) if case.documents else 0.0
+    min_norm = 0.05 * float(dout.double().norm()) if case.documents else 0.0
     return {
-        name: oracle.relative_error(x, want[name], least if name in ("dq", "dk") else 0.0)
-        for name, x in got.items()
+        name: oracle.relative_error(x, expected[name], min_norm if name in ("dq", "dk") else 0.0)
+        for name, x in actual.items()
     }
 
 
@@ -277,6 +277,6 @@ def run_cases(
 
 
 def dense_errors(case: Case) -> dict[str, float]:
-    """The same errors of one process with the whole sequence: what the kernel alone loses."""
+    """The same errors of one process with the full sequence: those of the kernel alone."""
     mesh = ds_usp.SequenceMesh.single()
     return errors_of(mesh, case, attend(mesh, case))

@@ -1,4 +1,4 @@
-"""Calls with joint tokens as data, and the function that compares one on a rank with the truth."""
+"""Calls with joint tokens as data; a function compares one on a rank with the reference."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def errors(
     sinks = torch.linspace(-1.0, 3.0, 8, device=device) if case.sinks else None
 
     layout = mesh.layout(case.layout, case.tokens)
-    mine = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full]
+    local_qkv = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full]
     out, joint_out = ds_usp.usp_joint_attention(
-        *mine,
+        *local_qkv,
         *joint,
         mesh=mesh,
         layout=layout,
@@ -71,22 +71,22 @@ def errors(
         scores=ds_usp.Scores(sinks=sinks, dropout_seed=SEED),
     )
     douts = layout.shard(dout, 1, mesh.rank), djoint[mesh.rank]
-    grads = torch.autograd.grad((out, joint_out), [*mine, *joint], douts)
+    grads = torch.autograd.grad((out, joint_out), [*local_qkv, *joint], douts)
     for grad in grads[3:]:
         dist.all_reduce(grad)
 
-    want = truth(case, full, joint, dout, sum(djoint), sinks)
+    expected = reference(case, full, joint, dout, sum(djoint), sinks)
     names = ("out", "joint_out", "dq", "dk", "dv", "joint_dq", "joint_dk", "joint_dv")
-    got = dict(zip(names, (out, joint_out, *grads), strict=True))
+    actual = dict(zip(names, (out, joint_out, *grads), strict=True))
     return {
         name: oracle.relative_error(
-            x, want[name] if "joint" in name else layout.shard(want[name], 1, mesh.rank)
+            x, expected[name] if "joint" in name else layout.shard(expected[name], 1, mesh.rank)
         )
-        for name, x in got.items()
+        for name, x in actual.items()
     }
 
 
-def truth(
+def reference(
     case: Joint,
     full: list[torch.Tensor],
     joint: list[torch.Tensor],
@@ -106,8 +106,8 @@ def truth(
             q.device
         )
     out, _ = oracle.dense_attention(q, k, v, allowed, sinks=sinks, weights=weights)
-    at = case.joint if case.front else case.tokens
-    joint_out, own_out = (out[:, :at], out[:, at:])[order]
+    position = case.joint if case.front else case.tokens
+    joint_out, own_out = (out[:, :position], out[:, position:])[order]
     grads = torch.autograd.grad(
         (own_out, joint_out), [*own, *others], (dout.double(), djoint.double())
     )

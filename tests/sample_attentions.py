@@ -1,4 +1,4 @@
-"""Local attentions as hosts have them: real ones, and stand-ins with their names and attributes."""
+"""Local attentions of frameworks: real ones, and stubs with their class names and attributes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rotary(features: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stand_in(module: str, name: str, **attributes: Any) -> torch.nn.Module:
-    """A module whose class is called as the host's, with the attributes that the host's has."""
+    """A module with the class name and attributes of the framework's."""
     kind = type(name, (torch.nn.Module,), {"__module__": module})
     if attributes.pop("derived", False):
         kind = type("MyAttention", (kind,), {"__module__": "my_model"})
@@ -132,7 +132,7 @@ def in_evaluation(make: Callable[..., torch.nn.Module], **arguments: Any) -> tor
 
 
 def nobody_knows() -> torch.nn.Module:
-    """A class that the package has never heard of."""
+    """A class that the package does not know."""
     return torch.nn.Identity()
 
 
@@ -142,7 +142,7 @@ class Setting:
 
     local: Callable[..., Any]
     arguments: dict[str, Any]
-    given: dict[str, Any]
+    options: dict[str, Any]
     layout: str = "zigzag"
     batch_dim: int = 0
     rotary: int = 0
@@ -155,12 +155,12 @@ class Setting:
             gather_idx=1 - self.batch_dim,
             mesh=mesh_of(self.ulysses),
             layout=self.layout,
-            **self.given,
+            **self.options,
         )
 
 
 def full_tensors() -> list[torch.Tensor]:
-    """q, k, v and dout of the whole sequence ``[b, s, h, d]``, the same on every rank."""
+    """q, k, v and dout of the full sequence ``[b, s, h, d]``, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randn(2, TOKENS, heads, HEAD_DIM, generator=generator)

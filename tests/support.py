@@ -11,7 +11,7 @@ import joint_attention_cases
 import oracle
 import torch
 import torch.nn.functional as F
-from cases import ALL_LAYOUTS, Case, dense_errors, inputs, mesh_of, run_case, truth
+from cases import ALL_LAYOUTS, Case, dense_errors, inputs, mesh_of, reference, run_case
 from harness import RankContext
 
 import ds_usp
@@ -41,9 +41,9 @@ def attention(ctx: RankContext, ulysses: int, case: Case) -> float:
     if case.dtype in TOLERANCE:
         return max(worst.values()) / TOLERANCE[case.dtype]
     dense = dense_errors(case)
-    # A rank's share has fewer tokens than the dense run, so its error scatters about that one's.
-    shares = [worst[name] / (1.5 * dense[name]) for name in ("out", "dq", "dk", "dv")]
-    return max(*shares, worst["lse"] / TOLERANCE[torch.float32])
+    # A rank's shard has fewer tokens than the dense run, so its error scatters about that one's.
+    shards = [worst[name] / (1.5 * dense[name]) for name in ("out", "dq", "dk", "dv")]
+    return max(*shards, worst["lse"] / TOLERANCE[torch.float32])
 
 
 class Softmax(torch.nn.Module):
@@ -99,21 +99,23 @@ def drop_in(
     masks["random"] |= torch.eye(seq_len, dtype=torch.bool)
     layout = mesh.layout("zigzag", seq_len)
     full = inputs(case)
-    mine = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
-    host = [x.transpose(0, 1) if batch_dim == 1 else x for x in mine]
-    out = attn(*host, batch_dim, None, *([masks[mask]] if mask else []))
+    local_qkv = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
+    framework = [x.transpose(0, 1) if batch_dim == 1 else x for x in local_qkv]
+    out = attn(*framework, batch_dim, None, *([masks[mask]] if mask else []))
     out = out.transpose(0, 1) if batch_dim == 1 else out
-    if dropout:  # its own draw: right where the local attention itself ran on whole heads
+    if (
+        dropout
+    ):  # its own draw: right where the local attention itself ran on all tokens of its heads
         return 0.0 if bool((out == 0).any()) else float("inf")
-    (grad,) = torch.autograd.grad(out, mine[0], layout.shard(full["dout"], 1, mesh.rank))
-    want = truth(case)
+    (grad,) = torch.autograd.grad(out, local_qkv[0], layout.shard(full["dout"], 1, mesh.rank))
+    expected = reference(case)
     if mask == "random":
         q, k, v = (full[name].double().requires_grad_() for name in "qkv")
         dense, _ = oracle.dense_attention(q, k, v, masks["random"])
-        want = {"out": dense, "dq": torch.autograd.grad(dense, q, full["dout"].double())[0]}
+        expected = {"out": dense, "dq": torch.autograd.grad(dense, q, full["dout"].double())[0]}
     errors = [
-        oracle.relative_error(got, layout.shard(want[name].detach(), 1, mesh.rank))
-        for name, got in (("out", out), ("dq", grad))
+        oracle.relative_error(actual, layout.shard(expected[name].detach(), 1, mesh.rank))
+        for name, actual in (("out", out), ("dq", grad))
     ]
     return max(errors) / TOLERANCE[torch.float32]
 

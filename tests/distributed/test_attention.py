@@ -28,8 +28,8 @@ def heads_of(name: str) -> dict[str, int]:
 def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
     """Masks x heads x lengths, then one case for each other size, in fp32 and fp64.
 
-    Each of the first is computed as it is and in parts; on eight ranks, which take as long as all
-    others, as it is on two layouts and in parts on the two others.
+    Each of the first is computed as it is and in chunks; on eight ranks, which take as long as all
+    others, as it is on two layouts and in chunks on the two others.
     """
     base = Case(batch=1)
     product_cases = [
@@ -50,7 +50,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
         replace(base, dtype=torch.float64, seq_len=67, **heads_of("GQA")),
         replace(base, dtype=torch.float64, mask="window both sides", **heads_of("6 heads of 2")),
         replace(base, dtype=torch.float64, mask="full", kernel="eager"),
-        # A kernel of rectangular causal tiles computes later parts in one step.
+        # A kernel of rectangular causal tiles computes later chunks in one step.
         *(
             tuned(replace(base, kernel="eager", seq_len=n, kv_heads=4), ulysses, 1)
             for n in (64, 67)
@@ -65,7 +65,7 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
 
 
 def tuned(case: Case, ulysses: int, at: int) -> Case:
-    """The case in several parts and with all blocks at once, or one of the two."""
+    """The case in several chunks and with all-gathered KV, or one of the two."""
     most = HeadSplit(case.heads, case.kv_heads, ulysses).max_chunks
     tunings = (
         ds_usp.Tuning(chunks=1, gather=True),
@@ -137,7 +137,7 @@ def test_ranks_may_hold_a_token_or_two(pool: WorkerPool, ring: int, layout: str)
 def run_launch_bound(
     ctx: RankContext, cases: list[Case], ulysses_degree: int
 ) -> list[dict[str, float]]:
-    """:func:`cases.run_cases` as on GPUs where the host would be slower than they are."""
+    """:func:`cases.run_cases` as on GPUs where launches would take longer than kernels."""
     mesh = mesh_of(ulysses_degree)
     mesh.plans.clear()
     with mock.patch.object(
@@ -152,7 +152,7 @@ def run_launch_bound(
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (1, 4), (2, 2)])
-def test_a_brief_call_is_computed_with_all_that_comes(
+def test_a_launch_bound_call_computes_local_and_remote_kv_together(
     pool: WorkerPool, ulysses: int, ring: int, layout: str
 ) -> None:
     cases = [
@@ -201,7 +201,7 @@ def test_bf16_loses_no_more_than_the_dense_kernel(pool: WorkerPool, layout: str)
 
 
 def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
-    """Whether each part's first step is of the own block alone, forward and backward."""
+    """Whether each chunk's first step is of the local block alone, forward and backward."""
     mesh = mesh_of(2)
     layout = mesh.layout("zigzag", 64)
     x = torch.randn(1, 16, 8, 8)
@@ -216,8 +216,10 @@ def first_steps(ctx: RankContext) -> tuple[list[bool], list[bool]]:
     )
 
 
-def test_nothing_hides_what_comes_for_the_part_that_is_computed_first(pool: WorkerPool) -> None:
-    ways = pool.run(first_steps, 4)  # of 1, 2 and 1 heads: too little comes before the second part
-    assert any(forward == [True, True, False] for forward, _ in ways)
-    for forward, backward in ways:  # which begins with the last part and ends with an own block
+def test_the_first_chunk_computed_has_its_local_block_alone(pool: WorkerPool) -> None:
+    modes = pool.run(
+        first_steps, 4
+    )  # of 1, 2 and 1 heads: too little is computed before the second chunk
+    assert any(forward == [True, True, False] for forward, _ in modes)
+    for forward, backward in modes:  # backward begins with the last chunk
         assert forward[:2] == [True, True] and backward == [False, True, True]

@@ -13,7 +13,7 @@ SEQ_LEN = 48
 KINDS = ("contiguous", "zigzag", "striped", "context_parallel")
 
 
-def first_difference(ctx: RankContext, kind: str, ulysses: int, changed: int) -> tuple[int, int]:
+def changed_positions(ctx: RankContext, kind: str, ulysses: int, changed: int) -> tuple[int, int]:
     """First and last position whose output changes with the token at ``changed``."""
     mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses)
     layout = mesh.layout(kind, SEQ_LEN)
@@ -38,6 +38,6 @@ def first_difference(ctx: RankContext, kind: str, ulysses: int, changed: int) ->
 def test_earlier_positions_stay_bit_identical(pool: WorkerPool, kind: str, ulysses: int) -> None:
     for changed in (0, 13, 30, SEQ_LEN - 1):
         for first, last in pool.run(
-            first_difference, 4, kind=kind, ulysses=ulysses, changed=changed
+            changed_positions, 4, kind=kind, ulysses=ulysses, changed=changed
         ):
             assert (first, last) == (changed, SEQ_LEN - 1)

@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, labels, weights
 
 
-def truth(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def reference(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     """Loss, token losses and both gradients in fp64."""
     hidden, weight, labels, weights = inputs(dtype)
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
@@ -43,7 +43,7 @@ def errors(ctx: RankContext, chunks: int, dtype: torch.dtype) -> list[float]:
     """Relative errors of both ways, on this rank's words."""
     hidden, weight, labels, weights = inputs(dtype)
     words = slice(V // ctx.world * ctx.rank, V // ctx.world * (ctx.rank + 1))
-    loss, losses, dhidden, dweight = truth(dtype)
+    loss, losses, dhidden, dweight = reference(dtype)
     found = []
     for token_wise in (False, True):
         h, w = hidden.clone().requires_grad_(), weight[words].clone().requires_grad_()
@@ -124,7 +124,7 @@ def test_without_gradients_none_are_computed() -> None:
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
         loss = chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
     assert flops.get_total_flops() == 2 * S * B * H * V
-    assert oracle.relative_error(loss, truth()[0]) < LIMIT
+    assert oracle.relative_error(loss, reference()[0]) < LIMIT
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -81,20 +81,20 @@ class Layer(torch.nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         scores: ds_usp.Scores,
-        given: dict[str, Any],
+        options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = ds_usp.usp_attention(q / 2, k * 2, 4 * v, scores=scores, **given)
+        out, lse = ds_usp.usp_attention(q / 2, k * 2, 4 * v, scores=scores, **options)
         return out / 4, lse
 
 
 def shards(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
     """This rank's q, k, v, which ask for gradients, and dout."""
     layout, kv_layout = layouts(mesh, case)
-    mine = {
+    local_qkv = {
         name: (kv_layout if name in "kv" else layout).shard(x, 1, mesh.rank)
         for name, x in inputs(case).items()
     }
-    return {name: x.requires_grad_(name != "dout") for name, x in mine.items()}
+    return {name: x.requires_grad_(name != "dout") for name, x in local_qkv.items()}
 
 
 def results(layer: Any, mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
@@ -125,11 +125,11 @@ def same_bits(
     mesh, found = mesh_of(ulysses), []
     for case in made:
         layer = Layer(mesh, case, alone=backend == "inductor")
-        want = results(layer, mesh, case)
-        got = results(compiled(layer, backend), mesh, case)
-        differ = [name for name, x in got.items() if not torch.equal(x, want[name])]
+        expected = results(layer, mesh, case)
+        actual = results(compiled(layer, backend), mesh, case)
+        differ = [name for name, x in actual.items() if not torch.equal(x, expected[name])]
         found.append(
-            (differ, graphs(), errors_of(mesh, case, got) if backend == "inductor" else {})
+            (differ, graphs(), errors_of(mesh, case, actual) if backend == "inductor" else {})
         )
     return found
 
@@ -172,9 +172,9 @@ def on_one_rank(ctx: RankContext) -> list[bool]:
         case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=double)
         layer = Layer(mesh_of(ulysses), case)
         run = compiled(layer) if ctx.rank == 1 else layer
-        want = results(layer, mesh_of(ulysses), case)
-        got = results(run, mesh_of(ulysses), case)
-        found += [torch.equal(x, want[name]) for name, x in got.items()]
+        expected = results(layer, mesh_of(ulysses), case)
+        actual = results(run, mesh_of(ulysses), case)
+        found += [torch.equal(x, expected[name]) for name, x in actual.items()]
     for setting in (SETTINGS[0], SETTINGS[4]):
         module = setting.module()
         layout = module.mesh.layout(setting.layout, TOKENS)
@@ -210,13 +210,13 @@ def windows(ctx: RankContext, ulysses: int) -> list[bool]:
     mesh, same = mesh_of(ulysses), []
     layer = Layer(mesh, replace(BASE, kernel="eager", dropout_p=0.1))
     run = compiled(Layer.attend)
-    for at in range(4):
-        given = layer.given | {"mask": ds_usp.MaskSpec.window(3 + at, at)}
-        scores = ds_usp.Scores(1.5 + at, dropout_seed=at)
+    for position in range(4):
+        options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
+        scores = ds_usp.Scores(1.5 + position, dropout_seed=position)
         q, k, v, dout = shards(mesh, BASE).values()
         found = []
         for each in (Layer.attend, run):
-            out, lse = each(q, k, v, scores, given)
+            out, lse = each(q, k, v, scores, options)
             found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
         same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
     return same
@@ -291,9 +291,9 @@ def with_documents(ctx: RankContext, fullgraph: bool) -> tuple[list[bool], int]:
     """Whether documents, which are outside of graphs, have the same bits; breaks of the graph."""
     mesh = mesh_of(2)
     layer = Layer(mesh, DOCUMENTS)
-    want = results(layer, mesh, DOCUMENTS)
-    got = results(compiled(layer, fullgraph=fullgraph), mesh, DOCUMENTS)
-    return [torch.equal(x, want[name]) for name, x in got.items()], graphs()[1]
+    expected = results(layer, mesh, DOCUMENTS)
+    actual = results(compiled(layer, fullgraph=fullgraph), mesh, DOCUMENTS)
+    return [torch.equal(x, expected[name]) for name, x in actual.items()], graphs()[1]
 
 
 def test_documents_break_the_graph_or_are_refused(pool: WorkerPool) -> None:
@@ -308,8 +308,8 @@ def wrong_on_rank_1(ctx: RankContext, ulysses: int) -> None:
     mesh = mesh_of(ulysses)
     case = replace(BASE, seq_len=44, heads=1, kv_heads=1) if ctx.rank else replace(BASE, seq_len=44)
     q, k, v, _ = shards(mesh, case).values()
-    given = Layer(mesh, case).given | {"dropout_p": float(ctx.rank)}
-    compiled(Layer.attend)(q, k, v, ds_usp.Scores(), given)
+    options = Layer(mesh, case).given | {"dropout_p": float(ctx.rank)}
+    compiled(Layer.attend)(q, k, v, ds_usp.Scores(), options)
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
@@ -344,7 +344,7 @@ def checkpointed(
         q.grad = k.grad = v.grad = None
         return found
 
-    want = gradients(layer)
+    expected = gradients(layer)
     once = Counted(pipelined_forward)
     with (
         mock.patch("ds_usp.attention.custom_ops.pipelined_forward", once),
@@ -353,15 +353,15 @@ def checkpointed(
         if how == "selective":  # torch's own way, inside of one graph
             keeps = partial(create_selective_checkpoint_contexts, [ops.attention.default])
             run = partial(checkpoint, layer, use_reentrant=False, context_fn=keeps)
-            got = gradients(compiled(lambda *x: run(*x)))
+            actual = gradients(compiled(lambda *x: run(*x)))
         elif how == "compiled around it":
             kept = partial(checkpoint, use_reentrant=reentrant)
             around = compiled(lambda *x: kept(keep_attention(layer), *x), fullgraph=fullgraph)
-            got = gradients(around)
+            actual = gradients(around)
         else:
             kept = keep_attention(compiled(layer))
-            got = gradients(partial(checkpoint, kept, use_reentrant=reentrant))
-    return [torch.equal(a, b) for a, b in zip(got, want, strict=True)], once.calls
+            actual = gradients(partial(checkpoint, kept, use_reentrant=reentrant))
+    return [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)], once.calls
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import ALL_LAYOUTS, Case, inputs, layouts, mesh_of, run_cases, truth
+from cases import ALL_LAYOUTS, Case, inputs, layouts, mesh_of, reference, run_cases
 from harness import RankContext, WorkerPool
 
 import ds_usp
@@ -27,8 +27,8 @@ def cross_cases() -> list[Case]:
     pairs = product(ALL_LAYOUTS, ALL_LAYOUTS)
     lengths = (17, 96, 43)
     cases = [
-        replace(BASE, layout=mine, mask="full", keys=(lengths[at % 3], theirs))
-        for at, (mine, theirs) in enumerate(pairs)
+        replace(BASE, layout=q_kind, mask="full", keys=(lengths[position % 3], kv_kind))
+        for position, (q_kind, kv_kind) in enumerate(pairs)
     ]
     one = replace(BASE, mask="full", keys=(29, "contiguous"))
     return [
@@ -44,8 +44,8 @@ def prefix_cases() -> list[Case]:
     """A prefix of one token, inside of a shard, over several and of all, under some windows."""
     prefixes = (1, 5, 22, 42, 43)
     cases = [
-        replace(BASE, layout=layout, prefix=prefix, tuning=GATHER if at % 2 else BASE.tuning)
-        for at, (layout, prefix) in enumerate(product(ALL_LAYOUTS, prefixes))
+        replace(BASE, layout=layout, prefix=prefix, tuning=GATHER if position % 2 else BASE.tuning)
+        for position, (layout, prefix) in enumerate(product(ALL_LAYOUTS, prefixes))
     ]
     return [
         *cases,
@@ -58,7 +58,7 @@ def prefix_cases() -> list[Case]:
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)
 def test_equals_the_oracle(pool: WorkerPool, ulysses: int, ring: int) -> None:
     made = [*cross_cases(), *prefix_cases()]
-    if ulysses == 4:  # a part of the heads needs one of keys on each rank
+    if ulysses == 4:  # a head chunk needs a key/value head on each rank
         made = [replace(case, heads=8, kv_heads=2) for case in made]
     results = pool.run(run_cases, ulysses * ring, cases=made, ulysses_degree=ulysses)
     for case, *by_rank in zip(made, *results, strict=True):
@@ -132,7 +132,7 @@ def test_too_many_keys_on_one_rank_stop_all(pool: WorkerPool) -> None:
         assert "rank 3 holds 5 tokens of the keys" in said and "gives it 4" in said
 
 
-def test_masks_say_their_prefix() -> None:
+def test_mask_text_has_the_prefix() -> None:
     mask = MaskSpec.prefix_lm(5)
     assert str(mask) == "causal with a prefix of 5" and not mask.is_causal
     assert [mask.allows(2, key) for key in range(8)] == [True] * 5 + [False] * 3
@@ -144,28 +144,28 @@ def test_masks_say_their_prefix() -> None:
 
 
 def through_the_drop_in(ctx: RankContext, ulysses: int) -> float:
-    """USPAttention in place of a local attention that attends to all of another sequence."""
+    """USPAttention around a local attention that attends to all of another sequence."""
     mesh = mesh_of(ulysses)
     case = replace(BASE, seq_len=48, heads=8, kv_heads=4, mask="full", keys=(24, "zigzag"))
-    full, want = inputs(case), truth(case)
+    full, expected = inputs(case), reference(case)
     layout, kv_layout = layouts(mesh, case)
     places = {"q": layout, "k": kv_layout, "v": kv_layout}
-    mine = [
+    shards = [
         place.shard(full[name], 1, mesh.rank).requires_grad_() for name, place in places.items()
     ]
     attention = ds_usp.USPAttention(
         Dense(), gather_idx=1, mesh=mesh, layout="zigzag", mask=MaskSpec.full(), dropout_p=0.0
     )
-    out = attention(*mine, 0)
-    grads = torch.autograd.grad(out, mine, layout.shard(full["dout"], 1, mesh.rank))
+    out = attention(*shards, 0)
+    grads = torch.autograd.grad(out, shards, layout.shard(full["dout"], 1, mesh.rank))
     errors = [
-        oracle.relative_error(got, place.shard(want[name], 1, mesh.rank))
-        for name, place, got in zip(
+        oracle.relative_error(actual, place.shard(expected[name], 1, mesh.rank))
+        for name, place, actual in zip(
             ("out", "dq", "dk", "dv"), (layout, *places.values()), (out, *grads), strict=True
         )
     ]
     with pytest.raises(ds_usp.ConfigError, match="by one table"):
-        attention(*mine, 0, (torch.ones(48, 1, 1, 16),) * 2)
+        attention(*shards, 0, (torch.ones(48, 1, 1, 16),) * 2)
     return max(errors)
 
 
@@ -182,11 +182,11 @@ def test_the_drop_in_crosses_sequences(pool: WorkerPool, ulysses: int) -> None:
     assert max(pool.run(through_the_drop_in, 4, ulysses=ulysses)) <= 1e-5
 
 
-def test_a_hosts_mask_is_held_against_the_prefix() -> None:
-    host = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
+def test_a_frameworks_mask_is_compared_with_the_prefix() -> None:
+    framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0))
     shown = oracle.causal(range(8), range(8))
     shown[:, :5] = True
-    assert host.check(8, 16, (shown,), {"is_causal": False}) == "1 extra arguments, is_causal"
+    assert framework.check(8, 16, (shown,), {"is_causal": False}) == "1 extra arguments, is_causal"
     for wrong in ({"is_causal": True}, {"attn_mask": oracle.causal(range(8), range(8))}):
         with pytest.raises(ds_usp.UnsupportedAttentionError, match="causal with a prefix of 5"):
-            host.check(8, 16, (), wrong)
+            framework.check(8, 16, (), wrong)

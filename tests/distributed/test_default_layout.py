@@ -18,17 +18,17 @@ WORLD, TOKENS = 4, 16
 
 
 def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
-    """What each way to attend says after a batch of ``TOKENS`` tokens in a layout of this kind;
+    """The message of each entry point after a batch of ``TOKENS`` tokens in a layout of this kind;
     nothing where it is computed."""
     group = torch.distributed.new_group(list(range(ctx.world)))  # no other test's batches
     batch = {"input_ids": torch.arange(2 * TOKENS).view(2, -1)}
     mesh = SequenceMesh.from_group(group, ulysses)
     computed: dict[str, Any] = {"mask": MaskSpec.causal(), "dropout_p": 0.0}
 
-    def attention(**given: Any) -> USPAttention:
+    def attention(**options: Any) -> USPAttention:
         """On a mesh of its own, over the loader's ranks."""
         return USPAttention(
-            Local(0), group, gather_idx=1, ulysses_degree=ulysses, **computed, **given
+            Local(0), group, gather_idx=1, ulysses_degree=ulysses, **computed, **options
         )
 
     def compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
         found: torch.Tensor = attend(q, k, v)
         return found
 
-    ways: dict[str, tuple[str, int, Callable[..., torch.Tensor]]] = {
+    modes: dict[str, tuple[str, int, Callable[..., torch.Tensor]]] = {
         "default": (kind, TOKENS, attention()),
         "compiled": (kind, TOKENS, compiled),
         "named": (kind, TOKENS, attention(layout=kind)),
@@ -46,25 +46,25 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
         "a later batch": ("contiguous", TOKENS, attention()),
     }
     said = {}
-    for way, (layout, tokens, attend) in ways.items():
+    for mode, (layout, tokens, attend) in modes.items():
         list(SequenceParallelDataLoader([batch], mesh, layout))
         q, k, v = (torch.randn(2, tokens // ctx.world, 4, 16) for _ in range(3))
         try:
             attend(q, k, v)
-            said[way] = ""
+            said[mode] = ""
         except ds_usp.LayoutError as error:
-            said[way] = str(error)
+            said[mode] = str(error)
     return said
 
 
 def test_a_default_layout_is_checked_against_the_loaders(pool: WorkerPool) -> None:
     for said in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
-        wrong = [said.pop(way) for way in ("default", "compiled")]
+        wrong = [said.pop(mode) for mode in ("default", "compiled")]
         assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
         assert not any(said.values()), said
 
 
-def test_layouts_that_place_tokens_alike_are_no_difference(pool: WorkerPool) -> None:
+def test_layouts_of_equal_positions_are_no_difference(pool: WorkerPool) -> None:
     for said in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
         assert not any(said.values()), said
 

@@ -68,18 +68,18 @@ def one_step(attend: Attend, rank: int | None) -> torch.Tensor:
     return torch.cat([w.flatten() for w in stepped])
 
 
-def drop_in(ctx: RankContext, **given: Any) -> Attend:
-    group = None if "mesh" in given else ctx.group
-    attention = USPAttention(Dense(), group, gather_idx=1, **{**CAUSAL, **given})
+def drop_in(ctx: RankContext, **options: Any) -> Attend:
+    group = None if "mesh" in options else ctx.group
+    attention = USPAttention(Dense(), group, gather_idx=1, **{**CAUSAL, **options})
     return lambda q, k, v: attention(q, k, v, 0)
 
 
-def patched_deepspeed(ctx: RankContext, **given: Any) -> Attend:
+def patched_deepspeed(ctx: RankContext, **options: Any) -> Attend:
     from deepspeed.sequence import layer
 
     import megatron_patches
 
-    megatron_patches.apply("deepspeed", **CAUSAL, **given)
+    megatron_patches.apply("deepspeed", **CAUSAL, **options)
     try:
         attention = layer.DistributedAttention(Dense(), ctx.group, gather_idx=1)
     finally:
@@ -117,17 +117,17 @@ def step_through(ctx: RankContext, door: str) -> torch.Tensor:
 @pytest.mark.parametrize("door", DOORS)
 def test_one_step_from_the_callers_shards_is_one_processs(pool: WorkerPool, door: str) -> None:
     local = Dense()
-    want = one_step(lambda q, k, v: local(q, k, v), None)
+    expected = one_step(lambda q, k, v: local(q, k, v), None)
     for weights in pool.run(step_through, WORLD, door=door):
-        assert oracle.relative_error(weights, want) <= LIMIT
+        assert oracle.relative_error(weights, expected) <= LIMIT
 
 
 def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
     """What is logged while two layers of a ring are made and called twice."""
     _emit_once.cache_clear()
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_usp").addHandler(handler)
     try:
         for _ in range(2):
@@ -140,14 +140,14 @@ def lines(ctx: RankContext, layout: str, causal: bool) -> list[str]:
                 attention(x, x, x, 0)
     finally:
         logging.getLogger("ds_usp").removeHandler(handler)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize(
     ("layout", "causal", "hint"),
     [("contiguous", True, True), ("contiguous", False, False), ("zigzag", True, False)],
 )
-def test_a_ring_says_once_what_it_replaces_and_how_to_balance_it(
+def test_a_ring_warns_once_what_it_replaces_and_how_to_balance_it(
     pool: WorkerPool, layout: str, causal: bool, hint: bool
 ) -> None:
     first, *others = pool.run(lines, WORLD, layout=layout, causal=causal)
@@ -185,7 +185,7 @@ class Dropping(Dense):
 
 
 class NotCausal(Dense):
-    """One that says that it sees everything."""
+    """One whose attributes make it non-causal."""
 
     causal = False
 
@@ -196,13 +196,13 @@ class Scaled(Dense):
     softmax_scale = 0.1
 
 
-def ring_around(ctx: RankContext, local: torch.nn.Module | None = None, **given: Any) -> Any:
+def ring_around(ctx: RankContext, local: torch.nn.Module | None = None, **options: Any) -> Any:
     """Constructs and calls the drop-in with a ring."""
     x = torch.randn(2, 8, 4, 16)
-    dims = given.pop("dims", (0,))
-    mesh_or_group = {} if "mesh" in given else {"sequence_process_group": ctx.group}
-    degrees = {} if "mesh" in given else {"ulysses_degree": ULYSSES}
-    attention = USPAttention(local or Dense(), **{**CAUSAL, **mesh_or_group, **degrees, **given})
+    dims = options.pop("dims", (0,))
+    mesh_or_group = {} if "mesh" in options else {"sequence_process_group": ctx.group}
+    degrees = {} if "mesh" in options else {"ulysses_degree": ULYSSES}
+    attention = USPAttention(local or Dense(), **{**CAUSAL, **mesh_or_group, **degrees, **options})
     return attention(x, x, x, *dims)
 
 
@@ -213,9 +213,9 @@ def documents_for(ctx: RankContext, mask: MaskSpec) -> torch.Tensor:
     return ds_usp.usp_attention(x, x, x, mesh=mesh, layout=layout, mask=mask)
 
 
-def function_on(ctx: RankContext, **given: Any) -> torch.Tensor:
+def function_on(ctx: RankContext, **options: Any) -> torch.Tensor:
     x = torch.randn(1, 8, 4, 16)
-    return ds_usp.usp_attention(x, x, x, **{"layout": "zigzag", "mask": CAUSAL["mask"], **given})
+    return ds_usp.usp_attention(x, x, x, **{"layout": "zigzag", "mask": CAUSAL["mask"], **options})
 
 
 # Calls that were computed, and not as their caller means, or that ended in a traceback of Python's.
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
 }
 
 
-def said(ctx: RankContext) -> dict[str, str]:
+def messages(ctx: RankContext) -> dict[str, str]:
     """What each of these calls raises on this rank."""
     found = {}
     for name, (call, _) in REFUSED.items():
@@ -266,7 +266,7 @@ def said(ctx: RankContext) -> dict[str, str]:
 
 
 def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
-    for found in pool.run(said, WORLD):
+    for found in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
             assert re.search(wanted, found[name]), (name, found[name])
 

@@ -36,8 +36,8 @@ def share(setting: Setting, rank: int, heads: int, seed: int) -> torch.Tensor:
     """This rank's 8 tokens of a full tensor, in the setting's order of dims."""
     generator = torch.Generator().manual_seed(seed)
     full = torch.randn(2, 8 * WORLD, heads, setting.head_dim, generator=generator)
-    mine = full.to(setting.dtype)[:, 8 * rank : 8 * (rank + 1)]
-    return mine.clone() if setting.batch_dim == 0 else mine.transpose(0, 1).contiguous()
+    local_qkv = full.to(setting.dtype)[:, 8 * rank : 8 * (rank + 1)]
+    return local_qkv.clone() if setting.batch_dim == 0 else local_qkv.transpose(0, 1).contiguous()
 
 
 def results(attention: torch.nn.Module, setting: Setting, rank: int) -> list[torch.Tensor]:
@@ -75,14 +75,14 @@ def compare(ctx: RankContext, setting: Setting, flat: bool) -> list[tuple[bool, 
     mpu = SimpleNamespace(get_sequence_parallel_rank=lambda: ctx.rank)
     with mock.patch.object(groups, "mpu", mpu):
         theirs = deepspeeds(setting, ctx)
-        want = results(theirs, setting, ctx.rank)
-    got = results(ours, setting, ctx.rank)
+        expected = results(theirs, setting, ctx.rank)
+    actual = results(ours, setting, ctx.rank)
     assert local.handed == theirs.local_attn.handed
-    assert got[0].ndim == (3 if flat else 4)
-    got[0] = got[0].view(want[0].shape)
+    assert actual[0].ndim == (3 if flat else 4)
+    actual[0] = actual[0].view(expected[0].shape)
     return [
         (a.dtype == b.dtype and torch.equal(a, b), oracle.relative_error(a, b))
-        for a, b in zip(got, want, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     ]
 
 
@@ -118,7 +118,7 @@ def test_ring_1_is_deepspeeds_result_bit_for_bit(
         assert all(same for same, _ in compared), (rank, compared)
 
 
-def test_groups_of_heads_that_are_cut_differently_agree_to_rounding(pool: WorkerPool) -> None:
+def test_head_groups_chunked_differently_agree_to_rounding(pool: WorkerPool) -> None:
     # 12 query heads of 6 KV heads on 4 ranks: DeepSpeed cuts by KV heads, 4 4 2 2; ours 3 each.
     setting = Setting(heads=12, kv_heads=6)
     for compared in pool.run(compare, WORLD, setting=setting, flat=False):
@@ -182,13 +182,13 @@ def uneven_tokens(ctx: RankContext, seq_len: int) -> float:
     layout = TokenLayout("contiguous", seq_len, WORLD)
     attention = USPAttention(Local(0), ctx.group, gather_idx=1, layout=layout)
     full = torch.randn(3, 2, seq_len, 8, 16)
-    mine = [layout.shard(x, 1, ctx.rank) for x in full]
+    local_qkv = [layout.shard(x, 1, ctx.rank) for x in full]
     positions = range(seq_len)
-    want, _ = oracle.dense_attention(*full, oracle.causal(positions, positions))
-    return oracle.relative_error(attention(*mine, 0), layout.shard(want, 1, ctx.rank))
+    expected, _ = oracle.dense_attention(*full, oracle.causal(positions, positions))
+    return oracle.relative_error(attention(*local_qkv, 0), layout.shard(expected, 1, ctx.rank))
 
 
-def test_a_layout_says_the_length_of_a_sequence_that_does_not_divide(pool: WorkerPool) -> None:
+def test_a_layout_has_the_length_of_a_sequence_that_does_not_divide(pool: WorkerPool) -> None:
     assert max(pool.run(uneven_tokens, WORLD, seq_len=37)) < 1e-6
 
 
@@ -225,7 +225,7 @@ def test_a_second_derivative_is_right_or_refused(pool: WorkerPool) -> None:
 
 
 def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
-    """What constructing with one rank's wrong arguments says on this rank."""
+    """The error on this rank where one rank constructs with wrong arguments."""
     wrong = arguments if ctx.rank == 0 else {}
     try:
         USPAttention(Local(0), ctx.group, **wrong)

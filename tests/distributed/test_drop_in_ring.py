@@ -1,4 +1,4 @@
-"""USPAttention with a ring computes what the local attention would, in place of it."""
+"""USPAttention with a ring computes what the local attention would."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def rotated(x: torch.Tensor, features: int) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag, x[..., features:]], -1)
 
 
-def truth(bounds: Bounds, scale: float, features: int) -> list[torch.Tensor]:
-    """The oracle's out, dq, dk and dv of the whole sequence."""
+def reference(bounds: Bounds, scale: float, features: int) -> list[torch.Tensor]:
+    """The oracle's out, dq, dk and dv of the full sequence."""
     q, k, v, dout = (x.double().requires_grad_() for x in full_tensors())
     allowed = oracle.window(range(TOKENS), range(TOKENS), *bounds)
     turned = (rotated(x, features) for x in (q, k))
@@ -66,9 +66,9 @@ def compare(
     turn = rotary(setting.rotary, TOKENS) if setting.rotary else None
     out = attention(q, k, v, setting.batch_dim, turn)
     grads = torch.autograd.grad(out, (q, k, v), dout.view(out.shape))
-    got = [x.transpose(0, 1) if setting.batch_dim else x for x in (out.view(dout.shape), *grads)]
-    want = [layout.shard(x, 1, ctx.rank) for x in truth(bounds, scale, setting.rotary)]
-    return out.ndim, [oracle.relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    actual = [x.transpose(0, 1) if setting.batch_dim else x for x in (out.view(dout.shape), *grads)]
+    expected = [layout.shard(x, 1, ctx.rank) for x in reference(bounds, scale, setting.rotary)]
+    return out.ndim, [oracle.relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
 
 
 CAUSAL, FULL = (None, 0), (None, None)
@@ -105,7 +105,7 @@ KNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], Bounds, float, int]] 
         3,
     ),
     "megatron-core, window": (megatron_core, {"window_size": (5, 0)}, (5, 0), PLAIN, 3),
-    # Its window stands for the whole mask, on both sides, whatever the mask type.
+    # Its window is the mask, with both bounds, whatever the mask type.
     "megatron-core, window ahead": (megatron_core, {"window_size": (5, 2)}, (5, 2), PLAIN, 3),
     "megatron-core, every other layer's window": (
         megatron_core,
@@ -149,8 +149,8 @@ GIVEN: dict[str, tuple[dict[str, Any], Bounds, float]] = {
 def test_unknown_local_attentions_are_computed_as_they_are_described(
     pool: WorkerPool, name: str
 ) -> None:
-    given, bounds, scale = GIVEN[name]
-    setting = Setting(nobody_knows, {}, given)
+    options, bounds, scale = GIVEN[name]
+    setting = Setting(nobody_knows, {}, options)
     for _, errors in pool.run(compare, WORLD, setting=setting, bounds=bounds, scale=scale):
         assert max(errors) < 1e-5
 
@@ -178,9 +178,9 @@ def masks_in_place_of_the_batch_dim(ctx: RankContext) -> list[float]:
     out = attention(q, k, v, hidden).unflatten(2, (HEADS, HEAD_DIM)).transpose(0, 1)
     with pytest.raises(UnsupportedAttentionError, match=r"a tensor \[32, 32\]"):
         attention(q, k, v, ~hidden.tril(4))
-    want = layout.shard(truth(CAUSAL, PLAIN, 0)[0], 1, ctx.rank)
-    return [oracle.relative_error(out, want)]
+    expected = layout.shard(reference(CAUSAL, PLAIN, 0)[0], 1, ctx.rank)
+    return [oracle.relative_error(out, expected)]
 
 
-def test_a_mask_may_stand_in_the_place_of_the_batch_dim(pool: WorkerPool) -> None:
+def test_a_mask_may_be_passed_instead_of_the_batch_dim(pool: WorkerPool) -> None:
     assert max(max(errors) for errors in pool.run(masks_in_place_of_the_batch_dim, WORLD)) < 1e-5

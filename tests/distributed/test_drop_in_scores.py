@@ -29,16 +29,18 @@ def compare(ctx: RankContext, name: str, ulysses: int) -> list[float]:
     wanted = [x.requires_grad_() for x in (q, k, v)]
     learned = list(attention.local_attn.parameters())
     out = attention(q, k, v, 0)
-    got = [out.view(dout.shape)]
-    got += torch.autograd.grad(out, [*wanted, *learned], dout.view(out.shape))
-    for grad in got[4:]:
+    actual = [out.view(dout.shape)]
+    actual += torch.autograd.grad(out, [*wanted, *learned], dout.view(out.shape))
+    for grad in actual[4:]:
         dist.all_reduce(grad)
-    want = truth(**changes)
-    shards = [layout.shard(x, 1, ctx.rank) for x in want[:4]]
-    return [oracle.relative_error(a, b) for a, b in zip(got, [*shards, *want[4:]], strict=True)]
+    expected = reference(**changes)
+    shards = [layout.shard(x, 1, ctx.rank) for x in expected[:4]]
+    return [
+        oracle.relative_error(a, b) for a, b in zip(actual, [*shards, *expected[4:]], strict=True)
+    ]
 
 
-def truth(sinks: Any = None, slopes: Any = None) -> list[torch.Tensor]:
+def reference(sinks: Any = None, slopes: Any = None) -> list[torch.Tensor]:
     q, k, v, dout = (x.double().requires_grad_() for x in full_tensors())
     learned = [] if sinks is None else [torch.tensor(sinks, dtype=torch.float64).requires_grad_()]
     out, _ = oracle.dense_attention(

@@ -53,10 +53,10 @@ class Call:
         shapes = (self.q, self.k, self.v)
         return [torch.ones(s).to(d) for s, d in zip(shapes, dtypes, strict=True)]
 
-    def make(self, way: str) -> None:
-        mesh = mesh_of(4 if way.endswith("4x1") else 2)
+    def make(self, mode: str) -> None:
+        mesh = mesh_of(4 if mode.endswith("4x1") else 2)
         degrees = self.layout_degrees or (mesh.ulysses_degree, mesh.ring_degree)
-        if way == "usp_attention":
+        if mode == "usp_attention":
             layout = TokenLayout(self.layout, self.seq_len, *degrees, self.order)
             ds_usp.usp_attention(
                 *self.tensors(),
@@ -92,7 +92,7 @@ def heads(q: int, kv: int) -> dict[str, Any]:
     return {"q": (1, 8, q, 16), "k": (1, 8, kv, 16), "v": (1, 8, kv, 16)}
 
 
-def said(ctx: RankContext, call: Any) -> tuple[str, str, float]:
+def outcome(ctx: RankContext, call: Any) -> tuple[str, str, float]:
     """What a call raised on this rank, and the error of a right call made afterwards."""
     try:
         call()
@@ -103,9 +103,9 @@ def said(ctx: RankContext, call: Any) -> tuple[str, str, float]:
     return kind, message, max(after.values())
 
 
-def attempt(ctx: RankContext, way: str, changes: dict[str, Any], odd: tuple[int, ...]) -> Any:
+def attempt(ctx: RankContext, mode: str, changes: dict[str, Any], odd: tuple[int, ...]) -> Any:
     call = replace(Call(), **changes) if ctx.rank in odd else Call()
-    return said(ctx, lambda: call.make(way))
+    return outcome(ctx, lambda: call.make(mode))
 
 
 def check(results: list[Any], kinds: list[str], fragments: list[str]) -> None:
@@ -226,11 +226,11 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [(way, name) for name, (ways, *_) in WRONG.items() for way in ways]
+    ("mode", "name"), [(mode, name) for name, (modes, *_) in WRONG.items() for mode in modes]
 )
-def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, way: str, name: str) -> None:
+def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, mode: str, name: str) -> None:
     _, changes, kind, fragments = WRONG[name]
-    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=EVERYONE)
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=EVERYONE)
     check(results, [kind] * WORLD, fragments)
 
 
@@ -269,7 +269,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
     "chunks": (WAYS[:2], {"tuning": Tuning(chunks=2)}, ("", "1 chunk", "2 chunks")),
     "gather": (WAYS[:2], {"tuning": Tuning(gather=True)}, ("KV: ", "stepwise", "all-gathered")),
 }
-# What one rank passes wrongly: it raises what is wrong, the others hear of it.
+# What one rank passes wrongly: it raises, and the others report it.
 WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
     **{
         name: WRONG[name]
@@ -298,32 +298,32 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(
-    ("way", "name"), [(way, name) for name, (ways, *_) in DIFFERENT.items() for way in ways]
+    ("mode", "name"), [(mode, name) for name, (modes, *_) in DIFFERENT.items() for mode in modes]
 )
 def test_ranks_that_differ_hear_of_it_everywhere(
-    pool: WorkerPool, way: str, name: str, odd: int
+    pool: WorkerPool, mode: str, name: str, odd: int
 ) -> None:
     _, changes, (field, many, one) = DIFFERENT[name]
-    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=(odd,))
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     others = "ranks 1-3" if odd == 0 else "ranks 0-2"
     line = f"\n  {field}{many} on {others}, {one} on rank {odd}\n"
-    degrees = "ulysses 4 x ring 1" if way.endswith("4x1") else "ulysses 2 x ring 2"
+    degrees = "ulysses 4 x ring 1" if mode.endswith("4x1") else "ulysses 2 x ring 2"
     check(results, ["MeshError"] * WORLD, [line.replace("MESH", degrees), "\nequal on all ranks: "])
 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
 @pytest.mark.parametrize(
-    ("way", "name"), [(way, name) for name, (ways, *_) in WRONG_ON_ONE.items() for way in ways]
+    ("mode", "name"), [(mode, name) for name, (modes, *_) in WRONG_ON_ONE.items() for mode in modes]
 )
-def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, way: str, name: str, odd: int) -> None:
+def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, mode: str, name: str, odd: int) -> None:
     _, changes, kind, fragments = WRONG_ON_ONE[name]
-    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, way=way, changes=changes, odd=(odd,))
+    results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
     kinds = [kind if rank == odd else "MeshError" for rank in EVERYONE]
     check(results, kinds, fragments)
 
 
 def build(ctx: RankContext, arguments: list[tuple[Any, str]]) -> Any:
-    return said(ctx, lambda: SequenceMesh.from_group(None, *arguments[ctx.rank]))
+    return outcome(ctx, lambda: SequenceMesh.from_group(None, *arguments[ctx.rank]))
 
 
 RIGHT = (2, "ulysses-ring")
@@ -371,10 +371,10 @@ def test_a_grid_that_does_not_fit_raises_everywhere(pool: WorkerPool, name: str)
 
 def in_and_out(ctx: RankContext) -> Any:
     group = dist.new_group([0, 1])
-    return said(ctx, lambda: SequenceMesh.from_group(group, 2))
+    return outcome(ctx, lambda: SequenceMesh.from_group(group, 2))
 
 
-def test_a_rank_outside_the_group_is_told_so(pool: WorkerPool) -> None:
+def test_a_rank_outside_the_group_is_refused(pool: WorkerPool) -> None:
     results = pool.run(in_and_out, WORLD, timeout=TIMEOUT_S)
     assert [kind for kind, _, _ in results] == ["nothing", "nothing", "MeshError", "MeshError"]
     for rank in (2, 3):
@@ -383,7 +383,7 @@ def test_a_rank_outside_the_group_is_told_so(pool: WorkerPool) -> None:
 
 
 def other_grid(ctx: RankContext) -> Any:
-    return said(ctx, lambda: SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 4})))
+    return outcome(ctx, lambda: SequenceMesh.build(ds_usp.RankGrid({"ulysses": 2, "ring": 4})))
 
 
 def test_a_grid_of_another_world_is_refused(pool: WorkerPool) -> None:
@@ -392,7 +392,7 @@ def test_a_grid_of_another_world_is_refused(pool: WorkerPool) -> None:
 
 
 def long_texts(ctx: RankContext) -> Any:
-    return said(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
+    return outcome(ctx, lambda: mesh_of(2).agree("x" * 5000 + str(ctx.rank % 2)))
 
 
 def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
@@ -400,6 +400,6 @@ def test_texts_that_differ_late_differ(pool: WorkerPool) -> None:
     check(results, ["MeshError"] * WORLD, ["on ranks 0, 2, xxx", "on ranks 1, 3", "sha256"])
 
 
-def test_without_torch_distributed_a_mesh_says_what_to_do() -> None:
+def test_without_torch_distributed_a_mesh_is_refused_with_the_fix() -> None:
     with pytest.raises(ds_usp.MeshError, match=r"init_process_group .*SequenceMesh.single\(\)"):
         SequenceMesh.from_group(None, 1)

@@ -27,7 +27,7 @@ from ds_usp import MaskSpec, UnsupportedAttentionError, USPError
 WORLD = 4
 
 
-def said(ctx: RankContext, setting: Setting, calls: list[dict[str, Any]]) -> list[str]:
+def messages(ctx: RankContext, setting: Setting, calls: list[dict[str, Any]]) -> list[str]:
     """What the constructor, or else each call, raised on this rank; '' where nothing."""
     try:
         attention = setting.module()
@@ -112,8 +112,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
 def test_what_the_ring_does_not_compute_is_refused_on_every_rank(
     pool: WorkerPool, name: str
 ) -> None:
-    make, arguments, given, fragments = REFUSED[name]
-    for texts in pool.run(said, WORLD, setting=Setting(make, arguments, given), calls=[{}]):
+    make, arguments, options, fragments = REFUSED[name]
+    for texts in pool.run(messages, WORLD, setting=Setting(make, arguments, options), calls=[{}]):
         assert len(texts) == 1
         for fragment in fragments:
             assert fragment in texts[0]
@@ -126,7 +126,7 @@ PADDED = HIDDEN.clone()
 PADDED[:, -3:] = True
 BIAS = ADDITIVE + torch.arange(TOKENS) * 0.1
 
-# What a host hands a causal attention: what says the same, and what asks for something else.
+# Extra arguments of a causal attention: those that agree with it, and those that differ.
 SAME: dict[str, dict[str, Any]] = {
     "nothing": {"kwargs": {"attention_mask": None, "my_own": None}},
     "hidden pairs": {"args": (HIDDEN,)},
@@ -161,16 +161,16 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_arguments_that_say_the_same_are_taken(pool: WorkerPool) -> None:
+def test_arguments_that_agree_are_accepted(pool: WorkerPool) -> None:
     setting = Setting(flash_self_attention, {}, {})
-    for texts in pool.run(said, WORLD, setting=setting, calls=list(SAME.values())):
+    for texts in pool.run(messages, WORLD, setting=setting, calls=list(SAME.values())):
         assert dict(zip(SAME, texts, strict=True)) == dict.fromkeys(SAME, "")
 
 
 def test_arguments_that_ask_for_something_else_are_refused(pool: WorkerPool) -> None:
     setting = Setting(flash_self_attention, {}, {})
     calls = [call for call, _ in OTHER.values()]
-    for texts in pool.run(said, WORLD, setting=setting, calls=calls):
+    for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
         for (name, (_, fragment)), text in zip(OTHER.items(), texts, strict=True):
             assert fragment in text, (name, text)
             assert "Leave it out" in text and "ring degree 1" in text
@@ -184,16 +184,16 @@ WINDOWS = [
 ]
 
 
-def test_masks_are_held_against_a_window_too(pool: WorkerPool) -> None:
+def test_masks_are_compared_with_a_window_too(pool: WorkerPool) -> None:
     setting = Setting(nobody_knows, {}, {"mask": MaskSpec.window(3), "dropout_p": 0.0})
     calls = [{"args": (mask,)} for mask, _ in WINDOWS]
-    for texts in pool.run(said, WORLD, setting=setting, calls=calls):
+    for texts in pool.run(messages, WORLD, setting=setting, calls=calls):
         for text, (_, fragment) in zip(texts, WINDOWS, strict=True):
             assert fragment in text and bool(text) == bool(fragment)
 
 
 def same_mask_again(ctx: RankContext, layout: str) -> list[bool]:
-    """Whether one mask is taken: at first, again, for twice the tokens, changed, inferring."""
+    """Whether one mask is accepted: at first, again, for twice the tokens, changed, inferring."""
     attention = Setting(flash_self_attention, {}, {}, layout).module()
     mask = HIDDEN.clone()
 

@@ -1,4 +1,4 @@
-"""Tokens that every rank has, before or after a sequence that is spread over the ranks."""
+"""Replicated tokens before or after a sequence that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_every_position_is_on_one_rank(kind: str, front: bool) -> None:
     assert sorted(layout.permutation()) == list(range(72))
     joint = range(19) if front else range(53, 72)
     for rank in range(6):
-        mine = [position for position in layout.positions(rank) if position in joint]
+        expected = [position for position in layout.positions(rank) if position in joint]
         shift = joint.start
-        assert [shift + position for position in layout.layouts[0].positions(rank)] == mine
+        assert [shift + position for position in layout.layouts[0].positions(rank)] == expected
     shards = ConcatenatedShards.of(layout.layouts[0])
     assert shards.permutation() == shards.ring_positions(0) == list(range(19))
     assert [shards.length(r) for r in range(6)] == [layout.layouts[0].length(r) for r in range(6)]

@@ -138,8 +138,8 @@ def keeping(how: Checkpoint) -> Checkpoint:
 
 def local_input(block: Block, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(B, SEQ_LEN, HIDDEN, generator=generator)
-    return block.layout.shard(whole, 1, block.mesh.rank).requires_grad_()
+    unsharded = torch.randn(B, SEQ_LEN, HIDDEN, generator=generator)
+    return block.layout.shard(unsharded, 1, block.mesh.rank).requires_grad_()
 
 
 def gradients(block: Block, how: Checkpoint, layers: int = 2) -> list[torch.Tensor]:
@@ -166,13 +166,13 @@ def every_checkpoint(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
     seen = {}
     for attention in ("function", "lse", "drop-in"):
         block = Block(ulysses, attention, dropout=0.1)
-        want = gradients(block, plain)
+        expected = gradients(block, plain)
         for name, how in CHECKPOINTS.items():
             block.runs.clear()
             with without_gpu():
-                got = gradients(block, keeping(how))
+                actual = gradients(block, keeping(how))
             seen[f"{attention}, {name}"] = Seen(
-                all(torch.equal(g, w) for g, w in zip(got, want, strict=True)),
+                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
                 [run.exchanges for run in block.runs],
                 [run.attention for run in block.runs],
             )
@@ -220,12 +220,12 @@ def in_any_order(ctx: RankContext, ulysses: int) -> None:
             losses[index].backward()
         return [block.mix.grad.clone(), *(x.grad for x in inputs)]
 
-    weight, *want = all_of(plain)
+    weight, *expected = all_of(plain)
     for how in (reentrant, non_reentrant):
-        found, *got = all_of(keeping(how))
+        found, *actual = all_of(keeping(how))
         # A reentrant checkpoint adds the layers' gradients to the weight one by one.
         torch.testing.assert_close(found, weight, rtol=1e-6, atol=1e-5)
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True))
 
 
 def test_micro_batches_in_flight_in_any_order(pool: WorkerPool) -> None:
@@ -239,13 +239,13 @@ def two_in_one(outer: Checkpoint, inner: Checkpoint, run: Layer, x: torch.Tensor
 def nested(ctx: RankContext, ulysses: int) -> dict[str, Seen]:
     """Two calls of the block in a checkpoint of their own, in a checkpoint around both."""
     block = Block(ulysses, "function", dropout=0.1)
-    want, seen = gradients(block, plain), {}
+    expected, seen = gradients(block, plain), {}
     for outer in (reentrant, non_reentrant):
         for inner in (reentrant, non_reentrant):
             block.runs.clear()
-            got = gradients(block, partial(two_in_one, keeping(outer), keeping(inner)), layers=1)
+            actual = gradients(block, partial(two_in_one, keeping(outer), keeping(inner)), layers=1)
             seen[f"{inner.__name__} in {outer.__name__}"] = Seen(
-                all(torch.equal(g, w) for g, w in zip(got, want, strict=True)),
+                all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)),
                 [run.exchanges for run in block.runs],
                 [run.attention for run in block.runs],
             )

@@ -29,14 +29,14 @@ def same_bits(ctx: RankContext, ulysses: int) -> list[bool]:
     short = tensors(4)[1:]
     both = tensors(joint=6)
 
-    def attend(**given: Any) -> torch.Tensor:
-        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=CAUSAL, **given)
+    def attend(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, k, v, mesh=mesh, mask=CAUSAL, **options)
 
-    def cross(**given: Any) -> torch.Tensor:
-        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=FULL, **given)
+    def cross(**options: Any) -> torch.Tensor:
+        return ds_usp.usp_attention(q, *short, mesh=mesh, mask=FULL, **options)
 
-    def joint(**given: Any) -> torch.Tensor:
-        return torch.cat(ds_usp.usp_joint_attention(*both, mesh=mesh, mask=FULL, **given), 1)
+    def joint(**options: Any) -> torch.Tensor:
+        return torch.cat(ds_usp.usp_joint_attention(*both, mesh=mesh, mask=FULL, **options), 1)
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -61,25 +61,25 @@ def test_a_name_is_the_layout_of_that_kind(pool: WorkerPool, ulysses: int) -> No
 def refused(ctx: RankContext, how: str) -> None:
     mesh = mesh_of(2)
     tokens = 9 if ctx.rank == 3 else 8
-    given: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
+    options: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "mask": CAUSAL}
     if how in ("function", "joint", "drop-in"):
         q, k, v, *joint = tensors(tokens, 4 if how == "joint" else 0)
     else:
         q, k, v = tensors()
     if how == "function":
-        ds_usp.usp_attention(q, k, v, **given)
+        ds_usp.usp_attention(q, k, v, **options)
     elif how == "joint":
-        ds_usp.usp_joint_attention(q, k, v, *joint, **given)
+        ds_usp.usp_joint_attention(q, k, v, *joint, **options)
     elif how == "drop-in":
-        USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **given)(q, k, v, 0)
+        USPAttention(torch.nn.Identity(), gather_idx=1, dropout_p=0.0, **options)(q, k, v, 0)
     elif how == "heads first":
         q, k, v = (torch.randn(1, 4, 8, 16) for _ in range(3))
-        ds_usp.usp_attention(q, k, v, **{**given, "layout": mesh.layout("zigzag", 32)})
+        ds_usp.usp_attention(q, k, v, **{**options, "layout": mesh.layout("zigzag", 32)})
     else:
-        ds_usp.usp_attention(q, k, v, **{**given, **REFUSED[how][0]})
+        ds_usp.usp_attention(q, k, v, **{**options, **REFUSED[how][0]})
 
 
-# What is given instead, and what every rank then says.
+# Wrong arguments, and the error on every rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "function": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
     "joint": ({}, "as many tokens on every rank, and ranks hold 8, 9. Make a TokenLayout"),
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def said(ctx: RankContext) -> dict[str, str]:
+def messages(ctx: RankContext) -> dict[str, str]:
     """What each of these calls raises on this rank."""
     found = {}
     for how in REFUSED:
@@ -105,8 +105,8 @@ def said(ctx: RankContext) -> dict[str, str]:
     return found
 
 
-def test_what_no_name_says_is_refused_on_every_rank(pool: WorkerPool) -> None:
-    for found in pool.run(said, WORLD):
+def test_uneven_shards_of_a_named_layout_are_refused_on_every_rank(pool: WorkerPool) -> None:
+    for found in pool.run(messages, WORLD):
         for how, (_, wanted) in REFUSED.items():
             assert re.search(wanted, found[how]), (how, found[how])
 
@@ -120,8 +120,8 @@ def flat_mesh_differs(ctx: RankContext) -> bool:
         for each in (mesh, mesh.flat())
     ]
     flat = SequenceMesh.from_group(None, 4)
-    want = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL)
-    return bool(torch.allclose(found[1], want, atol=1e-6))
+    expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL)
+    return bool(torch.allclose(found[1], expected, atol=1e-6))
 
 
 def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:

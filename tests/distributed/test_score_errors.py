@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, name: str) -> None:
     changes, kind, fragments = WRONG[name]
     results = pool.run(
-        attempt, WORLD, timeout=TIMEOUT_S, way="usp_attention", changes=changes, odd=EVERYONE
+        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=EVERYONE
     )
     check(results, [kind] * WORLD, fragments)
 
@@ -64,7 +64,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_ranks_that_differ_hear_of_it_everywhere(pool: WorkerPool, name: str) -> None:
     changes, fragments = DIFFERENT[name]
     results = pool.run(
-        attempt, WORLD, timeout=TIMEOUT_S, way="usp_attention", changes=changes, odd=(3,)
+        attempt, WORLD, timeout=TIMEOUT_S, mode="usp_attention", changes=changes, odd=(3,)
     )
     check(results, ["MeshError"] * WORLD, fragments)
 

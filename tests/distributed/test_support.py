@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "support-mat
 BEGIN, END = "<!-- support table: written by tests -->", "<!-- end of support table -->"
 
 
-def test_the_page_says_what_is_exact_and_what_is_refused(
+def test_the_support_matrix_lists_what_is_exact_and_what_is_refused(
     pool: WorkerPool, pytestconfig: pytest.Config
 ) -> None:
     cells: dict[str, list[str]] = {}

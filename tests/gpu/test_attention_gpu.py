@@ -36,7 +36,7 @@ WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
 CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.score_features]
 WIDE = [name for name, caps in CAPS.items() if (caps.max_head_dim or 192) >= 192]
 LIMITED = ("out", "dq", "dk", "dv")
-# Long enough that the host runs ahead of the GPU: what waits for nothing shows.
+# Long enough that the CPU runs ahead of the GPU: a missing wait shows.
 LONG = replace(LOW, seq_len=6144, head_dim=128, kernel="cudnn")
 TUNINGS = [
     Tuning(chunks, gather, copies)
@@ -96,13 +96,13 @@ CASES = [
 
 
 def attend(mesh: ds_usp.SequenceMesh, case: Case) -> dict[str, torch.Tensor]:
-    """This rank's share of the results, computed on its GPU."""
+    """This rank's shard of the results, computed on its GPU."""
     return cases.attend(mesh, case, "cuda")
 
 
 def errors(full: dict[str, torch.Tensor], case: Case) -> dict[str, float]:
     """Against the oracle in fp64 on the GPU, whose results are the same for every kernel."""
-    true = cases.truth(replace(case, tuning=AUTO_TUNING, kernel="auto"), "cuda")
+    true = cases.reference(replace(case, tuning=AUTO_TUNING, kernel="auto"), "cuda")
     return {name: relative_error(full[name].cuda(), true[name]) for name in true}
 
 
@@ -120,16 +120,16 @@ def rank_main(rank: int, world: int, port: int, folder: str, kernel: str) -> Non
             mesh.plans.clear()
             # These sizes keep no GPU busy. With seed 0 they are computed as larger ones are.
             with mock.patch.object(tuning, "is_launch_bound", lambda _, case=case: case.seed > 0):
-                mine = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
-            dist.all_gather_object(parts, mine)
-            whole = {
+                local_qkv = {name: x.detach().cpu() for name, x in attend(mesh, case).items()}
+            dist.all_gather_object(parts, local_qkv)
+            unsharded = {
                 name: places[name].gather([part[name] for part in parts], TOKEN_DIM[name])
                 if name in places
                 else part  # the gradient of the sinks, whole on each rank
-                for name, part in mine.items()
+                for name, part in local_qkv.items()
             }
             if rank == 0:
-                results[ulysses, str(case)] = errors(whole, case)
+                results[ulysses, str(case)] = errors(unsharded, case)
     if rank == 0:
         torch.save(results, Path(folder, "results.pt"))
     dist.destroy_process_group()

@@ -31,8 +31,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.mix(x).unflatten(-1, (8, -1)).chunk(3, dim=-1)
-        given: dict[str, Any] = {"layout": self.layout, "mask": self.mask, "tuning": self.tuning}
-        return x + ds_usp.usp_attention(q, k, v, mesh=self.mesh, **given).flatten(2)
+        options: dict[str, Any] = {"layout": self.layout, "mask": self.mask, "tuning": self.tuning}
+        return x + ds_usp.usp_attention(q, k, v, mesh=self.mesh, **options).flatten(2)
 
 
 def rank_main(rank: int, world: int, port: int, mode: str) -> None:
@@ -57,8 +57,8 @@ def rank_main(rank: int, world: int, port: int, mode: str) -> None:
                     out.square().sum().backward()
                     found.append([z.clone() for z in (out, y.grad, layer.mix.weight.grad)])
                     layer.zero_grad()
-                for want, got in zip(*found, strict=True):
-                    error = relative_error(got.cpu(), want.cpu().double())
+                for expected, actual in zip(*found, strict=True):
+                    error = relative_error(actual.cpu(), expected.cpu().double())
                     assert error < 1e-2, (ulysses, tuning, error)
             assert counters["stats"]["unique_graphs"] == 1, counters
     dist.destroy_process_group()

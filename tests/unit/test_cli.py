@@ -47,7 +47,7 @@ def test_help_version_and_the_planner_start_without_torch() -> None:
         assert f"\n  {command} " in done.stdout
 
 
-def test_version_says_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_has_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--version"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"ds-usp {ds_usp.__version__} (commit ")
@@ -88,7 +88,7 @@ def test_commit_of_a_worktree(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ env
 
 
-def test_env_says_what_a_bug_report_needs() -> None:
+def test_env_prints_what_a_bug_report_needs() -> None:
     lines: list[str] = []
     assert environment.main(["--json"], lines.append) == 0
     facts = json.loads(lines[0])
@@ -202,7 +202,7 @@ def test_limits() -> None:
     assert verify.verdict(report(bf16, 1e-4, 1e-6, "lse")) == verify.WRONG
     assert verify.verdict(report(bf16, 0.3, 0.3)) == verify.WRONG  # the kernel itself is
     assert verify.verdict(report(bf16, 4.6e-3, 0.0)) == verify.WRONG
-    # One rounding of the result is no error, and over few elements a ratio says little.
+    # One rounding of the result is no error, and over few elements a ratio is noise.
     assert verify.verdict(report(bf16, 1e-9, 0.0)) == verify.EXACT
     assert verify.verdict(report(bf16, 3.5e-3, 2e-3)) == verify.EXACT
     few = VerifyCase(dtype="bf16", seq_len=67, kv_heads=1, head_dim=16)
@@ -216,7 +216,7 @@ def test_limits() -> None:
     assert verify.verdict(Report(fp32, "eager", refusal="ConfigError: no")) == verify.REFUSED
 
 
-def test_gradients_of_a_rank_that_holds_one_token_are_compared_with_a_share_of_dout() -> None:
+def test_gradients_of_a_one_token_rank_are_compared_with_a_fraction_of_dout() -> None:
     for seed in range(4):  # its query sees one key: dq is 0, and rounding of any size is none of it
         case = one_case("--ulysses", "1", "--ring", "1", "--seq-len", "1", "--seed", str(seed))
         here = TorchrunEnv(rank=0, world=1, local_rank=0, local_world=1)
@@ -236,7 +236,7 @@ def test_a_wrong_call_outweighs_a_refused_one() -> None:
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
-    """The others' errors, of a connection that is gone, say nothing."""
+    """The other ranks' errors are of a closed connection."""
     pipes = [Pipe(duplex=False) for _ in range(3)]
     for (_, sender), when in zip(pipes, (7.0, 5.0, None), strict=True):
         if when is not None:
@@ -281,19 +281,24 @@ def test_json_of_a_result_with_nan_can_be_read() -> None:
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "alibi and sinks"])
 def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool) -> None:
     batch, length, heads, kv_heads = 2, 24, 4, 2
-    wide = {"dtype": torch.float64}
-    q, k = torch.randn(batch, length, heads, 8, **wide), torch.randn(batch, length, kv_heads, 8)
+    acc_dtype = {"dtype": torch.float64}
+    q, k = (
+        torch.randn(batch, length, heads, 8, **acc_dtype),
+        torch.randn(batch, length, kv_heads, 8),
+    )
     v, dout = torch.randn(batch, length, kv_heads, 6), torch.randn(batch, length, heads, 6)
     slopes = torch.rand(heads) if extras else None
-    sinks = torch.randn(heads, **wide) if extras else None
+    sinks = torch.randn(heads, **acc_dtype) if extras else None
     found = dense_attention(
         Tensors(q, k, v, dout, slopes, sinks), question, block_elements=200 * length
     )
-    at = range(length)
-    allowed = oracle.window(at, at, question.left, question.right)
+    position = range(length)
+    allowed = oracle.window(position, position, question.left, question.right)
     allowed = allowed | (torch.arange(length) < question.prefix)
     if question.documents:
-        inside = [oracle.same_document(at, at, lengths) for lengths in question.documents]
+        inside = [
+            oracle.same_document(position, position, lengths) for lengths in question.documents
+        ]
         allowed = allowed & torch.stack(inside).expand(batch, -1, -1)
     wanted = [x.double().requires_grad_() for x in ((q, k, v, sinks) if extras else (q, k, v))]
     out, lse = oracle.dense_attention(
@@ -301,13 +306,13 @@ def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool
         allowed,
         question.scale,
         softcap=question.softcap,
-        bias=oracle.alibi(slopes, at) if extras else None,
+        bias=oracle.alibi(slopes, position) if extras else None,
         sinks=wanted[3] if extras else None,
     )
     grads = torch.autograd.grad(out, wanted, dout.double())
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    for name, want in zip(names, (out, lse, *grads), strict=False):
-        assert oracle.relative_error(found[name], want) <= 1e-12, name
+    for name, reference in zip(names, (out, lse, *grads), strict=False):
+        assert oracle.relative_error(found[name], reference) <= 1e-12, name
     assert len(found) == 2 + len(grads)
     forward = dense_attention(Tensors(q, k, v, dout, slopes, sinks), question, backward=False)
     assert set(forward) == {"out", "lse"} and torch.equal(forward["lse"], found["lse"])

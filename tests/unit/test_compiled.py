@@ -1,4 +1,4 @@
-"""What ops are told of a call, and by which names they find meshes."""
+"""Specs of the torch ops, and names of meshes."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ds_usp.attention.call_plan import AttentionOptions
 from ds_usp.attention.op_specs import AttentionOpSpec, ExchangeOpSpec, attention_spec
 from ds_usp.comm.mesh import MESH_REGISTRY
 
-TOLD_OTHERWISE = {
-    ds_usp.MaskSpec: {"documents"},  # never told
+NOT_IN_SPEC = {
+    ds_usp.MaskSpec: {"documents"},  # breaks the graph
     ds_usp.Scores: {"alibi_slopes", "sinks"},  # as tensors
-    # By the mesh, which has the same; documents are never told.
+    # The mesh has the same; documents break the graph.
     ds_usp.TokenLayout: {"kind", "seq_len", "ulysses", "ring", "order", "documents"},
     ds_usp.Tuning: set(),
 }
 
 
-@pytest.mark.parametrize("value", TOLD_OTHERWISE)
-def test_an_op_is_told_every_field(value: Any) -> None:
+@pytest.mark.parametrize("value", NOT_IN_SPEC)
+def test_an_op_spec_has_every_field(value: Any) -> None:
     left = {field.name for field in fields(value)} - set(AttentionOpSpec._fields)
-    assert left == TOLD_OTHERWISE[value]
+    assert left == NOT_IN_SPEC[value]
 
 
-def test_an_op_is_told_every_argument() -> None:
-    told = {"q", "k", "v", "mask", "tuning", "scores"}
+def test_an_op_spec_has_every_argument() -> None:
+    spec_fields = {"q", "k", "v", "mask", "tuning", "scores"}
     assert (
         set(inspect.signature(ds_usp.usp_attention).parameters) - set(AttentionOpSpec._fields)
-        == told
+        == spec_fields
     )
 
 
 @pytest.mark.parametrize(
-    ("op", "tensors", "told"),
+    ("op", "tensors", "spec_fields"),
     [
         ("attention", 5, AttentionOpSpec),
         ("attention_backward", 6, AttentionOpSpec),
         ("exchange", 2, ExchangeOpSpec),
     ],
 )
-def test_ops_take_what_they_are_told_in_that_order(op: str, tensors: int, told: Any) -> None:
+def test_op_schemas_are_the_specs_fields_in_order(op: str, tensors: int, spec_fields: Any) -> None:
     schema = getattr(torch.ops.ds_usp, op).default._schema
-    assert tuple(x.name for x in schema.arguments[tensors:]) == told._fields
+    assert tuple(x.name for x in schema.arguments[tensors:]) == spec_fields._fields
 
 
 def test_other_soft_caps_are_in_the_graph_too() -> None:
@@ -71,7 +71,7 @@ def test_other_soft_caps_are_in_the_graph_too() -> None:
         assert torch.equal(compiled(x, cap), attend(x, cap))
 
 
-def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | None:
+def spec_of(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | None:
     tuning = ds_usp.Tuning(chunks=2, gather=True, copies=False)
     options = AttentionOptions(
         on, on.layout("zigzag", 16), ds_usp.MaskSpec.causal(), return_lse=True, tuning=tuning
@@ -100,19 +100,19 @@ def ask(on: SequenceMesh, x: torch.Tensor, **changed: Any) -> AttentionOpSpec | 
         {"scores": ds_usp.Scores(alibi_slopes=torch.ones(4, requires_grad=True))},
     ],
 )
-def test_what_no_op_can_be_told_is_left_out(changed: dict[str, Any]) -> None:
+def test_calls_without_a_spec_break_the_graph(changed: dict[str, Any]) -> None:
     mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
-    assert ask(mesh, x) is not None
-    assert ask(mesh, x[0]) is None
-    assert ask(mesh, x, **changed) is None
+    assert spec_of(mesh, x) is not None
+    assert spec_of(mesh, x[0]) is None
+    assert spec_of(mesh, x, **changed) is None
 
 
 def test_torch_finds_no_fault_with_the_op() -> None:
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
-    told = ask(mesh, q)
-    assert told is not None
-    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *told))
+    spec_fields = spec_of(mesh, q)
+    assert spec_fields is not None
+    torch.library.opcheck(torch.ops.ds_usp.attention.default, (q, k, v, None, None, *spec_fields))
 
 
 def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:

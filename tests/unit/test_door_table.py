@@ -71,7 +71,7 @@ NAMES: dict[str, Doors] = {
     },
 }
 
-# Entry points of which a parameter says a token order by default: its name -> the default.
+# Entry points with a parameter that is a token order by default: its name -> the default.
 ORDERS = {
     # None is CALLER, compared with what a loader gave; tests/distributed/test_default_layout.py
     "ds_usp.USPAttention": None,
@@ -84,7 +84,7 @@ ORDERS = {
     "apply('megatron_deepspeed')": LOADER,
 }
 
-HOSTS: dict[str, Doors] = {
+FRAMEWORKS: dict[str, Doors] = {
     "deepspeed": {
         "the caller's shards, as DeepSpeed has them": "layout",
         "all ranks of the group: DeepSpeed's result to the bit": "ulysses_degree",
@@ -104,7 +104,7 @@ HOSTS: dict[str, Doors] = {
     },
 }
 
-HOST_FLAGS: Doors = {
+FRAMEWORK_FLAGS: Doors = {
     "the patches shard batches, positions and loss mask by it": "--usp-layout",
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
@@ -177,24 +177,26 @@ def test_every_public_name_has_a_row() -> None:
         same(importlib.import_module(module).__all__, doors, module)
 
 
-def test_every_setting_of_a_host_has_a_row() -> None:
-    assert set(megatron_patches.frameworks()) == set(HOSTS)
-    for host, doors in HOSTS.items():
-        same((field.name for field in fields(settings_of(host))), doors, f"apply({host!r})")
+def test_every_setting_of_a_framework_has_a_row() -> None:
+    assert set(megatron_patches.frameworks()) == set(FRAMEWORKS)
+    for framework, doors in FRAMEWORKS.items():
+        same(
+            (field.name for field in fields(settings_of(framework))), doors, f"apply({framework!r})"
+        )
 
 
-def settings_of(host: str) -> type:
+def settings_of(framework: str) -> type:
     """The class whose fields are what ``apply(host, ...)`` takes."""
-    found: type = importlib.import_module(f"megatron_patches.{host}").Settings
+    found: type = importlib.import_module(f"megatron_patches.{framework}").Settings
     return found
 
 
-def test_every_flag_of_the_patched_host_has_a_row() -> None:
+def test_every_flag_of_the_patched_framework_has_a_row() -> None:
     from megatron_patches.megatron_deepspeed import arguments
 
     parser = ArgumentParser(add_help=False)
     arguments.add_flags(parser, settings_of("megatron_deepspeed")())
-    same(flags_of(parser), HOST_FLAGS, "Megatron-DeepSpeed")
+    same(flags_of(parser), FRAMEWORK_FLAGS, "Megatron-DeepSpeed")
 
 
 def test_every_flag_of_the_trainer_has_a_row() -> None:
@@ -221,7 +223,7 @@ def default_of(entry: Any, name: str) -> Any:
     return known[name].default if name in known else inspect.Parameter.empty
 
 
-def test_one_rule_says_which_order_is_the_default() -> None:
+def test_one_rule_gives_the_default_order() -> None:
     found = {}
     for module in NAMES:
         public = importlib.import_module(module)
@@ -229,7 +231,7 @@ def test_one_rule_says_which_order_is_the_default() -> None:
             default = default_of(getattr(public, name), "layout")
             if default is not inspect.Parameter.empty:
                 found[f"{module}.{name}"] = default
-    for host in HOSTS:
-        found[f"apply({host!r})"] = settings_of(host)().layout
+    for framework in FRAMEWORKS:
+        found[f"apply({framework!r})"] = settings_of(framework)().layout
     assert found == ORDERS
     assert (CALLER, LOADER) == ("contiguous", "zigzag")

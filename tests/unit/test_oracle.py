@@ -17,12 +17,12 @@ def test_dense_attention_is_torchs(kv_heads: int, left: int | None, right: int |
     k, v = torch.randn(2, 2, 7, kv_heads, 5, dtype=torch.float64).requires_grad_()
     allowed = oracle.window(range(7), range(7), left, right)
     out, _ = oracle.dense_attention(q, k, v, allowed, 0.3)
-    truth = scaled_dot_product_attention(
+    reference = scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=allowed, scale=0.3, enable_gqa=True
     ).transpose(1, 2)
     dout = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-    want = [truth, *torch.autograd.grad(truth, (q, k, v), dout)]
+    want = [reference, *torch.autograd.grad(reference, (q, k, v), dout)]
     assert max(oracle.relative_error(a, b) for a, b in zip(got, want, strict=True)) < 1e-13
 
 
