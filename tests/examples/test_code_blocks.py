@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,9 +94,15 @@ def target_of(words: list[str]) -> tuple[str, list[str], bool]:
 
 def check_target(block: Block, target: str, rest: list[str], is_module: bool) -> None:
     """Check that a module or script exists and knows every flag; run the planner's commands."""
-    if target in ("ds_usp", "ds_usp.planner") and rest[0] not in NOT_STARTED:
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert ds_usp_main(rest) == 0, f"{block}: {rest}"
+    if target in ("ds_usp", "ds_usp.planner"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            if rest[0] not in NOT_STARTED:
+                assert ds_usp_main(rest) == 0, f"{block}: {rest}"
+                return
+            with contextlib.suppress(SystemExit):
+                ds_usp_main([rest[0], "--help"])
+        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        assert set(flags) <= set(re.findall(r"--[\w-]+", out.getvalue())), f"{block}: {flags}"
         return
     if target == "megatron_patches.run":  # the other flags are the framework's
         rest = [word for word in rest if word.startswith(("--usp", "--ulysses"))]
