@@ -1,4 +1,4 @@
-"""Measures a machine for the planner: kernels, links, layers. Collective where there are ranks."""
+"""Measures a machine for the planner: kernels, links, layers; on several ranks collectively."""
 
 from ds_usp.profiling.layers import layer_times
 from ds_usp.profiling.profile import profile

@@ -1,4 +1,4 @@
-"""What one GPU does: matrix products, attention, memory, copies to its host."""
+"""Rates of one GPU: GEMMs, attention, memory bandwidth, copies to host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_usp.profiling.step_timer import StepTimer
 
 
 def product_flop_per_s(timer: StepTimer, sizes: ProblemSizes) -> Iterator[tuple[int, float]]:
-    """(tokens, FLOP/s) of a linear layer's three products: forward, and both of backward."""
+    """(tokens, FLOP/s) of a linear layer's three GEMMs: forward, and both of backward."""
     width = sizes.width
     weight = sizes.random(timer, width, width)
     for tokens in sizes.product_tokens:
@@ -66,7 +66,7 @@ def attention_calls(
 
 
 def memory_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
-    """What an elementwise sum of two tensors reads and writes."""
+    """Memory bandwidth that an elementwise sum of two tensors reaches."""
     a, b = (sizes.random(timer, sizes.memory_elements) for _ in range(2))
     out = torch.empty_like(a)
     seconds = timer.seconds(lambda: torch.add(a, b, out=out), sizes.max_s)
@@ -74,7 +74,7 @@ def memory_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
 
 
 def host_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
-    """Copies to the host and back at once, on all GPUs at once: each direction's rate."""
+    """Pinned copies to host memory and back in parallel, on all GPUs at once: rate a direction."""
     device_tensor = sizes.random(timer, sizes.memory_elements // 4)
     device_copy = torch.empty_like(device_tensor)
     pinned = torch.empty(device_tensor.shape, dtype=device_tensor.dtype, pin_memory=timer.on_gpu)

@@ -1,4 +1,4 @@
-"""The ranks of a profile: this process alone, or those that torchrun started."""
+"""Runs a profile on this process, or on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_usp.planner.models import ModelShape
 from ds_usp.profiling.problem_sizes import ProblemSizes
 from ds_usp.profiling.profile import profile
 
-_UNKNOWN_GPU = "a100"  # whose assumptions serve a GPU that is not in the table
+_UNKNOWN_GPU = "a100"  # its assumptions are used for a GPU that is not in clusters.json
 
 
 def run(
@@ -34,15 +34,15 @@ def run(
     """Join the ranks, measure, and write the file.
 
     Args:
-        models: whose layers are measured; None: those of ``Sizes`` for the device.
+        models: whose layers are measured; None: those of ``ProblemSizes`` for the device.
         device: auto | cuda | cpu.
-        say: takes lines on rank 0.
+        print_line: takes lines on rank 0.
 
     Returns:
         The cluster as the planner reads it, on rank 0.
 
     Raises:
-        ConfigError: no GPU where one was asked for, a folder that is not there, or ranks that do
+        ConfigError: no GPU where one is requested, a folder that does not exist, or ranks that do
             not fill nodes.
     """
     env = torchrun_env()
@@ -84,4 +84,4 @@ def run(
 
 
 def _discard(line: str) -> None:
-    """For the other ranks."""
+    """Print nothing: for all ranks but rank 0."""

@@ -1,7 +1,6 @@
-"""A transformer layer but for its attention core, and the ends of a model, in plain torch.
+"""A transformer layer without its attention core, and a model's embedding and head, in plain torch.
 
-The layer stands for a host's. What a host of yours really runs is measured with the same
-functions: :func:`layer_times` takes any callable.
+:func:`layer_times` takes any callable, so that a framework's own layer is measured the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from ds_usp.profiling.step_timer import StepTimer
 
 @dataclass(frozen=True)
 class ReferenceLayer:
-    """Norm, projections, MLP and residuals; the queries stand for what attention makes of them.
+    """Norms, projections, MLP and residuals; the queries are used as attention's output.
 
-    Under tensor parallelism (Megatron's, 1909.08053) two sums a direction: after the matrices that
-    are cut along their rows, and of the gradients before those that are cut along their columns.
+    Tensor parallelism (Megatron's, 1909.08053) has two all-reduces a direction: of the outputs of
+    row-parallel matrices, and of the input gradients of column-parallel ones.
     """
 
     model: ModelShape
@@ -96,8 +95,8 @@ def layer_times(
     x: Tensor,
     max_s: float,
 ) -> tuple[float, float, float, float]:
-    """Seconds of a layer forward, and backward for its input and weights: of the device in both
-    directions, then of the host."""
+    """Seconds of a layer forward, and backward for its input and weights: GPU forward and backward,
+    CPU launch forward and backward."""
     dy = torch.randn_like(x)
     x = x.detach().requires_grad_()
     inputs = (x, *weights)

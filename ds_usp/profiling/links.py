@@ -1,4 +1,4 @@
-"""What ranks send each other: every collective, for groups of every size inside a node."""
+"""Times of collectives, for groups of every size inside a node and across nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Group = dist.ProcessGroup
 
 
 def _buffer(timer: StepTimer, sizes: ProblemSizes, sent_bytes: int, ranks: int) -> torch.Tensor:
-    """As many elements as make a multiple of the ranks."""
+    """Zeros of about so many bytes, a multiple of the ranks in elements."""
     elements = max(1, sent_bytes // sizes.dtype.itemsize // ranks) * ranks
     return torch.zeros(elements, dtype=sizes.dtype, device=timer.device)
 
@@ -78,12 +78,12 @@ COLLECTIVES: Mapping[str, Callable[[StepTimer, ProblemSizes, Group, int], Step]]
 
 
 def intra_node_groups(size: int, world: int) -> Group:
-    """This rank's group of so many ranks in a row; collective over all ranks."""
+    """This rank's group of so many contiguous ranks; collective over all ranks."""
     return _groups_along(RankGrid({"ulysses": size, "dp": world // size}), "ulysses")
 
 
 def inter_node_pairs(world: int, gpus_per_node: int) -> Group:
-    """This rank's group of the ranks that have its place on the other nodes."""
+    """This rank's group of the ranks with its local rank on the other nodes."""
     return _groups_along(RankGrid({"ulysses": gpus_per_node, "dp": world // gpus_per_node}), "dp")
 
 
@@ -97,7 +97,7 @@ def _groups_along(grid: RankGrid, axis: str) -> Group:
 
 
 def exchanges(timer: StepTimer, sizes: ProblemSizes, group: Group) -> Iterator[MeasuredExchange]:
-    """Every collective and size over a group, while all groups beside it do the same."""
+    """Every collective and size over a group, while all other groups do the same."""
     ranks = dist.get_world_size(group)
     for name, build in COLLECTIVES.items():
         for sent in sizes.exchange_bytes:

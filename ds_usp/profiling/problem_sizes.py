@@ -1,4 +1,4 @@
-"""How large the measurements are: as in training on a GPU, small on a CPU."""
+"""Problem sizes of the measurements: as in training on a GPU, small on a CPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ProblemSizes:
         width: features of a linear layer, in and out.
         product_tokens: rows that it multiplies.
         heads, head_dim: of attention, as many for keys.
-        lengths: sequences of attention on one rank, and on a mesh; none a power of 2, which
-            runs have.
+        lengths: sequence lengths of attention on one rank, and on a mesh; no powers of 2, so that
+            real runs are not among them.
         layer_tokens: tokens of a rank in a transformer layer.
         memory_elements: of a tensor that fills no cache.
         exchange_bytes: that a rank sends.
-        most_s: for the laps of one measurement.
-        kept_up_s: for laps of attention and layers: a GPU that never rests runs slower after a
-            tenth of a second than at first.
+        max_s: for the repeats of one measurement.
+        sustained_s: for repeats of attention and layers: a GPU under continuous load runs slower
+            after a tenth of a second than at first.
         models: whose layers are measured unless others are named. None on a CPU, where one layer of
             a model that anybody trains takes seconds.
     """
@@ -45,7 +45,7 @@ class ProblemSizes:
 
     @classmethod
     def of(cls, device: torch.device) -> ProblemSizes:
-        """Those for a kind of device."""
+        """The sizes for a kind of device."""
         return _ON_GPU if device.type == "cuda" else _ON_CPU
 
     def random(self, timer: StepTimer, *shape: int) -> torch.Tensor:

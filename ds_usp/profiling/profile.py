@@ -26,12 +26,12 @@ _ELEMENTWISE_SHARE = 0.8  # of its memory's bandwidth that the planner gives an 
 
 @dataclass
 class Profile:
-    """What is measured so far, for one cluster's file.
+    """The content of one cluster's file, while it is measured.
 
     Args:
-        base: the built-in cluster whose numbers stay where nothing is measured.
+        base: the built-in cluster whose numbers are used where nothing is measured.
         peak_flop_per_s: of the datasheet; None: the fastest kernel's rate is the peak.
-        say: takes lines for the user.
+        print_line: takes lines for the user.
     """
 
     timer: StepTimer
@@ -43,17 +43,17 @@ class Profile:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def record(self, name: str, value: Any, how: str) -> None:
-        """One number of the cluster, with where it is from."""
+        """Record one number of the cluster with its source."""
         self.numbers[name] = {"value": value, "origin": "measured", "source": how}
 
     def add_row(self, name: str, row: Any, text: str) -> None:
-        """One row of those that ``name`` has."""
+        """Add one row to those of ``name``."""
         rows = self.numbers.setdefault(name, {"value": [], "origin": "measured", "source": ""})
         rows["value"].append(asdict(row))
         self.log(text)
 
     def log(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         self.print_line(f"[{self.timer.elapsed_s:5.1f} s] {text}")
 
 
@@ -72,9 +72,9 @@ def profile(
 
     Args:
         models: whose layers are measured, those of one shape once.
-        budget_s: seconds in all; what comes late is measured in one lap, after one that warms up,
-            and never left out.
-        gpus_per_node: ranks of a node; ranks of a node are next to each other.
+        budget_s: seconds in all; beyond it each item is measured once, after a warm-up, none is
+            left out.
+        gpus_per_node: ranks of a node; they are contiguous.
         base: a built-in cluster for what cannot be measured here, as NICs on one node.
         known: the GPUs are the base's, and so is their peak.
 
@@ -101,7 +101,7 @@ def profile(
 
 
 def _warm_up(timer: StepTimer, sizes: ProblemSizes) -> None:
-    """Compile kernels, and bring a GPU to the rate that it keeps under load; not on the budget."""
+    """Compile kernels, and bring a GPU to its sustained clock; not part of the budget."""
     for _ in compute.attention_calls(timer, sizes, SequenceMesh.single(), sizes.lengths[:1]):
         pass
     for _ in compute.product_flop_per_s(timer, sizes):
@@ -118,7 +118,7 @@ def _gemm_rates(state: Profile) -> list[tuple[int, float]]:
 def _kernel_efficiencies(
     state: Profile, products: list[tuple[int, float]], attention: list[tuple[int, float]]
 ) -> None:
-    """The curves, as shares of the peak."""
+    """The efficiency curves, as fractions of the peak."""
     peak = state.peak_flop_per_s
     if peak is None:
         peak = max(rate for _, rate in (*products, *attention))
@@ -147,7 +147,7 @@ def _memory(state: Profile) -> None:
 
 
 def _attention_rows(state: Profile) -> list[tuple[int, float]]:
-    """Attention on every pair of degrees; (tokens, FLOP/s) of the kernels, which is that of one."""
+    """Attention on every ulysses x ring; returns (tokens, FLOP/s) of the kernels, from one rank."""
     one_rank = []
     for mesh in _meshes(state):
         pair = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
@@ -165,7 +165,7 @@ def _attention_rows(state: Profile) -> list[tuple[int, float]]:
 
 
 def _meshes(state: Profile) -> list[SequenceMesh]:
-    """One rank, and every ulysses x ring of every part of a node that the heads allow."""
+    """One rank, and every ulysses x ring inside a node that the heads allow."""
     found = [SequenceMesh.single()]
     if state.timer.world == 1:
         return found
@@ -204,7 +204,7 @@ def _exchange_text(row: Any) -> str:
 
 
 def _base_level(state: Profile) -> list[Any]:
-    """The base's node with this number of GPUs, and its NICs with them."""
+    """The base's node with this number of GPUs; NICs scale with the GPUs."""
     name, gpus, port, uplink, latency = CLUSTERS[state.base]["levels"][0][-1]
     share = state.gpus_per_node / gpus
     nics = max(1, round(CLUSTERS[state.base]["nics"][0] * share))
@@ -213,7 +213,7 @@ def _base_level(state: Profile) -> list[Any]:
 
 
 def _network(state: Profile) -> float:
-    """What one GPU sends to other nodes while all of them do."""
+    """Bytes/s of one GPU to other nodes while all GPUs send."""
     timer = state.timer
     group = links.inter_node_pairs(timer.world, state.gpus_per_node)
     rows = [r for r in links.exchanges(timer, state.sizes, group) if r.collective == "all_to_all"]
@@ -224,7 +224,7 @@ def _network(state: Profile) -> float:
 
 
 def _contention(state: Profile, group: dist.ProcessGroup) -> None:
-    """Attention above an exchange: what it loses of its time, as a share of the exchange's."""
+    """Slowdown of attention by a concurrent exchange, as a fraction of the exchange's time."""
     timer, sizes = state.timer, state.sizes
     q = sizes.random(timer, 1, sizes.lengths[1], sizes.heads, sizes.head_dim)
     mesh = SequenceMesh.single()
@@ -250,11 +250,11 @@ def _contention(state: Profile, group: dist.ProcessGroup) -> None:
     state.record(
         "contention", share, f"attention of {one_rank:.3g} s over an exchange of {sent:.3g} s"
     )
-    state.log(f"contention: {share:.0%} of a hidden exchange's time is lost above it")
+    state.log(f"contention: computation loses {share:.0%} of a hidden exchange's time")
 
 
 def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
-    """Rows of layers and ends, one for each shape: models may have layers in common."""
+    """Rows of layers, embeddings and heads, one for each shape: models may share layers."""
     timer, sizes = state.timer, state.sizes
     seen: set[tuple[object, ...]] = set()
     for model in models:
@@ -273,12 +273,12 @@ def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
             continue
         seen.add((model.hidden, model.vocab))
         for end in layers.embedding_and_head(timer, sizes, model):
-            text = f"ends of {model.name}, {end.tokens} tokens: {end.seconds * 1e3:.4g} ms"
+            text = f"head of {model.name}, {end.tokens} tokens: {end.seconds * 1e3:.4g} ms"
             state.add_row("ends", end, text)
 
 
 def _finalize(state: Profile, world: int) -> dict[str, Any]:
-    """The numbers, with what all of them have in common."""
+    """The numbers, with the machine in every source."""
     gpu = torch.cuda.get_device_name(state.timer.device) if state.timer.on_gpu else "CPU"
     versions = f"torch {torch.__version__}"
     if state.timer.on_gpu:

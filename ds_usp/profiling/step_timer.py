@@ -1,4 +1,4 @@
-"""Time of a step on this rank's device, the same number on every rank."""
+"""Seconds of a step on the GPU and of its launch on the CPU, the same numbers on every rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Times:
     """Seconds of a step.
 
     Args:
-        device_s: of the device, when its host is ahead of it.
-        host_s: of the host to launch the step; 0 on a CPU, where nothing runs ahead.
+        device_s: of the device, when the CPU launches ahead of it.
+        host_s: of the CPU to launch the step; 0 on a CPU device, where nothing is launched ahead.
     """
 
     device_s: float
@@ -31,14 +31,14 @@ class Times:
 
 
 class StepTimer:
-    """Measures steps in a row, within a budget that all ranks see alike.
+    """Times steps, within a budget that is the same on all ranks.
 
     Collective: every rank measures the same steps in the same order.
 
     Args:
-        device: where steps run.
-        budget_s: seconds for all measurements together; beyond them a measurement is one lap, after
-            one that warms up.
+        device: that runs the steps.
+        budget_s: seconds for all measurements together; beyond it a measurement is one repeat after
+            a warm-up.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -50,16 +50,16 @@ class StepTimer:
 
     @property
     def elapsed_s(self) -> float:
-        """Since this clock was made, on this rank."""
+        """Since this timer was created, on this rank."""
         return time.perf_counter() - self._begin
 
     def seconds(self, step: Step, max_s: float = 0.3) -> float:
-        """One step's time on the slowest rank: the median of some laps of many steps in a row.
+        """One step's time on the slowest rank: the median of repeats of many steps in a row.
 
-        The host runs ahead of a GPU, as it does in training.
+        The CPU launches ahead of a GPU, as in training.
 
         Args:
-            most_s: what the laps may take together, after a warm-up.
+            max_s: for all repeats, after a warm-up.
         """
         step_s, remaining_s = self._warm_up(step, max_s)
         if remaining_s <= 0:
@@ -71,11 +71,10 @@ class StepTimer:
         )
 
     def times(self, step: Step, max_s: float = 0.3) -> Times:
-        """What a step takes of the device, and what of its host: the slowest rank's.
+        """Device and CPU launch time of a step, on the slowest rank.
 
-        A GPU is held back while the host launches, so that neither waits for the other. What takes
-        the GPU longer than its host is measured again in a row, at the clock rate that it keeps
-        when it never rests.
+        A GPU is kept busy by a sleep kernel while the CPU launches, so that neither waits for the
+        other. A step that is GPU-bound is timed again in a row, at the sustained clock.
         """
         if not self.on_gpu:
             return Times(self.seconds(step, max_s), 0.0)
@@ -84,7 +83,7 @@ class StepTimer:
         held = [
             self._time_with_gpu_held(step, min(4 * step_s, _MAX_HELD_S)) for _ in range(repeats)
         ]
-        # A rank's median, then the slowest rank: a hiccup of any rank is no rank's pace.
+        # A rank's median, then the slowest rank: an outlier of one rank does not count.
         device, host = self._max_over_ranks(
             [statistics.median(times) for times in zip(*held, strict=True)]
         )
@@ -97,7 +96,7 @@ class StepTimer:
     def forward_backward(
         self, forward: Step, both_steps: Step, max_s: float
     ) -> tuple[Times, Times]:
-        """Times of a forward step, and of the backward that ``both`` adds to it."""
+        """Times of a forward step, and of the backward that ``both_steps`` adds to it."""
         forward_times, total = self.times(forward, max_s), self.times(both_steps, max_s)
         backward = (
             max(total_s - forward_s, 0.1 * forward_s)
@@ -109,7 +108,7 @@ class StepTimer:
         return forward_times, Times(*backward)
 
     def overlapped(self, first: Step, second: Step, max_s: float = 0.3) -> float:
-        """Seconds of two steps that begin at once, on a GPU each on a stream of its own."""
+        """Seconds of two concurrent steps, on a GPU each on its own stream."""
         if not self.on_gpu:
             return self.seconds(lambda: (first(), second()), max_s)
         side, main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
@@ -129,14 +128,14 @@ class StepTimer:
             torch.cuda.synchronize(self.device)
 
     def _warm_up(self, step: Step, max_s: float) -> tuple[float, float]:
-        """Seconds of a lap after one that warms up, and what is left for more of them."""
+        """Seconds of a step after a warm-up, and seconds that remain for repeats."""
         self._time_once(step, 1)
         step_s, spent = self._max_over_ranks([self._time_once(step, 1), self.elapsed_s])
         return step_s, min(max_s, self._budget_s - spent)
 
     def _time_once(self, step: Step, steps: int) -> float:
         self.synchronize()
-        self._max_over_ranks([0.0])  # ranks begin together
+        self._max_over_ranks([0.0])  # a barrier
         begin = time.perf_counter()
         for _ in range(steps):
             step()
@@ -144,9 +143,9 @@ class StepTimer:
         return (time.perf_counter() - begin) / steps
 
     def _time_with_gpu_held(self, step: Step, hold_s: float) -> tuple[float, float]:
-        """Seconds of device and host for a step; all ranks' devices begin at once.
+        """Device and launch seconds of a step behind a sleep kernel; all ranks start together.
 
-        The host's are those of the faster step: the first one finds its caches cold.
+        The launch time is the faster step's: the first one finds CPU caches cold.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_usp.planner.plot import new_figure, save_svg  # noqa: E402 - found through the path above
+from ds_usp.planner.plot import new_figure, save_svg
 
 KERNELS = {
     "flash4": "FlashAttention-4",
