@@ -5,47 +5,23 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, get_args
+from typing import Any
 
-import oracle
 import pytest
 import torch
-from cases import ALL_LAYOUTS, ALL_ORDERS
+from cases import ALL_LAYOUTS
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.double_ring import visible_runs
-from ds_usp.geometry.kernel_calls import KernelCall, kernel_calls_from_tiles
-from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
-from ds_usp.geometry.tiles import Tile, TileSupport
+from ds_usp.geometry.kernel_calls import kernel_calls_from_tiles
+from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.geometry.tiles import Tile
 
 Borders = list[int]
-LAYOUTS = (*ALL_LAYOUTS, "balanced")
-
-
-def random_borders(draw: random.Random, tokens: int) -> Borders:
-    """Few documents or many, of any lengths."""
-    count = draw.choice([0, 1, 2, draw.randint(0, tokens - 1), tokens - 1])
-    inner = sorted(draw.sample(range(1, tokens), min(count, tokens - 1)))
-    return [0, *inner, tokens]
 
 
 # ------------------------------------------------------------------ the mask
-
-
-def test_a_query_sees_its_document_through_its_window() -> None:
-    draw = random.Random(0)
-    for _ in range(60):
-        lengths = [draw.randint(1, 6) for _ in range(draw.randint(1, 4))]
-        tokens = sum(lengths)
-        left, right = draw.choice([(None, 0), (None, None), (2, 0), (1, 3), (None, 1)])
-        mask = MaskSpec(left, right, [0, *accumulate(lengths)])
-        positions = range(tokens)
-        want = oracle.window(positions, positions, left, right)
-        want &= oracle.same_document(positions, positions, lengths)
-        got = [[mask.allows(q, k) for k in positions] for q in positions]
-        assert torch.equal(torch.tensor(got), want)
 
 
 def test_samples_have_their_own_documents() -> None:
@@ -121,117 +97,6 @@ def test_documents_must_be_those_of_the_batch() -> None:
 
 
 # ------------------------------------------------------------------ the plan
-
-
-def check_call(call: KernelCall) -> None:
-    """Tiles ascend, share no row and no column, and one window is right for all of them."""
-    for tiles in call.tiles:
-        for before, tile in pairwise(tiles):
-            assert tile.q_start >= before.q_stop and tile.k_start >= before.k_stop
-        for tile in tiles:
-            assert call.q_start <= tile.q_start and tile.q_stop <= call.q_stop
-            assert call.k_start <= tile.k_start and tile.k_stop <= call.k_stop
-            for row in range(tile.rows if tile.window != call.window else 0):
-                assert _columns(tile, row, tile.window) == _columns(tile, row, call.window)
-
-
-def _columns(tile: Tile, row: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """Half-open columns of a row of a rectangle under a window aligned to its bottom right."""
-    at, (left, right) = row + tile.columns - tile.rows, window
-    low = 0 if left is None else max(0, at - left)
-    return low, tile.columns if right is None else min(tile.columns, at + right + 1)
-
-
-def cover(seen: list[int], layout: TokenLayout, rank: int, step: RingStep, sample: int) -> None:
-    """Add a step's pairs to the keys that every query has seen so far, as bits; none twice."""
-    rows = layout.ring_positions(rank)
-    keys = [
-        p for owner, start, stop in step.kv_ranges for p in layout.ring_positions(owner)[start:stop]
-    ]
-    bits = [0, *accumulate(1 << position for position in keys)]
-    for call in step.calls:
-        check_call(call)
-        for tile in call.tiles[sample if len(call.tiles) > 1 else 0]:
-            for row in range(tile.rows):
-                low, high = _columns(tile, row, call.window)
-                new = bits[tile.k_start + high] - bits[tile.k_start + low]
-                query = rows[tile.q_start + row]
-                assert low < high and not seen[query] & new, "a pair twice, or an empty row"
-                seen[query] |= new
-
-
-def wanted(mask: MaskSpec, borders: Borders) -> list[int]:
-    """The keys that each query sees, as bits, straight from the definition."""
-    found = []
-    for begin, end in pairwise(borders):
-        for query in range(begin, end):
-            low = begin if mask.left is None else max(begin, query - mask.left)
-            high = end if mask.right is None else min(end, query + mask.right + 1)
-            found.append((1 << high) - (1 << low))
-    return found
-
-
-def check_travel(plans: list[RingSchedule]) -> None:
-    """What a rank takes of another in a step is what that one gives it, piece by piece."""
-    travelling = ([step for step in plan.steps if not step.is_local] for plan in plans)
-    for steps in zip(*travelling, strict=True):
-        for user, step in enumerate(steps):
-            for owner, theirs in enumerate(steps):
-                if owner == user:
-                    continue
-                takes = [piece[1:] for piece in step.kv_ranges if piece.rank == owner]
-                assert takes == [piece[1:] for piece in theirs.send_ranges if piece.rank == user]
-
-
-def check_packed(plans: list[RingSchedule]) -> None:
-    """Runs of an owner's tokens that hold all that anyone takes of it, from such a token to one."""
-    for owner, plan in enumerate(plans):
-        taken = {
-            piece[1:]
-            for each in plans
-            for step in (*each.steps, *each.backward_steps)
-            for piece in step.kv_ranges
-            if piece.rank == owner and not step.is_local
-        }
-        runs, edges = plan.packed_runs, {edge for span in taken for edge in span}
-        assert all(any(a <= start and stop <= b for a, b in runs) for start, stop in taken)
-        assert all(before < after for (_, before), (after, _) in pairwise(runs))
-        assert {edge for run in runs for edge in run} <= edges
-
-
-MESHES = [(u, r) for u in range(1, 17) for r in range(1, 17) if u * r <= 16]
-# A plan takes time with the square of the ring: large ones come less often, but they come.
-OFTEN = [1 / ring**1.5 if ring > 1 else 0.1 for _, ring in MESHES]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_allowed_pair_is_computed_exactly_once(seed: int) -> None:
-    draw = random.Random(seed)
-    for index in range(1250):
-        ((ulysses, ring),) = draw.choices(MESHES, OFTEN)
-        tokens = 2 * ulysses * ring + draw.randint(0, 12)
-        kind = LAYOUTS[index % len(LAYOUTS)]
-        samples = [random_borders(draw, tokens) for _ in range(draw.choice([1, 1, 2]))]
-        left, right = draw.randint(0, 9), draw.randint(0, 4)
-        bounds = [(None, 0), (None, None), (left, 0), (left, right), (None, right), (left, None)]
-        mask = MaskSpec(*draw.choice(bounds), samples if draw.random() < 0.8 else ())
-        cut = draw.choice([samples[0], random_borders(draw, tokens)])  # for these, or for others
-        order, cut = draw.choice(ALL_ORDERS), cut if kind == "balanced" else ()
-        layout = TokenLayout(kind, tokens, ulysses, ring, order, cut)
-        window = mask.left is not None or draw.random() < 0.5
-        support = TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
-        gather, place = draw.random() < 0.5, draw.choice(get_args(ChunkPosition))
-        plans = [ring_schedule(layout, mask, r, support, gather, place) for r in range(ring)]
-        check_travel(plans)
-        check_packed(plans)
-        for sample, borders in enumerate(samples if mask.documents else [[0, tokens]]):
-            want = wanted(mask, borders)
-            for walk in ([plan.steps for plan in plans], [plan.backward_steps for plan in plans]):
-                seen = [0] * tokens
-                for rank, steps in enumerate(walk):
-                    for step in steps:
-                        cover(seen, layout, rank, step, sample)
-                assert seen == want, (layout, mask, support, place)
 
 
 def test_the_own_step_covers_every_row() -> None:

@@ -3,29 +3,22 @@ nothing passed on before it is there."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from cases import ALL_ORDERS
-from test_document_schedules import LAYOUTS, cover, random_borders, wanted
-from test_schedule import runs_of
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
 from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
 from ds_usp.geometry.double_ring import TokenRange
-from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 from ds_usp.kernels.api import KernelCaps
 
 CAUSAL = MaskSpec.causal()
-PLACES: tuple[ChunkPosition, ...] = get_args(ChunkPosition)
-Tokens = list[int]  # global positions
 
 
 def plans_of(
@@ -41,152 +34,6 @@ def plans_of(
         ring_schedule(layout, mask, rank, support, gather, position, inner=inner)
         for rank in range(layout.ring)
     ]
-
-
-def packed(layout: TokenLayout, plan: RingSchedule) -> Tokens:
-    """What a rank owns as others find it: -1 for tokens that it does not pack."""
-    runs = plan.packed_runs
-    return [
-        token if any(start <= at < stop for start, stop in runs) else -1
-        for at, token in enumerate(layout.ring_positions(plan.ring_rank))
-    ]
-
-
-def sent(gives: Sequence[TokenRange], has: Tokens, to: int) -> list[Tokens]:
-    """The parcels for a rank, of what one has."""
-    return [has[piece.start : piece.stop] for piece in gives if piece.rank == to]
-
-
-def come(comes: Sequence[TokenRange], at: int, parcels: dict[int, list[Tokens]]) -> Tokens:
-    """What comes to a rank from others, parcel by parcel, each of the length that is expected."""
-    found: Tokens = []
-    for piece in comes:
-        if piece.rank != at:
-            parcel = parcels[piece.rank].pop(0)
-            assert len(parcel) == piece.length
-            found += parcel
-    assert not any(parcels.values()), "sent and not taken"
-    return found
-
-
-def held(layout: TokenLayout, plans: list[RingSchedule], window: int, inner: int) -> list[Tokens]:
-    """What every rank holds in a window, as the ranks before it give it: tokens of the rank with
-    its place in another node."""
-    if not window:
-        return [layout.ring_positions(rank) for rank in range(layout.ring)]
-    owned = [packed(layout, plan) for plan in plans]
-    found = []
-    for rank, plan in enumerate(plans):
-        there = [each.outer_steps[window - 1] for each in plans]
-        for piece in there[rank].recv_ranges:
-            assert piece.rank % inner == rank % inner and piece.rank // inner != rank // inner
-        parcels = {
-            r: sent(there[r].send_ranges, owned[r], rank) for r in range(layout.ring) if r != rank
-        }
-        found.append(come(plan.outer_steps[window - 1].recv_ranges, rank, parcels))
-        for at, piece in zip(there[rank].peer_offsets, there[rank].send_ranges, strict=True):
-            theirs = there[piece.rank].recv_ranges
-            assert at == sum(each.length for each in theirs[: theirs.index((rank, *piece[1:]))])
-    return found
-
-
-def check_keys(
-    layout: TokenLayout, plans: list[RingSchedule], walks: list[tuple[RingStep, ...]], inner: int
-) -> None:
-    """A step's keys are what its rank holds or what the ranks of its node give of what they do."""
-    holds = [held(layout, plans, window, inner) for window in range(len(plans[0].outer_steps) + 1)]
-    for rank, steps in enumerate(walks):
-        for step in steps:
-            if step.is_local:
-                assert (
-                    keys_of(layout, step) == holds[step.outer_step][rank] and not step.send_ranges
-                )
-    # Ranks walk together, but for own blocks that some of them compute beside others.
-    for here in zip(*([x for x in steps if not x.is_local] for steps in walks), strict=True):
-        (window,) = {step.outer_step for step in here}
-        for rank, step in enumerate(here):
-            node = range(rank - rank % inner, rank - rank % inner + inner)
-            assert all(piece.rank in node for piece in (*step.recv_ranges, *step.send_ranges))
-            has = holds[window] if window else [packed(layout, plan) for plan in plans]
-            parcels = {r: sent(here[r].send_ranges, has[r], rank) for r in node if r != rank}
-            own = [piece for piece in step.recv_ranges if piece.rank == rank]
-            assert len(own) <= 1 and own == list(
-                step.recv_ranges[len(step.recv_ranges) - len(own) :]
-            )
-            arrived = come(step.recv_ranges, rank, parcels)
-            assert keys_of(layout, step) == arrived + (has[rank] if own else [])
-
-
-def keys_of(layout: TokenLayout, step: RingStep) -> Tokens:
-    """The positions of a step's keys."""
-    return [
-        token
-        for piece in step.kv_ranges
-        for token in layout.ring_positions(piece.rank)[piece.start : piece.stop]
-    ]
-
-
-def check_crossing(
-    layout: TokenLayout, mask: MaskSpec, plans: list[RingSchedule], inner: int, allowed: Any
-) -> None:
-    """Into every other node goes what any of its ranks sees of a block, and that once."""
-    ring = layout.ring
-    crossed: Counter[tuple[int, int]] = Counter()
-    for plan in plans:
-        for window in plan.outer_steps:
-            for piece in window.send_ranges:
-                tokens = layout.ring_positions(plan.ring_rank)[piece.start : piece.stop]
-                crossed.update((token, piece.rank // inner) for token in tokens)
-    assert not crossed or max(crossed.values()) == 1
-    for owner in range(ring):
-        k = layout.ring_positions(owner)
-        for node in range(ring // inner):
-            ranks = range(node * inner, (node + 1) * inner)
-            q = [token for rank in ranks for token in layout.ring_positions(rank)]
-            seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
-            runs = runs_of(seen, len(k)) if node != owner // inner else []
-            want = {k[i] for start, stop in runs for i in range(start, stop)}
-            assert {token for token in k if (token, node) in crossed} == want
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_pairs_once_and_blocks_across_once(seed: int) -> None:
-    draw = random.Random(seed)
-    for index in range(100):
-        inner, outer, ulysses = (
-            draw.choice([2, 2, 3, 4]),
-            draw.choice([2, 2, 3]),
-            draw.choice([1, 2]),
-        )
-        ring = inner * outer
-        tokens = 2 * ulysses * ring + draw.randint(0, 30)
-        borders = random_borders(draw, tokens)
-        left, right = draw.randint(0, 12), draw.randint(0, 4)
-        bounds = [(None, 0), (None, 0), (None, None), (left, 0), (left, right), (None, right)]
-        mask = MaskSpec(*draw.choice(bounds), borders if draw.random() < 0.4 else ())
-        kind = LAYOUTS[index % len(LAYOUTS)]
-        cut = borders if kind == "balanced" else ()
-        layout = TokenLayout(kind, tokens, ulysses, ring, draw.choice(ALL_ORDERS), cut)
-        support = TileSupport(draw.random() < 0.5, True, tall=draw.random() < 0.5)
-        gather, position = draw.random() < 0.4, draw.choice(PLACES)
-        plans = plans_of(layout, mask, inner, support, gather, position)
-        want = wanted(mask, borders if mask.documents else [0, tokens])
-        for name in ("steps", "backward_steps"):
-            walks = [getattr(plan, name) for plan in plans]
-            seen = [0] * tokens
-            for rank, steps in enumerate(walks):
-                for step in steps:
-                    cover(seen, layout, rank, step, 0)
-            assert seen == want
-            check_keys(layout, plans, walks, inner)
-            for steps in walks:
-                windows = [step.outer_step for step in steps]
-                if len(windows) > 1 and windows[-1] == 0:
-                    windows.pop()  # of the own block, the last rows
-                assert windows == sorted(windows)
-                assert set(windows) == set(range(len(plans[0].outer_steps) + 1))
-        allowed = torch.tensor([[bits >> k & 1 for k in range(tokens)] for bits in want]) > 0
-        check_crossing(layout, mask, plans, inner, allowed)
 
 
 def test_a_causal_zigzag_crosses_the_network_an_inner_rings_share() -> None:

@@ -127,7 +127,7 @@ def test_the_first_and_the_last_part_are_small(kv_heads: int, sizes: list[int]) 
 
 
 def test_parts_are_as_even_as_whole_heads_allow() -> None:
-    for kv_heads in range(1, 65):
+    for kv_heads in (*range(4, 24), 32, 48, 64):
         split = HeadSplit(kv_heads, kv_heads, 1)
         for count in range(4, kv_heads + 1):
             sizes = [len(heads_of(split.chunk(count, at).keys[0])) for at in range(count)]

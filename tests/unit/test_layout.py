@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core import utils as megatron_utils
+from properties import examples
 
 from ds_usp import LayoutError, TokenLayout
 
 MESHES = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 5)]
 
 
-def layouts(seed: int, count: int) -> list[TokenLayout]:
-    """Random layouts, every kind and order, most of lengths that do not divide."""
-    draw = random.Random(seed)
-    found = []
-    for index in range(count):
-        ulysses, ring = draw.choice(MESHES)
-        seq_len = draw.randint(2 * ulysses * ring, 2 * ulysses * ring + 60)
-        kind = ALL_LAYOUTS[index % len(ALL_LAYOUTS)]
-        found.append(TokenLayout(kind, seq_len, ulysses, ring, draw.choice(ALL_ORDERS)))
-    return found
+@st.composite
+def layouts(draw: st.DrawFn) -> TokenLayout:
+    """A layout of any kind and order, mostly of a length that does not divide."""
+    ulysses, ring = draw(st.sampled_from(MESHES))
+    tokens = 2 * ulysses * ring + draw(st.integers(0, 60))
+    kind, order = (
+        draw(st.sampled_from([*ALL_LAYOUTS, "balanced"])),
+        draw(st.sampled_from(ALL_ORDERS)),
+    )
+    inner = draw(st.sets(st.integers(1, tokens - 1), max_size=12)) if kind == "balanced" else ()
+    documents = [0, *sorted(inner), tokens] if kind == "balanced" else ()
+    return TokenLayout(kind, tokens, ulysses, ring, order, documents)  # type: ignore[arg-type]
 
 
 def even(kind: str, ulysses: int, ring: int, order: str = ALL_ORDERS[0]) -> TokenLayout:
@@ -33,31 +37,43 @@ def even(kind: str, ulysses: int, ring: int, order: str = ALL_ORDERS[0]) -> Toke
     return TokenLayout(kind, 8 * ulysses * ring, ulysses, ring, order)
 
 
-def test_every_token_is_on_exactly_one_rank_and_inverse_undoes_the_permutation() -> None:
-    for layout in layouts(1, 2000):
-        permutation, inverse = layout.permutation(), layout.inverse()
-        assert sorted(permutation) == list(range(layout.seq_len)), layout
-        assert [permutation[i] for i in inverse] == list(range(layout.seq_len)), layout
-        by_rank = [layout.positions(rank) for rank in range(layout.degree)]
-        assert [p for positions in by_rank for p in positions] == permutation
-        assert [layout.length(rank) for rank in range(layout.degree)] == list(map(len, by_rank))
+# Tokens by which ranks differ at most: an even split differs by one, two chunks of one by two.
+UNEVEN = {"contiguous": 1, "zigzag": 2, "striped": 1, "context_parallel": 2, "balanced": 2}
 
 
-def test_ulysses_shards_of_a_ring_rank_are_together_that_ring_ranks_tokens() -> None:
-    for layout in layouts(2, 2000):
-        seen = []
-        for ring_rank in range(layout.ring):
-            tokens = layout.ring_positions(ring_rank)
-            assert tokens == sorted(tokens) and len(tokens) == layout.ring_length(ring_rank)
-            assert tokens == [p for s in layout.ring_segments(ring_rank) for p in s.positions]
-            shards = [layout.sp_rank(u, ring_rank) for u in range(layout.ulysses)]
-            joined = []
-            for run in layout.runs(ring_rank):
-                assert run.length > 0 and run.stop == run.start + run.length
-                joined += layout.positions(shards[run.ulysses_rank])[run.start : run.stop]
-            assert joined == tokens, layout
-            seen += tokens
-        assert sorted(seen) == list(range(layout.seq_len))
+@given(layouts())
+@examples(200)
+def test_a_layout_is_a_permutation_split_over_the_ranks(layout: TokenLayout) -> None:
+    permutation, inverse = layout.permutation(), layout.inverse()
+    assert sorted(permutation) == list(range(layout.seq_len))
+    assert [permutation[i] for i in inverse] == list(range(layout.seq_len))
+    by_rank = [layout.positions(rank) for rank in range(layout.degree)]
+    assert [p for positions in by_rank for p in positions] == permutation
+    lengths = [layout.length(rank) for rank in range(layout.degree)]
+    assert lengths == list(map(len, by_rank))
+    assert max(lengths) - min(lengths) <= UNEVEN[layout.kind]
+    if layout.seq_len % (2 * layout.degree) == 0:
+        assert len(set(lengths)) == 1
+    seen = []
+    for ring_rank in range(layout.ring):
+        tokens = layout.ring_positions(ring_rank)
+        assert tokens == sorted(tokens) and len(tokens) == layout.ring_length(ring_rank)
+        assert tokens == [p for s in layout.ring_segments(ring_rank) for p in s.positions]
+        shards = [layout.sp_rank(u, ring_rank) for u in range(layout.ulysses)]
+        joined = []
+        for run in layout.runs(ring_rank):
+            assert run.length > 0 and run.stop == run.start + run.length
+            joined += layout.positions(shards[run.ulysses_rank])[run.start : run.stop]
+        assert joined == tokens
+        seen += tokens
+    assert sorted(seen) == list(range(layout.seq_len))
+    if layout.kind == "balanced":
+        ring_lengths = [layout.ring_length(rank) for rank in range(layout.ring)]
+        assert max(ring_lengths) - min(ring_lengths) <= 1
+    x = torch.arange(layout.seq_len)[None]
+    local = [layout.shard(x, 1, rank) for rank in range(layout.degree)]
+    assert torch.equal(torch.cat(local, 1)[0], torch.tensor(permutation))
+    assert torch.equal(layout.gather(local, 1), x)
 
 
 @pytest.mark.parametrize("order", ALL_ORDERS)
@@ -102,21 +118,6 @@ def test_context_parallel_is_megatrons_slice(
     for rank in range(layout.degree):
         batch = megatron_utils.get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=rank)
         assert layout.positions(rank) == batch["tokens"][0].tolist()
-
-
-# Tokens by which ranks differ at most: an even cut differs by one, two chunks of one by two.
-UNEVEN = {"contiguous": 1, "zigzag": 2, "striped": 1, "context_parallel": 2}
-
-
-@pytest.mark.parametrize("kind", ALL_LAYOUTS)
-def test_uneven_lengths_differ_by_little_and_even_ones_not_at_all(kind: str) -> None:
-    widest = 0
-    for layout in (each for each in layouts(3, 3000) if each.kind == kind):
-        lengths = [layout.length(rank) for rank in range(layout.degree)]
-        widest = max(widest, max(lengths) - min(lengths))
-        if layout.seq_len % (2 * layout.degree) == 0:
-            assert len(set(lengths)) == 1, layout
-    assert widest <= UNEVEN[kind]
 
 
 def strided(shape: list[int]) -> torch.Tensor:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
 
 from ds_usp import ConfigError, MaskSpec
 
-BOUNDS = [(None, 0), (None, None), (3, 0), (0, 0), (3, 2), (None, 2), (2, None)]
+BOUND = st.none() | st.integers(0, 12)
 
 
-@pytest.mark.parametrize(("left", "right"), BOUNDS)
-def test_allows_is_the_window(left: int | None, right: int | None) -> None:
-    mask = MaskSpec(left, right)
-    allowed = torch.tensor([[mask.allows(q, k) for k in range(9)] for q in range(9)])
-    assert torch.equal(allowed, oracle.window(range(9), range(9), left, right))
-    assert all(mask.allows(q, q) for q in range(9)), "every token sees itself"
+@given(BOUND, BOUND, st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 9))
+@examples(150)
+def test_a_query_sees_its_document_through_its_window_and_the_prefix(
+    left: int | None, right: int | None, lengths: list[int], prefix: int
+) -> None:
+    tokens = range(sum(lengths))
+    window = oracle.window(tokens, tokens, left, right)
+    mask = MaskSpec(left, right, [0, *accumulate(lengths)])
+    allowed = torch.tensor([[mask.allows(q, k) for k in tokens] for q in tokens])
+    assert torch.equal(allowed, window & oracle.same_document(tokens, tokens, lengths))
+    assert allowed.diagonal().all(), "every token sees itself"
+    mask = MaskSpec(left, right, prefix=prefix)
+    allowed = torch.tensor([[mask.allows(q, k) for k in tokens] for q in tokens])
+    assert torch.equal(allowed, window | (torch.tensor(tokens) < prefix))
 
 
 @pytest.mark.parametrize(

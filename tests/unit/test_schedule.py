@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from itertools import accumulate
-from typing import get_args
-
-import oracle
 import pytest
-import torch
 from cases import ALL_LAYOUTS, ALL_ORDERS
 
 from ds_usp import LayoutError, MaskSpec, TokenLayout
-from ds_usp.geometry.double_ring import TokenRange
 from ds_usp.geometry.ring_schedule import ChunkPosition as Position
-from ds_usp.geometry.ring_schedule import RingSchedule, RingStep, ring_schedule
-from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.tiles import ANY_BAND, TileSupport
 
 BALANCED = ("zigzag", "striped", "context_parallel")
 CAUSAL = MaskSpec.causal()
-PLACES: tuple[Position, ...] = get_args(Position)
 
 
 def schedules(
@@ -33,189 +25,6 @@ def schedules(
     return [
         ring_schedule(layout, mask, rank, support, gather, position) for rank in range(layout.ring)
     ]
-
-
-def random_mask(draw: random.Random) -> MaskSpec:
-    left, right = draw.randint(0, 20), draw.randint(0, 6)
-    bounds = [(None, 0), (None, None), (left, 0), (left, right), (None, right), (left, None)]
-    return MaskSpec(*draw.choice(bounds))
-
-
-def random_support(draw: random.Random, mask: MaskSpec) -> TileSupport:
-    window = mask.left is not None or draw.random() < 0.5
-    return TileSupport(draw.random() < 0.5, window, tall=draw.random() < 0.5)
-
-
-def travelling(plan: RingSchedule) -> list[RingStep]:
-    """The steps in which something may travel."""
-    return [step for step in plan.steps if not step.is_local]
-
-
-Walks = list[tuple[int, tuple[RingStep, ...]]]
-
-
-def forward(plans: list[RingSchedule]) -> Walks:
-    return [(plan.ring_rank, plan.steps) for plan in plans]
-
-
-def backward(plans: list[RingSchedule]) -> Walks:
-    return [(plan.ring_rank, plan.backward_steps) for plan in plans]
-
-
-def tiles_of(step: RingStep, sample: int = 0) -> list[Tile]:
-    """The tiles of all calls of a step, of one sample."""
-    return [
-        tile for call in step.calls for tile in call.tiles[sample if len(call.tiles) > 1 else 0]
-    ]
-
-
-def computed(layout: TokenLayout, walks: Walks) -> torch.Tensor:
-    """How often each (query, key) pair of the whole sequence is computed, by any rank's steps."""
-    counts = torch.zeros(layout.seq_len, layout.seq_len, dtype=torch.int64)
-    for ring_rank, steps in walks:
-        q = torch.tensor(layout.ring_positions(ring_rank))
-        for step in steps:
-            # The keys as they lie in the buffer: the pieces one after the other.
-            positions = [
-                position
-                for owner, start, stop in step.kv_ranges
-                for position in layout.ring_positions(owner)[start:stop]
-            ]
-            assert step.num_kv_tokens == len(positions)
-            k = torch.tensor(positions)
-            for tile in tiles_of(step):
-                rows, columns = q[tile.q_start : tile.q_stop], k[tile.k_start : tile.k_stop]
-                # As a kernel reads the tile: a window aligned to the bottom right corner.
-                shift = tile.columns - tile.rows
-                pairs = oracle.window(
-                    range(shift, shift + tile.rows), range(tile.columns), *tile.window
-                )
-                counts[rows[:, None], columns[None, :]] += pairs
-    return counts
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_allowed_pair_is_computed_exactly_once_by_the_whole_ring(seed: int) -> None:
-    draw = random.Random(seed)
-    for index in range(375):
-        ulysses, ring = draw.randint(1, 4), draw.randint(1, 5)
-        seq_len = 2 * ulysses * ring + draw.randint(0, 30)
-        kind, order = ALL_LAYOUTS[index % 4], draw.choice(ALL_ORDERS)
-        layout, mask = TokenLayout(kind, seq_len, ulysses, ring, order), random_mask(draw)
-        support = random_support(draw, mask)
-        gather, position = draw.random() < 0.6, draw.choice(PLACES)
-        plans = schedules(layout, mask, support, gather, position)
-        allowed = oracle.window(range(seq_len), range(seq_len), mask.left, mask.right)
-        for walks in (forward(plans), backward(plans)):
-            assert torch.equal(computed(layout, walks), allowed.long()), (layout, mask, support)
-        assert sum(plan.pairs for plan in plans) == int(allowed.sum())
-        check_own_blocks(layout, plans, position)
-        check_visits(plans, 1 + (position == "only") if gather else None)
-        check_travel(layout, plans, allowed)
-
-
-def check_own_blocks(layout: TokenLayout, plans: list[RingSchedule], position: Position) -> None:
-    """The own block comes first, where it stands; backward it comes last in the last part, and
-    alone, its rows in two halves around the others. Later than another part it may come with the
-    others', the last of them."""
-    for rank, plan in enumerate(plans):
-        assert (plan.ring_rank, plan.ring_degree) == (rank, layout.ring)
-        first, *others = plan.steps
-        length = layout.ring_length(rank)
-        assert not any(step.is_local for step in others)
-        if not first.is_local:
-            assert position == "local_merged" and not others and plan.backward_steps == plan.steps
-            assert first.kv_ranges[-1] == (rank, 0, length) and len(first.kv_ranges) > 1
-            continue
-        assert all(run.rank != rank for step in others for run in step.kv_ranges)
-        if position == "local_last":
-            assert plan.backward_steps == (*others, first)
-            continue
-        early, *middle = plan.backward_steps
-        late = [middle.pop()] if others and position == "only" else []
-        assert middle == others
-        for step in (first, early, *late):
-            assert (
-                step.is_local and step.kv_ranges == ((rank, 0, length),) and step.send_ranges == ()
-            )
-        half = length // 2 if late else length
-        assert all(call.q_stop <= half for call in early.calls)
-        assert all(call.q_start >= half for step in late for call in step.calls)
-
-
-def check_visits(plans: list[RingSchedule], gathered: int | None) -> None:
-    """All ranks walk together and no step is in vain; gathered, there is a step or two."""
-    steps = list(zip(*map(travelling, plans), strict=True))
-    assert all(any(step.pairs for step in each) for each in steps)
-    if gathered:
-        assert len(steps) <= gathered
-        for plan in plans:
-            for step in travelling(plan):
-                apart = [(plan.ring_rank - run.rank) % len(plans) for run in step.kv_ranges]
-                assert apart == sorted(apart, reverse=True)
-    else:
-        visited = offsets(plans)
-        assert visited[0] == 0 and visited == sorted(set(visited)), visited
-
-
-def check_travel(layout: TokenLayout, plans: list[RingSchedule], allowed: torch.Tensor) -> None:
-    """Of every block that a rank sees anything of, the runs that hold all of it come, once, without
-    the gaps that are worth a message; and what comes is what its owner sends, parcel by parcel."""
-    ring = layout.ring
-    taken, given = [0] * ring, [0] * ring
-    for user, plan in enumerate(plans):
-        came = [run for step in plan.steps for run in step.kv_ranges if run.rank != user]
-        wanted = []
-        for owner in (rank for rank in range(ring) if rank != user):
-            q, k = (torch.tensor(layout.ring_positions(rank)) for rank in (user, owner))
-            seen = allowed[q][:, k].any(0).nonzero().flatten().tolist()
-            wanted += [(owner, *run) for run in runs_of(seen, len(k))]
-        assert sorted(came) == wanted
-    for steps in zip(*map(travelling, plans), strict=True):
-        for owner, step in enumerate(steps):
-            sent = step.send_ranges
-            # A user's pieces lie one after the other.
-            assert list(step.peer_offsets) == [
-                start
-                for user in range(ring)
-                if user != owner
-                for start, run in placed(steps[user].kv_ranges)
-                if run.rank == owner
-            ]
-            given[owner] = max(given[owner], sum(stop - start for _, start, stop in sent))
-            for user in range(ring):
-                if user == owner:
-                    continue
-                takes = [run for run in steps[user].kv_ranges if run.rank != user]
-                assert [run[1:] for run in sent if run.rank == user] == [
-                    run[1:] for run in takes if run.rank == owner
-                ]
-                taken[user] = max(taken[user], sum(stop - start for _, start, stop in takes))
-    assert [plan.max_recv_per_step for plan in plans] == taken
-    assert [plan.max_sent_per_step for plan in plans] == given
-    longest = max(map(layout.ring_length, range(ring)))
-    assert {plan.max_local_tokens for plan in plans} == {longest}
-    assert {plan.max_recv_tokens for plan in plans} == {max(taken)}
-    (mixed,) = {plan.max_merged_tokens for plan in plans}
-    steps = [(each.ring_rank, step) for each in plans for step in travelling(each)]
-    most = [
-        step.num_kv_tokens for own, step in steps if own in {run.rank for run in step.kv_ranges}
-    ]
-    assert mixed == max(most, default=0)
-
-
-def placed(takes: tuple[TokenRange, ...]) -> list[tuple[int, TokenRange]]:
-    """Each run with the first of its tokens among all."""
-    starts = accumulate((run.length for run in takes), initial=0)
-    return list(zip(starts, takes, strict=False))
-
-
-def runs_of(seen: list[int], owned: int) -> list[tuple[int, int]]:
-    """Half-open runs of ascending tokens, cut at gaps of a 32nd of what their owner has or more."""
-    gaps = (i for i in range(1, len(seen)) if 32 * (seen[i] - seen[i - 1] - 1) >= max(owned, 1))
-    edges = [0, *gaps]
-    parts = [seen[a:b] for a, b in zip(edges, [*edges[1:], len(seen)], strict=True)]
-    return [(part[0], part[-1] + 1) for part in parts if part]
 
 
 def offsets(plans: list[RingSchedule]) -> list[int]:
@@ -388,13 +197,13 @@ def test_equal_questions_share_one_plan() -> None:
     assert plans[0] is plans[1]
 
 
-def test_kernels_without_windows_serve_every_mask_that_is_open_to_the_left() -> None:
-    layout = TokenLayout("context_parallel", 20, 2, 5, "ring-ulysses")
-    plans = schedules(layout, MaskSpec(None, 2), TileSupport(False, False))
-    assert int(computed(layout, forward(plans)).sum()) == 20 * 21 // 2 + 19 + 18
-
-
 @pytest.mark.parametrize("ring_rank", [-1, 2])
 def test_a_rank_outside_the_ring_is_refused(ring_rank: int) -> None:
     with pytest.raises(LayoutError, match=f"ring rank {ring_rank}"):
         ring_schedule(TokenLayout("zigzag", 32, 2, 2), CAUSAL, ring_rank)
+
+
+def test_keys_of_another_stride_are_refused_under_a_window() -> None:
+    layouts = TokenLayout("striped", 32, 1, 4), TokenLayout("zigzag", 32, 1, 4)
+    with pytest.raises(LayoutError, match="stride 4 cannot meet keys of stride 1"):
+        ring_schedule(layouts[0], CAUSAL, 0, kv_layout=layouts[1])

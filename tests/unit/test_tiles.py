@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
 
 from ds_usp import LayoutError, MaskSpec, UnsupportedAttentionError
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
 
 SUPPORTS = [TileSupport(*flags) for flags in product((True, False), repeat=3)]
-Bounds = tuple[int | None, int | None]
 
 
 def band_of(rows: int, columns: int, left: int | None, right: int | None) -> torch.Tensor:
@@ -54,63 +54,49 @@ def check_tile(tile: Tile, support: TileSupport) -> torch.Tensor:
     return pairs
 
 
-def shard(draw: random.Random, stride: int, runs: int) -> tuple[Segment, ...]:
-    """Ascending, disjoint runs of one stride, with random gaps, some adjacent."""
-    start, segments = draw.randint(0, 12), []
-    for _ in range(runs):
-        segments.append(Segment(start, draw.randint(1, 9), stride))
-        start = segments[-1].positions.stop + draw.choice([0, 0, 1, 3, 8]) * stride
-    return tuple(segments)
-
-
-def mask_of(draw: random.Random) -> MaskSpec:
-    bounds: list[Bounds] = [
-        (None, 0),
-        (None, None),
-        (draw.randint(0, 12), 0),
-        (draw.randint(0, 12), draw.randint(0, 6)),
-        (None, draw.randint(1, 9)),
-        (draw.randint(0, 9), None),
-        (0, 0),
-    ]
-    return MaskSpec(*draw.choice(bounds))
-
-
+@st.composite
 def problems(
-    seed: int, count: int
-) -> Iterator[tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, TileSupport]]:
-    """Two random shards of one stride, not necessarily of one layout, a mask, a kernel."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        stride = draw.choice([1, 1, 1, 2, 3, 5])
-        queries = shard(draw, stride, draw.randint(1, 4))
-        keys = shard(draw, stride, draw.randint(1, 4))
-        mask = mask_of(draw)
-        supports = [s for s in SUPPORTS if s.window or mask.left is None]
-        yield queries, keys, mask, draw.choice(supports)
+    draw: st.DrawFn,
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, TileSupport]:
+    """Two shards of one stride, not necessarily of one layout, a mask, a kernel."""
+    stride = draw(st.sampled_from([1, 1, 1, 2, 3, 5]))
+    gaps = st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 1, 3, 8]))
+    shards = []
+    for start in draw(st.tuples(st.integers(0, 12), st.integers(0, 12))):
+        segments = []
+        for length, gap in draw(st.lists(gaps, min_size=1, max_size=4)):
+            segments.append(Segment(start, length, stride))
+            start = segments[-1].positions.stop + gap * stride
+        shards.append(tuple(segments))
+    mask = MaskSpec(draw(st.none() | st.integers(0, 12)), draw(st.none() | st.integers(0, 9)))
+    supports = [support for support in SUPPORTS if support.window or mask.left is None]
+    return shards[0], shards[1], mask, draw(st.sampled_from(supports))
 
 
 def positions(segments: tuple[Segment, ...]) -> torch.Tensor:
     return torch.tensor([p for segment in segments for p in segment.positions])
 
 
-def test_tiles_cover_every_allowed_pair_exactly_once_and_are_tight() -> None:
-    kinds: set[str] = set()
-    for queries, keys, mask, support in problems(1, 5000):
-        q, k = positions(queries), positions(keys)
-        covered = torch.zeros(len(q), len(k), dtype=torch.int64)
-        for tile in plan_tiles(queries, keys, mask, support):
-            pairs = check_tile(tile, support)
-            covered[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += pairs
-            kinds.add(str(tile).split()[-1].split("(")[0])
-        distance = k[None, :] - q[:, None]
-        wanted = torch.ones_like(covered, dtype=torch.bool)
-        if mask.left is not None:
-            wanted &= distance >= -mask.left
-        if mask.right is not None:
-            wanted &= distance <= mask.right
-        assert torch.equal(covered, wanted.to(covered.dtype)), (queries, keys, mask, support)
-    assert kinds == {"full", "causal", "window"}
+@given(problems())
+@examples(200)
+def test_tiles_cover_every_allowed_pair_exactly_once_and_are_tight(
+    problem: tuple[tuple[Segment, ...], tuple[Segment, ...], MaskSpec, TileSupport],
+) -> None:
+    queries, keys, mask, support = problem
+    q, k = positions(queries), positions(keys)
+    covered = torch.zeros(len(q), len(k), dtype=torch.int64)
+    for tile in plan_tiles(queries, keys, mask, support):
+        kind = str(tile).split()[-1].split("(")[0]
+        assert kind == ("full" if tile.is_full else "causal" if tile.is_causal else "window")
+        pairs = check_tile(tile, support)
+        covered[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += pairs
+    distance = k[None, :] - q[:, None]
+    wanted = torch.ones_like(covered, dtype=torch.bool)
+    if mask.left is not None:
+        wanted &= distance >= -mask.left
+    if mask.right is not None:
+        wanted &= distance <= mask.right
+    assert torch.equal(covered, wanted.to(covered.dtype))
 
 
 def one(length: int, start: int = 0, stride: int = 1) -> tuple[Segment, ...]:
