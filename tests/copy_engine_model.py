@@ -1,6 +1,6 @@
-"""Copy engines of all ranks on made-up streams: the real ``pack`` and ``start`` fill queues of
-operations, one a stream, which ``copy_run`` runs. Some calls are captured in a graph, which may be
-launched again and again.
+"""Model of all ranks' copy engines: the real ``acquire_slot`` and ``publish_and_pull`` fill queues
+of operations, one for each fake stream, which ``interleavings`` runs. Some calls are captured in a
+graph, which may be launched again and again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FakeEvent:
 
 
 class FakeFlagOpBatch:
-    """Words that are written and waited for."""
+    """Flags that are written and waited for."""
 
     def __init__(self, jobs: Sequence[FlagOp]) -> None:
         self.jobs = jobs
@@ -70,7 +70,7 @@ class FakeFlagOpBatch:
 
 @dataclass
 class FakeFlags:
-    """Addresses that say what they are of; the second half of a rank's are 1 at first."""
+    """Flag addresses as tuples (kind, rank, index, free?); free flags are 1 at first."""
 
     kind: str
     half: int

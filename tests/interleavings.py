@@ -1,8 +1,8 @@
-"""Run the queues of ``copy_world``, in any order or by the clock.
+"""Run the stream queues of ``copy_engine_model``, in any order or by the clock.
 
-Streams go on as CUDA lets them: a graph begins when all that its stream was given before is done,
-whatever other streams still do, has streams of its own, and what its stream is given after it waits
-for all of it. A pull that finds another exchange's data, or a wait that nothing ends, is a defect.
+Streams proceed as in CUDA: a graph starts when the earlier work of its launch stream is done,
+whatever other streams still do; it has streams of its own; later work of its launch stream waits
+for all of it. A pull of another exchange's data, or a wait that nothing ends, is a defect.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def queues(world: World, rank: int, order: Sequence[int]) -> Queues:
             begun |= {(index, stream): len(found[stream]) for stream in found}
             for stream, operations in piece.operations.items():
                 found[stream] += [
-                    _placed(op, run, lambda at, n, begun=begun: (at, begun[n, at]))
+                    _queued(op, run, lambda at, n, begun=begun: (at, begun[n, at]))
                     for op in operations
                 ]
             continue
         found[main].append(("after", other, len(found[other])))
         start = len(found[main])
         for stream, operations in piece.operations.items():
-            inside = [_placed(op, run, lambda at, _, run=run: ((run, at), 1)) for op in operations]
+            inside = [_queued(op, run, lambda at, _, run=run: ((run, at), 1)) for op in operations]
             found[run, stream] = [("after", main, start), *inside]
         found[main] += [
             ("after", (run, stream), len(each) + 1) for stream, each in piece.operations.items()
@@ -43,12 +43,12 @@ def queues(world: World, rank: int, order: Sequence[int]) -> Queues:
     return {stream: each for stream, each in found.items() if each}
 
 
-def _placed(op: Tag, run: int, place: Callable[[FakeStream, int], tuple[Hashable, int]]) -> Tag:
+def _queued(op: Tag, run: int, locate: Callable[[FakeStream, int], tuple[Hashable, int]]) -> Tag:
     """An operation of a piece in its queue: what it waits for there, and which run it is of."""
     if op[0] != "after":
         return (*op, run) if op[0] in ("pack", "pull", "read") else op
     _, stream, count, piece = op
-    key, begin = place(stream, piece)
+    key, begin = locate(stream, piece)
     return "after", key, begin + count
 
 
@@ -64,7 +64,7 @@ class Run:
         self.queues = [queues(world, rank, order) for rank in range(world.ranks)]
         self.at: list[dict[Hashable, int]] = [dict.fromkeys(each, 0) for each in self.queues]
         self.wrong = 0
-        self.words: dict[Tag, int] = {}
+        self.flags: dict[Tag, int] = {}
         self.packed: dict[Tag, Tag] = {}
         self.pulled: dict[Tag, Tag | None] = {}
 
@@ -82,14 +82,14 @@ class Run:
         kind, *what = self.queues[rank][stream][at[stream]]
         if kind == "after":
             return what[0] in at and at[what[0]] < what[1]
-        return bool(kind == "wait" and self.words.get(what[0], what[0][-1]) < what[1])
+        return bool(kind == "wait" and self.flags.get(what[0], what[0][-1]) < what[1])
 
     def step(self, rank: int, stream: Hashable) -> str:
         """Perform a stream's next operation; which it was."""
         at = self.at[rank]
         kind, *what = self.queues[rank][stream][at[stream]]
         if kind == "write":
-            self.words[what[0]] = what[1]
+            self.flags[what[0]] = what[1]
         elif kind == "pack":
             self.packed[what[0]] = (*what[1], what[2])
         elif kind == "pull":

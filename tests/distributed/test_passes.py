@@ -1,4 +1,4 @@
-"""Backward passes in the comparison of ranks, as GPUs of one host make it, and the counts."""
+"""Consistency checks of backward passes, as GPUs of one node make them, and the counts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.shm_mailbox import open_mailbox
 
 
-def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:
-    """What a backward pass says of copy engines after which some ranks did not come to an end."""
+def backward_after_an_aborted_pass(ctx: RankContext, aborted: list[int]) -> str:
+    """The error of a backward pass after a copy-engine pass that some ranks aborted."""
     consistency = checker_of(ctx, True)
     try:
         consistency.check_call("a call", wait=False)
         for _ in range(2):
             consistency.check_backward(1, wait=False)
             consistency.begin_pass()
-            if ctx.rank not in broken:
+            if ctx.rank not in aborted:
                 consistency.end_pass()
         consistency.drain()
     except ds_usp.MeshError as error:
@@ -27,17 +27,17 @@ def backward_after_a_broken_pass(ctx: RankContext, broken: list[int]) -> str:
     return ""
 
 
-def test_no_backward_pass_follows_one_that_one_rank_broke_off(pool: WorkerPool) -> None:
-    assert pool.run(backward_after_a_broken_pass, 3, broken=[]) == [""] * 3
-    assert pool.run(backward_after_a_broken_pass, 3, broken=[0, 1, 2]) == [""] * 3
-    for said in pool.run(backward_after_a_broken_pass, 3, broken=[1]):
+def test_no_backward_pass_follows_one_that_one_rank_aborted(pool: WorkerPool) -> None:
+    assert pool.run(backward_after_an_aborted_pass, 3, aborted=[]) == [""] * 3
+    assert pool.run(backward_after_an_aborted_pass, 3, aborted=[0, 1, 2]) == [""] * 3
+    for said in pool.run(backward_after_an_aborted_pass, 3, aborted=[1]):
         assert "aborted copy-engine passes: 0 on ranks 0, 2, " in said
         assert "1, the last after 0 exchanges on rank 1" in said
 
 
 def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
-    """Passes of known calls as GPUs compare them: what is said, and after how many of them. The
-    others answer only when this rank has gone on, so a rank that waited would never end."""
+    """Passes of verified calls as GPUs compare them: the error, and after how many of them. The
+    others answer only when this rank has continued, so a rank that waited would never end."""
     consistency = checker_of(ctx, True)
     numbers = []
     for _ in range(9):
@@ -64,8 +64,8 @@ def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool: WorkerPoo
         assert count == 4
 
 
-def first_passes_wait_for_nobody(ctx: RankContext) -> int:
-    """How many known passes rank 0 begins before the others begin one."""
+def verified_passes_wait_for_nobody(ctx: RankContext) -> int:
+    """How many verified passes rank 0 begins before the others begin one."""
     consistency = checker_of(ctx, True)
     consistency.check_call("a call", wait=False)
     consistency.check_backward(1, wait=False)
@@ -84,12 +84,12 @@ def first_passes_wait_for_nobody(ctx: RankContext) -> int:
     return count
 
 
-def test_a_known_pass_waits_for_nobody(pool: WorkerPool) -> None:
-    assert pool.run(first_passes_wait_for_nobody, 3, timeout=20.0)[0] == 3
+def test_a_verified_pass_waits_for_nobody(pool: WorkerPool) -> None:
+    assert pool.run(verified_passes_wait_for_nobody, 3, timeout=20.0)[0] == 3
 
 
 def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
-    """What a check says after as many calls on each rank, and the next check."""
+    """The errors of a check after as many calls on each rank, and of the next check."""
     consistency = checker_of(ctx, False)
     said = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The words by which copy engines take turns; see ``copy_world`` and ``copy_run``."""
+"""The flag protocol of copy engines; see ``copy_engine_model`` and ``interleavings``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ds_usp.errors import MeshError
 
 
 def outcome(seed: int) -> tuple[int, bool]:
-    """Of calls and of graphs, which may be launched several times, whatever comes in between."""
+    """Wrong reads, and whether all streams end: of calls and of graphs, which may be launched
+    several times, with calls between them."""
     draw = random.Random(seed)
     ranks, parts, steps = (draw.randint(low, 4) for low in (2, 1, 1))
     slots = {kind: num_slots(kind, ring=draw.random() < 0.7) for kind in KINDS}
@@ -43,79 +44,72 @@ def outcome(seed: int) -> tuple[int, bool]:
     return advance(world, order, draw)
 
 
-# The last ones see mutants that few do.
+# The last seeds see mutants that few others do.
 @pytest.mark.parametrize("seed", [*range(300), 416, 702, 880, 987, 1436, 1942])
-def test_nobody_reads_too_early_or_waits_for_ever(seed: int) -> None:
+def test_no_interleaving_reads_early_or_deadlocks(seed: int) -> None:
     assert outcome(seed) == (0, True)
 
 
-WORDS = {
-    "that nobody puts back": lambda job: not job.value,
-    "that a rank packs without asking for": lambda job: job.is_wait and job.address[-1],
-    "that a rank pulls without asking for": lambda job: job.is_wait and not job.address[-1],
-    "that nobody writes": lambda job: job.value and not job.is_wait,
+def without_ops(left_out: Callable[[FlagOp], Any]) -> Mutant:
+    """Flag batches that lack some operations."""
+    intact = FakeFlagOpBatch.__init__
+
+    def init(batch: FakeFlagOpBatch, ops: Sequence[FlagOp]) -> None:
+        intact(batch, [op for op in ops if not left_out(op)])
+
+    return FakeFlagOpBatch, "__init__", init
+
+
+def forget_own_stream(engine: CopyEngine, *args: Any) -> Any:
+    for slot in engine._slots:
+        slot.done_events.clear()
+    return ACQUIRE(engine, *args)
+
+
+def republish_too_early(engine: CopyEngine, slot: Any, *args: Any, **more: Any) -> Any:
+    slot.published = False
+    return FLAG_BATCHES(engine, slot, *args, **more)
+
+
+def clear_flags_late(engine: CopyEngine, *args: Any, **more: Any) -> Any:
+    """After the pull, when a flag may have been set again."""
+    publish, await_ready, set_free = (x.jobs for x in FLAG_BATCHES(engine, *args, **more))  # type: ignore[attr-defined]
+    late = [op for op in (*publish, *await_ready) if not (op.value or op.address[-1])]
+    steps = (
+        [op for op in publish if op not in late],
+        [op for op in await_ready if op not in late],
+        [*late, *set_free],
+    )
+    return _FlagBatches(*map(FakeFlagOpBatch, steps))  # type: ignore[arg-type]
+
+
+def publish_twice(engine: CopyEngine, slot: Any, readers: Sequence[int], *args: Any) -> Any:
+    return PUBLISH(engine, slot, [*readers, *readers], *args)
+
+
+Mutant = tuple[type, str, Callable[..., Any]]
+ACQUIRE, PUBLISH = CopyEngine.acquire_slot, CopyEngine.publish_and_pull
+FLAG_BATCHES = CopyEngine._flag_batches_of
+# Each defect of the protocol, and seeds among which the simulation must see it.
+MUTANTS: dict[str, tuple[Mutant, Sequence[int]]] = {
+    "flags are never cleared": (without_ops(lambda op: not op.value), range(40)),
+    "no wait for free": (without_ops(lambda op: op.is_wait and op.address[-1]), range(40)),
+    "no wait for ready": (without_ops(lambda op: op.is_wait and not op.address[-1]), range(40)),
+    "flags are never set": (without_ops(lambda op: op.value and not op.is_wait), range(40)),
+    "own stream forgotten": ((CopyEngine, "acquire_slot", forget_own_stream), range(300)),
+    "republished early": ((CopyEngine, "_flag_batches_of", republish_too_early), range(300)),
+    "published twice": ((CopyEngine, "publish_and_pull", publish_twice), range(40)),
+    "flags cleared late": (
+        (CopyEngine, "_flag_batches_of", clear_flags_late),
+        (702, 1436, 1942),
+    ),
 }
 
 
-@pytest.mark.parametrize("left_out", WORDS.values(), ids=WORDS)
-def test_the_simulation_sees_words(left_out: Callable[[FlagOp], bool]) -> None:
-    real = FakeFlagOpBatch.__init__
-
-    def fewer(self: FakeFlagOpBatch, jobs: Sequence[FlagOp]) -> None:
-        real(self, [job for job in jobs if not left_out(job)])
-
-    with mock.patch.object(FakeFlagOpBatch, "__init__", fewer):
-        assert any(outcome(seed) != (0, True) for seed in range(40))
-
-
-def test_the_simulation_sees_a_rank_that_does_not_wait_for_its_own_stream() -> None:
-    real = CopyEngine.acquire_slot
-
-    def hasty(engine: CopyEngine, *given: Any) -> Any:
-        for slot in engine._slots:
-            slot.done_events.clear()
-        return real(engine, *given)
-
-    with mock.patch.object(CopyEngine, "acquire_slot", hasty):
-        assert any(outcome(seed) != (0, True) for seed in range(300))
-
-
-def test_the_simulation_sees_a_room_that_is_told_of_again_too_early() -> None:
-    real = CopyEngine._flag_batches_of
-
-    def hasty(engine: CopyEngine, slot: Any, *given: Any, **more: Any) -> Any:
-        slot.published = False
-        return real(engine, slot, *given, **more)
-
-    with mock.patch.object(CopyEngine, "_flag_batches_of", hasty):
-        assert any(outcome(seed) != (0, True) for seed in range(300))
-
-
-def test_the_simulation_sees_a_rank_that_is_told_twice() -> None:
-    real = CopyEngine.publish_and_pull
-
-    def twice(engine: CopyEngine, slot: Any, readers: Sequence[int], *recvs: Any) -> Any:
-        return real(engine, slot, [*readers, *readers], *recvs)
-
-    with mock.patch.object(CopyEngine, "publish_and_pull", twice):
-        assert any(outcome(seed) != (0, True) for seed in range(40))
-
-
-def test_the_simulation_sees_a_word_that_is_put_back_late() -> None:
-    """When it may have been said again: the call after does not wait for the end of this one."""
-    real = CopyEngine._flag_batches_of
-
-    def late(engine: CopyEngine, *given: Any, **more: Any) -> Any:
-        packed, come, pulled = (each.jobs for each in real(engine, *given, **more))  # type: ignore[attr-defined]
-        back = [job for job in (*packed, *come) if not (job.value or job.address[-1])]
-        return _FlagBatches(
-            FakeFlagOpBatch([job for job in packed if job not in back]),  # type: ignore[arg-type]
-            FakeFlagOpBatch([job for job in come if job not in back]),  # type: ignore[arg-type]
-            FakeFlagOpBatch([*back, *pulled]),  # type: ignore[arg-type]
-        )
-
-    with mock.patch.object(CopyEngine, "_flag_batches_of", late):
-        assert any(outcome(seed) != (0, True) for seed in (702, 1436, 1942))
+@pytest.mark.parametrize(("mutant", "seeds"), MUTANTS.values(), ids=MUTANTS)
+def test_the_simulation_sees_a_defect_of_the_protocol(mutant: Mutant, seeds: Sequence[int]) -> None:
+    with mock.patch.object(*mutant):
+        assert any(outcome(seed) != (0, True) for seed in seeds)
 
 
 def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:

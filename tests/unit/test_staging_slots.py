@@ -1,4 +1,4 @@
-"""The rooms of copy engines: who gets which, and for how long."""
+"""Slots and staging buffers of copy engines: which one is acquired, and for how long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_usp.comm.cuda_driver import FlagOp, FlagOpBatch
 from ds_usp.comm.ledger import CommLedger
 
 
-def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
+def test_a_slot_that_was_never_published_is_acquired_again() -> None:
     world = World(2)
     engine = world.engines[0]["all_to_all"]
     with world.patched():
@@ -30,19 +30,19 @@ def test_room_that_was_packed_and_never_told_of_is_packed_again() -> None:
     assert first is again and other is not again and engine.exchanges == 1
 
 
-def test_room_that_was_first_used_without_gradients_serves_with_them() -> None:
+def test_a_buffer_first_used_in_inference_mode_is_writable_with_gradients() -> None:
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
         for inference in (True, False):
             with torch.inference_mode(inference):
-                rooms = []
+                buffers = []
                 for _ in range(2):
-                    room, slot = engine.acquire_slot((4, 8), torch.bfloat16)
+                    buffer, slot = engine.acquire_slot((4, 8), torch.bfloat16)
                     engine.publish_and_pull(slot, [], [], 1)
-                    rooms += [room.tensor, *room.views(((2, 4),))]
-        assert rooms[0].data_ptr() == rooms[1].data_ptr() != rooms[2].data_ptr()
-        for x in rooms:
+                    buffers += [buffer.tensor, *buffer.views(((2, 4),))]
+        assert buffers[0].data_ptr() == buffers[1].data_ptr() != buffers[2].data_ptr()
+        for x in buffers:
             assert not x.is_inference() and x.zero_().numel() == 32
 
 
@@ -67,7 +67,7 @@ def grown(world: World, engine: CopyEngine, old: weakref.ref[Any]) -> list[bool]
 
 
 @pytest.mark.parametrize("graph", [0, 7])
-def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -> None:
+def test_memory_that_is_too_small_is_freed_before_more_is_allocated(graph: int) -> None:
     """Unless a CUDA graph goes on using it."""
     world = World(2)
     engine = world.engines[0]["ring_kv"]
@@ -83,7 +83,7 @@ def test_memory_that_is_too_small_is_free_before_more_is_asked_for(graph: int) -
     assert engine.reserved_bytes == (32 if graph else 16) * SLOT
 
 
-def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
+def test_a_buffer_that_a_later_exchange_acquired_is_not_published() -> None:
     world = World(2)
     first, later = (
         CopyEngineChannel(world.engines[0]["all_to_all"], CommLedger(), "all_to_all")
@@ -91,17 +91,17 @@ def test_room_that_a_later_exchange_has_got_is_not_told_of() -> None:
     )
     like = torch.empty(0, dtype=torch.bfloat16)
     with world.patched():
-        rooms = [each.acquire_staging((4, 8), like, like.dtype).tensor for each in (first, later)]
-        later.post(rooms[1], [], [])
+        buffers = [each.acquire_staging((4, 8), like, like.dtype).tensor for each in (first, later)]
+        later.post(buffers[1], [], [])
         with pytest.raises(MeshError, match="all_to_all exchange was given to a later one"):
-            first.post(rooms[0], [], [])
-        # What is packed once may be told of again, whoever has been given room meanwhile.
+            first.post(buffers[0], [], [])
+        # What is packed once may be told of again, whoever has been given buffer meanwhile.
         later.wait()
         first.acquire_staging((4, 8), like, like.dtype)
-        later.post(rooms[1], [], [])
+        later.post(buffers[1], [], [])
 
 
-def test_a_graph_captures_no_call_for_which_there_is_no_room() -> None:
+def test_a_graph_captures_no_call_without_reserved_memory() -> None:
     mesh = SequenceMesh(2, 2, rank=0)
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
@@ -110,7 +110,7 @@ def test_a_graph_captures_no_call_for_which_there_is_no_room() -> None:
         mesh.reserve({"all_to_all": 512}, torch.device("cuda"))
 
 
-def test_what_a_graph_has_captured_is_not_given_back() -> None:
+def test_memory_that_a_graph_has_captured_is_not_released() -> None:
     mesh = SequenceMesh(2, 2, rank=0)
     engines = {kind: mock.Mock(captured=kind == "ring_kv") for kind in KINDS}
     mesh.copy_engines.update(engines)
@@ -119,8 +119,8 @@ def test_what_a_graph_has_captured_is_not_given_back() -> None:
     assert mesh.copy_engines == {"ring_kv": engines["ring_kv"]}
 
 
-def test_streams_that_wait_after_an_error_are_let_go() -> None:
-    """One word may let a stream go on to the next one that it waits for."""
+def test_waits_of_streams_are_aborted_after_an_error() -> None:
+    """An aborted wait lets a stream proceed to its next wait."""
     left = {"all_to_all": 3, "ring_kv": 5}
 
     def engine(kind: str) -> mock.Mock:
@@ -145,7 +145,7 @@ def test_streams_that_wait_after_an_error_are_let_go() -> None:
     assert 1 < stuck.abort_waits.call_count <= 21
 
 
-def test_a_stream_that_waits_gets_its_words() -> None:
+def test_abort_waits_sets_all_flags_of_a_busy_stream() -> None:
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     flags = torch.zeros(8, dtype=torch.int32)
@@ -166,7 +166,7 @@ def test_a_stream_that_waits_gets_its_words() -> None:
             assert bool(flags.all()) == waits
 
 
-def test_who_computes_is_whom_an_error_frees() -> None:
+def test_an_error_aborts_the_stream_that_packed_last() -> None:
     world = World(2)
     engine = world.engines[0]["ring_kv"]
     with world.patched():
@@ -185,7 +185,7 @@ def test_all_memory_that_graphs_hold_is_kept() -> None:
     assert len(engine._captured) == 2 and engine.reserved_bytes == 3 * 16 * SLOT
 
 
-def test_so_many_words_at_once_are_refused() -> None:
+def test_too_many_flag_operations_are_refused() -> None:
     with pytest.raises(
         MeshError, match="256 flag operations in one call, but the driver takes 255"
     ):

@@ -1,4 +1,4 @@
-"""Which ranks of a ring share a host."""
+"""Which ranks of a ring share a node."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from ds_usp.comm.process_groups import count_ring_ranks_per_node
 from ds_usp.geometry.ranks import RankGrid
 
-# Host of each rank, Ulysses and ring degree, ring ranks of a host; Ulysses varies fastest.
-HOSTS = [
+# Node of each rank, Ulysses and ring degree, ring ranks per node; Ulysses varies fastest.
+NODES = [
     ("aaaa", 1, 4, 4),
     ("aabb", 1, 4, 2),
     ("abcd", 1, 4, 1),
@@ -16,22 +16,22 @@ HOSTS = [
     ("aabb", 4, 1, 1),
     ("aaaabbbb", 2, 4, 2),
     ("aabbccddeeff", 1, 12, 2),
-    # No two runs of one length: taken as one host.
+    # Runs of different lengths: as if on one node.
     ("aaab", 1, 4, 4),
     ("aaaaaabb", 1, 8, 8),
     ("aaabbb", 2, 3, 3),
-    # Hosts that come again are other runs, as a relay inside them would need.
+    # A node that repeats is another run, as a relay inside it would need.
     ("abab", 1, 4, 1),
 ]
 
 
-@pytest.mark.parametrize(("hosts", "ulysses", "ring", "ranks"), HOSTS)
-def test_ring_ranks_of_a_host(hosts: str, ulysses: int, ring: int, ranks: int) -> None:
+@pytest.mark.parametrize(("nodes", "ulysses", "ring", "ranks"), NODES)
+def test_count_ring_ranks_per_node(nodes: str, ulysses: int, ring: int, ranks: int) -> None:
     grid = RankGrid({"ulysses": ulysses, "ring": ring})
-    assert count_ring_ranks_per_node([name.encode() for name in hosts], grid) == ranks
+    assert count_ring_ranks_per_node([name.encode() for name in nodes], grid) == ranks
 
 
-def test_rings_next_to_each_other() -> None:
+def test_count_ring_ranks_per_node_of_adjacent_rings() -> None:
     grid = RankGrid({"ulysses": 2, "ring": 4}, order=["ring", "ulysses"])
     assert count_ring_ranks_per_node([name.encode() for name in "aaaabbbb"], grid) == 4
     assert count_ring_ranks_per_node([name.encode() for name in "aabbccdd"], grid) == 2

@@ -1,0 +1,93 @@
+"""What CachedLauncher caches of a kernel, without Triton."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ds_usp import triton_launch
+
+Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
+
+
+class Kernel:
+    """Records what was launched: the kernel by Triton, or what it compiled."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **constants: Any) -> Any:
+            self.calls.append(("triton", grid, (*args, *constants.values())))
+            return _Compiled(self.calls)
+
+        return launch
+
+
+class _Compiled:
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.calls.append(("compiled", grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(triton_launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: True)
+    return Kernel()
+
+
+def test_an_equal_launch_uses_the_compiled_kernel(kernel: Kernel) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    x, y = torch.zeros(64), torch.ones(64)
+    launcher((7,), (x,), (3, 16), BLOCK=8)
+    launcher((9, 2), (y,), (3, 16), BLOCK=8)
+    assert kernel.calls[0][:2] == ("triton", (7,)) and kernel.calls[0][2][1:] == (3, 16, 8, 4)
+    kind, grid, (tensor, *rest) = kernel.calls[1]
+    assert kind == "compiled" and grid == (9, 2, 1) and tensor is y and rest == [3, 16, 8]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numbers": (3, 17)},
+        {"numbers": (3, 1)},
+        {"BLOCK": 16},
+        {"num_warps": 8},
+        {"tensors": (torch.zeros(64)[1:],)},
+        {"tensors": (torch.zeros(64, dtype=torch.bfloat16),)},
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_anew_is_launched_by_triton(
+    kernel: Kernel, change: dict[str, Any]
+) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    args: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
+    for options in (args, args | change, args, args | change):
+        rest = dict(options)
+        launcher((7,), rest.pop("tensors"), rest.pop("numbers"), **rest)
+    assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
+
+
+def test_an_unknown_triton_version_launches_itself(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "_launcher_passes_constexprs", lambda: False)
+    launcher = triton_launch.CachedLauncher(kernel)
+    for _ in range(3):
+        launcher((1,), (torch.zeros(4),), (4,))
+    assert [call[0] for call in kernel.calls] == ["triton"] * 3
+
+
+def test_the_cache_is_bounded(kernel: Kernel) -> None:
+    launcher = triton_launch.CachedLauncher(kernel)
+    for number in range(3000):
+        launcher((1,), (torch.zeros(4),), (number,))
+    assert len(launcher._cache) <= 1024
