@@ -107,8 +107,8 @@ def _function(version: str, name: str, signature: inspect.Signature) -> Callable
             default = signature.parameters[unused].default
             assert values[unused] in (None, False, 0.0, default), (unused, values[unused])
         assert values.get("num_splits", 1) == 1 and values.get("return_lse", True)
-        given = [values.get(length) is not None for length in _LENGTHS.split()]
-        assert all(given) if "varlen" in name else all(given) == any(given)
+        passed = [values.get(length) is not None for length in _LENGTHS.split()]
+        assert all(passed) if "varlen" in name else all(passed) == any(passed)
         return compute(version, values)
 
     function.__signature__ = signature  # type: ignore[attr-defined]
@@ -171,15 +171,15 @@ def sequences(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> list
     return [x[start:stop] for start, stop in spans]
 
 
-def joined(parts: list[Tensor], packed: bool, dim: int = 0) -> Tensor:
-    return torch.cat(parts, dim) if packed else torch.stack(parts)
+def joined(outputs: list[Tensor], packed: bool, dim: int = 0) -> Tensor:
+    return torch.cat(outputs, dim) if packed else torch.stack(outputs)
 
 
 def scores(q: Tensor, k: Tensor, scale: float, mask: Tensor, softcap: float) -> Tensor:
     """``[H, rows, columns]`` in fp64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    found = torch.einsum("shd,thd->hst", q.double(), k.double()).mul(scale)
-    return (softcap * (found / softcap).tanh() if softcap else found).where(mask, -math.inf)
+    logits = torch.einsum("shd,thd->hst", q.double(), k.double()).mul(scale)
+    return (softcap * (logits / softcap).tanh() if softcap else logits).where(mask, -math.inf)
 
 
 def sides(a: dict[str, Any], *names: str) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Dense attention in fp64, straight from positions: the truth that everything is compared with.
+"""Dense attention in fp64, straight from positions: the reference that everything is compared with.
 
 It imports nothing from ds_usp, so that no mistake can be on both sides.
 """
@@ -91,8 +91,8 @@ def dense_attention(
 
 def alibi(slopes: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """Return [h, s, s]: minus slope times distance."""
-    at = torch.tensor(list(positions), dtype=torch.float64)
-    return -slopes.double()[:, None, None] * (at[None, :] - at[:, None]).abs()
+    token = torch.tensor(list(positions), dtype=torch.float64)
+    return -slopes.double()[:, None, None] * (token[None, :] - token[:, None]).abs()
 
 
 @lru_cache(maxsize=8)
@@ -101,15 +101,15 @@ def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> tor
 
     Bits of MurmurHash3's finalizer over seed, sample, head, query and key, in unsigned integers.
     """
-    whole, limit = 2**64 - 1, round(dropout_p * 2**31)
+    mask, limit = 2**64 - 1, round(dropout_p * 2**31)
 
     def mixed(x: int) -> int:
-        x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & whole
-        x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & whole
+        x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & mask
+        x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & mask
         return x ^ (x >> 33)
 
     def further(x: int, count: int) -> list[int]:
-        return [mixed((x + 0x9E3779B97F4A7C15 * (n + 1)) & whole) for n in range(count)]
+        return [mixed((x + 0x9E3779B97F4A7C15 * (n + 1)) & mask) for n in range(count)]
 
     kept = [
         [bits >> 33 >= limit for bits in further(row, size[3])]
@@ -121,7 +121,7 @@ def dropout(seed: int, size: tuple[int, int, int, int], dropout_p: float) -> tor
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    """Return norm(a - b) / max(norm(b), least) in fp64; b is the truth. Infinite for NaN, which
+    """Return norm(a - b) / max(norm(b), least) in fp64; b is the reference. Infinite for NaN, which
     ``max`` would drop.
 
     Raises: ValueError where the shapes differ (nothing is broadcast).
@@ -142,7 +142,7 @@ def rotated(
     """Rotary embedding in fp64 as multiplication of complex numbers: features i and i + dim / 2.
 
     Shapes:
-        x ``[b, s, h, D]`` or ``[s, b, h, D]``, as ``token_dim`` says; its first ``dim`` turn.
+        x ``[b, s, h, D]`` or ``[s, b, h, D]``, by ``token_dim``; ``dim`` features are rotated.
     """
     angle = torch.outer(
         torch.tensor(list(positions), dtype=torch.float64),

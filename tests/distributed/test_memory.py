@@ -13,7 +13,7 @@ from ds_usp.attention.tuning import AUTO_TUNING
 def peak_bytes(
     ctx: RankContext, ring: int, ulysses: int, local: int, tuning: ds_usp.Tuning = AUTO_TUNING
 ) -> int:
-    """Peak of torch's own allocations in one forward and backward pass, above what it is given."""
+    """Peak of torch's own allocations in one forward and backward pass, above its arguments."""
     group = ctx.group if ring * ulysses == ctx.world else None
     mesh = ds_usp.SequenceMesh.from_group(group, ulysses)
     layout = mesh.layout("zigzag", local * ring * ulysses)
@@ -48,8 +48,8 @@ def test_peak_at_ring_8_is_that_at_ring_4(pool: WorkerPool, local: int) -> None:
     tensors = local * 4 * 32 * 4
     assert two > 4 * tensors  # the measurement sees at least q's gradients and the output
     assert abs(eight - four) <= 0.05 * four, f"ring 4: {four} B, ring 8: {eight} B"
-    # A ring of two needs less: one block comes, so there is one buffer, and two parts are summed
-    # without an accumulator.
+    # A ring of two needs less: one block is received, so there is one buffer, and two partial
+    # results are summed without an accumulator.
     assert two < four <= 1.4 * two, f"ring 2: {two} B, ring 4: {four} B"
 
 
@@ -59,7 +59,7 @@ def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
         max(pool.run(peak_bytes, 8, ring=8, ulysses=1, local=local, tuning=tuning))
         for tuning in (AUTO_TUNING, inner)
     )
-    # Three windows come and go: the one in use, the next one, two sums of gradients in fp32 (one
-    # of them half as large here), and what leaves and comes of these.
+    # There are three outer steps. In memory: the blocks in use, the next ones, two gradient sums in
+    # fp32 (one of them half as large here), and their send and receive buffers.
     block = 2 * local * 2 * 32 * 4
     assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"

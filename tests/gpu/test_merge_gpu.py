@@ -29,24 +29,26 @@ def strided(dtype: torch.dtype) -> torch.Tensor:
 def test_a_merge_is_the_softmax_over_all_sets_of_keys(
     count: int, in_place: bool, dtype: torch.dtype
 ) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
     batch, rows, heads, _ = SHAPE
-    parts = []
-    for at in range(count):
-        lse = 4 * torch.randn(batch, heads, rows, device="cuda", dtype=wide)
-        lse[:, :, at::5] = float("-inf")  # and some rows see nothing of any set
+    partials = []
+    for index in range(count):
+        lse = 4 * torch.randn(batch, heads, rows, device="cuda", dtype=acc_dtype)
+        lse[:, :, index::5] = float("-inf")  # and some rows attend to no key of any set
         lse[:, :, 4::5] = float("-inf")
-        parts.append((strided(dtype), lse))
-    sums = torch.stack([each for _, each in parts]).double()
-    values = torch.stack([x for x, _ in parts]).double()
-    out, lse = parts[0] if in_place else (strided(dtype), torch.empty_like(parts[0][1]))
-    _merge_into(out, lse, parts)
+        partials.append((strided(dtype), lse))
+    sums = torch.stack([x for _, x in partials]).double()
+    values = torch.stack([x for x, _ in partials]).double()
+    out, lse = partials[0] if in_place else (strided(dtype), torch.empty_like(partials[0][1]))
+    _merge_into(out, lse, partials)
     want_lse = sums.logsumexp(0)
     weights = (sums - want_lse).exp().nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
     want = (weights * values).sum(0)
     seen = want_lse > float("-inf")
     assert torch.equal(lse > float("-inf"), seen) and not seen.all()
-    assert relative_error(lse[seen], want_lse[seen]) < (1e-13 if wide == torch.float64 else 1e-6)
+    assert relative_error(lse[seen], want_lse[seen]) < (
+        1e-13 if acc_dtype == torch.float64 else 1e-6
+    )
     limit = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-13}[dtype]
     assert relative_error(out, want) < limit
     assert not out[~seen.transpose(1, 2)].any()
@@ -55,8 +57,8 @@ def test_a_merge_is_the_softmax_over_all_sets_of_keys(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 9])
 def test_a_sum_is_rounded_once(count: int, dtype: torch.dtype) -> None:
-    parts, place = [strided(dtype) for _ in range(count)], strided(dtype)
-    _sum_into(place, parts)
-    want = torch.stack(parts).double().sum(0)
+    partials, out = [strided(dtype) for _ in range(count)], strided(dtype)
+    _sum_into(out, partials)
+    want = torch.stack(partials).double().sum(0)
     limit = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-13}[dtype]
-    assert relative_error(place, want) < limit
+    assert relative_error(out, want) < limit

@@ -23,7 +23,7 @@ H, FFN, TOKENS = 24, 64, 10
 
 class Product(torch.autograd.Function):
     """A linear layer as Megatron's, DeepSpeed's and TransformerEngine's are: a function of its own
-    that saves what it has been given after it has computed."""
+    that saves its input after it has computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class FunctionLinear(nn.Linear):
 
 
 class DeepSpeedLinear(nn.Linear):
-    """What DeepSpeed puts in the place of ``F.linear`` under ZeRO-3."""
+    """What DeepSpeed calls instead of ``F.linear`` under ZeRO-3."""
 
     def forward(self, x: Tensor) -> Tensor:
         try:

@@ -22,7 +22,7 @@ MAX_CALLS = 7
 
 
 def rounded_once(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Each element is within half a unit in the last place of the truth, as one rounding leaves
+    """Each element is within half a unit in the last place of the reference, as one rounding leaves
     it, besides what sums in fp32 lose."""
     half = torch.finfo(dtype).eps / 2
     lost = 2e-6 if dtype != torch.float64 else 1e-13
@@ -114,21 +114,21 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_one_call_for_the_whole_shard_is_taken_over_as_it_is() -> None:
-    part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
-    total, grads = OutputAccumulator(part), GradAccumulator(part)
-    total.add(part, lse, (0, TOKENS))
-    grads.add(part, [(0, TOKENS)])
-    assert all(map(shares_memory, (*total.result(), grads.result()), (part, lse, part)))
+    partial, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
+    total, grads = OutputAccumulator(partial), GradAccumulator(partial)
+    total.add(partial, lse, (0, TOKENS))
+    grads.add(partial, [(0, TOKENS)])
+    assert all(map(shares_memory, (*total.result(), grads.result()), (partial, lse, partial)))
 
 
 def test_what_the_first_call_alone_covers_is_not_copied() -> None:
-    part, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
-    alone, rest = part[:, :3].clone(), slice(3, TOKENS)
-    total = OutputAccumulator(part)
-    total.add(part, lse, (0, TOKENS))
-    total.add(torch.randn_like(part[:, rest]), torch.randn_like(lse[:, :, rest]), (3, TOKENS))
+    partial, lse = torch.randn(B, TOKENS, HEADS, DIM), torch.randn(B, HEADS, TOKENS)
+    alone, rest = partial[:, :3].clone(), slice(3, TOKENS)
+    total = OutputAccumulator(partial)
+    total.add(partial, lse, (0, TOKENS))
+    total.add(torch.randn_like(partial[:, rest]), torch.randn_like(lse[:, :, rest]), (3, TOKENS))
     out, sums = total.result()
-    assert shares_memory(out, part) and shares_memory(sums, lse)
+    assert shares_memory(out, partial) and shares_memory(sums, lse)
     assert torch.equal(out[:, :3], alone)
 
 
@@ -163,18 +163,18 @@ def test_merge_weighs_blocks_by_their_sums_however_far_apart(
     sums: tuple[float, ...], order: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     acc_dtype = torch.promote_types(dtype, torch.float32)
-    parts = torch.randn(3, 1, TOKENS, 2, 4).to(dtype)
+    partials = torch.randn(3, 1, TOKENS, 2, 4).to(dtype)
     lses = torch.tensor(sums, dtype=acc_dtype).view(3, 1, 1, 1).expand(3, 1, 2, TOKENS).clone()
-    total = OutputAccumulator(parts[0])
+    total = OutputAccumulator(partials[0])
     for index in order:
-        total.add(parts[index].clone(), lses[index].clone(), (0, TOKENS))
+        total.add(partials[index].clone(), lses[index].clone(), (0, TOKENS))
     out, lse = total.result()
     weights = torch.softmax(lses.double(), 0).transpose(2, 3).unsqueeze(-1)
     first, second = sorted(sums)[:0:-1]
     # A log-sum-exp of that size, rounded to the dtype, changes the weights exp(s - lse).
     lse_rounding = 4 * torch.finfo(acc_dtype).eps * abs(first) if first - second < 50 else 0
     tolerance = TOLERANCE[dtype] + lse_rounding
-    assert oracle.relative_error(out, (weights * parts.double()).sum(0)) < tolerance
+    assert oracle.relative_error(out, (weights * partials.double()).sum(0)) < tolerance
     assert oracle.relative_error(lse, torch.logsumexp(lses.double(), 0)) < TOLERANCE[acc_dtype]
 
 
@@ -192,9 +192,9 @@ def test_sums_are_dense_in_their_features_whatever_the_shard_is() -> None:
     strided = torch.randn(1, 8, 4, 6).transpose(2, 3)
     out, gradient = OutputAccumulator(strided), GradAccumulator(strided)
     for start, stop in ((0, 8), (2, 6), (2, 6)):
-        part = torch.randn(1, stop - start, 6, 4)
-        out.add(part, torch.randn(1, 6, stop - start), (start, stop))
-        gradient.add(part, [(start, stop)])
+        partial = torch.randn(1, stop - start, 6, 4)
+        out.add(partial, torch.randn(1, 6, stop - start), (start, stop))
+        gradient.add(partial, [(start, stop)])
     assert out.result()[0].stride(-1) == 1
     assert gradient.result().stride(-1) == 1
     assert OutputAccumulator(strided).result()[0].stride(-1) == 1

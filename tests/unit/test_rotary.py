@@ -21,7 +21,7 @@ def table(dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def heads(count: int, token_dim: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Cut out of a projection, so that they are not dense."""
+    """Slices of a projection, so that they are not contiguous."""
     s, b = len(POSITIONS), 2
     shape = (s, b, count + 3, 24) if token_dim == 0 else (b, s, count + 3, 24)
     return torch.randn(shape, device=device).to(dtype)[:, :, 1 : count + 1]
@@ -31,7 +31,7 @@ def heads(count: int, token_dim: int, device: str, dtype: torch.dtype) -> torch.
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("dim", [24, 8, 2])
-def test_queries_and_keys_turn_as_complex_numbers(
+def test_queries_and_keys_are_rotated_as_complex_numbers(
     dim: int, token_dim: int, dtype: torch.dtype, device: str
 ) -> None:
     q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
@@ -74,24 +74,24 @@ def test_a_table_of_any_numbers_and_one_tensor(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_gradients_turn_as_well(device: str) -> None:
+def test_gradients_of_gradients_are_rotated_too(device: str) -> None:
     cos, sin = table(24, device)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         y, _ = apply_rotary((x, x), cos.to(x.dtype), sin.to(x.dtype), token_dim=1)
         return y.pow(3).sum()
 
-    found = []
+    gradients = []
     for wide in (False, True):
         x = torch.linspace(-1, 1, 2 * 18 * 24, device=device).view(2, 18, 1, 24)
         x = (x.double() if wide else x).requires_grad_()
         (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
-        found += torch.autograd.grad(dx.square().sum(), x)
-    assert oracle.relative_error(found[0], found[1]) < 1e-5
+        gradients += torch.autograd.grad(dx.square().sum(), x)
+    assert oracle.relative_error(gradients[0], gradients[1]) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("shape", "cos", "sin", "token_dim", "said"),
+    ("shape", "cos", "sin", "token_dim", "message"),
     [
         ((1, 18, 3, 24), (17, 24), (17, 24), 1, "18 tokens"),
         ((1, 18, 3, 24), (1, 24), (1, 24), 1, "18 tokens"),
@@ -106,16 +106,16 @@ def test_gradients_of_gradients_turn_as_well(device: str) -> None:
     ids=str,
 )
 def test_a_table_that_does_not_fit_is_refused(
-    shape: tuple[int, ...], cos: tuple[int, int], sin: tuple[int, int], token_dim: int, said: str
+    shape: tuple[int, ...], cos: tuple[int, int], sin: tuple[int, int], token_dim: int, message: str
 ) -> None:
     fits = torch.zeros(1, 18, 2, 24)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         apply_rotary((fits, torch.zeros(shape)), torch.zeros(cos), torch.zeros(sin), token_dim)
 
 
-def test_fp64_and_a_table_that_learns_are_torchs() -> None:
+def test_fp64_and_a_trainable_table_are_torchs() -> None:
     x = torch.randn(1, 18, 3, 24, dtype=torch.float64)
-    cos, sin = (each.requires_grad_() for each in table(24, "cpu"))
+    cos, sin = (x.requires_grad_() for x in table(24, "cpu"))
     (y,) = apply_rotary([x], cos, sin, token_dim=1)
     assert y.dtype == torch.float64
-    assert all(each.abs().sum() > 0 for each in torch.autograd.grad(y.sum(), (cos, sin)))
+    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(y.sum(), (cos, sin)))
