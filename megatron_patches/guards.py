@@ -94,7 +94,7 @@ def fingerprint_at(target: str) -> str:
     """The :func:`fingerprint` of a definition, read from its module's file.
 
     Args:
-        place: ``package.module:name`` or ``package.module:Class.name``; the module gets imported.
+        target: ``package.module:name`` or ``package.module:Class.name``; the module gets imported.
 
     Raises:
         OSError, TypeError: there is no source to read, or no such name in it.

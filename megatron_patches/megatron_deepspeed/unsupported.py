@@ -15,7 +15,7 @@ class Refusal:
 
     Args:
         applies: of Megatron-DeepSpeed's arguments and DeepSpeed's configuration.
-        why: the reason; ``{name}`` stands for an argument.
+        reason: why; ``{name}`` stands for an argument.
         fix: what works instead.
     """
 

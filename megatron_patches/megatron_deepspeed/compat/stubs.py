@@ -26,7 +26,7 @@ class Stub:
         name: of the stub module.
         needs: the package whose absence makes it necessary.
         purpose: what Megatron-DeepSpeed uses it for, with the package to install.
-        until: the module whose import needs it; afterwards nobody else shall see it. "": it stays.
+        obsolete_after: the module that imports it, after which the stub is removed; "": it stays.
     """
 
     name: str
