@@ -74,8 +74,8 @@ def test_the_apex_stubs_compute_what_apex_does() -> None:
     assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
     function = apex_modules["apex.normalization.fused_layer_norm"].FusedLayerNormAffineFunction
     weight, bias = torch.randn(2, 8)
-    given = (x, weight, bias, torch.Size([8]), 1e-5)
-    assert torch.equal(function.apply(*given), F.layer_norm(x, (8,), weight, bias, 1e-5))
+    arguments = (x, weight, bias, torch.Size([8]), 1e-5)
+    assert torch.equal(function.apply(*arguments), F.layer_norm(x, (8,), weight, bias, 1e-5))
     applier = apex_modules["apex.multi_tensor_apply"].multi_tensor_applier
     tensors, overflow = [torch.randn(5), torch.randn(2, 3)], torch.zeros(1, dtype=torch.int)
     flat = torch.cat([t.flatten() for t in tensors])
