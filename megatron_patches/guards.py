@@ -79,6 +79,16 @@ class Guard:
 NO_GUARD: Final = Guard()
 
 
+def source_guard(source_sha256: str) -> Guard:
+    """A function of a checkout, which has no version."""
+    return Guard(source_sha256=source_sha256)
+
+
+def deepspeed_guard(source_sha256: str) -> Guard:
+    """A function or class of DeepSpeed."""
+    return Guard("deepspeed", ">=0.19,<0.20", source_sha256)
+
+
 def fingerprint(obj: Any) -> str:
     """Digest of the syntax tree of a function, method or class, without docstrings.
 

@@ -8,7 +8,7 @@ from functools import partialmethod
 from typing import Any
 
 import ds_usp
-from megatron_patches.guards import Guard
+from megatron_patches.guards import deepspeed_guard
 from megatron_patches.patch import Patch
 from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
@@ -54,7 +54,7 @@ def patches(keywords: Mapping[str, Any]) -> PatchSet:
         "deepspeed.sequence.layer:DistributedAttention",
         attention,
         also_in=also_in,
-        guard=Guard("deepspeed", ">=0.19,<0.20", "89c49d14b7a36fb6"),
+        guard=deepspeed_guard("89c49d14b7a36fb6"),
         reason="at most one rank a head; USPAttention adds a ring under the same signature",
     )
     return PatchSet(_FRAMEWORK, (patch,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_patches.megatron_deepspeed.guards import checkout
+from megatron_patches.guards import source_guard
 from megatron_patches.patch import Bypass
 
 _LAYER = "megatron.model.transformer"
@@ -81,13 +81,13 @@ _WITH_LOSS_CHUNKS: Mapping[str, str] = MappingProxyType(
 def rows() -> tuple[Bypass, ...]:
     """Every bypassed function, with its fingerprint and what computes the same."""
     always = (
-        Bypass(target, reason, checkout(digest))
+        Bypass(target, reason, source_guard(digest))
         for reason, functions in _ALWAYS.items()
         for target, digest in functions.items()
     )
     reason = "chunked_token_losses computes the losses without logits"
     chunked = (
-        Bypass(target, reason, checkout(digest), flag=_CHUNKS)
+        Bypass(target, reason, source_guard(digest), flag=_CHUNKS)
         for target, digest in _WITH_LOSS_CHUNKS.items()
     )
     return (*always, *chunked)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_patches.megatron_deepspeed.guards import checkout, deepspeed
+from megatron_patches.guards import deepspeed_guard, source_guard
 from megatron_patches.megatron_deepspeed.speedups import fused_bias, gradient_norms
 from megatron_patches.megatron_deepspeed.speedups.lazy_sync import lazy_sync_torch
 from megatron_patches.patch import Patch
@@ -26,26 +26,26 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             f"{_GELU}.forward",
             fused_bias.gelu,
-            guard=checkout("fcc4122cb6e1d6c8"),
+            guard=source_guard("fcc4122cb6e1d6c8"),
             reason="ten kernels without nvfuser; one in Triton, or two of torch",
         ),
         wrap(
             f"{_GELU}.backward",
             fused_bias.gelu_backward,
-            guard=checkout("9939aa1d3de8e0a9"),
+            guard=source_guard("9939aa1d3de8e0a9"),
             reason="as above, for the gradient",
         ),
         wrap(
             "megatron.core.tensor_parallel.layers:"
             "LinearWithGradAccumulationAndAsyncCommunication.forward",
             fused_bias.linear,
-            guard=checkout("a9ddaf5ae9419175"),
+            guard=source_guard("a9ddaf5ae9419175"),
             reason="adds the bias in a second pass over the output; fused into the GEMM",
         ),
         wrap(
             f"{_LAYER}:bias_dropout_add",
             fused_bias.add_bias,
-            guard=checkout("5de07f0330b1146f"),
+            guard=source_guard("5de07f0330b1146f"),
             reason="adds bias and residual in two passes; one in Triton where dropout is 0",
         ),
         Patch(
@@ -57,13 +57,13 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             f"{_ZERO}.has_overflow_partitioned_grads_serial",
             gradient_norms.has_overflow,
-            guard=deepspeed("caa55adce779d393"),
+            guard=deepspeed_guard("caa55adce779d393"),
             reason="ten kernels a parameter while the GPU is idle; one `_foreach_norm`",
         ),
         wrap(
             f"{_ZERO}.get_grad_norm_direct",
             gradient_norms.gradient_norm,
-            guard=deepspeed("7e1e996197792bc2"),
+            guard=deepspeed_guard("7e1e996197792bc2"),
             reason="as above, for the norm, which it computes from a copy in fp64",
         ),
     )
