@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankContext, WorkerPool
-from test_errors import EVERYONE, TIMEOUT_S, WORLD, Call, attempt, check, said
+from test_errors import EVERYONE, TIMEOUT_S, WORLD, Call, attempt, check, outcome
 
 import ds_usp
 from ds_usp import Scores
@@ -71,7 +71,7 @@ def test_ranks_that_differ_hear_of_it_everywhere(pool: WorkerPool, name: str) ->
 
 def drop(ctx: RankContext) -> Any:
     scores = Scores(dropout_seed=5 + (ctx.rank == 3))
-    return said(ctx, lambda: Call(dropout=0.1, scores=scores).make("usp_attention"))
+    return outcome(ctx, lambda: Call(dropout=0.1, scores=scores).make("usp_attention"))
 
 
 def test_ranks_that_drop_by_other_seeds_hear_of_it(pool: WorkerPool) -> None:
