@@ -36,7 +36,9 @@ COMMANDS = (
     "python -m megatron_patches",
     f"python {TRAINER}",
 )
-SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Shapes?|Yields|Source|Example)s?:\s*(.*)$")
+LINE = 96
+LISTS = ("Arg", "Attribute", "Raise")
+SECTION = re.compile(r"(Arg|Attribute|Return|Raise|Shape|Yield|Source|Example)s?:\s*(.*)$")
 
 
 # ------------------------------------------------------------------ API
@@ -74,47 +76,77 @@ def described(name: str, member: object) -> Iterator[str]:
         function = getattr(member, method) if not isinstance(raw, property) else raw.fget
         doc = inspect.getdoc(raw)
         if doc and (callable(function) or isinstance(raw, property)):
-            shown = "" if isinstance(raw, property) else signature(function)
+            shown = "" if isinstance(raw, property) else " ".join(signature(function).split())
+            shown = shown.replace("( ", "(").replace(", )", ")")
             yield f"- `.{method}{shown}`: {inline(doc.partition(chr(10) * 2)[0])}"
 
 
+class Shown:
+    """Stands for a default or an annotation in a signature, with this repr."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def signature(function: object) -> str:
-    """Parameters and the return type, without the quotes of postponed annotations."""
+    """Parameters and the return type, one a line where one line is too short for all."""
     try:
         found = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return "(...)"
     parameters = [
-        p.replace(default=Default())
-        if dataclasses.is_dataclass(p.default) or " at 0x" in repr(p.default)
-        else p
+        p.replace(annotation=shown_annotation(p.annotation), default=shown_default(p.default))
         for p in found.parameters.values()
         if p.name != "self"
     ]
-    return re.sub(r"'([^']*)'", lambda m: m[1], str(found.replace(parameters=parameters)))
+    result = shown_annotation(found.return_annotation)
+    text = str(found.replace(parameters=parameters, return_annotation=result))
+    if len(text) <= LINE:
+        return text
+    lines = [str(inspect.Signature([p]))[1:-1] for p in parameters]
+    if any(p.kind is p.KEYWORD_ONLY for p in parameters):
+        first = next(i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY)
+        keywords = [line.removeprefix("*, ") for line in lines[first:]]
+        lines = [*lines[:first], *([] if has_varargs(parameters) else ["*"]), *keywords]
+    returned = "" if result is inspect.Signature.empty else f" -> {result!r}"
+    return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){returned}"
 
 
-class Default:
-    """Stands for a default whose repr is long or holds an address."""
+def has_varargs(parameters: list[inspect.Parameter]) -> bool:
+    """Whether ``*args`` stands before the keyword-only parameters."""
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
-    def __repr__(self) -> str:
-        return "..."
+
+def shown_annotation(annotation: object) -> object:
+    """Postponed annotations are strings: they are shown without quotes."""
+    return Shown(annotation) if isinstance(annotation, str) else annotation
+
+
+def shown_default(default: object) -> object:
+    """Defaults whose repr is long or holds an address are shown as dots."""
+    if default is inspect.Parameter.empty:
+        return default
+    hidden = dataclasses.is_dataclass(default) or " at 0x" in repr(default)
+    return Shown("...") if hidden else default
 
 
 def markdown(doc: str) -> Iterator[str]:
-    """A Google-style docstring as Markdown: sections become lists."""
-    in_section = False
+    """A Google-style docstring as Markdown: sections of names become lists."""
+    section = ""
     for line in doc.splitlines():
         head = SECTION.match(line)
         if head:
-            in_section = True
+            section = head[1]
             yield from ("", f"**{head[0].partition(':')[0]}:** {inline(head[2])}".rstrip(), "")
-        elif in_section and re.match(r" {4}\S", line):
-            yield f"- {inline(line.strip())}"
-        elif in_section and line.startswith("     "):
-            yield f"  {inline(line.strip())}"
+        elif section in LISTS and re.match(r" {4}\S", line):
+            yield f"- {inline(line)}"
+        elif section in LISTS and line.startswith("     "):
+            yield f"  {inline(line)}"
         else:
-            in_section = in_section and not line
+            section = section if not line or line.startswith(" ") else ""
             yield inline(line)
     yield ""
 
