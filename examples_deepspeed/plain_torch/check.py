@@ -1,4 +1,4 @@
-"""What ``--check`` compares with: the same steps in one process, with dense attention.
+"""The reference of ``--check``: the same steps in one process, with dense attention.
 
 Nothing of ds_usp is used here, and labels are shifted within full sequences.
 """
@@ -85,7 +85,8 @@ def dense(positions: Tensor):
 def largest_error(
     gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> tuple[float, str]:
-    """Of any element, as a share of the largest one of its parameter; and whose it is."""
+    """The largest error of any element, relative to the largest element of its parameter, and that
+    parameter's name."""
     if gradients.keys() != expected.keys():
         raise KeyError(f"gradients of {sorted(gradients)}, one process has {sorted(expected)}")
     errors = {

@@ -1,4 +1,4 @@
-"""What the three examples share: a GPT with rotary positions, made-up documents, and the start."""
+"""Common to the three examples: a GPT with rotary positions, synthetic documents, and the setup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class GPT(nn.Module):
-    """All that knows of other ranks is ``attention``; everything else works on local tokens.
+    """A GPT on local tokens; only ``attention`` communicates with other ranks.
 
     Shapes:
         tokens, positions: ``[b, s_local]``; logits: ``[b, s_local, VOCAB]``.
@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """RoPE by positions that come with the batch: ``arange`` would be wrong on all ranks but one.
+    """RoPE by the positions of the batch: ``arange`` would be wrong on all ranks but one.
 
     Shapes:
         x: ``[b, s_local, h, d]``; positions: ``[b, s_local]``.
@@ -74,7 +74,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class SyntheticDocuments(Dataset):
-    """Two packed documents a sample, each counting up from a prompt that is not learned."""
+    """Two packed documents per sample, each an arithmetic sequence; the prompt has no loss."""
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -95,8 +95,8 @@ class SyntheticDocuments(Dataset):
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], check: bool) -> torch.optim.Optimizer:
-    """AdamW; SGD for ``--check``: Adam hides gradients of a wrong scale, and makes full steps of
-    rounding errors where gradients are tiny."""
+    """AdamW; SGD for ``--check``: Adam hides a wrong gradient scale, and amplifies rounding errors
+    of tiny gradients to full steps."""
     if check:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3)
@@ -117,9 +117,9 @@ def flags(description: str | None) -> argparse.ArgumentParser:
 
 
 def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, SequenceMesh]:
-    """This rank's device, the dtype to compute in, and the mesh over ``ulysses * ring`` ranks.
+    """This rank's device, the compute dtype, and its mesh over ``ulysses * ring`` ranks.
 
-    As many meshes as the ranks fill are data-parallel replicas of each other.
+    Each mesh is one data-parallel replica.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")

@@ -94,17 +94,17 @@ SETTING_OF_FLAG: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several words."""
+    """One of several values."""
 
-    words: Sequence[Any]
+    choices: Sequence[Any]
 
     def __call__(self, text: str) -> str:
-        if text not in map(str, self.words):
+        if text not in map(str, self.choices):
             raise ValueError
         return text
 
     def __str__(self) -> str:
-        *others, last = map(str, self.words)
+        *others, last = map(str, self.choices)
         return f"{', '.join(others)} or {last}"
 
 

@@ -1,4 +1,4 @@
-"""The examples for plain torch train as one process does; so do those that go on from a file."""
+"""The plain torch examples train as one process does, also after they load a checkpoint."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SERVED = {
     },
     "own scale": {"softmax_scale": 0.2},
     "softmax off by one": {"config": {"softmax_type": "off-by-one"}},
-    "learnt softmax offset": {"config": {"softmax_type": "learnable"}},
+    "learnable softmax offset": {"config": {"softmax_type": "learnable"}},
 }
 REFUSED = {
     "dropout": ({"config": {"attention_dropout": 0.1}}, "set attention_dropout=0"),
@@ -79,8 +79,8 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     else:
         layout = mesh.layout("zigzag", seq_len=S)
         core = USPCoreAttention(mesh=mesh, layout=layout, **common)
-    for learnt in core.parameters():
-        learnt.data = torch.linspace(-1.0, 3.0, H)
+    for offset in core.parameters():
+        offset.data = torch.linspace(-1.0, 3.0, H)
     call = dict(case.get("call", {}))
     if "attn_mask_type" in call:
         call["attn_mask_type"] = AttnMaskType[call["attn_mask_type"]]
@@ -175,7 +175,7 @@ BORDERS = [0, 4, 24, 32]
 
 
 def thd(ctx: RankContext, *, layout: str, borders: list[int]) -> list[torch.Tensor]:
-    """Out and gradients of this rank's tokens, cut document by document as megatron-core does."""
+    """Out and gradients of this rank's tokens, sharded per document as megatron-core does."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -215,7 +215,7 @@ def local_tokens(ctx: RankContext, borders: list[int]) -> list[int]:
 
 
 def thd_tensors() -> list[torch.Tensor]:
-    """q, k, v and dout of the whole sequence ``[1, tokens, heads, d]``."""
+    """q, k, v and dout of the full sequence ``[1, tokens, heads, d]``."""
     torch.manual_seed(3)
     return [torch.randn(1, BORDERS[-1], heads, D) for heads in (H, G, G, H)]
 
@@ -240,14 +240,14 @@ def test_documents_cut_one_by_one_are_the_oracles(pool: WorkerPool) -> None:
         ("context_parallel", [0, 6, 24, 32], "of 6 tokens does not divide into 4 chunks"),
     ],
 )
-def test_documents_that_are_not_cut_so_are_refused(
+def test_documents_sharded_in_another_way_are_refused(
     pool: WorkerPool, layout: str, borders: list[int], message: str
 ) -> None:
     for error in pool.errors(thd, 2, layout=layout, borders=borders):
         assert isinstance(error, ValueError) and message in str(error), error
 
 
-def test_documents_that_change_in_their_place_are_read_again() -> None:
+def test_documents_changed_in_place_are_read_again() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_patches.megatron_core.masks import packed_mask

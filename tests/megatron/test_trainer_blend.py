@@ -1,4 +1,4 @@
-"""Weighted data: shares as the weights say, in an order that no number of steps changes."""
+"""Blended data: fractions follow the weights, in an order that more steps do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Names:
         return self.name, index
 
 
-def test_a_blend_keeps_its_shares_and_its_order() -> None:
+def test_a_blend_keeps_its_fractions_and_its_order() -> None:
     from usp_trainer import data
 
     blend = data.Blend([Names("a"), Names("b"), Names("c")], [3.0, 6.0, 1.0])
@@ -59,7 +59,7 @@ def test_a_blend_trains_the_same_on_all_degrees(tmp_path: Path) -> None:
     assert relative_difference(two, one) < 1e-5
 
 
-def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
+def test_the_fraction_of_a_text_is_its_weight(tmp_path: Path) -> None:
     from usp_trainer.data import _encode_text, _samples
 
     texts = {"a": "abcd", "w": "wxyz"}
@@ -83,7 +83,7 @@ def test_the_share_of_a_text_is_its_weight(tmp_path: Path) -> None:
         ("nan a 1 b", "the weight of a is 'nan'"),
     ],
 )
-def test_weights_that_are_none_are_refused(flags: str, message: str) -> None:
+def test_invalid_weights_are_refused(flags: str, message: str) -> None:
     from usp_trainer.input_files import parse_blend
 
     with pytest.raises(DataError) as refused:

@@ -1,4 +1,4 @@
-"""Ranks end together, with their parent, and what went wrong is said once."""
+"""Failures of ranks: they end together and with their parent, and an error is printed once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
 """
 
 
-def test_a_launchers_ranks_end_with_it(tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_end_with_it(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER_ENDS)
     done = command([str(script)], tmp_path)
@@ -130,7 +130,7 @@ def test_a_launchers_ranks_end_with_it(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["TORCHELASTIC_RUN_ID b''", "CROSS_RANK b''"]
 
 
-def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
+def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
     """What each rank prints under a launcher; None: the rank is dead."""
     from usp_trainer import failures
 
@@ -158,10 +158,10 @@ def spoken(ctx: RankContext, *, folder: str, errors: list[str | None]) -> str:
         ),
     ],
 )
-def test_a_launchers_ranks_speak_once(
+def test_ranks_of_a_launcher_report_an_error_once(
     errors: list[str | None], expected: list[str], pool: WorkerPool, tmp_path: Path
 ) -> None:
-    printed = pool.run(spoken, 3, folder=str(tmp_path), errors=errors)
+    printed = pool.run(reports_of_rank, 3, folder=str(tmp_path), errors=errors)
     lines = sorted("".join(printed).splitlines())
     assert len(lines) == len(expected), lines
     for line, start in zip(lines, sorted(expected), strict=True):

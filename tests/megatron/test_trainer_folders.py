@@ -1,4 +1,4 @@
-"""What a run leaves in its folders is whole, and a run that is refused leaves them as they were."""
+"""Output folders: files are complete after any end, and a refused run changes nothing."""
 
 from __future__ import annotations
 

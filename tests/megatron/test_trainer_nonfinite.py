@@ -14,24 +14,24 @@ from trainer_runs import PLAIN_SGD, degrees, start
 LINEAR = "layers.2.layer.self_attention.linear_proj"
 
 
-def spoil(run: Any, what: str, rank: int) -> None:
+def corrupt(run: Any, target: str, rank: int) -> None:
     """Let one tensor of ``rank`` have a value that is not finite, from now on."""
     if dist.get_rank() != rank:
         return
     module = run.trainer.engine.module
-    if what == "parameter":
+    if target == "parameter":
         module.get_parameter(f"{LINEAR}.weight").data[0, 0] = float("inf")
-    elif what in ("output", "stage"):
+    elif target in ("output", "stage"):
 
         def replace(_: Any, __: Any, output: Any) -> Any:
             return output[0].index_fill(0, torch.tensor([3]), float("nan")), *output[1:]
 
-        name = LINEAR if what == "output" else LINEAR.removeprefix("layers.")
+        name = LINEAR if target == "output" else LINEAR.removeprefix("layers.")
         module.get_submodule(name).register_forward_hook(replace)
-    elif what == "gradient":
+    elif target == "gradient":
         weight = module.get_parameter(f"{LINEAR}.weight")
         weight.register_hook(lambda gradient: gradient * float("nan"))
-    elif what == "state":  # the loss stays as it is
+    elif target == "state":  # the loss stays as it is
         optimizer = run.trainer.engine.optimizer
         base = getattr(optimizer, "optimizer", optimizer)
         next(iter(base.state.values()))["exp_avg_sq"].flatten()[0] = float("inf")
@@ -44,22 +44,22 @@ def local_weights(run: Any) -> list[torch.Tensor]:
 
 
 def messages_of(ctx: RankContext, *, runs: list[tuple[str, str]], folder: str) -> list[str]:
-    """What each run says of the step after a tensor of rank 1 was spoilt, or of saving it."""
+    """The error of each run's step, or of saving it, after a tensor of rank 1 was corrupted."""
     from usp_trainer.nonfinite import NotFiniteError
 
     texts = []
-    for flags, what in runs:
+    for flags, target in runs:
         run = start(f"{flags} --save {folder}/save", folder)
         run.step()
         before = [p.clone() for p in local_weights(run)]
-        spoil(run, what, rank=1)
+        corrupt(run, target, rank=1)
         try:
-            run.save() if what == "state" else run.step()
+            run.save() if target == "state" else run.step()
         except NotFiniteError as error:
             texts.append(str(error))
         else:
             texts.append("")
-        if what == "gradient":  # it was left out
+        if target == "gradient":  # it was left out
             assert all(map(torch.equal, before, local_weights(run))), flags
     return texts
 
@@ -83,8 +83,8 @@ RUNS = [
 
 
 def test_what_is_not_finite_is_named_and_never_saved(tmp_path: Path) -> None:
-    runs = [(flags, what) for flags, what, _ in RUNS]
+    runs = [(flags, target) for flags, target, _ in RUNS]
     for texts in fork_world(messages_of, 2, runs=runs, folder=str(tmp_path)):
-        for text, (flags, what, expected) in zip(texts, RUNS, strict=True):
-            assert re.search(expected, text), (flags, what, text)
+        for text, (flags, target, expected) in zip(texts, RUNS, strict=True):
+            assert re.search(expected, text), (flags, target, text)
     assert not (tmp_path / "save").exists()

@@ -14,36 +14,44 @@ from ds_usp import CheckpointError
 
 FLAGS = ADAM + " --weight-decay 0.1"
 SAVED = {"sp": 4, "u": 2, "zero": 1}
-STRAIGHT, SAVED_AT = 4, 2
+TOTAL_STEPS, SAVED_AT = 4, 2
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
     """A checkpoint of step 2, and the numbers of all 4 steps of the run that wrote it."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder / "save", save_and_go_on(folder, SAVED)
+    return folder / "save", save_and_continue(folder, SAVED)
 
 
-def save_and_go_on(folder: Path, grid: dict[str, int], world: int = 4) -> Numbers:
+def save_and_continue(folder: Path, grid: dict[str, int], world: int = 4) -> Numbers:
     flags = degrees(**grid) + FLAGS + f" --save {folder / 'save'}"
-    (numbers,) = train(world, flags, output_dir=folder, steps=STRAIGHT, save_at=SAVED_AT)
+    (numbers,) = train(world, flags, output_dir=folder, steps=TOTAL_STEPS, save_at=SAVED_AT)
     return numbers
 
 
 def resume(folder: Path, checkpoint: Path, *grids: dict[str, int]) -> list[Numbers]:
     runs = [degrees(**grid) + FLAGS + f" --load {checkpoint}" for grid in grids]
-    return train(4, *runs, output_dir=folder, steps=STRAIGHT - SAVED_AT)
+    return train(4, *runs, output_dir=folder, steps=TOTAL_STEPS - SAVED_AT)
 
 
-def test_resuming_is_bit_exact(straight: tuple[Path, Numbers], tmp_path: Path) -> None:
-    checkpoint, numbers = straight
+def test_resuming_is_bit_exact(uninterrupted: tuple[Path, Numbers], tmp_path: Path) -> None:
+    checkpoint, numbers = uninterrupted
     assert resume(tmp_path, checkpoint, SAVED) == [numbers[SAVED_AT:]]
 
 
-def test_resuming_on_another_split_is_exact(straight: tuple[Path, Numbers], tmp_path: Path) -> None:
-    checkpoint, numbers = straight
-    splits = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))  # of the same 4 ranks; the rest is data
-    others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in splits]
+def test_resuming_on_other_sequence_degrees_is_exact(
+    uninterrupted: tuple[Path, Numbers], tmp_path: Path
+) -> None:
+    checkpoint, numbers = uninterrupted
+    degrees_of_runs = (
+        (4, 4),
+        (4, 1),
+        (2, 2),
+        (2, 1),
+        (1, 1),
+    )  # of the same 4 ranks; the rest is data
+    others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs]
     for resumed in resume(tmp_path, checkpoint, *others):
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
@@ -61,12 +69,12 @@ def test_resuming_on_another_split_is_exact(straight: tuple[Path, Numbers], tmp_
     ids=str,
 )
 def test_every_kind_of_checkpoint_resumes(grid: dict[str, int], tmp_path: Path) -> None:
-    numbers = save_and_go_on(tmp_path, grid)
+    numbers = save_and_continue(tmp_path, grid)
     assert resume(tmp_path, tmp_path / "save", grid) == [numbers[SAVED_AT:]]
 
 
 def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    numbers = save_and_go_on(tmp_path, {"sp": 2}, world=2)
+    numbers = save_and_continue(tmp_path, {"sp": 2}, world=2)
     (resumed,) = resume(tmp_path, tmp_path / "save", {"sp": 4, "u": 2})
     assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
@@ -86,10 +94,10 @@ def test_zero0_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         (degrees(sp=2, pp=2, zero=1), ["sequence_x_data_ranks 4 in the checkpoint, 2 now"]),
     ],
 )
-def test_another_model_or_cut_is_refused_on_every_rank(
-    flags: str, messages: list[str], straight: tuple[Path, Numbers], tmp_path: Path
+def test_another_model_or_parallel_config_is_refused_on_every_rank(
+    flags: str, messages: list[str], uninterrupted: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
-    for error in errors(4, f"{flags} {FLAGS} --load {straight[0]}", tmp_path):
+    for error in errors(4, f"{flags} {FLAGS} --load {uninterrupted[0]}", tmp_path):
         assert isinstance(error, CheckpointError)
         assert all(text in str(error) for text in messages), error
 
@@ -118,30 +126,30 @@ def test_resuming_under_another_tensor_parallel_size_is_exact(
         4,
         f"{degrees(**saved)} {flags} --save {tmp_path}",
         output_dir=tmp_path,
-        steps=STRAIGHT,
+        steps=TOTAL_STEPS,
         save_at=SAVED_AT,
     )
     runs = [f"{degrees(**grid)} {flags} --load {tmp_path}" for grid in others]
-    for resumed in train(4, *runs, output_dir=tmp_path, steps=STRAIGHT - SAVED_AT):
+    for resumed in train(4, *runs, output_dir=tmp_path, steps=TOTAL_STEPS - SAVED_AT):
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
 
 
 def test_a_vocabulary_padded_for_one_tensor_parallel_size_is_refused(
-    straight: tuple[Path, Numbers], tmp_path: Path
+    uninterrupted: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
-    flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {straight[0]}"
+    flags = degrees(tp=4, zero=1) + f" --num-key-value-heads 4 --load {uninterrupted[0]}"
     for error in errors(4, flags + FLAGS, tmp_path):
         assert "padded_vocab_size 258 in the checkpoint, 260 now" in str(error)
 
 
 def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
-    straight: tuple[Path, Numbers], tmp_path: Path
+    uninterrupted: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
     flags = degrees(sp=2, zero=1) + FLAGS
     for error in errors(2, f"{flags} --load {tmp_path}", tmp_path):
         assert isinstance(error, CheckpointError)
         assert "Leave --load out for the first run" in str(error)
-    save_and_go_on(tmp_path, {"sp": 2, "zero": 1}, world=2)
+    save_and_continue(tmp_path, {"sp": 2, "zero": 1}, world=2)
     saved = tmp_path / "save" / f"step_{SAVED_AT}"
     name, size = next(iter(json.loads((saved / "usp_metadata.json").read_text())["files"].items()))
     (saved / name).write_bytes((saved / name).read_bytes()[:-1])
@@ -151,13 +159,13 @@ def test_a_folder_without_checkpoint_or_with_a_short_file_is_refused(
 
 
 def test_the_flags_of_the_resuming_run_count(
-    straight: tuple[Path, Numbers], tmp_path: Path
+    uninterrupted: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
     """Weight decay 0.1 was saved; at 100 the weights and the loss fall apart."""
-    flags = degrees(**SAVED) + ADAM + f" --weight-decay 100 --load {straight[0]}"
+    flags = degrees(**SAVED) + ADAM + f" --weight-decay 100 --load {uninterrupted[0]}"
     (numbers,) = train(4, flags, output_dir=tmp_path, steps=2)
-    assert relative_difference(numbers[:1], straight[1][SAVED_AT : SAVED_AT + 1]) < 1e-6
-    assert relative_difference(numbers[1:], straight[1][SAVED_AT + 1 :]) > 1e-3
+    assert relative_difference(numbers[:1], uninterrupted[1][SAVED_AT : SAVED_AT + 1]) < 1e-6
+    assert relative_difference(numbers[1:], uninterrupted[1][SAVED_AT + 1 :]) > 1e-3
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -167,7 +175,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         ("step_2_again", "step_2"),
         ("step_2", "step_2_again"),
     ):
-        save_and_go_on(tmp_path, {"sp": 2, "zero": 1}, world=2)
+        save_and_continue(tmp_path, {"sp": 2, "zero": 1}, world=2)
         assert (tmp_path / "save" / "latest").read_text().strip() == tag
         assert (tmp_path / "save" / tag / "usp_metadata.json").is_file()
         assert not (tmp_path / "save" / gone).exists()

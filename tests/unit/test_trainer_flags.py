@@ -78,10 +78,10 @@ ZERO = {
     "--seed": "a seed like another",
     "--sgd-momentum": "none",
     "--usp-loss-chunks": "all logits at once",
-    "--usp-offload-ratio": "nothing on the host",
+    "--usp-offload-ratio": "nothing offloaded",
     "--weight-decay": "none",
 }
-NEGATIVE = {"--local_rank"}  # -1: DeepSpeed's word for no launcher
+NEGATIVE = {"--local_rank"}  # -1: DeepSpeed's default without a launcher
 
 
 def accepts(flag: str, value: str) -> bool:

@@ -59,7 +59,7 @@ QUICKSTART = MappingProxyType(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; ``tests/unit/test_trainer_cli.py`` freezes its flags."""
+    """The parser; ``tests/unit/test_trainer_flags.py`` freezes its flags."""
     parser = Parser(
         prog="pretrain_gpt_usp.py",
         description="Pretrain a GPT with unified sequence parallelism (Ulysses x Ring) on CPUs or "

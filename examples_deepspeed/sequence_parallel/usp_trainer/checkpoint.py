@@ -97,7 +97,7 @@ def _not_written(folder: Path, step: int, why: str) -> CheckpointError:
         last = f"The checkpoint of step {saved} is complete"
     return CheckpointError(
         f"step {step} could not be written to {folder}: {why}. About "
-        f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB are free there: make room, or raise the "
+        f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB are free: free space, or raise the "
         f"limit of file sizes (ulimit -f). {last}"
     )
 

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     ) -> Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
             self.error("; ".join(map(self._unknown_flag_message, flags or unknown)))
         return parsed
 
@@ -43,12 +43,12 @@ class Parser(argparse.ArgumentParser):
             print(f"{self.prog}: error: {text} (--help lists all flags)", file=sys.stderr)
         raise SystemExit(2)
 
-    def _unknown_flag_message(self, word: str) -> str:
-        if not word.startswith("-"):
-            return f"{word!r} belongs to no flag"
+    def _unknown_flag_message(self, flag: str) -> str:
+        if not flag.startswith("-"):
+            return f"{flag!r} belongs to no flag"
         known = [name for action in self._actions for name in action.option_strings]
-        suggestion = closest_name(word, known)
-        return f"there is no flag {word}" + (f"; did you mean {suggestion}?" if suggestion else "")
+        suggestion = closest_name(flag, known)
+        return f"there is no flag {flag}" + (f"; did you mean {suggestion}?" if suggestion else "")
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:

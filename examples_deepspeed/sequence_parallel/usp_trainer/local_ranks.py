@@ -11,9 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from usp_trainer.failures import Failure, exit_failure
 
@@ -61,31 +61,44 @@ def fork_and_wait(body: Body, processes: int) -> dict[int, Failure]:
         SystemExit: on SIGTERM, SIGHUP or SIGQUIT, after the ranks were killed.
         KeyboardInterrupt: the same on SIGINT.
     """
-    _exit_on_signals()
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder:
-        ranks: dict[int, tuple[Any, Connection]] = {}
+    ranks: dict[int, tuple[Any, Connection]] = {}
+    with tempfile.TemporaryDirectory(prefix="usp_ranks_") as folder, _caught_signals() as signals:
         try:
             for rank in range(processes):
                 parent, child = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_spawned_rank,
-                    args=(body, rank, folder, child, os.getpid()),
+                    target=_spawned_rank, args=(body, rank, folder, child, os.getpid())
                 )
                 process.start()
                 child.close()
                 ranks[rank] = (process, parent)
-            return _wait_for(ranks)
+            return _wait_for(ranks, signals)
         finally:
             for process, _ in ranks.values():
                 process.kill()
                 process.join()
 
 
-def _exit_on_signals() -> None:
-    for number in _TERMINATION_SIGNALS:
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[int]:
+    """A pipe from which the numbers of termination signals are read, while it is open.
+
+    A handler that raises could do so between a fork and its record, or in a destructor, where the
+    exception is lost.
+    """
+    reading, writing = os.pipe()
+    previous = {}
+    for number in (*_TERMINATION_SIGNALS, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            previous[number] = signal.signal(number, lambda n, _: os.write(writing, bytes([n])))
+    try:
+        yield reading
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
 
 
 def _spawned_rank(body: Body, rank: int, folder: str, pipe: Connection, parent: int) -> None:
@@ -97,14 +110,17 @@ def _spawned_rank(body: Body, rank: int, folder: str, pipe: Connection, parent: 
     body(rank, folder, pipe.send)
 
 
-def _wait_for(ranks: Mapping[int, tuple[Any, Connection]]) -> dict[int, Failure]:
+def _wait_for(ranks: Mapping[int, tuple[Any, Connection]], signals: int) -> dict[int, Failure]:
     """The failure of each failed rank; after the first failure the others get a grace period."""
     failures: dict[int, Failure] = {}
     running, deadline = dict(ranks), None
     while running and (deadline is None or time.monotonic() < deadline):
         remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         sentinels = {process.sentinel: rank for rank, (process, _) in running.items()}
-        for sentinel in wait(list(sentinels), remaining_s):
+        ready = wait([*sentinels, signals], remaining_s)
+        if signals in ready:
+            _end_by_signal(os.read(signals, 1)[0])
+        for sentinel in ready:
             rank = sentinels[sentinel]
             process, pipe = running.pop(rank)
             process.join()
@@ -114,3 +130,9 @@ def _wait_for(ranks: Mapping[int, tuple[Any, Connection]]) -> dict[int, Failure]
                     failures[rank] = pipe.recv()
                 deadline = deadline or time.monotonic() + SHUTDOWN_TIMEOUT_S
     return failures
+
+
+def _end_by_signal(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

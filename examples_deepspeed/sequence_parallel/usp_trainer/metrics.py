@@ -77,7 +77,7 @@ class MetricsFile:
             free = shutil.disk_usage(self._path.parent).free
             raise OSError(
                 f"{self._path}: {error.strerror} at step {row['step']} ({free / 2**20:,.0f} MiB "
-                "free there). Make room, then start again with --load"
+                "free there). Free space, then start again with --load"
             ) from error
 
     def close(self) -> None:
