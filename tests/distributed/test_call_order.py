@@ -32,8 +32,8 @@ class Local(torch.nn.Module):
         return out.transpose(1, 2)
 
 
-def way_of(way: str) -> Attend:
-    kind, degree = way.split()
+def attention_of(mode: str) -> Attend:
+    kind, degree = mode.split()
     mesh = mesh_of(int(degree))
     layout = mesh.layout("contiguous", TOKENS)
     mask = ds_usp.MaskSpec.causal()
@@ -71,10 +71,10 @@ def way_of(way: str) -> Attend:
     return attend
 
 
-def walk(ctx: RankContext, way: str, orders: Sequence[Sequence[int]]) -> tuple[str, float]:
+def run_calls(ctx: RankContext, mode: str, orders: Sequence[Sequence[int]]) -> tuple[str, float]:
     """Two calls of one shape, whose backward passes this rank runs in its order, then another call;
     what was raised, and the worst error of their gradients of q."""
-    mesh, attend = mesh_of(int(way.split()[1])), way_of(way)
+    mesh, attend = mesh_of(int(mode.split()[1])), attention_of(mode)
     layout = mesh.layout("contiguous", TOKENS)
     calls, found = [], {}
     message, worst = "", 0.0
@@ -88,13 +88,13 @@ def walk(ctx: RankContext, way: str, orders: Sequence[Sequence[int]]) -> tuple[s
             full, mine, out = calls[call]
             dout = layout.shard(full[3], 1, mesh.rank)
             (found[call],) = torch.autograd.grad(
-                out, mine[:1], dout, retain_graph="kept" not in way
+                out, mine[:1], dout, retain_graph="kept" not in mode
             )
         attend(*calls[0][1])
         mesh.check()
     except ds_usp.MeshError as error:
         message = str(error)
-    for call, grad in {} if message or "joint" in way else found.items():
+    for call, grad in {} if message or "joint" in mode else found.items():
         full = [x.double() for x in calls[call][0]]
         q = full[0].requires_grad_()
         dense, _ = dense_attention(q, *full[1:3], causal(range(TOKENS), range(TOKENS)))
@@ -103,31 +103,31 @@ def walk(ctx: RankContext, way: str, orders: Sequence[Sequence[int]]) -> tuple[s
     return message, worst
 
 
-WAYS = ["usp 1", "usp 2", "usp 4", "local 4", "joint 2", "kept 2", "again 2"]
+MODES = ["usp 1", "usp 2", "usp 4", "local 4", "joint 2", "kept 2", "again 2"]
 COMPILED = ["compiled 1", "compiled 2", "compiled-local 4"]
 
 
-@pytest.mark.parametrize("way", WAYS + COMPILED)
-def test_ranks_that_go_backward_in_another_order_are_refused(pool: WorkerPool, way: str) -> None:
+@pytest.mark.parametrize("mode", MODES + COMPILED)
+def test_backward_passes_in_different_orders_are_refused(pool: WorkerPool, mode: str) -> None:
     orders = [(0, 1), (1, 0), (1, 0), (1, 0)]
-    for text, _ in pool.run(walk, WORLD, timeout=TIMEOUT_S, way=way, orders=orders):
+    for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
         assert "backward pass of call" in text and "on ranks 1-3" in text and "on rank 0" in text
 
 
-@pytest.mark.parametrize("way", ["usp 1", "usp 4", "local 4"])
-def test_a_rank_that_goes_backward_twice_or_not_is_refused(pool: WorkerPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["usp 1", "usp 4", "local 4"])
+def test_a_rank_with_more_or_fewer_backward_passes_is_refused(pool: WorkerPool, mode: str) -> None:
     for odd in [(1, 1, 0), (1, 0, 0), (1,), (0,), ()]:
         orders = [(1, 0), (1, 0), odd, (1, 0)]
-        for text, _ in pool.run(walk, WORLD, timeout=TIMEOUT_S, way=way, orders=orders):
+        for text, _ in pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=orders):
             assert "rank 2" in text and "ranks 0-1, 3" in text, (odd, text)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_all_ranks_do_alike_is_right(pool: WorkerPool, way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_any_order_that_all_ranks_share_is_right(pool: WorkerPool, mode: str) -> None:
     orders: list[Any] = [(1, 0), (0, 1), (1,), ()]
-    orders += [(1, 1, 0)] if way.split()[0] in ("usp", "local") else []
+    orders += [(1, 1, 0)] if mode.split()[0] in ("usp", "local") else []
     for order in orders:
-        results = pool.run(walk, WORLD, timeout=TIMEOUT_S, way=way, orders=[order] * WORLD)
+        results = pool.run(run_calls, WORLD, timeout=TIMEOUT_S, mode=mode, orders=[order] * WORLD)
         for text, error in results:
             assert not text and error <= 1e-5, (order, text, error)
 

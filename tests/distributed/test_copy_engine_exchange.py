@@ -1,4 +1,4 @@
-"""Exchanges for copy engines, on CPUs: packed as for them, and read by hand at the same places."""
+"""Exchanges for copy engines, on CPUs: packed as for them, and read at the same offsets."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ Sizes = dict[str, int]
 
 
 class Slots:
-    """A copy engine's memory for one kind of traffic, parts that are filled in turns; with NaN
-    when they are given out."""
+    """A copy engine's slots for one kind of traffic, filled with NaN when they are acquired."""
 
     def __init__(self, kind: str) -> None:
         count = num_slots(kind, ring=True)
         self.memory = [torch.empty(2**20, dtype=torch.uint8) for _ in range(count)]
-        self.turns = [0] * count
-        self.at, self.told = 0, False
+        self.generations = [0] * count
+        self.slot, self.published = 0, False
 
-    def give(self, size: int) -> torch.Tensor:
-        if self.told:  # else who asked before has said nothing
-            self.at, self.told = (self.at + 1) % len(self.memory), False
-        self.turns[self.at] += 1
-        self.memory[self.at].fill_(255)
-        return self.memory[self.at][:size]
+    def acquire(self, size: int) -> torch.Tensor:
+        if self.published:  # else who asked before has said nothing
+            self.slot, self.published = (self.slot + 1) % len(self.memory), False
+        self.generations[self.slot] += 1
+        self.memory[self.slot].fill_(255)
+        return self.memory[self.slot][:size]
 
 
 class PullingChannel(P2PChannel):
-    """What copy engines do, on CPUs: every rank reads in the others' rooms at the given places."""
+    """Copy engines on CPUs: every rank reads the others' staging buffers at the given offsets."""
 
     slots: ClassVar[dict[str, Slots]] = {}
 
@@ -53,29 +52,31 @@ class PullingChannel(P2PChannel):
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
         slots = self.slots.setdefault(self._kind, Slots(self._kind))
-        flat = slots.give(torch.Size(shape).numel() * dtype.itemsize)
-        self.mine = StagingBuffer(flat.view(dtype).view(*shape))
-        self.at, self.turn = slots.at, slots.turns[slots.at]
-        return self.mine
+        flat = slots.acquire(torch.Size(shape).numel() * dtype.itemsize)
+        self.staging = StagingBuffer(flat.view(dtype).view(*shape))
+        self.slot, self.generation = slots.slot, slots.generations[slots.slot]
+        return self.staging
 
     def post(
-        self, packed: torch.Tensor, leaving: Sequence[SendSlice], arriving: Sequence[RecvSpec]
+        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
     ) -> None:
-        rooms: list[Any] = [None] * dist.get_world_size(self._group)
+        peers: list[Any] = [None] * dist.get_world_size(self._group)
         slots = self.slots[self._kind]
-        assert packed is self.mine.tensor
-        assert self.turn == slots.turns[self.at], "the room was given to another one"
-        slots.told = True
-        users, sources = ({rank for rank, *_ in each} for each in (leaving, arriving))
-        dist.all_gather_object(rooms, (packed, users, sources, self.at), self._group)
+        assert packed is self.staging.tensor
+        assert self.generation == slots.generations[self.slot], "another exchange acquired the slot"
+        slots.published = True
+        readers, sources = ({rank for rank, *_ in each} for each in (sends, recvs))
+        dist.all_gather_object(peers, (packed, readers, sources, self.slot), self._group)
         mine = dist.get_rank(self._group)
-        for rank, (_, told, pulls, slot) in enumerate(rooms):
-            assert slot == self.at, "ranks pack into different slots"
+        for rank, (_, published, pulls, slot) in enumerate(peers):
+            assert slot == self.slot, "ranks pack into different slots"
             if rank != mine:
-                assert (mine in told) == (rank in sources), "told, and does not pull; or not told"
-                assert (mine in pulls) == (rank in users)
-        for source, place, at, pitch in arriving:
-            room = rooms[source][0]
+                assert (mine in published) == (rank in sources), (
+                    "published to a rank that does not pull, or the reverse"
+                )
+                assert (mine in pulls) == (rank in readers)
+        for source, place, at, pitch in recvs:
+            room = peers[source][0]
             flat = room.flatten()
             if not pitch:
                 place.copy_(flat[at : at + place.numel()].view(place.shape))
@@ -132,8 +133,8 @@ def packed(
         got = attend(mesh, case)
     for slots in PullingChannel.slots.values():
         for _ in slots.memory:
-            slots.told = True
-            slots.give(0)
+            slots.published = True
+            slots.acquire(0)
     errors = errors_of(mesh, case, got)
     mesh.plans.clear()  # they are for copies
     return max(errors.values()), reserved, used
@@ -236,7 +237,7 @@ def test_gradients_are_not_packed_where_a_kernel_writes_them_to_their_place(
         assert set(pool.run(in_place, 4, case=case, ulysses=ulysses, copies=copies)) == {(0, 0)}
 
 
-def break_off(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, int]:
+def abort_pass(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, int]:
     """Each rank's pass by copy engines ends well, or after so many exchanges; what the next call
     says, on every rank."""
     mesh = SequenceMesh.from_group(None, 2)
@@ -256,22 +257,22 @@ def break_off(ctx: RankContext, exchanges: Sequence[int | None]) -> tuple[str, i
     return "", 0
 
 
-def test_a_rank_that_broke_a_pass_off_does_not_go_on_with_the_others(pool: WorkerPool) -> None:
+def test_a_rank_that_aborted_a_pass_does_not_continue_with_the_others(pool: WorkerPool) -> None:
     aborted = "aborted copy-engine passes: "
-    for text, _ in pool.run(break_off, 4, exchanges=[None, 3, None, None]):
+    for text, _ in pool.run(abort_pass, 4, exchanges=[None, 3, None, None]):
         assert f"{aborted}0 on ranks 0, 2-3, 1, the last after 3 exchanges on rank 1" in text
-    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 2, 3]):
+    for text, _ in pool.run(abort_pass, 4, exchanges=[3, 3, 2, 3]):
         assert f"{aborted}1, the last after exchanges: 3 on ranks 0-1, 3, 2 on rank 2" in text
-    for text, _ in pool.run(break_off, 4, exchanges=[3, 3, 3, 3]):
+    for text, _ in pool.run(abort_pass, 4, exchanges=[3, 3, 3, 3]):
         assert not text
 
 
-def no_room(ctx: RankContext) -> None:
+def without_reserve(ctx: RankContext) -> None:
     mesh = mesh_of(2)
     mesh.channel("ring_kv", copies=True)
 
 
-def test_copies_without_room_are_refused(pool: WorkerPool) -> None:
-    for error in pool.errors(no_room, 4):
+def test_copy_engines_without_reserved_memory_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(without_reserve, 4):
         assert isinstance(error, MeshError)
         assert "ring_kv" in str(error)

@@ -80,7 +80,7 @@ def say(ctx: RankContext, texts: list[str]) -> None:
     mesh.agree(texts[ctx.rank])
 
 
-def test_ranks_that_differ_all_hear_what_each_said(pool: WorkerPool) -> None:
+def test_ranks_that_differ_all_raise_with_every_text(pool: WorkerPool) -> None:
     assert pool.errors(say, 2, texts=["same", "same"]) == [None, None]
     errors = pool.errors(say, 2, texts=["64 tokens", "65 tokens"])
     for error in errors:
@@ -105,28 +105,28 @@ def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
         assert "lse: without on ranks 1-3, with on rank 0" in said
 
 
-both_ways = pytest.mark.parametrize("board", [False, True], ids=["group", "shared memory"])
+both_transports = pytest.mark.parametrize("use_mailbox", [False, True], ids=["group", "mailbox"])
 
 
-def checker_of(ctx: RankContext, board: bool) -> ConsistencyChecker:
+def checker_of(ctx: RankContext, use_mailbox: bool) -> ConsistencyChecker:
     """As CPUs have it, over their group, or as the GPUs of a host do, in memory that they share."""
-    shared = open_mailbox(ctx.group, [b"host"] * ctx.world) if board else None
-    assert (shared is not None) == board
+    shared = open_mailbox(ctx.group, [b"host"] * ctx.world) if use_mailbox else None
+    assert (shared is not None) == use_mailbox
     return ConsistencyChecker(ctx.group, shared)
 
 
-def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
+def late_difference(ctx: RankContext, use_mailbox: bool) -> tuple[list[str], int]:
     """What a comparison that nobody waited for says later, as on GPUs, and after how many calls."""
-    consistency = checker_of(ctx, board)
+    checker = checker_of(ctx, use_mailbox)
     for text in ("a", "b", "a"):
-        consistency.check_call(text, wait=False)
-    consistency.check_call("b" if ctx.rank == 1 else "a", wait=False)
+        checker.check_call(text, wait=False)
+    checker.check_call("b" if ctx.rank == 1 else "a", wait=False)
     said: list[str] = []
     calls = 0
     while len(said) < 2 and calls < 9:
         calls += 1
         try:
-            consistency.check_call("a", wait=False)
+            checker.check_call("a", wait=False)
         except ds_usp.MeshError as error:
             said.append(str(error))
     return said, calls
@@ -135,108 +135,110 @@ def late_difference(ctx: RankContext, board: bool) -> tuple[list[str], int]:
 def after_passes(ctx: RankContext, how: str) -> list[int]:
     """How often waiting streams were let go: at a call that is new to the ranks, and at the next,
     where one pass was broken off, a call is another one, or a rank has an error of its own."""
-    consistency, freed = checker_of(ctx, True), mock.Mock()
-    consistency.on_failure = freed
-    consistency.begin_pass()
-    if how != "broken off" or ctx.rank:
-        consistency.end_pass()
+    checker, freed = checker_of(ctx, True), mock.Mock()
+    checker.on_failure = freed
+    checker.begin_pass()
+    if how != "aborted" or ctx.rank:
+        checker.end_pass()
     text = "other" if how == "another" and not ctx.rank else "new"
     wrong = ValueError("no such head") if how == "error" and not ctx.rank else None
     found = []
     for call in ("check_now", "check_call"):
         with contextlib.suppress(ds_usp.MeshError, ValueError):
-            getattr(consistency, call)(f"{text} {call}", error=wrong)
+            getattr(checker, call)(f"{text} {call}", error=wrong)
         found.append(freed.call_count)
     return found
 
 
 @pytest.mark.parametrize(
-    ("how", "freed"), [("broken off", 1), ("another", 0), ("error", 0), ("equal", 0)]
+    ("how", "freed"), [("aborted", 1), ("another", 0), ("error", 0), ("equal", 0)]
 )
-def test_streams_are_let_go_where_a_pass_was_broken_off(
+def test_stream_waits_are_aborted_where_a_pass_was_aborted(
     pool: WorkerPool, how: str, freed: int
 ) -> None:
     assert pool.run(after_passes, 4, how=how) == [[freed, freed]] * 4
 
 
-@both_ways
-def test_a_known_call_that_differs_is_told_a_few_calls_later(pool: WorkerPool, board: bool) -> None:
-    for said, calls in pool.run(late_difference, 3, board=board):
+@both_transports
+def test_a_verified_call_that_differs_raises_a_few_calls_later(
+    pool: WorkerPool, use_mailbox: bool
+) -> None:
+    for said, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
         assert len(said) == 2 and said[0] == said[1]
         assert "a on ranks 0, 2, b on rank 1" in said[0]
         assert calls == 5  # four comparisons are under way at a time; then every call says so
 
 
-def difference_in_backward(ctx: RankContext, board: bool) -> str:
-    consistency = checker_of(ctx, board)
+def difference_in_backward(ctx: RankContext, use_mailbox: bool) -> str:
+    checker = checker_of(ctx, use_mailbox)
     for text in ("a", "b"):
-        consistency.check_call(text, wait=False)
-    consistency.check_call("b" if ctx.rank == 1 else "a", wait=False)
+        checker.check_call(text, wait=False)
+    checker.check_call("b" if ctx.rank == 1 else "a", wait=False)
     try:
-        consistency.drain()
+        checker.drain()
     except ds_usp.MeshError as error:
         return str(error)
     return ""
 
 
-@both_ways
+@both_transports
 def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
-    pool: WorkerPool, board: bool
+    pool: WorkerPool, use_mailbox: bool
 ) -> None:
-    for said in pool.run(difference_in_backward, 3, board=board):
+    for said in pool.run(difference_in_backward, 3, use_mailbox=use_mailbox):
         assert "a on ranks 0, 2, b on rank 1" in said
 
 
-def error_meets_a_known_call(ctx: RankContext, board: bool) -> str:
-    consistency = checker_of(ctx, board)
+def error_meets_a_known_call(ctx: RankContext, use_mailbox: bool) -> str:
+    checker = checker_of(ctx, use_mailbox)
     for text in ("a", "b", "a"):
-        consistency.check_call(text, wait=False)
+        checker.check_call(text, wait=False)
     try:
         if ctx.rank == 1:
-            consistency.check_call("", error=ValueError("no such head"))
-        consistency.check_call("a", wait=False)
-        consistency.drain()
+            checker.check_call("", error=ValueError("no such head"))
+        checker.check_call("a", wait=False)
+        checker.drain()
     except (ValueError, ds_usp.MeshError) as error:
         return str(error)
     return ""
 
 
-@both_ways
-def test_an_error_on_one_rank_is_told_by_those_who_made_a_known_call(
-    pool: WorkerPool, board: bool
+@both_transports
+def test_an_error_on_one_rank_is_raised_where_a_verified_call_was_made(
+    pool: WorkerPool, use_mailbox: bool
 ) -> None:
-    first, second, third = pool.run(error_meets_a_known_call, 3, board=board)
+    first, second, third = pool.run(error_meets_a_known_call, 3, use_mailbox=use_mailbox)
     assert second == "no such head"
     assert first == third and "rank 1: no such head" in first
 
 
 def many_calls(ctx: RankContext, calls: int) -> int:
     """Known and new ones at every rank's own pace."""
-    consistency = checker_of(ctx, board=True)
+    checker = checker_of(ctx, use_mailbox=True)
     paces = random.Random(ctx.rank)
     for call in range(calls):
-        consistency.check_call(f"call {call % 7 + call // 50}", wait=call % 13 == 0)
+        checker.check_call(f"call {call % 7 + call // 50}", wait=call % 13 == 0)
         if call % 11 == ctx.rank:
             time.sleep(paces.random() / 500)
         if call % 17 == 0:
-            consistency.drain()
-    consistency.check_now("the end")
-    return consistency.number
+            checker.drain()
+    checker.check_now("the end")
+    return checker.number
 
 
-def test_no_note_is_lost_at_any_pace(pool: WorkerPool) -> None:
+def test_no_record_is_lost_at_any_pace(pool: WorkerPool) -> None:
     assert pool.run(many_calls, 4, calls=600) == [601] * 4
 
 
 def leave(ctx: RankContext) -> str:
-    consistency = checker_of(ctx, board=True)
-    consistency.check_now("together")
-    assert consistency.mailbox is not None
+    checker = checker_of(ctx, use_mailbox=True)
+    checker.check_now("together")
+    assert checker.mailbox is not None
     if ctx.rank == 1:
-        consistency.mailbox._file.close()  # as the system does when a process ends
+        checker.mailbox._file.close()  # as the system does when a process ends
         return ""
     try:
-        consistency.check_now("alone")
+        checker.check_now("alone")
     except ds_usp.MeshError as error:
         return str(error)
     return "nobody missed rank 1"
@@ -249,17 +251,17 @@ def test_a_rank_that_has_ended_is_named(pool: WorkerPool) -> None:
 
 def come_late(ctx: RankContext, known: bool) -> list[str]:
     """What each call says when rank 1 is late for the second one by more than the others wait."""
-    consistency = checker_of(ctx, board=True)
-    assert consistency.mailbox is not None
-    consistency.mailbox.timeout_s = 0.4
-    consistency.check_now("together")
-    consistency.check_call("a", wait=False)
+    checker = checker_of(ctx, use_mailbox=True)
+    assert checker.mailbox is not None
+    checker.mailbox.timeout_s = 0.4
+    checker.check_now("together")
+    checker.check_call("a", wait=False)
     said = []
     for call in range(8):
         if ctx.rank == 1 and call == 1:
             time.sleep(1.2)
         try:
-            consistency.check_call("a", wait=not known)
+            checker.check_call("a", wait=not known)
             said.append("")
         except ds_usp.MeshError as error:
             said.append(str(error))
@@ -267,7 +269,7 @@ def come_late(ctx: RankContext, known: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["waits", "looks later"])
-def test_a_rank_that_others_gave_up_on_does_not_go_on_without_them(
+def test_a_late_rank_does_not_continue_without_those_that_aborted(
     pool: WorkerPool, known: bool
 ) -> None:
     first, late, third = pool.run(come_late, 3, known=known)
@@ -277,7 +279,7 @@ def test_a_rank_that_others_gave_up_on_does_not_go_on_without_them(
     assert bool(late[1]) or known  # before anything moves
 
 
-def on_several_hosts(ctx: RankContext) -> bool:
+def on_several_nodes(ctx: RankContext) -> bool:
     return open_mailbox(ctx.group, [b"one", b"two"]) is None
 
 
@@ -290,8 +292,8 @@ def without_shared_memory(ctx: RankContext) -> bool:
         shm_mailbox._SHARED_MEMORY = Path("/dev/shm")
 
 
-def test_without_memory_that_all_see_there_is_no_board(pool: WorkerPool) -> None:
-    assert all(pool.run(on_several_hosts, 2)) and all(pool.run(without_shared_memory, 2))
+def test_without_shared_memory_there_is_no_mailbox(pool: WorkerPool) -> None:
+    assert all(pool.run(on_several_nodes, 2)) and all(pool.run(without_shared_memory, 2))
 
 
 def unsorted(ctx: RankContext) -> str:
@@ -331,8 +333,8 @@ def test_one_process_needs_no_process_group() -> None:
         assert relative_error(grad, expected) <= 1e-5
 
 
-def test_descriptions_that_differ_at_every_step_do_not_pile_up() -> None:
-    consistency = ConsistencyChecker()
+def test_the_set_of_verified_signatures_is_bounded() -> None:
+    checker = ConsistencyChecker()
     for step in range(3000):
-        consistency.check_call(f"dropout seed {step}", wait=False)
-    assert len(consistency._verified) <= 1024
+        checker.check_call(f"dropout seed {step}", wait=False)
+    assert len(checker._verified) <= 1024

@@ -1,4 +1,4 @@
-"""An error in the middle of a call leaves nothing under way: the next call on the mesh is right."""
+"""An error in the middle of a call leaves no exchange in flight: the next call is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_usp.kernels.sdpa import SdpaKernel
 
 WORLD = 4
 TIMEOUT_S = 20.0  # what takes longer hangs
-WORDS = "the kernel gave up"
+MESSAGE = "the kernel gave up"
 
 
 def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: int) -> int:
@@ -29,7 +29,7 @@ def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: 
     def failing(self: SdpaKernel, *args: Any) -> tuple[torch.Tensor, ...]:
         nonlocal calls
         if calls == stop:
-            raise RuntimeError(WORDS)
+            raise RuntimeError(MESSAGE)
         calls += 1
         result: tuple[torch.Tensor, ...] = intact(self, *args)
         return result
@@ -39,8 +39,8 @@ def kernel_calls(ctx: RankContext, case: Case, ulysses: int, method: str, stop: 
     return calls
 
 
-def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
-    """``Trip.take`` that raises the ``stop``-th time after something began, when all has come."""
+def failing_exchanges(stop: int, began: Callable[[], bool]) -> Any:
+    """``PendingExchange.wait`` that raises at its ``stop``-th result after something began."""
     intact, taken = PendingExchange.wait, 0
 
     def failing(self: PendingExchange) -> tuple[torch.Tensor, ...]:
@@ -49,18 +49,18 @@ def breaking_trips(stop: int, began: Callable[[], bool]) -> Any:
         if began():
             taken += 1
             if taken == stop:
-                raise RuntimeError(WORDS)
+                raise RuntimeError(MESSAGE)
         return result
 
     return mock.patch.object(PendingExchange, "wait", failing)
 
 
-def trip_interrupted(
+def exchange_interrupted(
     ctx: RankContext, ulysses: int, chunks: int, stop: int, forward: bool
 ) -> tuple[str, float]:
     """As :func:`interrupted`, where an exchange ends."""
     case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
-    real, backward, said = pipeline.pipelined_backward, forward, ""
+    real, backward, message = pipeline.pipelined_backward, forward, ""
 
     def begin(*args: Any, **more: Any) -> Any:
         nonlocal backward
@@ -69,25 +69,25 @@ def trip_interrupted(
 
     begins = mock.patch.object(functional, "pipelined_backward", begin)
     try:
-        with begins, breaking_trips(stop, lambda: backward):
+        with begins, failing_exchanges(stop, lambda: backward):
             attend(mesh_of(ulysses), case)
     except RuntimeError as error:
-        said = str(error)
-    return said, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+        message = str(error)
+    return message, max(run_case(ctx, replace(case, seed=1), ulysses).values())
 
 
 # Ulysses degree, parts, what is taken when it fails, forward. There a part is taken as its keys set
 # out and again as it is computed.
-TRIPS = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
-TRIPS += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
+EXCHANGES = [(u, 2, stop, False) for u in (1, 2) for stop in (1, 2)]
+EXCHANGES += [(2, 4, stop, True) for stop in (1, 3, 6, 7)]
 
 
-@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), TRIPS)
-def test_what_fails_as_it_comes_leaves_keys_that_set_out_nowhere(
+@pytest.mark.parametrize(("ulysses", "chunks", "stop", "forward"), EXCHANGES)
+def test_a_failed_wait_leaves_no_kv_exchange_in_flight(
     pool: WorkerPool, ulysses: int, chunks: int, stop: int, forward: bool
 ) -> None:
     results = pool.run(
-        trip_interrupted,
+        exchange_interrupted,
         WORLD,
         timeout=TIMEOUT_S,
         ulysses=ulysses,
@@ -95,7 +95,7 @@ def test_what_fails_as_it_comes_leaves_keys_that_set_out_nowhere(
         stop=stop,
         forward=forward,
     )
-    assert [said for said, _ in results] == [WORDS] * WORLD, results
+    assert [message for message, _ in results] == [MESSAGE] * WORLD, results
     assert max(error for _, error in results) < 1e-5, results
 
 
@@ -105,33 +105,33 @@ def interrupted(
     """What a call said that broke off in a part of the heads, and the error of the next one."""
     case = Case(batch=1, kernel="sdpa", tuning=tuning)
     each, rest = divmod(kernel_calls(ctx, case, ulysses, method, stop=-1), int(tuning.chunks))
-    said = "nothing" if rest == 0 else "parts of different lengths"
+    message = "nothing" if rest == 0 else "parts of different lengths"
     try:
         kernel_calls(ctx, case, ulysses, method, stop=part * each + at % each)
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     # Other numbers in tensors of the same shape: a message of the first call would spoil them.
-    return said, max(run_case(ctx, replace(case, seed=1), ulysses).values())
+    return message, max(run_case(ctx, replace(case, seed=1), ulysses).values())
 
 
 # Ulysses degree, parts of the heads, the part in which it happens: between others where it can be.
-PARTS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
+CHUNKS = [(1, 1, 0), (1, 2, 1), (1, 4, 1), (2, 1, 0), (2, 2, 1), (2, 3, 1), (4, 2, 0), (4, 2, 1)]
 
 
 # Gathered or not, inner ring.
-WAYS = {"block by block": (False, "auto"), "gathered": (True, "auto"), "double": (False, 2)}
-CALLS = [(*each, way) for way in WAYS for each in PARTS if way != "double" or each[0] == 1]
+MODES = {"block by block": (False, "auto"), "gathered": (True, "auto"), "double": (False, 2)}
+CALLS = [(*each, mode) for mode in MODES for each in CHUNKS if mode != "double" or each[0] == 1]
 
 
 @pytest.mark.parametrize("method", ["tile_forward", "tile_backward"])
-@pytest.mark.parametrize(("ulysses", "chunks", "part", "way"), CALLS)
-def test_a_kernel_that_raises_leaves_nothing_under_way(
-    pool: WorkerPool, ulysses: int, chunks: int, part: int, way: str, method: str
+@pytest.mark.parametrize(("ulysses", "chunks", "part", "mode"), CALLS)
+def test_a_kernel_that_raises_leaves_no_exchange_in_flight(
+    pool: WorkerPool, ulysses: int, chunks: int, part: int, mode: str, method: str
 ) -> None:
-    gather, inner = WAYS[way]
+    gather, inner = MODES[mode]
     # In the own block while the next one comes, in the first one that came, and at the end. All
     # ranks break off in the same step; where the own block ends a part, that is counted from there.
-    own_ends = method == "tile_backward" and chunks > 1 and part == chunks - 1 and way != "double"
+    own_ends = method == "tile_backward" and chunks > 1 and part == chunks - 1 and mode != "double"
     for at in (0, -2 if own_ends else 1, -1):
         results = pool.run(
             interrupted,
@@ -143,5 +143,5 @@ def test_a_kernel_that_raises_leaves_nothing_under_way(
             part=part,
             at=at,
         )
-        assert [said for said, _ in results] == [WORDS] * WORLD, results
+        assert [message for message, _ in results] == [MESSAGE] * WORLD, results
         assert max(error for _, error in results) < 1e-5, (at, results)
