@@ -1,1 +1,1 @@
-"""Floor 0: who holds which token and which pairs a step computes. Integers only, no torch."""
+"""Layer 0, integers only, no torch: token layouts, masks, tiles, ring schedules, degrees."""

@@ -1,5 +1,5 @@
-"""Into how many parts of the heads a call on GPUs is cut, and how its blocks come: at once, or
-passed on inside a node."""
+"""Number of head chunks of a call, and how their KV is exchanged: stepwise, all-gathered, or
+relayed inside a node."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ChunkPosition
 from ds_usp.geometry.tiles import Tile
 
-# A part should keep a GPU busy for some milliseconds: each costs the host a millisecond or two, and
-# more of them hide nothing more, but they need less memory: at 128K tokens and 32 heads, cut so, 4
-# GPUs need less beside the tensors than one exchange of all heads takes. Of a ring alone the own
-# block hides what comes. As 4 H200 have it at 32K and 128K tokens.
+# A chunk should keep a GPU busy for some milliseconds: its launch overhead is a millisecond or two.
+# More chunks overlap nothing more but need less memory: at 128K tokens and 32 heads, 4 GPUs then
+# need less beside the tensors than one exchange of all heads takes. In a pure ring the local block
+# overlaps the receives. Measured on 4 H200 at 32K and 128K tokens.
 _CHUNK_FLOP, _RING_CHUNK_FLOP, _MAX_CHUNKS = 1.1e12, 3e12, 16
-# Below it a pass takes a GPU less time than the host needs for it, 1 to 2 ms on 4 H200 with copy
-# engines: what counts is the number of calls.
+# Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
+# copy engines: what counts is the number of calls.
 _LAUNCH_BOUND_FLOP = 0.4e12
-# Keys and values that may be gathered at once whatever the number of parts.
+# KV of a chunk that may be all-gathered whatever the number of chunks.
 _GATHER_BYTES = 512 * 2**20
 
 ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 
-# A block is passed on inside a node, after one message across the network, where that message takes
-# longer than its latency: 1 MiB on a NIC of 400 Gbit/s is 20 us. Reckoned, not measured.
+# A block is relayed inside a node, after one message across the network, where that message takes
+# longer than its latency: 1 MiB on a NIC of 400 Gbit/s is 20 us. Computed, not measured.
 _RELAY_BYTES = 2**20
 
 
 def num_head_chunks(flop: float, max_chunks: int, ulysses: int) -> int:
-    """The number of parts.
+    """Number of head chunks of a call.
 
     Args:
         flop: of forward attention on one rank.
-        most: as many as a rank has key/value heads to cut.
+        max_chunks: :attr:`HeadSplit.max_chunks`.
         ulysses: degree.
     """
     chunk_flop = _RING_CHUNK_FLOP if ulysses == 1 else _CHUNK_FLOP
@@ -41,7 +41,7 @@ def num_head_chunks(flop: float, max_chunks: int, ulysses: int) -> int:
 
 
 def is_launch_bound(flop: float) -> bool:
-    """Whether the host, not a GPU, decides how long a call of one part takes.
+    """Whether CPU launch overhead, not the GPU, decides how long a call of one chunk takes.
 
     Args:
         flop: of forward attention on one rank.
@@ -50,14 +50,15 @@ def is_launch_bound(flop: float) -> bool:
 
 
 def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> ChunkPositions:
-    """Each part's place, forward and, where they come from the last to the first, backward.
+    """Position of each chunk (see ``ring_schedule``), forward and backward, which takes the chunks
+    from the last to the first.
 
-    A part hides the arrival of the next one if it is about as large. Backward nothing comes after
-    the first part that would hide its gradients' way home.
+    A chunk overlaps the receive of the next one if it is about as large. Backward no chunk follows
+    the first one that would overlap its gradient return.
 
     Args:
-        sizes: key/value heads of the parts, of the first Ulysses rank; others' may differ by one.
-        brief: a single part is computed at once, with little to hide behind.
+        sizes: key/value heads of the chunks, of the first Ulysses rank; others' may differ by one.
+        launch_bound: a single chunk is computed in one call, with little to overlap.
     """
     if len(sizes) == 1:
         return (("local_merged", "local_merged"),) if launch_bound else (("only", "only"),)
@@ -93,7 +94,7 @@ def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
 
 def should_all_gather_kv(kv_bytes: int, chunks: int, ring: int) -> bool:
     """Whether the keys and values of the whole ring are gathered, where that takes no more memory
-    than block by block, or little.
+    than stepwise, or little.
 
     Args:
         kv_bytes: of the whole ring and all heads of a rank.
@@ -102,12 +103,12 @@ def should_all_gather_kv(kv_bytes: int, chunks: int, ring: int) -> bool:
 
 
 def inner_ring_size(ring: int, ring_per_node: int, kv_bytes: int) -> int | None:
-    """Ranks of the inner ring of a double ring; None where blocks go straight to their users.
+    """Ranks of the inner ring of a double ring; None for a plain ring, which relays nothing.
 
     Args:
         ring: degree.
-        on_a_node: ranks of the ring in a row that share a node.
-        kv_bytes: keys and values of the whole ring, of one part of a rank's heads.
+        ring_per_node: adjacent ring ranks that share a node.
+        kv_bytes: keys and values of the whole ring, of one head chunk.
     """
     spans = 1 < ring_per_node < ring and ring % ring_per_node == 0
     return ring_per_node if spans and kv_bytes // ring >= _RELAY_BYTES else None

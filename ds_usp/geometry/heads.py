@@ -19,10 +19,10 @@ class HeadChunk:
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Query heads cut among Ulysses ranks along KV groups, and the KV heads that they use.
+    """Query heads split over Ulysses ranks along KV groups, and the KV heads that they use.
 
     With at least as many KV heads as ranks, a rank gets whole groups, as in DeepSpeed. With fewer,
-    the ranks are cut among the KV heads and share each one's query heads. So each rank's query
+    the ranks are split over the KV heads and share each one's query heads. So each rank's query
     heads fall on its KV heads evenly, and a KV head goes only to the ranks that use it.
 
     Args:
@@ -44,21 +44,21 @@ class HeadSplit:
 
     @property
     def max_chunks(self) -> int:
-        """Parts in which every rank can take its heads one after the other, along KV groups."""
+        """Most head chunks into which every rank's heads can be split, along KV groups."""
         ranges = (self.kv_range(rank) for rank in range(self.ulysses))
         return min(end - begin for begin, end in ranges)
 
     def chunk(self, count: int, index: int) -> HeadChunk:
-        """The heads of every rank in part ``index`` of ``count``.
+        """The heads of every rank in chunk ``index`` of ``count``.
 
-        The first and, of more than two, the last part are small: nothing hides the first one's
-        arrival and the last one's way home.
+        The first and, of more than two, the last chunk are small: the exchange before the first
+        and the return of the last are exposed.
 
         Raises:
-            ConfigError: more parts than :attr:`most_chunks`.
+            ConfigError: more chunks than :attr:`max_chunks`.
         """
         if not 0 <= index < count <= self.max_chunks:
-            raise ConfigError(f"there is no part {index} of {count}, at most {self.max_chunks}")
+            raise ConfigError(f"no head chunk {index} of {count}, at most {self.max_chunks}")
         if count == 1:
             ranks = range(self.ulysses)
             return HeadChunk(tuple(map(self.query_range, ranks)), tuple(map(self.kv_range, ranks)))
@@ -91,24 +91,25 @@ class HeadSplit:
 
 
 def exposed_fraction(count: int) -> float:
-    """Share of the bytes of an exchange that no computing hides, with so many parts: what comes for
-    the first one and what goes home of the last, a third as much."""
+    """Fraction of the bytes of an exchange that no computation overlaps, with so many chunks: what
+    is received for the first one and the return of the last, a third as much."""
     sizes = _chunk_sizes(count)
     return (3 * sizes[0] + sizes[-1]) / (4 * sum(sizes))
 
 
 def _chunk_sizes(count: int) -> tuple[int, ...]:
-    """How large the parts are, in proportion.
+    """Relative sizes of the chunks.
 
-    Three tensors come for the first one and one goes home of the last. What comes for a part must
-    come under the one before it: on 4 H200 at 32K tokens six times as much can.
+    Three tensors are received for the first one and one is returned of the last. A chunk's
+    exchange must fit under the computation of the previous one: on 4 H200 at 32K tokens one of six
+    times the size does.
     """
     few = {1: (1,), 2: (1, 3), 3: (1, 6, 1)}
     return few.get(count) or (1, *[3] * (count - 2), 1)
 
 
 def _chunk_edges(heads: int, count: int) -> list[int]:
-    """Bounds of ``count`` parts of at least one head."""
+    """Bounds of ``count`` chunks of at least one head."""
     sizes, edges = _chunk_sizes(count), [0]
     for index in range(1, count):
         ideal = round(heads * sum(sizes[:index]) / sum(sizes))

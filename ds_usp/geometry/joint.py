@@ -1,4 +1,4 @@
-"""Tokens that every rank has, laid into a sequence that is spread over the ranks."""
+"""Layouts of joint attention: joint tokens beside a sharded sequence, as one sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ds_usp.geometry.segments import Segment, coalesce
 
 @dataclass(frozen=True)
 class JointLayout(TokenLayout):
-    """Two sequences as one: each rank's shares of both, laid out by the same kind.
+    """Two sequences as one: each rank's shards of both, in layouts of the same kind.
 
     So whatever balances the work of each sequence balances that of the two. A rank stores its
-    share of the earlier one first. ``seq_len`` is the length of both together.
+    shard of the earlier one first. ``seq_len`` is the length of both together.
 
     Args:
         joint: tokens of the joint sequence, at least one for every rank.
@@ -76,9 +76,9 @@ class ConcatenatedShards(TokenLayout):
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """See :meth:`TokenLayout.segments`."""
-        whole = TokenLayout(self.kind, self.seq_len, *self.degrees, self.order)
-        before = sum(whole.length(each) for each in range(rank))
-        return (Segment(before, whole.length(rank)),)
+        layout = TokenLayout(self.kind, self.seq_len, *self.degrees, self.order)
+        before = sum(layout.length(index) for index in range(rank))
+        return (Segment(before, layout.length(rank)),)
 
 
 @lru_cache(maxsize=4096)
@@ -86,4 +86,4 @@ def _segments(layout: JointLayout, rank: int) -> tuple[Segment, ...]:
     parts = layout.layouts if layout.front else layout.layouts[::-1]
     first, second = (part.segments(rank) for part in parts)
     shift = parts[0].seq_len
-    return coalesce([*first, *(replace(each, start=each.start + shift) for each in second)])
+    return coalesce([*first, *(replace(part, start=part.start + shift) for part in second)])

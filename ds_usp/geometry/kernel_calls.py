@@ -1,4 +1,4 @@
-"""Tiles put together to kernel calls: many documents in one call of variable lengths."""
+"""Kernel calls made of tiles: many documents in one variable-length call."""
 
 from __future__ import annotations
 
@@ -86,26 +86,26 @@ class KernelCall:
 def kernel_calls_from_tiles(
     tiles: Sequence[Sequence[Tile]], rows: int, columns: int
 ) -> tuple[KernelCall, ...]:
-    """All tiles of a step in few calls, each tile in the first that has room for it.
+    """Group all tiles of a step into few calls, each tile into the first that can take it.
 
     Args:
         tiles: for each sample, or once for all.
         rows, columns: tokens of the two shards.
     """
-    open_calls: list[_CallBuilder] = []
-    for sample, mine in enumerate(tiles):
-        for tile in sorted(mine, key=_sort_key):
+    builders: list[_CallBuilder] = []
+    for sample, sample_tiles in enumerate(tiles):
+        for tile in sorted(sample_tiles, key=_sort_key):
             window = tile.window
-            for each in open_calls:
-                if each.can_add(sample, tile, window):
+            for call in builders:
+                if call.can_add(sample, tile, window):
                     break
             else:
-                each = _CallBuilder(
+                call = _CallBuilder(
                     len(tiles), rows // _MAX_GAP_FRACTION, columns // _MAX_GAP_FRACTION
                 )
-                open_calls.append(each)
-            each.add(sample, tile, window)
-    return tuple(each.close() for each in open_calls)
+                builders.append(call)
+            call.add(sample, tile, window)
+    return tuple(call.build() for call in builders)
 
 
 def _sort_key(tile: Tile) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _sort_key(tile: Tile) -> tuple[int, int]:
 
 
 class _CallBuilder:
-    """A call that tiles are still added to."""
+    """Collects the tiles of one kernel call."""
 
     def __init__(self, samples: int, row_gap: int, column_gap: int) -> None:
         self._tiles: list[list[Tile]] = [[] for _ in range(samples)]
@@ -127,33 +127,33 @@ class _CallBuilder:
         if self._tiles[sample]:
             last = self._tiles[sample][-1]
             gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
-            if not all(0 <= gap <= most for gap, most in zip(gaps, self._gaps, strict=True)):
+            if not all(0 <= gap <= limit for gap, limit in zip(gaps, self._gaps, strict=True)):
                 return False
-        both, widest = self._merged(tile, window)
-        binds = zip(self._window, window, both, widest, strict=True)
+        merged, widest = self._merged(tile, window)
+        binds = zip(self._window, window, merged, widest, strict=True)
         return all(
-            bound is None or (old in (None, bound) and new in (None, bound) and most <= bound)
-            for old, new, bound, most in binds
+            bound is None or (old in (None, bound) and new in (None, bound) and limit <= bound)
+            for old, new, bound, limit in binds
         )
 
     def add(self, sample: int, tile: Tile, window: Bounds) -> None:
-        """Take the tile in."""
+        """Add the tile."""
         self._window, self._widest = self._merged(tile, window)
         self._tiles[sample].append(tile)
 
-    def close(self) -> KernelCall:
+    def build(self) -> KernelCall:
         """The call."""
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
     def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:
-        """The window with the tile, and how wide it must be for what no side of it binds."""
+        """The window with the tile, and how wide it must be for tiles that a side does not bind."""
         reach = tile.columns - 1, tile.rows - 1
         left, right = (
             new if old is None else old for old, new in zip(self._window, window, strict=True)
         )
-        needs = (
-            max(most, each) if new is None else most
-            for most, each, new in zip(self._widest, reach, window, strict=True)
+        widths = (
+            max(limit, needed) if new is None else limit
+            for limit, needed, new in zip(self._widest, reach, window, strict=True)
         )
-        widest_left, widest_right = needs
+        widest_left, widest_right = widths
         return (left, right), (widest_left, widest_right)

@@ -1,4 +1,4 @@
-"""Where every token of the sequence is: the only owner of that question in the package."""
+"""Token layouts: which tokens of a sequence each rank holds, and in which order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The share of a sequence that every rank of a sequence-parallel group holds.
+    """The shard of a sequence that every rank of a sequence-parallel group holds.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -108,38 +108,39 @@ class TokenLayout:
             )
 
     def _validate_documents(self) -> Borders:
-        found = borders_of(self.documents)
-        needs = self.kind == "balanced"
-        if needs and not found:
+        documents = borders_of(self.documents)
+        is_balanced = self.kind == "balanced"
+        if is_balanced and not documents:
             raise LayoutError(
                 "the layout 'balanced' is made for the documents of a batch, and none were given: "
                 "mesh.layout('balanced', seq_len, documents=borders)"
             )
-        if found and self.kind not in _OF_DOCUMENTS:
+        if documents and self.kind not in _OF_DOCUMENTS:
             raise LayoutError(
                 f"the layout {self.kind!r} is the same for all documents and takes none: leave "
                 "documents= to the mask, MaskSpec.causal(documents=borders), or ask for 'balanced'"
             )
-        if len(found) > 1:
+        if len(documents) > 1:
             raise LayoutError(
-                f"the layout {self.kind!r} was given borders for each of {len(found)} samples, and "
-                "all samples of a batch share one layout: give one list of borders, which all "
+                f"the layout {self.kind!r} was given borders for each of {len(documents)} samples, "
+                "and all samples of a batch share one layout: give one list of borders, which all "
                 "have, or batches of one sample. Borders of each sample go to the mask, under "
                 "another layout ('zigzag')"
             )
-        if not found:
+        if not documents:
             return ()
-        if found[0][-1] != self.seq_len:
+        if documents[0][-1] != self.seq_len:
             raise LayoutError(
-                f"the documents end at {found[0][-1]}, the sequence has {self.seq_len} tokens"
+                f"the documents end at {documents[0][-1]}, the sequence has {self.seq_len} tokens"
             )
-        odd = [b - a for a, b in pairwise(found[0]) if (b - a) % (2 * self.degree)]
-        if odd and not needs:
+        indivisible = [b - a for a, b in pairwise(documents[0]) if (b - a) % (2 * self.degree)]
+        if indivisible and not is_balanced:
             raise LayoutError(
-                f"a document of {odd[0]} tokens does not divide into {2 * self.degree} chunks, as "
-                "packed sequences of megatron-core must; the layout 'balanced' cuts any length"
+                f"a document of {indivisible[0]} tokens does not divide into {2 * self.degree} "
+                "chunks, as packed sequences of megatron-core must; the layout 'balanced' splits "
+                "any length"
             )
-        return found[0]
+        return documents[0]
 
     @property
     def degree(self) -> int:
@@ -187,8 +188,8 @@ class TokenLayout:
             like: a tensor, as of the tokens; the result then is an int64 tensor ``[length(rank)]``
                 on its device, for an embedding or rotary angles, and otherwise a list.
         """
-        found = [position for segment in self.segments(rank) for position in segment.positions]
-        return found if like is None else like.new_empty(0).long().new_tensor(found)
+        positions = [position for segment in self.segments(rank) for position in segment.positions]
+        return positions if like is None else like.new_empty(0).long().new_tensor(positions)
 
     def has_same_shards_as(self, other: TokenLayout) -> bool:
         """Whether every rank stores the same tokens in the same order as under another layout."""
@@ -375,17 +376,17 @@ def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
 
 @lru_cache(maxsize=1024)
 def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
-    pieces = [
+    runs_by_position = [
         (segment, Run(ulysses_rank, begin, segment.length))
         for ulysses_rank in range(layout.ulysses)
         for begin, segment in _offsets(layout.segments(layout.sp_rank(ulysses_rank, ring_rank)))
     ]
-    pieces.sort(key=lambda piece: piece[0].start)
+    runs_by_position.sort(key=lambda run_at: run_at[0].start)
     runs: list[Run] = []
-    for _, run in pieces:
+    for _, run in runs_by_position:
         last = runs[-1] if runs else None
         if last and (last.ulysses_rank, last.stop) == (run.ulysses_rank, run.start):
             runs[-1] = Run(last.ulysses_rank, last.start, last.length + run.length)
         else:
             runs.append(run)
-    return coalesce(segment for segment, _ in pieces), tuple(runs)
+    return coalesce(segment for segment, _ in runs_by_position), tuple(runs)

@@ -1,4 +1,4 @@
-"""Which (query, key) pairs may attend, in global positions."""
+"""Attention masks: which (query, key) pairs attend, in global positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MaskSpec:
         documents: the sequence is documents, one after the other, and a query sees keys of its
             own alone. Their cumulative borders in tokens (``[0, 5, 17, seq_len]``), the same for
             every sample of a batch, or a list of them for each sample; tensors and arrays will do.
-            A border that is repeated, as packers write it for a place that they leave empty, is
+            A border that is repeated, as packers write it for an empty slot, is
             a document without tokens and is dropped. Empty: the sequence is one document.
         prefix: every query sees the first so many keys too, whatever the window is.
 
@@ -44,8 +44,8 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         for name, bound in (("left", self.left), ("right", self.right)):
-            whole = isinstance(bound, int) and not isinstance(bound, bool)
-            if bound is not None and (not whole or bound < 0):
+            is_int = isinstance(bound, int) and not isinstance(bound, bool)
+            if bound is not None and (not is_int or bound < 0):
                 raise ConfigError(
                     f"window {name}={bound!r} must be a whole number of tokens, 0 or more; "
                     "None leaves that side open (a library's -1 is None here)"
@@ -153,9 +153,9 @@ def borders_of(documents: Any) -> tuple[Borders, ...]:
     if documents is None or (isinstance(documents, tuple) and not documents):
         return ()
     lists = _as_list(documents)
-    if not any(_is_list(each) for each in lists):
+    if not any(_is_list(sample) for sample in lists):
         lists = [lists]
-    return tuple(_validate_borders(_as_list(each)) for each in lists)
+    return tuple(_validate_borders(_as_list(sample)) for sample in lists)
 
 
 def _is_list(x: Any) -> bool:
@@ -174,18 +174,18 @@ def _as_list(x: Any) -> list[Any]:
 
 
 def _validate_borders(borders: list[Any]) -> Borders:
-    borders = [each.item() if hasattr(each, "item") else each for each in borders]
-    if not all(type(each) is int for each in borders):
+    borders = [border.item() if hasattr(border, "item") else border for border in borders]
+    if not all(type(border) is int for border in borders):
         raise ConfigError(f"documents {_abbreviate(borders)} must be whole numbers of tokens")
     if not borders or borders[0] != 0 or borders[-1] == 0:
         raise ConfigError(
             f"documents {_abbreviate(borders)} must be cumulative borders from 0 to the length of "
             "the sequence"
         )
-    for at, (before, border) in enumerate(pairwise(borders)):
-        if border < before:
+    for index, (previous, border) in enumerate(pairwise(borders)):
+        if border < previous:
             raise ConfigError(
-                f"documents must ascend: border {at + 1} is {border}, after one of {before}"
+                f"documents must ascend: border {index + 1} is {border}, after one of {previous}"
             )
     return tuple(dict.fromkeys(borders))
 
@@ -196,7 +196,7 @@ def _abbreviate(borders: Sequence[Any]) -> str:
 
 
 def format_documents(documents: tuple[Borders, ...]) -> str:
-    """Documents in a line that no others have."""
+    """Documents as one line of text, with a digest where they are many."""
     count = sum(len(borders) - 1 for borders in documents)
     if count <= _PRINTED:
         return "documents " + " | ".join("-".join(map(str, borders)) for borders in documents)

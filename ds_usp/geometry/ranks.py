@@ -70,10 +70,10 @@ class RankGrid:
         """Position of a global rank along every axis."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is outside the grid of {self.world_size} ranks")
-        found = {}
+        coords = {}
         for axis, size in zip(self.order, self.shape, strict=True):
-            rank, found[axis] = divmod(rank, size)
-        return found
+            rank, coords[axis] = divmod(rank, size)
+        return coords
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups that vary along ``axes`` and share the other coordinates.

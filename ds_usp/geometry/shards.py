@@ -37,37 +37,39 @@ def shards_of_group(layout: TokenLayout, local: Any, dim: int, group: Any) -> li
     if not hasattr(local, "new_empty"):
         raise LayoutError(f"{local!r} is no tensor: with group= give this rank's own shard")
     dim = _compare(layout, local, dim, group)
-    longest = max(layout.length(rank) for rank in range(layout.degree))
-    padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))
+    max_length = max(layout.length(rank) for rank in range(layout.degree))
+    padded = local.new_zeros((*local.shape[:dim], max_length, *local.shape[dim + 1 :]))
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    everyone = [padded.new_empty(padded.shape) for _ in range(layout.degree)]
-    group.allgather([everyone], [padded]).wait()
-    return [part.narrow(dim, 0, layout.length(rank)) for rank, part in enumerate(everyone)]
+    shards = [padded.new_empty(padded.shape) for _ in range(layout.degree)]
+    group.allgather([shards], [padded]).wait()
+    return [shard.narrow(dim, 0, layout.length(rank)) for rank, shard in enumerate(shards)]
 
 
 def _compare(layout: TokenLayout, local: Any, dim: int, group: Any) -> int:
     """Check that every rank holds its shard; ``dim``, counted from the front."""
-    exists = -local.ndim <= dim < local.ndim
-    dim = dim % local.ndim if exists else dim
-    rest = f"{local.dtype} {(*local.shape[:dim], ..., *local.shape[dim + 1 :])} {dim} {layout!r}"
-    length = local.shape[dim] if exists else -1
-    note = [length, int(local.requires_grad), zlib.crc32(rest.encode())]
-    mine = local.new_empty(0).detach().long().new_tensor(note)
-    notes = [mine.new_empty(mine.shape) for _ in range(layout.degree)]
-    group.allgather([notes], [mine]).wait()
-    found = [each.tolist() for each in notes]
-    for rank, (tokens, learns, _) in enumerate(found):
+    dim_exists = -local.ndim <= dim < local.ndim
+    dim = dim % local.ndim if dim_exists else dim
+    other_dims = (
+        f"{local.dtype} {(*local.shape[:dim], ..., *local.shape[dim + 1 :])} {dim} {layout!r}"
+    )
+    length = local.shape[dim] if dim_exists else -1
+    signature = [length, int(local.requires_grad), zlib.crc32(other_dims.encode())]
+    local_signature = local.new_empty(0).detach().long().new_tensor(signature)
+    signatures = [local_signature.new_empty(local_signature.shape) for _ in range(layout.degree)]
+    group.allgather([signatures], [local_signature]).wait()
+    rank_signatures = [each.tolist() for each in signatures]
+    for rank, (tokens, requires_grad, _) in enumerate(rank_signatures):
         if tokens != layout.length(rank):
             raise LayoutError(
                 f"rank {rank} holds {'no dim' if tokens < 0 else tokens} along dim {dim}, {layout} "
                 f"gives it {layout.length(rank)} tokens"
             )
-        if learns:
+        if requires_grad:
             raise LayoutError(
                 f"the shard of rank {rank} has a gradient, which does not go back through a "
                 "gather: give local.detach()"
             )
-    if len({check for *_, check in found}) > 1:
+    if len({checksum for *_, checksum in rank_signatures}) > 1:
         raise LayoutError(
             f"the ranks' shards differ in more than their tokens, or are of other layouts; rank "
             f"{group.rank()} holds {list(local.shape)} of {local.dtype}, dim {dim}, {layout}"

@@ -1,4 +1,4 @@
-"""From positions and a mask to the rectangles of work that a kernel is called with."""
+"""Tiles: the rectangles of (query, key) pairs with a diagonal band that a kernel is called with."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def plan_tiles(
     """
     borders = mask.documents[sample] if mask.documents else ()
     queries, keys = (split_at_documents(x, borders) for x in (q_segments, k_segments))
-    found: list[Tile] = []
+    tiles_by_document: list[Tile] = []
     for document in sorted(queries.keys() & keys.keys()):
         tiles = _tiles_between(queries[document], keys[document], mask)
         for tile in _merge_tiles(tiles, open_left=mask.left is None) if len(tiles) > 1 else tiles:
-            found += _legalize(tile, support)
-    return tuple(found)
+            tiles_by_document += _legalize(tile, support)
+    return tuple(tiles_by_document)
 
 
 def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
@@ -150,8 +150,8 @@ def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
 def _segment_pairs(
     queries: Shard, keys: Shard, mask: MaskSpec
 ) -> Iterator[tuple[Segment, int, Segment, int, MaskSpec]]:
-    """Each two runs, where they begin, and the window that holds between them: none before the
-    end of the prefix."""
+    """Each query and key segment, their offsets, and the mask between them: full for keys before
+    the end of the prefix."""
     for k, k_at in keys:
         inside = min(max(0, -(-(mask.prefix - k.start) // k.stride)), k.length)
         first, rest = (k.slice(0, inside), k.slice(inside, k.length)) if inside else (k, k)
@@ -163,14 +163,14 @@ def _segment_pairs(
 
 
 def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
-    """Of each two runs the keys, half open, that some query sees: the columns of their tile."""
-    found = []
-    for q, _, k, at, window in _segment_pairs(queries, keys, mask):
+    """Half-open columns of keys that some query sees, those of the tile of each two segments."""
+    columns = []
+    for q, _, k, k_at, window in _segment_pairs(queries, keys, mask):
         low, high = _bounds(q, k, window)
         start, stop = max(0, low), min(k.length, high + q.length)
         if low <= high and start < stop:
-            found.append((at + start, at + stop))
-    return found
+            columns.append((k_at + start, k_at + stop))
+    return columns
 
 
 def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
@@ -178,9 +178,9 @@ def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
     if q.stride != k.stride and (mask.left, mask.right) != (None, None):
         raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
     # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
-    apart = k.start - q.start
-    low = 1 - q.length if mask.left is None else -((mask.left + apart) // q.stride)
-    high = k.length - 1 if mask.right is None else (mask.right - apart) // q.stride
+    distance = k.start - q.start
+    low = 1 - q.length if mask.left is None else -((mask.left + distance) // q.stride)
+    high = k.length - 1 if mask.right is None else (mask.right - distance) // q.stride
     return low, high
 
 
@@ -209,19 +209,19 @@ def _merge_tiles(tiles: list[Tile], open_left: bool) -> list[Tile]:
 
     Where the mask is open to the left the tiles stay so: a kernel may have no windows.
     """
-    done: list[Tile] = []
+    merged: list[Tile] = []
     for tile in tiles:
         index = 0
-        while index < len(done):
-            joined = _try_merge(done[index], tile)
+        while index < len(merged):
+            joined = _try_merge(merged[index], tile)
             if joined is None or (open_left and joined.window[0] is not None):
                 index += 1
             else:
                 tile = joined
-                del done[index]
+                del merged[index]
                 index = 0
-        done.append(tile)
-    return done
+        merged.append(tile)
+    return merged
 
 
 def _try_merge(a: Tile, b: Tile) -> Tile | None:
@@ -239,7 +239,7 @@ def _try_merge(a: Tile, b: Tile) -> Tile | None:
 
 
 def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
-    """The tile as such ones as the kernel knows: full and square causal ones are always there."""
+    """Split a tile into tiles that the kernel supports; it always has full and square causal."""
     left, right = tile.window
     if right is None and left is None:
         return [tile]
@@ -257,8 +257,8 @@ def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
         return [tile]
     # Below the right bound's end rows see the last column, above the left one's start the first.
     row = tile.k_start - tile.low + 1 if right is None else tile.k_stop - tile.high
-    parts = _trim_all(replace(tile, q_stop=row), replace(tile, q_start=row))
-    return [small for part in parts for small in _legalize(part, support)]
+    halves = _trim_all(replace(tile, q_stop=row), replace(tile, q_start=row))
+    return [legal for half in halves for legal in _legalize(half, support)]
 
 
 def _trim_all(*tiles: Tile) -> list[Tile]:
