@@ -81,30 +81,6 @@ def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], ki
     assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ("--fused-activation --emit megatron-deepspeed", "leave --fused-activation out"),
-        ("--fused-activation --emit script", "leave --fused-activation out"),
-        ("--fused-loss --emit megatron-core", "no fused-loss: leave --fused-loss out"),
-        ("--documents 131072 --emit megatron-core", "no documents: leave --documents out"),
-        ("--fused-loss --pp 2 --emit script", "search with --pp 1"),
-        ("--documents 65536,65536 --pp 2 --emit megatron-deepspeed", "search with --pp 1"),
-        ("--order ring-ulysses --emit megatron-core", "megatron-core has no order ring-ulysses"),
-        ("--order ring-ulysses --emit script", "megatron-deepspeed has no order ring-ulysses"),
-        ("--zero 0 --emit script", "megatron-deepspeed has no ZeRO-0"),
-        ("--engine megatron-core --emit script", "is what megatron-deepspeed can run, not --eng"),
-        ("--engine any --emit megatron-core", "is what megatron-core can run, not --engine any"),
-    ],
-)
-def test_what_a_host_has_no_switch_for_is_not_emitted(
-    capsys: pytest.CaptureFixture[str], more: str, says: str
-) -> None:
-    assert main([*H200.split(), *more.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and says in captured.err and captured.err.count("\n") == 1
-
-
 def test_an_order_that_no_host_has_is_not_emitted() -> None:
     work = Workload(load_model("llama3-8b"), 131072)
     config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
