@@ -225,9 +225,11 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"), [(mode, name) for name, (modes, *_) in WRONG.items() for mode in modes]
-)
+def modes_of(table: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(mode, name) for name, (modes, *_) in table.items() for mode in modes]
+
+
+@pytest.mark.parametrize(("mode", "name"), modes_of(WRONG))
 def test_what_no_mesh_can_serve_raises_everywhere(pool: WorkerPool, mode: str, name: str) -> None:
     _, changes, kind, fragments = WRONG[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=EVERYONE)
@@ -287,39 +289,28 @@ WRONG_ON_ONE: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] 
     "cos of this rank only": WRONG["cos of this rank only"],
     "no mask": (WAYS[:1], {"mask": None}, "ConfigError", ["mask=None", "MaskSpec"]),
     "scale in words": (WAYS[:2], {"scale": "half"}, "ConfigError", ["softmax_scale='half'"]),
-    "extra argument": (
-        WAYS[1:2],
-        {"extra": (3,)},
-        "UnsupportedAttentionError",
-        ["=3 differs from the ring's"],
-    ),
+    "extra argument": (WAYS[1:2], {"extra": (3,)}, "UnsupportedAttentionError", ["=3 differs"]),
 }
 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
-@pytest.mark.parametrize(
-    ("mode", "name"), [(mode, name) for name, (modes, *_) in DIFFERENT.items() for mode in modes]
-)
+@pytest.mark.parametrize(("mode", "name"), modes_of(DIFFERENT))
 def test_ranks_that_differ_hear_of_it_everywhere(
     pool: WorkerPool, mode: str, name: str, odd: int
 ) -> None:
     _, changes, (field, many, one) = DIFFERENT[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
-    others = "ranks 1-3" if odd == 0 else "ranks 0-2"
-    line = f"\n  {field}{many} on {others}, {one} on rank {odd}\n"
-    degrees = "ulysses 4 x ring 1" if mode.endswith("4x1") else "ulysses 2 x ring 2"
-    check(results, ["MeshError"] * WORLD, [line.replace("MESH", degrees), "\nequal on all ranks: "])
+    line = f"\n  {field}{many} on ranks {'0-2' if odd else '1-3'}, {one} on rank {odd}\n"
+    line = line.replace("MESH", f"ulysses {'4 x ring 1' if mode.endswith('4x1') else '2 x ring 2'}")
+    check(results, ["MeshError"] * WORLD, [line, "\nequal on all ranks: "])
 
 
 @pytest.mark.parametrize("odd", [0, WORLD - 1])
-@pytest.mark.parametrize(
-    ("mode", "name"), [(mode, name) for name, (modes, *_) in WRONG_ON_ONE.items() for mode in modes]
-)
+@pytest.mark.parametrize(("mode", "name"), modes_of(WRONG_ON_ONE))
 def test_one_rank_that_is_wrong_stops_all(pool: WorkerPool, mode: str, name: str, odd: int) -> None:
     _, changes, kind, fragments = WRONG_ON_ONE[name]
     results = pool.run(attempt, WORLD, timeout=TIMEOUT_S, mode=mode, changes=changes, odd=(odd,))
-    kinds = [kind if rank == odd else "MeshError" for rank in EVERYONE]
-    check(results, kinds, fragments)
+    check(results, [kind if rank == odd else "MeshError" for rank in EVERYONE], fragments)
 
 
 def build(ctx: RankContext, arguments: list[tuple[Any, str]]) -> Any:
