@@ -82,7 +82,7 @@ class Layer(torch.nn.Module):
             gate, value = y.chunk(2, -1)
             return F.silu(gate) * value
 
-        qkv = self.before(norm("norm1"), linear("qkv"), x).config((q_width, k_width, k_width), -1)
+        qkv = self.before(norm("norm1"), linear("qkv"), x).split((q_width, k_width, k_width), -1)
         # Rotary embeddings and the like make tensors of their own out of the split.
         heads = [part.unflatten(-1, (-1, self.shape.head_dim)).clone() for part in qkv]
         mixed = self.again("attention-only", self.attention, *heads)
