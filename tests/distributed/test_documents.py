@@ -166,7 +166,7 @@ def refused_by_the_drop_in(ctx: RankContext, *, how: str, ulysses: int) -> None:
 
 REFUSED = {
     "at construction": "give documents=borders to each call",
-    "unknown": "Say what it does",
+    "unknown": "Give what it computes",
     "a mask, too": "Leave it out",
     "short": "end at 63, the sequence has 64 tokens",
     "two samples": "given for 2 samples, the batch has 1",

@@ -29,6 +29,13 @@ MEGATRON_ONLY = set(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_gpu_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same counts on machines with GPUs."""
+    command = tmp_path_factory.mktemp("bin") / "nvidia-smi"
+    monkeypatch.setenv("PATH", executable(command, "exit 1"))
+
+
 @pytest.fixture
 def dry_run(capsys: pytest.CaptureFixture[str]):
     """Prints a script's command: the words up to the program, its flags, and the whole text."""

@@ -33,7 +33,7 @@ def test_a_number_goes_to_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_bias_dropout_fusion_of_torchscript_is_off() -> None:
     args = SimpleNamespace(
-        bias_dropout_fusion=True, mcalls_softmax_fusion=True, gradient_accumulation_fusion=True
+        bias_dropout_fusion=True, masked_softmax_fusion=True, gradient_accumulation_fusion=True
     )
     runtime.switch_off_missing_fusions(args)
     assert not args.bias_dropout_fusion
