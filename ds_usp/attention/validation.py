@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -111,8 +112,13 @@ def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
     Raises:
         ConfigError: heads that cannot be divided among them.
     """
-    ulysses = mesh.ulysses_degree
-    Degrees(sp=mesh.sp_degree, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
+    return _head_split(heads, kv_heads, mesh.ulysses_degree, mesh.sp_degree)
+
+
+@lru_cache(maxsize=1024)
+def _head_split(heads: int, kv_heads: int, ulysses: int, sp: int) -> HeadSplit:
+    """Cached, because calls of a local attention have no cached plan."""
+    Degrees(sp=sp, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
     return HeadSplit(heads, kv_heads, ulysses)
 
 

@@ -150,11 +150,15 @@ def _versions() -> dict[str, Any]:
         torch = _torch()
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 
+    def cudnn() -> str | None:
+        version = _torch().backends.cudnn.version()
+        return None if version is None else str(version)
+
     readers: dict[str, Callable[[], Any]] = {
         "torch": lambda: str(_torch().__version__),
         "CUDA": cuda,
         "NCCL": nccl,
-        "cuDNN": lambda: _torch().backends.cudnn.version(),
+        "cuDNN": cudnn,
         "driver": driver,
     }
     for name, distributions, module in _LIBRARIES:

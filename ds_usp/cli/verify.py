@@ -55,7 +55,7 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
             "verify ..."
         )
     if args.device == "cuda" and not cuda:
-        raise ConfigError("--device cuda: torch finds no GPU env. Use --device cpu")
+        raise ConfigError("--device cuda: torch finds no GPU here. Use --device cpu")
     if cuda and torch.cuda.device_count() < env.local_world:
         raise ConfigError(
             f"torchrun started {env.local_world} ranks here, and there are "

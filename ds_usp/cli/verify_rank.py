@@ -35,7 +35,7 @@ class TensorErrors:
         name: out, lse, dq, dk, dv or dsinks.
         error: of the call over the ranks.
         own: of the same kernel run dense on one device.
-        ratio: of the two on one rank; None where the kernel alone has no error tenv.
+        ratio: of the two on one rank; None where the kernel alone has no error there.
     """
 
     name: str

@@ -80,7 +80,12 @@ class Degrees:
         return (self.world or 0) // (self.tp * self.sp * self.pp)
 
     def valid_ulysses(self) -> list[int]:
-        """Ulysses degrees that divide ``sp`` and leave every rank a query head, descending."""
+        """Ulysses degrees that divide ``sp``, leave every rank a query head and, where ``ring`` is
+        known, leave that ring; descending."""
+        degrees = self._ulysses_within_heads()
+        return [u for u in degrees if self.ring is None or u * self.ring == self.sp]
+
+    def _ulysses_within_heads(self) -> list[int]:
         most = self.sp if self.heads is None else self.heads // self.tp
         return [degree for degree in reversed(divisors(self.sp)) if degree <= most]
 
@@ -124,6 +129,8 @@ class Degrees:
 
     def _heads(self, named: Callable[[str], str]) -> _Broken:
         heads, kv_heads, tp = self.heads, self.kv_heads, self.tp
+        if heads is not None and heads < 1:
+            yield "there is no query head", f"{heads} query heads: there must be 1 or more"
         if heads is not None and kv_heads is not None:
             if kv_heads < 1 or heads % kv_heads:
                 yield (
@@ -151,7 +158,7 @@ class Degrees:
             )
 
     def _sequence(self, named: Callable[[str], str]) -> _Broken:
-        valid = self.valid_ulysses()
+        valid = self._ulysses_within_heads()
         fix = f"Use one of {', '.join(f'{u} (ring {self.sp // u})' for u in valid)}"
         if self.ulysses is not None and self.sp % self.ulysses:
             yield (
@@ -169,12 +176,17 @@ class Degrees:
                 f"{named('ulysses')} x {named('ring')} = {self.ulysses * self.ring} is not "
                 f"{named('sp')}: leave one of the two out",
             )
-        if self.heads is not None and self.ulysses not in (None, *valid):
+        ulysses, name = self.ulysses, named("ulysses")
+        if ulysses is None and self.ring:
+            ulysses = self.sp // self.ring
+            name = f"{named('ring')} of {named('sp')} leaves {ulysses} Ulysses ranks, which"
+        if self.heads is not None and ulysses not in (None, *valid):
             local = self.heads // self.tp
             model = f" ({self.heads} heads, {named('tp')})" if self.tp > 1 else ""
+            verb = "needs" if self.ulysses else "need"
             yield (
                 "ulysses beyond the heads of a tensor-parallel rank",
-                f"{named('ulysses')} needs at least {self.ulysses} query heads on each "
+                f"{name} {verb} at least {ulysses} query heads on each "
                 f"tensor-parallel rank, there are {local}{model}. {fix}",
             )
 

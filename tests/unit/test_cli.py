@@ -103,6 +103,13 @@ def test_env_prints_what_a_bug_report_needs() -> None:
         assert f"\n{section}\n" in f"\n{text}\n"
 
 
+def test_env_writes_every_version_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    versions = environment.collect()["versions"]
+    assert versions["cuDNN"] == "91900"
+    assert {type(version) for version in versions.values()} <= {str, type(None)}
+
+
 def test_env_survives_missing_and_broken_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
     monkeypatch.setenv("PATH", "")  # neither git nor nvidia-smi
@@ -180,6 +187,16 @@ def test_bad_flags_are_one_line(argv: list[str], world: int | None, message: str
 def test_bad_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["verify", "--sek-len", "64"]) == 2
     assert capsys.readouterr().err.startswith("error: ds-usp verify: unknown argument --sek-len")
+
+
+def test_a_launch_without_a_gpu_refuses_device_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert program.main(["verify", "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no GPU here. Use --device cpu" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ verdicts

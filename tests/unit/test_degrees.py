@@ -35,19 +35,22 @@ def test_degrees_are_taken_exactly_where_everything_divides(
     degrees = Degrees(
         sp=sp, ulysses=ulysses, ring=ring, tp=tp, pp=pp, world=world, heads=heads, kv_heads=kv_heads
     )
+    # A ring alone leaves the other ranks to Ulysses.
+    implied = sp // ring if ring and ulysses is None else ulysses
     fits = (
         (ulysses is None or sp % ulysses == 0)
         and (ring is None or sp % ring == 0)
         and (ulysses is None or ring is None or ulysses * ring == sp)
         and (world is None or world % (tp * sp * pp) == 0)
         and (heads is None or heads % tp == 0)
-        and (heads is None or ulysses is None or heads >= tp * ulysses)
+        and (heads is None or implied is None or heads >= tp * implied)
         and (heads is None or kv_heads is None or heads % kv_heads == kv_heads % tp == 0)
     )
     assert (degrees.refusal() is None) == fits, degrees.refusal()
     if fits:
         assert degrees.check() is degrees
-        assert ulysses is None or ulysses in degrees.valid_ulysses()
+        assert implied is None or implied in degrees.valid_ulysses()
+        assert ring is None or degrees.valid_ulysses() == [sp // ring]
         assert world is None or degrees.dp * tp * sp * pp == world
 
 
@@ -71,6 +74,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sp": 4, "ulysses": 3}, "u=3 does not divide sp=4. Use one of 4 (ring 1), 2 (ring 2), 1"),
     ({"sp": 4, "ring": 3}, "the 3 rings does not divide sp=4. Use one of 1, 2, 4"),
     ({"sp": 4, "ulysses": 2, "ring": 4}, "u=2 x the 4 rings = 8 is not sp=4: leave one"),
+    (
+        {"sp": 8, "ring": 2, "heads": 3},
+        "the 2 rings of sp=8 leaves 4 Ulysses ranks, which need at least 4 query heads on each "
+        "tensor-parallel rank, there are 3. Use one of 2 (ring 4), 1 (ring 8)",
+    ),
+    ({"sp": 1, "heads": 0}, "0 query heads: there must be 1 or more"),
     ({"sp": 1, "heads": 6, "kv_heads": 4}, "6 query heads cannot share 4 key/value heads"),
     ({"sp": 1, "heads": 6, "kv_heads": 0}, "6 query heads cannot share 0 key/value heads"),
     (
@@ -110,6 +119,7 @@ def test_shell_scripts_ask_for_the_degrees() -> None:
 
     assert ask("--sp 8 --heads 12 --tp 3 --world 48") == (0, "4 2\n", "")
     assert ask("--sp 8 --heads 12 --ulysses 2 --world 8") == (0, "2 1\n", "")
+    assert ask("--sp 8 --heads 32 --ring 4 --world 8") == (0, "2 1\n", "")
     error = "error: ULYSSES_DEGREE=3 does not divide SP_SIZE=4. Use one of 4 (ring 1)"
     code, printed, message = ask("--sp 4 --ulysses 3")
     assert (code, printed) == (2, "") and message.startswith(error)

@@ -158,3 +158,8 @@ def test_heads_that_cannot_be_shared_are_refused(
 def test_degrees_are_proposed_only_where_they_would_help() -> None:
     with pytest.raises(ConfigError, match=r"must be a multiple of the second$"):
         head_split(8, 3, ds_usp.SequenceMesh.single())
+
+
+def test_a_split_is_made_once_for_all_calls_of_a_local_attention() -> None:
+    mesh = ds_usp.SequenceMesh.single()
+    assert head_split(8, 4, mesh) is head_split(8, 4, mesh)
