@@ -178,7 +178,13 @@ class SequenceMesh:
         """
         if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
             have = dist.get_world_size() if dist.is_initialized() else 0
-            raise ConfigError(f"the grid has {grid.world_size} ranks, the world has {have}")
+            sizes = zip(grid.order, grid.shape, strict=True)
+            axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+            raise ConfigError(
+                f"the grid has {grid.world_size} ranks ({axes or 'no axis above 1'}), the world "
+                f"has {have}. Start {grid.world_size} ranks, or change the sizes: dp is the number "
+                "of replicas"
+            )
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
         world = cast(dist.ProcessGroup, dist.group.WORLD)

@@ -329,8 +329,10 @@ def plans_text(result: SearchResult, top: int) -> str:
             for plan in over_memory
         ]
         lines += ["", "faster, but too large:", table(cells)]
-    refused = ", ".join(f"{rule} {count}" for rule, count in result.refused.most_common())
-    return "\n".join([*lines, "", f"refused: {refused or 'none'}", "", _breakdown(result, best)])
+    left_out = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common())
+    return "\n".join(
+        [*lines, "", f"not listed: {left_out or 'none'}", "", _breakdown(result, best)]
+    )
 
 
 def _breakdown(result: SearchResult, plan: Plan) -> str:

@@ -127,8 +127,14 @@ def start(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Sequence
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    replicas = dist.get_world_size() // (args.ulysses * args.ring)
-    max_steps = SAMPLES // (BATCH * max(1, replicas))
+    world, sp = dist.get_world_size(), args.ulysses * args.ring
+    if world % sp:
+        raise SystemExit(
+            f"--ulysses {args.ulysses} x --ring {args.ring} = {sp} must divide the {world} ranks "
+            "that torchrun started"
+        )
+    replicas = world // sp
+    max_steps = SAMPLES // (BATCH * replicas)
     if not 1 <= args.steps <= max_steps:
         raise SystemExit(
             f"--steps {args.steps}: {replicas} replicas have data for 1 to {max_steps}"

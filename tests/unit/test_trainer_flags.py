@@ -27,7 +27,7 @@ from usp_trainer.arguments import QUICKSTART, build_parser, parse  # noqa: E402
 from usp_trainer.auto_args import planned_run  # noqa: E402
 from usp_trainer.command_line import closest_name, edit_distance  # noqa: E402
 from usp_trainer.engine import learning_rate, make_optimizer  # noqa: E402
-from usp_trainer.validate_args import validate_and_derive  # noqa: E402
+from usp_trainer.validate_args import check_start, validate_and_derive  # noqa: E402
 
 FLAGS = """
     --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16
@@ -220,6 +220,11 @@ def test_contradictions_are_refused_with_the_numbers_and_the_fix(flags: str) -> 
     with pytest.raises(USPError) as refused:
         validate_and_derive(parse(flags.split()), 8)
     assert REFUSED[flags] in str(refused.value)
+
+
+def test_the_check_before_the_start_includes_zero_stages() -> None:
+    with pytest.raises(ConfigError, match="Use --zero-stage 1"):
+        check_start(parse(["--pipeline-model-parallel-size", "2", "--zero-stage", "2"]))
 
 
 def test_auto_offloads_what_does_not_fit() -> None:

@@ -1,7 +1,7 @@
 """Validates combinations of flags and derives the values that depend on them.
 
-Ranges of single flags are declared with the flags. Only :func:`validate_and_derive` needs torch:
-bad flags are refused before it is imported.
+Ranges of single flags are declared with the flags. Torch is imported only for ZeRO stages other
+than 1: all other bad flags are refused before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def model_parallel_size(args: Namespace) -> int:
 
 
 def check_start(args: Namespace) -> None:
-    """All checks that need no torch, on every rank of a launcher, before any process group or
-    folder is created. Files are checked on rank 0 only.
+    """All checks of flags, on every rank of a launcher, before any process group or folder is
+    created. Files are checked on rank 0 only.
 
     Raises:
-        ConfigError, LayoutError: as :func:`validate_and_derive` except for ZeRO stages, and for
-            invalid launcher variables.
+        ConfigError, LayoutError: as :func:`validate_and_derive`, and for invalid variables of the
+            launcher.
         DataError, CheckpointError: a file does not exist.
     """
     if environment.under_launcher():
@@ -44,6 +44,8 @@ def check_start(args: Namespace) -> None:
     if args.ulysses_degree == AUTO:
         trial.ulysses_degree = None
     validate_flags(trial, ranks)
+    if args.zero_stage != 1:  # ZeRO-1 supports everything; the check of the others imports torch
+        _check_zero_stage(args)
     environment.check()
     if environment.rank() == 0:
         input_files.check_files(args)
@@ -58,12 +60,16 @@ def validate_and_derive(args: Namespace, world_size: int) -> Namespace:
     Raises:
         ConfigError, LayoutError: the flags contradict each other; the message has the fix.
     """
-    from ds_usp.training import check_zero_stage
-
     args = Namespace(**vars(args))
     validate_flags(args, world_size)
-    check_zero_stage(args.zero_stage, stages=args.pipeline_model_parallel_size, bf16=args.bf16)
+    _check_zero_stage(args)
     return args
+
+
+def _check_zero_stage(args: Namespace) -> None:
+    from ds_usp.training import check_zero_stage
+
+    check_zero_stage(args.zero_stage, stages=args.pipeline_model_parallel_size, bf16=args.bf16)
 
 
 def validate_flags(args: Namespace, world_size: int) -> None:
