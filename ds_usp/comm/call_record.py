@@ -12,13 +12,13 @@ from typing import NamedTuple
 from ds_usp.errors import MeshError
 
 RECORD_BYTES = 2048
-_HEADER = struct.Struct("<BIQ")  # kind, aborted passes, exchanges at the last abort
+_HEADER = struct.Struct("<BIQ?")  # of a CallRecord, without its text
 _MAX_VALUES = 4  # shown of a field; 64 ranks may have 64
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
 
 class Kind(IntEnum):
-    """What a record declares."""
+    """The operation that a record declares."""
 
     CALL = 0
     BACKWARD = 1
@@ -30,15 +30,17 @@ class CallRecord(NamedTuple):
 
     Attributes:
         text: the operation as fields with ``", "`` between them; of ``Kind.ERROR``, the error.
-        kind: see there.
+        kind: what it declares.
         aborted_passes: copy-engine passes of this rank that an error ended.
         exchanges: copy-engine exchanges that it had started when the last of them ended.
+        deferred: the rank starts the operation before it knows whether the others declare it too.
     """
 
     text: str
     kind: Kind = Kind.CALL
     aborted_passes: int = 0
     exchanges: int = 0
+    deferred: bool = False
 
     def encode(self) -> bytes:
         """At most ``RECORD_BYTES``; a longer text is cut off, with its digest at the end."""
@@ -46,14 +48,14 @@ class CallRecord(NamedTuple):
         if len(text) > limit:
             digest = f"... (sha256 {hashlib.sha256(text).hexdigest()[:16]})".encode()
             text = text[: limit - len(digest)] + digest
-        return _HEADER.pack(self.kind, self.aborted_passes, self.exchanges) + text
+        return _HEADER.pack(*self[1:]) + text
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> CallRecord:
         """Of :meth:`encode`, zeros after it ignored."""
-        kind, aborted_passes, exchanges = _HEADER.unpack_from(data)
+        kind, *header = _HEADER.unpack_from(data)
         text = bytes(data[_HEADER.size :]).rstrip(b"\0").decode(errors="replace")
-        return cls(text, Kind(kind), aborted_passes, exchanges)
+        return cls(text, Kind(kind), *header)
 
 
 def mismatch_error(records: Sequence[CallRecord], ranks: Sequence[int] | None = None) -> MeshError:

@@ -47,13 +47,14 @@ class ConsistencyChecker:
 
     Where tensors are on CPUs, and for every signature that is new, the ranks wait for the
     comparison before anything moves. On GPUs a signature that was equal before is compared while
-    the call runs, and the result is read when a later call or a backward pass begins: a GPU that
-    waits for another rank does not keep the CPU from finding out why. A mesh on which that has
-    happened is unusable from then on, and raises at every call.
+    the call runs (a deferred comparison), and the result is read when a later call or a backward
+    pass begins: a GPU that waits for another rank does not keep the CPU from finding out why. If
+    ranks differ and one of them had started its call, the mesh is unusable from then on: it raises
+    at every call on every rank. After any other difference all ranks can continue.
 
-    The n-th comparison of a rank meets the n-th of every other, so this number is the same on all
-    ranks and names the call: a backward pass declares the call it belongs to, and ranks whose
-    backward passes run in different orders, or twice for one call, differ in it.
+    The n-th comparison that did not fail is the same on all ranks, so its number names the call: a
+    backward pass declares the call it belongs to, and ranks whose backward passes run in different
+    orders, or twice for one call, differ in it.
 
     Args:
         group: the ranks, over a CPU backend; None is one process alone.
@@ -63,7 +64,7 @@ class ConsistencyChecker:
             writes how many calls it made: a collective that nobody answers would abort it.
 
     Attributes:
-        number: comparisons so far; after :meth:`check_call`, the number of that call.
+        number: comparisons so far, less failed ones; after :meth:`check_call`, that call's number.
         num_exchanges: returns how many exchanges this rank's copy engines have started.
         on_failure: called once when the ranks differ for good.
         refuse_backward: returns why no gradient could be right; asked at each backward pass.
@@ -227,14 +228,14 @@ class ConsistencyChecker:
             return
         wait = wait or error is not None or key not in self._verified
         self.drain(0 if wait else max_pending)
-        record = self._with_aborts(record)
+        record = self._with_aborts(record, deferred=not wait)
         if not wait:
             self.number += 1
             self._pending.append((self._transport, self._transport.post(record.encode())))
             return
         self._compare_and_wait(self._transport, record, error)
-        # Not if it failed: over a group it may have met another mesh's, and ranks that continue
-        # after the error would number their calls differently.
+        # Not if it failed: over a group the record may have met another mesh's, and ranks that
+        # catch the error and continue would give equal calls different numbers.
         self.number += 1
         if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
             self._verified.clear()
@@ -254,17 +255,19 @@ class ConsistencyChecker:
             raise
         try:
             _raise_on_mismatch(data, error)
-        except MeshError as difference:
-            if difference is not error and _abort_states_differ(data):
-                self._fail(difference)  # their streams wait for exchanges that never come
+        except Exception:
+            if (reason := _unusable_reason(data)) is not None:
+                self._fail(reason)  # streams wait for exchanges that never come
             raise
 
-    def _with_aborts(self, record: CallRecord) -> CallRecord:
+    def _with_aborts(self, record: CallRecord, *, deferred: bool = False) -> CallRecord:
         """With this rank's aborted passes: it must not continue with ranks that aborted none, or
         others."""
         self._record_aborted_pass()
         return record._replace(
-            aborted_passes=self._aborted_passes, exchanges=self._exchanges_at_abort
+            aborted_passes=self._aborted_passes,
+            exchanges=self._exchanges_at_abort,
+            deferred=deferred,
         )
 
     def _record_aborted_pass(self) -> None:
@@ -340,7 +343,9 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
 
 
 def _encode(record: CallRecord, error: Exception | None) -> bytes:
-    return (record if error is None else CallRecord(str(error), Kind.ERROR)).encode()
+    if error is not None:
+        record = CallRecord(str(error) or type(error).__name__, Kind.ERROR)
+    return record.encode()
 
 
 def _padded(data: bytes) -> bytes:
@@ -362,12 +367,14 @@ def _difference(data: Sequence[bytes | bytearray]) -> MeshError | None:
     return mismatch_error([CallRecord.decode(record) for record in data])
 
 
-def _abort_states_differ(data: Sequence[bytes | bytearray]) -> bool:
-    """Whether ranks aborted different passes, which no later call can mend; not whether their
-    calls differ, or one has an error."""
+def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
+    """The difference, if no later call can mend it: ranks aborted different passes, or some have
+    started an exchange that others refuse. None if all ranks wait for this comparison."""
     records = [CallRecord.decode(record) for record in data]
-    states = {record[2:] for record in records if record.kind is not Kind.ERROR}
-    return len(states) > 1
+    aborts = {(x.aborted_passes, x.exchanges) for x in records if x.kind is not Kind.ERROR}
+    if len(aborts) > 1 or any(record.deferred for record in records):
+        return mismatch_error(records)
+    return None
 
 
 def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
-from test_meshes import checker_of
+from test_meshes import both_transports, checker_of
 
 import ds_usp
 from ds_usp.comm.consistency import ConsistencyChecker
@@ -132,3 +135,47 @@ def test_processes_that_end_print_what_differs(pool: WorkerPool) -> None:
         assert "backward pass of call 1" in text and "rank 1: the end of the process" in text
     for text in pool.run(at_the_end, 3, mode="group"):
         assert "after backward passes: 2 on ranks 0, 2, 1 on rank 1" in text
+
+
+def continued_after(ctx: RankContext, use_mailbox: bool, odd: str, others_wait: bool) -> list[str]:
+    """What each step says if every rank catches errors and continues: a call in which rank 1 is
+    wrong, another call, its backward pass, a check."""
+    # As on GPUs in a group of its own, in which a failed mesh may leave collectives behind.
+    checker = checker_of(replace(ctx, group=dist.new_group()), use_mailbox)
+    checker.check_call("a", wait=False)
+    wrong = ValueError() if odd == "error" and ctx.rank == 1 else None
+    text = "b" if odd == "call" and ctx.rank == 1 else "a"
+    steps = [
+        lambda: checker.check_call(text, error=wrong, wait=others_wait),
+        lambda: checker.check_call("a", wait=False),
+        lambda: checker.check_backward(checker.number, wait=False),
+        checker.check,
+    ]
+    messages = []
+    for step in steps:
+        try:
+            step()
+            messages.append("")
+        except (ds_usp.MeshError, ValueError) as error:
+            messages.append(str(error) or repr(error))
+    return [*messages, str(checker.number)]
+
+
+@both_transports
+@pytest.mark.parametrize(
+    ("odd", "shown"), [("call", "b on rank 1"), ("error", "rank 1: ValueError")]
+)
+def test_ranks_can_continue_together_or_none_can(
+    pool: WorkerPool, use_mailbox: bool, odd: str, shown: str
+) -> None:
+    """None, where ranks had started a verified call that rank 1 refuses."""
+    kwargs = {"use_mailbox": use_mailbox, "odd": odd}
+    for first, *later in pool.run(continued_after, 3, others_wait=True, **kwargs):
+        assert shown in first or first == "ValueError()"
+        assert later == ["", "", "", "4"]
+    results = pool.run(continued_after, 3, timeout=20.0, others_wait=False, **kwargs)
+    for rank, (first, call, backward, check, _) in enumerate(results):
+        assert (shown in first or first == "ValueError()") == (rank == 1)
+        # Without gradients ranks that had started it would find out some calls later.
+        assert call == "" or rank == 1 and shown in call
+        assert shown in backward and backward == check
