@@ -12,6 +12,7 @@ import torch
 
 from ds_usp.errors import MeshError
 
+_MIN_VERSION = 11070  # CUDA 11.7, the first with cuStreamBatchMemOp_v2
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_BATCH = 255
 
@@ -22,13 +23,18 @@ def driver() -> Any:
 
     Raises:
         ImportError: it is not installed.
-        RuntimeError: there is no NVIDIA driver.
+        RuntimeError: there is no NVIDIA driver, or one older than CUDA 11.7.
     """
     try:
         module = import_module("cuda.bindings.driver")
     except ImportError as error:
         raise ImportError("cuda-bindings is missing (pip install cuda-bindings)") from error
-    module.cuDriverGetVersion()
+    error, version = module.cuDriverGetVersion()
+    if error:
+        raise RuntimeError(f"the NVIDIA driver cannot be used: error {int(error)}")
+    if version < _MIN_VERSION:
+        release = f"CUDA {version // 1000}.{version % 1000 // 10}"
+        raise RuntimeError(f"the NVIDIA driver is of {release}; copy engines need CUDA 11.7")
     return module
 
 
