@@ -107,6 +107,33 @@ def test_calls_without_a_spec_break_the_graph(changed: dict[str, Any]) -> None:
     assert spec_of(mesh, x, **changed) is None
 
 
+OTHER_VALUES: dict[str, Any] = {
+    "mesh": SequenceMesh(2, 1, 0),
+    "layout": ds_usp.TokenLayout("contiguous", 16),
+    "mask": ds_usp.MaskSpec.full(),
+    "softmax_scale": 1.0,
+    "dropout_p": 0.5,
+    "kernel": "eager",
+    "return_lse": True,
+    "tuning": ds_usp.Tuning(chunks=2),
+    "scores": ds_usp.Scores(softcap=3.0),
+    "kv_layout": ds_usp.TokenLayout("striped", 16),
+}
+
+
+@pytest.mark.parametrize("name", AttentionOptions._fields)
+def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) -> None:
+    mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
+    options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
+    changed = options._replace(**{name: OTHER_VALUES[name]})
+    if name == "mesh":  # which has the plans, and the name in the graph
+        assert changed.mesh.plans is not mesh.plans and changed.mesh.name != mesh.name
+        return
+    assert changed.key != options.key
+    spec = attention_spec(x, x, x, options)
+    assert spec is not None and attention_spec(x, x, x, changed) != spec
+
+
 def test_torch_finds_no_fault_with_the_op() -> None:
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
