@@ -29,9 +29,9 @@ def driver() -> Any:
         module = import_module("cuda.bindings.driver")
     except ImportError as error:
         raise ImportError("cuda-bindings is missing (pip install cuda-bindings)") from error
-    error, version = module.cuDriverGetVersion()
-    if error:
-        raise RuntimeError(f"the NVIDIA driver cannot be used: error {int(error)}")
+    status, version = module.cuDriverGetVersion()
+    if status:
+        raise RuntimeError(f"the NVIDIA driver cannot be used: error {int(status)}")
     if version < _MIN_VERSION:
         release = f"CUDA {version // 1000}.{version % 1000 // 10}"
         raise RuntimeError(f"the NVIDIA driver is of {release}; copy engines need CUDA 11.7")
@@ -112,9 +112,8 @@ def _call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[An
     """What a driver function returns: its error code, which must be 0, and its results."""
     results = function(*arguments)
     if results[0]:
-        if (
-            results[0] == _NO_CONTEXT
-        ):  # the runtime binds one at a thread's first call, as autograd's
+        # The runtime binds a context at a thread's first call of it; autograd's threads are new.
+        if results[0] == _NO_CONTEXT:
             _bind(torch.cuda.current_device())
             results = function(*arguments)
         if results[0]:

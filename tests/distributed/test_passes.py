@@ -177,5 +177,5 @@ def test_ranks_can_continue_together_or_none_can(
     for rank, (first, call, backward, check, _) in enumerate(results):
         assert (shown in first or first == "ValueError()") == (rank == 1)
         # Without gradients ranks that had started it would find out some calls later.
-        assert call == "" or rank == 1 and shown in call
+        assert call == "" or (rank == 1 and shown in call)
         assert shown in backward and backward == check
