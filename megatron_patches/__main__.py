@@ -1,4 +1,4 @@
-"""``python -m megatron_patches --framework NAME --table | --check [PATH]``."""
+"""Lists the patches of a framework, or checks that they fit its code."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
     """Run ``ds-usp env``. Under torchrun rank 0 alone prints."""
     text = "versions, GPUs and links, usable kernels and copy engines: for a bug report"
     parser = OneLineParser(prog="ds-usp env", description=text, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse(argv)
     try:
         if torchrun_env().rank:

@@ -170,7 +170,7 @@ def build_parser() -> OneLineParser:
     add("--seed", type=int, default=0, help="of the random tensors (default: 0)")
     devices = "auto: GPUs under torchrun if there are any, CPUs else (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-    add("--json", action="store_true", default=False, help="for programs")
+    add("--json", action="store_true", default=False, help="print JSON, for programs")
     return parser
 
 

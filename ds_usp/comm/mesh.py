@@ -84,7 +84,7 @@ class SequenceMesh:
     dkv_group: dist.ProcessGroup | None = None
     consistency: ConsistencyChecker = field(default_factory=ConsistencyChecker, repr=False)
     ledger: CommLedger = field(default_factory=CommLedger, repr=False)
-    copy_engine_unavailable: str | None = "one process has nobody to exchange with"
+    copy_engine_unavailable: str | None = "one process has no peer to exchange with"
     ring_ranks_per_node: int = 1
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
@@ -240,7 +240,7 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """The way for one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
+        """The channel of one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
         these two with ``_outer``, which :meth:`open_outer` has opened.
 
         Args:

@@ -33,7 +33,7 @@ class Degrees:
     Args:
         sp: ranks that share a sequence.
         ulysses: of these, ranks that exchange heads for sequence.
-        ring: of these, ranks that pass keys and values around.
+        ring: of these, ranks that exchange keys and values.
         tp, pp: ranks of tensor and of pipeline parallelism.
         world: all ranks; data parallelism takes what the other degrees leave.
         heads, kv_heads: query and key/value heads of the whole model. Of a tensor-parallel rank

@@ -59,7 +59,7 @@ class TokenLayout:
         seq_len: tokens in the whole sequence. It need not divide: shards differ by a token then,
             by two where a shard is two chunks (``zigzag``, ``context_parallel``).
         ulysses: ranks that exchange heads for sequence.
-        ring: ranks that pass keys and values around.
+        ring: ranks that exchange keys and values.
         order: which of the two axes varies fastest over the ranks of the group.
         documents: cumulative borders, as of ``MaskSpec``, for ``balanced`` and
             ``context_parallel``. All samples of a batch share a layout, and so these documents.

@@ -18,8 +18,9 @@ class RankGrid:
 
     Args:
         sizes: ranks along each axis; an axis that is left out has size 1.
-        order: every axis, innermost first. The chattiest axis belongs on the fastest links, so
-            the default puts tensor parallelism first and the pipeline last (USP paper, section 5).
+        order: every axis, innermost first. The axis with the most traffic belongs on the fastest
+            links, so the default puts tensor parallelism first and the pipeline last (USP paper,
+            section 5).
 
     Raises:
         ConfigError: a size below 1, or an axis that ``order`` does not name exactly once.

@@ -60,7 +60,7 @@ _EMIT = (
 class Command:
     """A command; its docstring is its help."""
 
-    json: bool = flag("for programs", False)
+    json: bool = flag("print JSON, for programs", False)
 
     def run(self) -> int:
         """Print the result; the exit code."""
@@ -114,11 +114,13 @@ class _FusionFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingFlags(_FusionFlags, _DegreeFlags, _ClusterFlags):
-    gpus: Count | None = flag("all of them; what the degrees leave is dp", None)
-    layers_per_virtual_stage: CountOrZero = flag("0: a full stage", 0)
+    gpus: Count | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
+    layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
     schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
     grad_dtype: str = flag("of summed gradients", "fp32", choices=_DTYPES)
-    no_tp_sequence_parallel: bool = flag("without Megatron's", False)
+    no_tp_sequence_parallel: bool = flag(
+        "tensor parallelism without Megatron's sequence parallelism", False
+    )
     workspace_gib: NonNegative | None = flag(
         "what no formula counts (default: the cluster's)", None
     )
@@ -157,7 +159,7 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
     )
     recompute: str = flag("what backward recomputes", "none", choices=RECOMPUTE)
     offload_ratio: Fraction = flag("fraction of the activations in host memory", 0.0)
-    offload_unit: str = flag("what moves at once", "chunk", choices=("chunk", "layer"))
+    offload_unit: str = flag("what is copied at a time", "chunk", choices=("chunk", "layer"))
     stage: int = flag("pipeline stage; -1: the fullest one", 0)
 
     def run(self) -> int:
@@ -217,18 +219,20 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
 class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
     """the fastest parallel configurations that fit"""
 
-    gpus: Count = flag("all of them")
+    gpus: Count = flag("GPUs of all nodes")
     gpus_per_node: Count | None = flag("in one node (default: the cluster's)", None)
     global_batch: Count = flag("sequences of a step", 1)
     documents: tuple[int, ...] | None = flag(
-        f"packed into a sequence, with commas, {_TOKENS}", None, type=lengths
+        f"lengths of the packed documents, with commas, {_TOKENS}", None, type=lengths
     )
-    top: Count = flag("how many plans", 5)
+    top: Count = flag("number of plans to list", 5)
     memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
     engine: str | None = flag(
-        "what the framework can do", None, choices=[caps.name for caps in FRAMEWORKS]
+        "only plans that this framework supports (default: that of --emit, else any)",
+        None,
+        choices=[caps.name for caps in FRAMEWORKS],
     )
-    explain: bool = flag("why, in words", False)
+    explain: bool = flag("reasons, with the best alternative of each choice", False)
     emit: str | None = flag(_EMIT, None, choices=tuple(EMITTED))
     svg: Path | None = flag("write a picture of the best plans (needs matplotlib)", None)
     tp: Count | None = flag("only plans with this tp", None)

@@ -43,13 +43,13 @@ LEGENDS: Mapping[str, str] = MappingProxyType(
 columns of the table, beside the components of memory:
   offload    fraction of the saved activations in host memory: as much as the longest sequence needs
   tokens     the longest sequence, in steps of 1024
-  GPU, host  GiB of one GPU, and of its node's memory a GPU
-  ends with  what is full, or divides no further, one step beyond
+  GPU, host  GiB of one GPU; GiB of its node's CPU memory for each GPU
+  ends with  what limits a longer sequence: GPU memory, host memory, or a rule that it breaks
 
 {_MEMORY_LEGEND}""",
         "plan": f"""\
 columns of the table:
-  ulysses x ring  ranks that exchange heads x ranks that pass keys and values around; (ring inside):
+  ulysses x ring  ranks that exchange heads x ranks that exchange keys and values; (ring inside):
                   contiguous ranks are those of the ring
   tp, pp, dp      tensor-, pipeline- (x virtual stages) and data-parallel ranks
   mb              micro batch: sequences of a replica at a time

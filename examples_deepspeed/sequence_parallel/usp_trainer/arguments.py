@@ -117,7 +117,7 @@ def _start(parser: Parser) -> None:
         "--check-only",
         action="store_true",
         help="check the flags and the files that they name, for --num-processes ranks, and exit; "
-        "needs no torch",
+        "needs torch for ZeRO stages other than 1 only",
     )
     add("--device", ("auto", "cpu", "cuda"), "auto", "auto: GPUs if any")
     group.add_argument("--local_rank", "--local-rank", type=Integer(-1), help=argparse.SUPPRESS)
