@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ds_usp.planner.step_time import (
     step_mfu,
     step_time,
 )
+from ds_usp.warn_once import renamed_keywords
 
 GIB = 2.0**30
 AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
@@ -52,6 +54,12 @@ class Plan:
     time: StepTime
     mfu: float
     over_budget_bytes: float = 0.0
+
+    @property
+    def split(self) -> ParallelConfig:
+        """:attr:`config` under its old name."""
+        warnings.warn("Plan.split is now config", DeprecationWarning, stacklevel=2)
+        return self.config
 
 
 @dataclass
@@ -98,6 +106,7 @@ class SearchResult:
         return plan.mfu >= self.plans[0].mfu * (1 - self.stated_error)
 
 
+@renamed_keywords(how="framework")
 def search(
     cluster: Cluster,
     work: Workload,

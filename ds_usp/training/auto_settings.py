@@ -14,13 +14,14 @@ from ds_usp.planner.choose_degree import cluster_of
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import offload_needed
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.warn_once import warn_once
+from ds_usp.warn_once import renamed_keywords, warn_once
 
 # Of a GPU's memory; what is left is the CUDA context's, NCCL's, and fragmentation.
 _USABLE = 0.9
 _WORKSPACE_BYTES = 2 * 2**30  # in no formula: cuBLAS, gradient buckets, attention workspaces
 
 
+@renamed_keywords(given="requested")
 def this_cluster(requested: str | None, ranks: int, *, on_gpu: bool) -> Cluster:
     """The cluster that the user names, else the built-in one of the GPU here; with the GPUs of this
     node and their memory.
@@ -84,6 +85,7 @@ def offload_ratio(text: str) -> float | str:
     return ratio
 
 
+@renamed_keywords(asked="requested")
 def solved_ratio(
     requested: float | str,
     work: Workload,
