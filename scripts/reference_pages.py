@@ -14,9 +14,11 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import ForwardRef
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -38,6 +40,7 @@ COMMANDS = (
 )
 LINE = 96
 LISTS = ("Arg", "Attribute", "Raise")
+LITERAL_BLOCK = re.compile(r"::\n\n((?: {4}.*\n|\n)+)")
 SECTION = re.compile(r"(Arg|Attribute|Return|Raise|Shape|Yield|Source|Example)s?:\s*(.*)$")
 
 
@@ -121,7 +124,9 @@ def has_varargs(parameters: list[inspect.Parameter]) -> bool:
 
 
 def shown_annotation(annotation: object) -> object:
-    """Postponed annotations are strings: they are shown without quotes."""
+    """Postponed annotations are strings, or references in a NamedTuple: shown without quotes."""
+    if isinstance(annotation, ForwardRef):
+        annotation = annotation.__forward_arg__
     return Shown(annotation) if isinstance(annotation, str) else annotation
 
 
@@ -133,12 +138,20 @@ def shown_default(default: object) -> object:
     return Shown("...") if hidden else default
 
 
+def fenced(block: re.Match[str]) -> str:
+    """A literal block of reStructuredText as fenced text: a fragment, which no test runs."""
+    return f":\n\n```text\n{textwrap.dedent(block[1]).strip()}\n```\n\n"
+
+
 def markdown(doc: str) -> Iterator[str]:
     """A Google-style docstring as Markdown: sections of names become lists."""
-    section = ""
-    for line in doc.splitlines():
+    section, in_code = "", False
+    for line in LITERAL_BLOCK.sub(fenced, doc).splitlines():
         head = SECTION.match(line)
-        if head:
+        in_code ^= line.startswith("```")
+        if in_code or line == "```":
+            yield line
+        elif head:
             section = head[1]
             yield from ("", f"**{head[0].partition(':')[0]}:** {inline(head[2])}".rstrip(), "")
         elif section in LISTS and re.match(r" {4}\S", line):

@@ -97,7 +97,7 @@ def solved_ratio(
 
     Args:
         split: its ``offload_ratio`` does not matter.
-        memory_bytes: of the device; None: as it says.
+        memory_bytes: of the device; None: what the device reports.
 
     Raises:
         ConfigError: ``auto`` where no GPU sets a budget, or nothing fits.

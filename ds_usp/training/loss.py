@@ -23,7 +23,8 @@ def loss_token_weight(loss_tokens: float, scale: float) -> float:
 
     Args:
         loss_tokens: loss tokens of the whole step, over all ranks and micro batches.
-        scale: what DeepSpeed divides gradients by.
+        scale: what the wrapper divides summed gradients by: the world size under DDP and FSDP2,
+            ``rule.loss_scale(micro_batches)`` under DeepSpeed, 1 where they are only summed.
 
     Raises:
         DataError: no token of the step counts.
