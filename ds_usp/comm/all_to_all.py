@@ -27,7 +27,8 @@ Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 
 @dataclass(frozen=True)
 class HeadAllToAll:
-    """Which tokens and heads go to which Ulysses rank of one ring rank.
+    """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank: which tokens and heads
+    go to which Ulysses rank.
 
     Args:
         mesh: the ranks.
@@ -151,8 +152,8 @@ class HeadAllToAll:
 
     @cached_property
     def _uniform(self) -> UniformAllToAll | None:
-        """If every rank holds one run as long as any other's and uses as many heads, at equal
-        distances."""
+        """The exchange of one dense buffer, if every rank holds one run of equal length and uses
+        equally many heads, at equal distances; else None."""
         ulysses = self.mesh.ulysses_degree
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
         uniform = (

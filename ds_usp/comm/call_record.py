@@ -52,7 +52,7 @@ class CallRecord(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> CallRecord:
-        """Of :meth:`encode`, zeros after it ignored."""
+        """The record that :meth:`encode` made these bytes of; zeros after them are padding."""
         kind, *header = _HEADER.unpack_from(data)
         text = bytes(data[_HEADER.size :]).rstrip(b"\0").decode(errors="replace")
         return cls(text, Kind(kind), *header)

@@ -80,7 +80,7 @@ class Slot:
         index, start: its number, and its first byte.
         wait_free: waits until no reader needs its contents.
         generation: how often it was acquired.
-        published: a reader was told of its present contents.
+        published: readers were signalled that its present contents are packed.
         done_events: end of its last exchange outside of CUDA graphs (0), and in the graph that is
             being captured, by the graph's number.
         buffers, flag_batches: caches.
@@ -231,7 +231,7 @@ class CopyEngine:
     def publish_and_pull(
         self, slot: Slot, readers: Sequence[int], recvs: Sequence[RecvSpec], itemsize: int
     ) -> torch.cuda.Event:
-        """Tell the readers that the slot is packed, and pull from the same slot of other ranks.
+        """Signal the readers that the slot is packed, and pull from the same slot of other ranks.
         What comes from this rank's own slot is copied first, without flags.
 
         Args:
@@ -299,8 +299,8 @@ class CopyEngine:
             )
         return batches
 
-    def wait_event_of(self, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for an exchange."""
+    def wait_for(self, done: torch.cuda.Event) -> None:
+        """Let the current stream wait for the event of :meth:`publish_and_pull`."""
         current_stream(self._device).wait_event(done)
 
     def _pull_all(self, stream: int, slot: Slot, recvs: Sequence[RecvSpec], itemsize: int) -> None:

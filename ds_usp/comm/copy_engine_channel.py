@@ -67,7 +67,7 @@ class CopyEngineChannel:
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
         if self._done is not None:
-            self._engine.wait_event_of(self._done)
+            self._engine.wait_for(self._done)
         self._done, self._recvs, self.in_flight = None, (), False
 
     def drain(self) -> None:

@@ -240,8 +240,8 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """The channel of one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
-        these two with ``_outer``, which :meth:`open_outer` has opened.
+        """A channel for one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
+        the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates.
 
         Args:
             copies: by copy engines, for which :meth:`reserve` has allocated memory.
@@ -305,7 +305,8 @@ class SequenceMesh:
         return kind in self.copy_engines and self.copy_engines[kind].has_capacity(size)
 
     def flat(self) -> SequenceMesh:
-        """The same ranks and communicators as one Ulysses axis, for what all of them exchange."""
+        """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
+        exchanges among all of them."""
         return replace(
             self,
             ulysses_degree=self.sp_degree,
@@ -347,7 +348,7 @@ class SequenceMesh:
         return groups[kind]
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
-        """The token layout of that kind that fits this mesh; see there."""
+        """The :class:`TokenLayout` of a kind for the degrees and rank order of this mesh."""
         degrees = self.ulysses_degree, self.ring_degree
         return TokenLayout(kind, seq_len, *degrees, self.order, documents)
 

@@ -39,9 +39,10 @@ _LIVENESS_CHECK_S = 1.0
 class ShmMailbox:
     """Numbered records of every rank, of which the last eight stay readable.
 
-    A rank that posts record n has read record ``n - MAX_IN_FLIGHT`` of every other rank, and so has
-    each rank whose record that was: no record is overwritten that a rank has still to read. A rank
-    whose wait fails sets an abort flag that stays, so that no other continues without it.
+    A rank posts record n after it has read record ``n - MAX_IN_FLIGHT`` of every other rank. Who
+    posted that one had read record ``n - 2 * MAX_IN_FLIGHT``, in whose slot n is written: so no
+    record is overwritten that a rank has still to read. A rank whose wait fails sets an abort flag
+    that stays, so that no other continues without it.
 
     Args:
         path: a file of :meth:`size` zeros.
