@@ -33,7 +33,12 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
-from ds_usp.kernels.registry import AUTO, missing_libraries, select_kernel
+from ds_usp.kernels.registry import (
+    AUTO,
+    check_kernel_name,
+    missing_libraries,
+    select_kernel,
+)
 from ds_usp.warn_once import warn_once
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
@@ -123,6 +128,7 @@ def _new_plan(
         score_mod=score_mod,
         deterministic=_is_deterministic(),
     )
+    check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
     _warn_slow_path(q, mesh, tuning, missing, _imbalance(layout, mask))

@@ -134,6 +134,18 @@ def test_calls_that_differ_in_an_option_share_neither_plan_nor_graph(name: str) 
     assert spec is not None and attention_spec(x, x, x, changed) != spec
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"layout": []}, {"mask": []}, {"kernel": []}, {"tuning": []}, {"scores": []}],
+    ids=str,
+)
+def test_an_option_that_cannot_be_hashed_is_refused_by_name(changed: dict[str, Any]) -> None:
+    mesh, x = SequenceMesh.single(), torch.randn(1, 16, 4, 8)
+    options: dict[str, Any] = {"layout": "zigzag", "mask": ds_usp.MaskSpec.causal(), **changed}
+    with pytest.raises(ds_usp.USPError, match=next(iter(changed))):
+        ds_usp.usp_attention(x, x, x, mesh=mesh, **options)
+
+
 def test_torch_finds_no_fault_with_the_op() -> None:
     mesh = SequenceMesh.single()
     q, k, v = (torch.randn(2, 16, 4, 8, requires_grad=True) for _ in range(3))
