@@ -179,3 +179,27 @@ def test_ranks_can_continue_together_or_none_can(
         # Without gradients ranks that had started it would find out some calls later.
         assert call == "" or (rank == 1 and shown in call)
         assert shown in backward and backward == check
+
+
+def exit_ahead(ctx: RankContext) -> str:
+    """What rank 1 finds out about its last calls, if rank 0 has made four more and ends."""
+    checker = checker_of(ctx, True)
+    assert checker.mailbox is not None
+    checker.mailbox.timeout_s = 1.5
+    for _ in range(5):
+        checker.check_call("a", wait=False)
+    dist.barrier(ctx.group)
+    if ctx.rank == 0:
+        for _ in range(4):
+            checker.check_call("a", wait=False)
+        assert checker.compare_at_exit() == ""
+    dist.barrier(ctx.group)
+    try:
+        checker.drain()
+    except ds_usp.MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_that_ends_overwrites_no_record_that_others_need(pool: WorkerPool) -> None:
+    assert pool.run(exit_ahead, 2)[1] == ""
