@@ -75,11 +75,12 @@ def add_attention_flags(
     kernels: Sequence[str] | None = None,
     settings: MeshSettings,
 ) -> None:
-    """``--usp-layout`` and ``--usp-kernel``.
+    """Add ``--usp-layout`` and ``--usp-kernel`` to a program's parser.
 
     Args:
-        kernels: the choices; None: any text.
-        settings: their defaults.
+        layouts: choices of ``--usp-layout``.
+        kernels: choices of ``--usp-kernel``; None: argparse accepts any text.
+        settings: its layout and kernel are the defaults of the two flags.
     """
     parser.add_argument(
         "--usp-layout",

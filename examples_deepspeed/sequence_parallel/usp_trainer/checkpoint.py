@@ -131,6 +131,11 @@ def load(engine: Any, args: Namespace) -> Progress:
 def _load_resharded(
     engine: Any, args: Namespace, folder: Path, metadata: Mapping[str, Any]
 ) -> None:
+    """Load weights and optimizer states that were saved under another parallel config.
+
+    The tensor-parallel size, the number of ranks or the ZeRO stage differ. Only ZeRO-0 to 2 without
+    pipeline stages are possible: ``_check_parallel_config`` has refused the rest.
+    ``folder``: of the step that is loaded; ``metadata``: its metadata file."""
     saved = reshard.SavedParameters(
         folder, list(metadata["files"]), reshard.group_names(engine), gated=args.swiglu
     )

@@ -116,6 +116,9 @@ def _check_documents(args: Namespace) -> None:
 
 
 def _check_batch(args: Namespace) -> None:
+    """Set the default global batch size and the number of micro-batches per step and replica.
+
+    Refuse a global batch that is not a multiple of micro-batch size x data-parallel replicas."""
     one_pass = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_pass
     if args.global_batch_size % one_pass:
@@ -129,6 +132,7 @@ def _check_batch(args: Namespace) -> None:
 
 
 def _check_model(args: Namespace) -> None:
+    """Fill in the model's default sizes in ``args``, then refuse sizes that do not fit together."""
     width = 8 * args.hidden_size // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
     args.ffn_hidden_size = args.ffn_hidden_size or max(width, 64)
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length

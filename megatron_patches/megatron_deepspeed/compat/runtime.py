@@ -13,9 +13,13 @@ _LAST_CUDA_WITH_VOLTA = 12
 
 
 def switch_off_missing_fusions(args: Any) -> None:
-    """Switch off fusions whose kernels cannot be built, and the bias-dropout fusion of TorchScript:
-    torch no longer fuses it, and for a dropout of 0 it still draws random numbers and saves a mask
-    and all inputs for backward."""
+    """Switch off up to three of Megatron's fusions in ``args``, whatever the flags.
+
+    Bias-dropout: always, since torch no longer fuses this TorchScript, and for a dropout of 0 it
+    still draws random numbers and saves a mask and all inputs for backward. Masked softmax: where
+    its CUDA kernels cannot be built. Gradient accumulation: where apex's extension
+    ``fused_weight_gradient_mlp_cuda`` is not installed.
+    """
     args.bias_dropout_fusion = False
     if not _can_build():
         args.masked_softmax_fusion = False
