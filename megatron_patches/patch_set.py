@@ -154,6 +154,9 @@ class PatchSet:
         return "\n\n".join(tables)
 
     def _apply_patch(self, patch: Patch) -> None:
+        """Write the patch's replacement to its target and to each alias in ``also_in``.
+
+        What each of them owned before is appended to the undo list."""
         target = PatchTarget.find(patch.target)
         original = target.read()
         if original is ABSENT and patch.kind != "add":

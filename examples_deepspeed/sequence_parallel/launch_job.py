@@ -117,6 +117,7 @@ class Job:
             )
 
     def _find_nodes(self) -> None:
+        """Set the node's rank, the number of nodes and the master address from the settings."""
         s, launcher = self.settings, self.settings["launcher"]
         self.node_rank, self.nodes = s["node_rank"] or "0", int(s["nnodes"] or 1)
         self.master_addr = s["master_addr"] or "127.0.0.1"
@@ -140,6 +141,7 @@ class Job:
             raise ConfigError(f"NODE_RANK={self.node_rank} must be from 0 to {self.nodes - 1}")
 
     def _find_slurm_nodes(self) -> None:
+        """Set rank, number and master address of the nodes from the settings or the SLURM job."""
         s, env = self.settings, self.environment
         if not (env.get("SLURM_JOB_ID") or self.is_dry_run):
             raise ConfigError(
@@ -243,6 +245,7 @@ class Job:
             check_packages(Namespace(**s))
 
     def _launcher(self) -> list[str]:
+        """Command of torchrun, srun or DeepSpeed that starts the ranks, without the program."""
         s, port = self.settings, self.settings["master_port"]
         if s["launcher"] == "torchrun":
             words = ["torchrun", "--nnodes", self.nodes, "--node-rank", self.node_rank]

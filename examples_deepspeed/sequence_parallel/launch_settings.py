@@ -158,6 +158,10 @@ def misspelt_setting(variables: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _similar_setting(variable: str, settings: Sequence[str]) -> str | None:
+    """Setting that an unknown environment variable probably misspells or begins; None if none.
+
+    A misspelling is within an edit distance of 2 for settings of 12 or more letters, 1 from 5,
+    else 0. Variables that other programs own (``FOREIGN_VARIABLES``) match nothing."""
     if FOREIGN_VARIABLES.fullmatch(variable):
         return None
     for setting in settings:

@@ -75,6 +75,7 @@ class SequenceParallelAttention(torch.nn.Module):
         return out.transpose(0, 1).flatten(2).contiguous()  # viewed as [s * b, h * d]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ds_usp.MaskSpec) -> Tensor:
+        """Sequence-parallel attention with the mesh, layout and kernel of the patches' state."""
         out: Tensor = ds_usp.usp_attention(
             q,
             k,

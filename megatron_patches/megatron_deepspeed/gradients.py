@@ -57,6 +57,7 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _parallel_groups() -> ParallelGroups:
+    """Megatron-DeepSpeed's process groups and the number of pipeline stages."""
     from megatron.core import parallel_state
 
     return ParallelGroups(

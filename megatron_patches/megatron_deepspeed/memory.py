@@ -45,6 +45,7 @@ def check_flags(args: Any) -> None:
 
 
 def _check_chunks(args: Any) -> None:
+    """Refuse a negative ``--usp-loss-chunks``, and flags that chunks of the loss do not support."""
     chunks = args.usp_loss_chunks
     if chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {chunks}: must be 0 or more")

@@ -85,6 +85,10 @@ def _group(parser: Parser, title: str, description: str = "") -> tuple[Any, Call
     def add(
         flag: str, kind: Any, default: Any, text: str, metavar: str | None = None, **more: Any
     ) -> None:
+        """Add one flag to the group.
+
+        ``kind``: bool (a ``--flag``/``--no-flag`` pair), a tuple of choices, or argparse's
+        ``type``. ``text``: its help. ``more`` goes to ``add_argument``, except for a bool."""
         if kind is bool:
             group.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=default, help=text
@@ -99,6 +103,7 @@ def _group(parser: Parser, title: str, description: str = "") -> tuple[Any, Call
 
 
 def _start(parser: Parser) -> None:
+    """Add the flags that choose ranks, device and mode (training, quickstart, check only)."""
     group, add = _group(parser, "start")
     group.add_argument(
         "--quickstart",
@@ -124,6 +129,7 @@ def _start(parser: Parser) -> None:
 
 
 def _parallel(parser: Parser) -> None:
+    """Add the flags of the parallel degrees, the ZeRO stage and the attention."""
     group, add = _group(parser, "parallelism", "degrees in ranks; the rest is data parallel")
     add("--ds-sequence-parallel-size", COUNT, 1, "ranks per sequence")
     add_degree_flags(
@@ -146,6 +152,7 @@ def _memory(parser: Parser) -> None:
 
 
 def _model(parser: Parser) -> None:
+    """Add the flags of the model's sizes and architecture."""
     _, add = _group(parser, "model")
     add("--num-layers", COUNT, 4, "transformer layers")
     add("--hidden-size", COUNT, 128, "width")
@@ -168,6 +175,7 @@ def _model(parser: Parser) -> None:
 
 
 def _training(parser: Parser) -> None:
+    """Add the flags of batch sizes, optimizer, learning-rate schedule, seed and precision."""
     _, add = _group(parser, "training")
     add("--micro-batch-size", COUNT, 1, "sequences per replica")
     add("--global-batch-size", COUNT, None, "sequences per step (default: micro x dp)")
@@ -195,6 +203,7 @@ def _training(parser: Parser) -> None:
 
 
 def _data(parser: Parser) -> None:
+    """Add the flags of the data, its split into three sets and its document boundaries."""
     _, add = _group(parser, "data")
     add(
         "--data-path",
@@ -220,6 +229,7 @@ def _data(parser: Parser) -> None:
 
 
 def _output(parser: Parser) -> None:
+    """Add the flags of output files, checkpoints, validation and exit."""
     group, add = _group(parser, "output")
     add("--output-dir", PATH, "usp_output", "for metrics.jsonl and loss.png")
     group.add_argument("--quiet", action="store_true", help="write metrics.jsonl and nothing else")

@@ -161,6 +161,10 @@ def _check_parallel_config(
 
 
 def _metadata_of(args: Namespace, progress: Progress) -> dict[str, Any]:
+    """Metadata to save: format, progress, and the flags of model, parallel config and data order.
+
+    ``sequence_x_data_ranks`` is None (any number may load) for ZeRO-0 without pipeline
+    stages."""
     settings = vars(args) | {"sequence_x_data_ranks": None}
     if args.zero_stage or args.pipeline_model_parallel_size > 1:
         settings["sequence_x_data_ranks"] = args.ds_sequence_parallel_size * args.data_parallel_size
@@ -185,6 +189,9 @@ def _sizes(written: Path) -> dict[str, int]:
 
 
 def _mark_latest(folder: Path, unfinished: str, tag: str, metadata: dict[str, Any]) -> str:
+    """Write the metadata, rename the unfinished folder to the step's, and let ``latest`` name it.
+
+    Return the step's folder."""
     written, latest = folder / unfinished, folder / LATEST
     metadata |= {"checksum": text_checksum(_canonical(metadata))}
     (written / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")

@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> Namespace:
+        """Parse the flags; exit with one message that names every unknown flag."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]

@@ -154,6 +154,10 @@ class TokenData:
         return self._batches(self._valid, index * self._args.global_batch_size)
 
     def _batches(self, samples: Samples, first: int) -> list[TrainingBatch]:
+        """Local sequence shards of one step's micro-batches, in order.
+
+        ``first``: index of the step's first sample; data-parallel replicas take consecutive
+        micro-batches."""
         args = self._args
         size, replicas = args.micro_batch_size, args.data_parallel_size
         batches = []
@@ -241,6 +245,7 @@ def _prepare(args: Namespace) -> tuple[list[str], int]:
 
 
 def _check_on_all_ranks(prefixes: list[str]) -> None:
+    """Raise DataError on every rank if some rank does not see all .bin files. Collective."""
     visible = all(Path(get_bin_path(prefix)).is_file() for prefix in prefixes)
     visible_on_rank: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(visible_on_rank, visible)
@@ -276,6 +281,9 @@ def _encode_text(cache: Path, path: str | None) -> str:
 
 
 def _write(prefix: str, documents: list[bytes]) -> None:
+    """Write byte tokens as a .bin/.idx pair, each document ending in EOD.
+
+    A document longer than DOCUMENT_BYTES is written as several."""
     builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)
     for document in documents:
         tokens = numpy.append(numpy.frombuffer(document, dtype=numpy.uint8), numpy.int32(EOD))
@@ -286,6 +294,7 @@ def _write(prefix: str, documents: list[bytes]) -> None:
 
 
 def _read(path: str) -> bytes:
+    """Bytes of a text file; DataError if it is unreadable, empty or not UTF-8."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

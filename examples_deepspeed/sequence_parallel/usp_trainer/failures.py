@@ -58,6 +58,9 @@ def describe(error: Exception, args: Namespace, rank: int) -> Failure:
 
 
 def _write_traceback(traceback_text: str, args: Namespace, rank: int) -> str:
+    """Write the rank's traceback to its log; return the text that ends the message.
+
+    That text is the log's path, or the traceback itself where no log can be written."""
     folder = Path(getattr(args, "output_dir", ""))
     if not getattr(args, "output_dir", None) or not folder.is_dir():
         return f"\n{traceback_text}"

@@ -110,6 +110,10 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
 
 
 def _init_process_group(args: Namespace, **rendezvous: Any) -> None:
+    """Initialize the default process group: NCCL on GPUs, gloo on CPU. Collective.
+
+    ``rendezvous``: further arguments of ``init_process_group``. RANK, WORLD_SIZE and, on GPUs,
+    LOCAL_RANK are read from the environment."""
     prepare_deepspeed()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -125,6 +125,9 @@ def pretrain(args: Namespace) -> None:
 
 
 def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) -> None:
+    """Run steps until ``--train-iters`` or the stop rule, with validation and saving. Collective.
+
+    Only rank 0 reports."""
     args, reporter, reason = loop.args, None, None
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
@@ -179,6 +182,7 @@ def _count_parameters(model: torch.nn.Module, groups: ParallelGroups, device: to
 
 
 def _group_ranks(mesh: SequenceMesh, groups: ParallelGroups) -> dict[str, list[int]]:
+    """Global ranks of each process group that this rank is in, by the group's name."""
     groups_by_name = {
         "tensor": groups.tp,
         "ulysses": mesh.ulysses_group,

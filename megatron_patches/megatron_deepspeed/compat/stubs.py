@@ -103,6 +103,11 @@ class _Missing:
 
 
 class _MissingModule(ModuleType):
+    """Module in place of one that is not installed: it imports, and using an attribute fails.
+
+    Calling or testing an attribute raises ConfigError. Dunder attributes raise AttributeError,
+    so that Python's import and inspection work."""
+
     def __init__(self, row: Stub) -> None:
         super().__init__(row.name, row.purpose)
         self._row = row
@@ -132,6 +137,7 @@ class _LazyModule(ModuleType):
 
 
 def _build_helpers() -> ModuleType:
+    """Compile and import ``helpers.cpp``, the C++ extension of Megatron's data sets."""
     from megatron.data import __path__ as folders
     from torch.utils import cpp_extension
 

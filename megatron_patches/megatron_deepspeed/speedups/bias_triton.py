@@ -26,6 +26,10 @@ def _gelu(out, x, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def _gelu_backward(out, grad, x, bias, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Triton kernel: gradient of GELU(x + bias), tanh approximation, with respect to x.
+
+    ``out``, ``grad``, ``x``: contiguous, ``count`` elements; ``bias``: ``width`` elements, added
+    to the last dimension. One program computes BLOCK elements, in fp32."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     value = tl.load(x + offsets, mask=inside).to(tl.float32)
