@@ -31,15 +31,17 @@ def run(
     seconds: float,
     print_line: Callable[[str], None],
 ) -> Cluster | None:
-    """Join the ranks, measure, and write the file.
+    """Join torchrun's ranks, measure the machine, and write the cluster file on rank 0. Collective.
 
     Args:
+        out: the file to write, a ``*.json`` in a folder that exists.
         models: whose layers are measured; None: those of ``ProblemSizes`` for the device.
         device: auto | cuda | cpu.
-        print_line: takes lines on rank 0.
+        seconds: time budget of all measurements together; see :func:`profile`.
+        print_line: function that prints one line of progress; called on rank 0 only.
 
     Returns:
-        The cluster as the planner reads it, on rank 0.
+        The cluster as the planner reads it on rank 0, None on the other ranks.
 
     Raises:
         ConfigError: no GPU where one is requested, a folder that does not exist, or ranks that do
@@ -60,6 +62,7 @@ def run(
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     name = torch.cuda.get_device_name(torch_device) if kind == "cuda" else ""
+    # the built-in cluster with this GPU, None if there is none: its peak FLOP/s is then not known
     base = cluster_name(name)
     try:
         with warnings.catch_warnings():  # torch is about to rename collectives

@@ -50,6 +50,7 @@ def _all_reduce(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) 
 
 
 def _ring_shift(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:
+    """A step that sends ``sent`` bytes to the group's next rank and receives as many."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     x = _buffer(timer, sizes, sent, 1)
     y = torch.empty_like(x)

@@ -132,6 +132,7 @@ def _kernel_efficiencies(
 
 
 def _memory(state: Profile) -> None:
+    """Record the GPU's memory bandwidth and capacity, and the bandwidth to the CPU's memory."""
     timer, sizes = state.timer, state.sizes
     rate = compute.memory_bytes_per_s(timer, sizes)
     how = (
@@ -179,6 +180,11 @@ def _meshes(state: Profile) -> list[SequenceMesh]:
 
 
 def _link_rows(state: Profile) -> None:
+    """Measure all collectives, record their rows and the bandwidth inside and between nodes.
+
+    Collective over all ranks. The planner's level takes the fastest all-to-all as its bandwidth,
+    and the smallest one's seconds as its latency.
+    """
     timer, sizes, node = state.timer, state.sizes, state.gpus_per_node
     best: dict[int, float] = {}
     latency = 0.0
