@@ -170,10 +170,10 @@ AUTO_TUNING = Tuning()
 
 
 def check_tuning(tuning: object) -> None:
-    """Check that it is one.
+    """Check that the argument ``tuning`` is a :class:`Tuning`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not.
     """
     if not isinstance(tuning, Tuning):
         raise ConfigError(f"tuning={tuning!r} must be a Tuning, as Tuning(chunks=2)")

@@ -149,7 +149,7 @@ def _remaining(groups: list[list[int]]) -> list[str]:
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
+    """Ascending rank numbers as text, consecutive ones joined: ``rank 3``, ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -333,16 +333,20 @@ class _GroupTransport:
 
 
 def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
-    """Check that every rank of a group passes the same text; collective over it.
+    """Raise on every rank unless all ranks of a group pass the same text and none an error.
+
+    Collective over the group, before an operation that would hang if its ranks differed.
 
     Args:
-        group: the ranks; None is this process alone.
+        group: the ranks that compare; None: this process alone.
         text: what this rank is about to do.
-        error: what this rank already knows to be wrong; all ranks then fail with it.
+        error: why this rank cannot do it. A rank passes its error here instead of raising it first,
+            so that the others do not wait for that rank.
 
     Raises:
-        MeshError: the ranks differ; the message shows in what, and which ranks. On every rank.
-        Exception: ``error`` itself, on the rank that passed it.
+        Exception: ``error``, on a rank that passed one.
+        MeshError: on the other ranks; it quotes their errors, or shows in what the texts differ and
+            on which ranks.
     """
     data = _padded(_encode(CallRecord(text), error))
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)

@@ -14,7 +14,9 @@ Panels = dict[str, list[Mapping[str, float]]]
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure in inches, without a display.
+    """A new matplotlib figure, its size in inches; it needs no display.
+
+    Sets matplotlib's options for SVG files, so that :func:`save_svg` always writes the same bytes.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -26,8 +28,8 @@ def new_figure(width: float, height: float) -> Any:
         raise ConfigError(
             'plots need matplotlib, the extra "plots": pip install "ds-usp[plots]"'
         ) from error
-    rcParams["svg.hashsalt"] = "ds_usp"  # ids in the file do not change from run to run
-    rcParams["svg.fonttype"] = "none"  # text stays text
+    rcParams["svg.hashsalt"] = "ds_usp"  # element ids, else random, are the same in each run
+    rcParams["svg.fonttype"] = "none"  # text is written as text, not as outlines
     return Figure(figsize=(width, height), layout="constrained")
 
 

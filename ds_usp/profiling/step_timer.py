@@ -143,15 +143,17 @@ class StepTimer:
         return (time.perf_counter() - begin) / steps
 
     def _time_with_gpu_held(self, step: Step, hold_s: float) -> tuple[float, float]:
-        """Device and launch seconds of a step behind a sleep kernel; all ranks start together.
+        """This rank's GPU seconds and CPU launch seconds of a step.
 
-        The launch time is the faster step's: the first one finds CPU caches cold.
+        A sleep kernel of ``hold_s`` seconds holds the GPU while the CPU launches the steps, so that
+        the GPU never waits for a launch; the sleep is not counted. GPU seconds are the mean of the
+        steps; launch seconds are the smallest, as the first step finds the CPU's caches cold.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
-        self._max_over_ranks([0.0])
+        self._max_over_ranks([0.0])  # a barrier: the CPUs begin together
         torch.cuda._sleep(int(hold_s * _CYCLES_PER_S))
-        if self.world > 1:
+        if self.world > 1:  # the GPUs begin together, when the last of them wakes
             dist.all_reduce(torch.zeros(1, device=self.device))
         begin.record()
         launched = [time.perf_counter()]

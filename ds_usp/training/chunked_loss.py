@@ -62,12 +62,17 @@ def chunked_weighted_loss(
 def chunked_token_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, tp_group: Group = None
 ) -> Tensor:
-    """The cross entropy of every token, for frameworks that weight it later.
+    """The cross entropy of every token, not reduced; logits of one chunk exist at a time.
 
-    How much each token counts is known in the backward pass only, so each chunk's logits are
-    computed there once more: ``2 h V`` FLOP a token.
+    For frameworks that apply the loss mask and the mean afterwards: the gradient of each loss
+    arrives in the backward pass, which computes each chunk's logits again. That costs ``2 h V``
+    FLOP a token more than :func:`chunked_weighted_loss`, V being the entries on this
+    tensor-parallel rank.
 
-    Shapes, arguments and errors: as for :func:`chunked_weighted_loss`; the result is ``[...]``.
+    Shapes:
+        hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32.
+
+    Arguments and errors: those of :func:`chunked_weighted_loss`, without loss_weights.
     """
     rows = _validate(hidden, weight, labels, chunks)
     losses: Tensor = TokenLosses.apply(*rows, chunks, tp_group)

@@ -122,7 +122,15 @@ def errors_or_reason(
     inputs: reference.Tensors,
     expected: reference.Tensors,
 ) -> list[float] | str:
-    """Errors of one attention call over a mesh, or the reason why it cannot run."""
+    """Relative L2 errors of out, dq, dk and dv, or the first rank's message if any rank fails.
+
+    Collective over all ranks; the same result on each. ``SequenceMesh.single()`` gives the errors
+    of the kernel alone, with which those of the other meshes are compared.
+
+    Args:
+        inputs: q, k, v and dout of the full sequence.
+        expected: out, dq, dk and dv in fp64.
+    """
     return session.try_all_ranks(lambda: reference.errors(session, mesh, kernel, inputs, expected))
 
 

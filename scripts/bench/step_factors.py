@@ -109,11 +109,20 @@ ROWS = (
 
 
 def measure(row: Row, args: argparse.Namespace) -> list[object]:
-    """Median step time in ms, tokens/s per GPU and losses; a failed run prints its output."""
+    """Train one row in a subprocess and return its cells of the table.
+
+    Returns:
+        The median ms of an iteration after the warm-up, tokens/s per GPU, and the losses of all
+        iterations. If the run ends with an error or times no iteration: "failed" and empty cells,
+        and the end of its output goes to stderr.
+
+    Raises:
+        subprocess.TimeoutExpired: the run takes longer than ``--timeout``.
+    """
     paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "USP_STOCK_KERNEL": row.kernel,
+        "USP_STOCK_KERNEL": row.kernel,  # read by stock_megatron.py only
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
     }
     run = subprocess.run(
