@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 from usp_trainer.failures import Failure, exit_failure
 
@@ -85,16 +85,20 @@ def _caught_signals() -> Iterator[int]:
     """A pipe from which the numbers of termination signals are read, while it is open.
 
     A handler that raises could do so between a fork and its record, or in a destructor, where the
-    exception is lost.
+    exception is lost. Python's wakeup file descriptor is written when the signal arrives; a handler
+    runs later, which is never if the signal arrives just before a call that waits.
     """
     reading, writing = os.pipe()
+    os.set_blocking(writing, False)
     previous = {}
     for number in (*_TERMINATION_SIGNALS, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            previous[number] = signal.signal(number, lambda n, _: os.write(writing, bytes([n])))
+            previous[number] = signal.signal(number, lambda *_: None)
+    previous_fd = signal.set_wakeup_fd(writing)
     try:
         yield reading
     finally:
+        signal.set_wakeup_fd(previous_fd)
         for number, handler in previous.items():
             signal.signal(number, handler)
         os.close(reading)
@@ -102,6 +106,7 @@ def _caught_signals() -> Iterator[int]:
 
 
 def _spawned_rank(body: Body, rank: int, folder: str, pipe: Connection, parent: int) -> None:
+    signal.set_wakeup_fd(-1)  # the pipe is the parent's
     for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -120,6 +125,7 @@ def _wait_for(ranks: Mapping[int, tuple[Any, Connection]], signals: int) -> dict
         ready = wait([*sentinels, signals], remaining_s)
         if signals in ready:
             _end_by_signal(os.read(signals, 1)[0])
+            ready.remove(signals)
         for sentinel in ready:
             rank = sentinels[sentinel]
             process, pipe = running.pop(rank)
@@ -132,7 +138,9 @@ def _wait_for(ranks: Mapping[int, tuple[Any, Connection]], signals: int) -> dict
     return failures
 
 
-def _end_by_signal(number: int) -> NoReturn:
+def _end_by_signal(number: int) -> None:
+    """Raise for SIGINT and the termination signals; other signals have handlers of their own."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    if number in _TERMINATION_SIGNALS:
+        raise SystemExit(128 + number)
