@@ -113,6 +113,11 @@ def _attention(
 
 @attention.register_fake
 def _(*args: Any) -> list[torch.Tensor]:
+    """Meta function of :func:`attention`: empty results of the shapes that the op returns.
+
+    A call that the op will refuse gets a result too: the error is raised when the op runs, on
+    every rank.
+    """
     (q, k, v, sinks, slopes), spec = args[:5], AttentionOpSpec(*args[5:])
     mesh, (batch, tokens, heads, _) = mesh_of(spec), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -229,6 +234,9 @@ def _fresh_contiguous(
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    """Save for backward what :func:`attention_backward` takes, and the call number last: q, k, v
+    and the results without Ulysses, else the saved chunks.
+    """
     q, k, v, sinks, slopes, *fields = inputs
     ctx.spec = AttentionOpSpec(*fields)
     ctx.keys = k.shape[1], k.shape[2]
@@ -296,6 +304,7 @@ def exchange(
 
 @exchange.register_fake
 def _(tensors: list[torch.Tensor], call_number: OptionalTensor, *fields: Any) -> list[torch.Tensor]:
+    """Meta function of :func:`exchange`: empty results of the shapes that the op returns."""
     spec = ExchangeOpSpec(*guard_ints(fields))
     number = [torch.empty((), dtype=torch.int64, device="cpu")] if spec.starts_call else []
     try:

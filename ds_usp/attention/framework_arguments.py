@@ -52,6 +52,17 @@ class FrameworkArguments:
     def _check_argument(
         self, label: str, name: str, value: Any, seq_len: int, scale: float
     ) -> None:
+        """Check one extra argument of a call; None as a value always passes.
+
+        Args:
+            label: the argument in the error message.
+            name: of the parameter: a mask, a causal flag, a scale or ``dropout_p``.
+            seq_len: global length of the sequence.
+            scale: factor of the scores that the ring uses.
+
+        Raises:
+            UnsupportedAttentionError: the value differs from the ring's, or the name is unknown.
+        """
         attention = self.attention
         if value is None:
             return
@@ -98,6 +109,14 @@ class FrameworkArguments:
         return same
 
     def _is_per_row(self, mask: torch.Tensor, start: int) -> bool:
+        """Whether rows of a dense mask hide exactly what the ring's window and prefix hide.
+
+        Copies one bool to the CPU. An additive mask must also be 0 where it hides nothing.
+
+        Args:
+            mask: ``[..., rows, tokens]``, bool or additive.
+            start: global position of the first row.
+        """
         rows, tokens = mask.shape[-2:]
         queries = torch.arange(start, start + rows, device=mask.device, dtype=torch.int32)
         keys = torch.arange(tokens, device=mask.device, dtype=torch.int32)

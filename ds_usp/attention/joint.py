@@ -71,6 +71,9 @@ def usp_joint_attention(
     """
 
     def check() -> tuple[str, JointLayout]:
+        """Check the call on this rank; returns its signature, compared on all ranks, and the layout
+        of the joined sequence.
+        """
         joint = _validate((q, k, v), (joint_q, joint_k, joint_v))
         main = token_layout(layout, q, mesh)
         check_layout(q, "queries", mesh, main)

@@ -130,6 +130,9 @@ class USPAttention(torch.nn.Module):
             )
 
         def check() -> tuple[str, FrameworkArguments | None]:
+            """Check the constructor's arguments on this rank; returns the signature, compared on
+            all ranks, and the checker of a call's extra arguments, None without a ring.
+            """
             check_dims(scatter_idx, gather_idx)
             check_layout_kind(layout, mesh)
             check_kernel_name(kernel)
@@ -241,6 +244,11 @@ class USPAttention(torch.nn.Module):
     def _run_checked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
+        """Check a call on all ranks, then compute it. Collective over the mesh.
+
+        Shapes: those of :meth:`forward`; the result in the order of dims of the query.
+        """
+
         def check() -> tuple[str, DropInPlan]:
             return self._plan(query, key, value, arguments)
 

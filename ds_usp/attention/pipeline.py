@@ -281,6 +281,7 @@ def pipelined_forward(
         return exchanges.out.post_to_sequence((saved.lse.transpose(1, 2).unsqueeze(-1),), (lse,))
 
     def compute_chunk(index: int, chunk: _InflightChunk) -> None:
+        """Ring attention of one received chunk; keeps its tensors if needed, posts the return."""
         score_mod, tensors = plan.score_mod_for_chunk(index, scores, q), chunk.exchange.wait()
         result = ring_forward(
             plan.ring_calls[index], tensors[0], chunk.kv_stream, score_mod, pipeline.mid_chunk
@@ -333,6 +334,7 @@ def pipelined_backward(
         return exchange.post_to_sequence(reducer.accumulators(), grads, staging)
 
     def compute_chunk(index: int, chunk: _InflightChunk) -> None:
+        """Gradients of one received chunk; posts their return, or keeps those of an only chunk."""
         nonlocal grads
         score_mod, ring = plan.score_mod_for_chunk(index, scores, dout), plan.ring_calls[index]
         (dout_heads,) = chunk.exchange.wait()

@@ -159,6 +159,7 @@ class ChunkScoreMod:
         return self.exchanges.qkv.ranges[0][self.mesh.ulysses_rank]
 
     def _global_positions(self, step: RingStep) -> GlobalPositions:
+        """Global indices of samples, heads, queries and keys of one ring step's kernel calls."""
         layout, kv_layout, _ = self.exchanges.qkv.layouts
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes

@@ -66,6 +66,7 @@ class KVPrefetcher:
         self._channel.drain()
 
     def _post(self) -> None:
+        """Post sends and receives of the next transfer, if there is one; swaps the two buffers."""
         if not self._queue:
             return
         transfer = self._queue.popleft()

@@ -125,6 +125,16 @@ class Tuning:
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
     ) -> bool:
+        """Whether exchanges of such a call use copy engines (``copies`` resolved).
+
+        Args:
+            q: for its device.
+            inner: ``inner_ring`` of a double ring; None where the caller asks for no double ring.
+
+        Raises:
+            ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
+                under ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+        """
         why_not = mesh.copy_engine_unavailable
         if why_not is None and inner is not None:
             why_not = f"the blocks of a double ring (inner_ring={inner}) are relayed by NCCL P2P"

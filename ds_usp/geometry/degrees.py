@@ -119,6 +119,7 @@ class Degrees:
         return next(broken, None)
 
     def _sizes(self, named: Callable[[str], str]) -> _Broken:
+        """Broken rules about the degrees themselves, as (rule, message): integers of 1 or more."""
         for field in ("tp", "sp", "ulysses", "ring", "pp"):
             size = getattr(self, field)
             if size is None and field in ("ulysses", "ring"):
@@ -128,6 +129,7 @@ class Degrees:
                 yield "a degree is no whole number of 1 or more", text
 
     def _heads(self, named: Callable[[str], str]) -> _Broken:
+        """Broken rules about heads, key/value heads, MLP width and ``tp``, as (rule, message)."""
         heads, kv_heads, tp = self.heads, self.kv_heads, self.tp
         if heads is not None and heads < 1:
             yield "there is no query head", f"{heads} query heads: there must be 1 or more"
@@ -158,6 +160,9 @@ class Degrees:
             )
 
     def _sequence(self, named: Callable[[str], str]) -> _Broken:
+        """Broken rules about ``ulysses``, ``ring`` and ``sp``, as (rule, message); also of the
+        Ulysses degree that follows from a ring degree alone.
+        """
         valid = self._ulysses_within_heads()
         fix = f"Use one of {', '.join(f'{u} (ring {self.sp // u})' for u in valid)}"
         if self.ulysses is not None and self.sp % self.ulysses:
@@ -191,6 +196,7 @@ class Degrees:
             )
 
     def _world(self, named: Callable[[str], str]) -> _Broken:
+        """Broken rule about the world size, a multiple of tp x sp x pp, as (rule, message)."""
         replica = self.tp * self.sp * self.pp
         if self.world is not None and self.world % replica:
             degrees = " x ".join(map(named, ("tp", "sp", "pp")))

@@ -108,6 +108,7 @@ class TokenLayout:
             )
 
     def _validate_documents(self) -> Borders:
+        """The documents' borders, ``()`` without any; LayoutError if they do not fit."""
         documents = borders_of(self.documents)
         is_balanced = self.kind == "balanced"
         if is_balanced and not documents:
@@ -332,6 +333,7 @@ def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, 
 def _context_parallel(
     layout: TokenLayout, ulysses_rank: int, ring_rank: int
 ) -> tuple[Segment, ...]:
+    """Rank r's segments in Megatron's order: each document's chunks r and 2 sp - 1 - r of 2 sp."""
     rank, chunks = layout.sp_rank(ulysses_rank, ring_rank), 2 * layout.degree
     return tuple(
         replace(chunk, start=start + chunk.start)
@@ -376,6 +378,7 @@ def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
 
 @lru_cache(maxsize=1024)
 def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
+    """Segments of a ring rank in global order, and the Ulysses ranks' runs they are in."""
     runs_by_position = [
         (segment, Run(ulysses_rank, begin, segment.length))
         for ulysses_rank in range(layout.ulysses)

@@ -163,6 +163,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _as_list(x: Any) -> list[Any]:
+    """A tensor, array or sequence as a list; ConfigError if it is none of them."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, str) or not isinstance(x, Sequence):
@@ -174,6 +175,11 @@ def _as_list(x: Any) -> list[Any]:
 
 
 def _validate_borders(borders: list[Any]) -> Borders:
+    """One sample's cumulative borders as a tuple, without repeated ones (empty documents).
+
+    Raises:
+        ConfigError: borders that are no integers, do not ascend, or do not start at 0.
+    """
     borders = [border.item() if hasattr(border, "item") else border for border in borders]
     if not all(type(border) is int for border in borders):
         raise ConfigError(f"documents {_abbreviate(borders)} must be whole numbers of tokens")

@@ -76,6 +76,7 @@ class Flash4Kernel(VarlenKernel):
 
 
 def _mask_args(tile: TileOrCall, scale: float, lengths: Lengths) -> dict[str, Any]:
+    """Keyword arguments of a FlashAttention-4 call: scale, mask and lengths."""
     left, right = (None, None) if tile.is_causal else tile.window
     return {
         "softmax_scale": scale,

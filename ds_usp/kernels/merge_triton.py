@@ -17,6 +17,8 @@ _ROWS = 32
 _MAX_PARTIALS = 8
 
 
+# Merges two partial attention results by their log-sum-exp. One program a block of rows of one head
+# of one sample. Results may be one of the inputs. Arguments after dim: strides.
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
     out, lse, old, old_lse, new, new_lse,
@@ -89,6 +91,7 @@ def merge_fused(
     )  # fmt: skip
 
 
+# _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass.
 @triton.jit
 def _merge_of_four(  # type: ignore[no-untyped-def]
     out, lse, p0, l0, p1, l1, p2, l2, p3, l3,
@@ -154,6 +157,7 @@ def merge_up_to_4_fused(
     )
 
 
+# Sum of COUNT (1 or 2) tensors [batch, rows, heads, dim], added in the dtype ACC.
 @triton.jit
 def _sum_of_few(  # type: ignore[no-untyped-def]
     out, p0, p1,
@@ -172,6 +176,7 @@ def _sum_of_few(  # type: ignore[no-untyped-def]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
+# As _sum_of_few, of up to 8 tensors (_MAX_PARTIALS).
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     out, p0, p1, p2, p3, p4, p5, p6, p7,

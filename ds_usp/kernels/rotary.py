@@ -44,6 +44,11 @@ def apply_rotary(
 def _check(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> None:
+    """Check that cos and sin ``[s, r]`` fit queries and keys ``[b, s, h, D]`` or ``[s, b, h, D]``.
+
+    Raises:
+        ConfigError: shapes that do not fit, with the shapes found and wanted.
+    """
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] % 2 or not cos.shape[1]:
         raise ConfigError(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be [s, r] with an even r"
@@ -62,6 +67,9 @@ def _check(
 
 
 def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether one Triton kernel can rotate all tensors: on one GPU, of one dtype but not fp64, and,
+    except for the heads, one shape; not in a graph, nor where cos or sin require a gradient.
+    """
     if torch.compiler.is_compiling() or not 0 < len(tensors) <= _MAX_FUSED:
         return False
     first, last = tensors[0], tensors[-1]
@@ -75,6 +83,14 @@ def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Ten
 def _rotate_reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
 ) -> torch.Tensor:
+    """Rotation in PyTorch, in fp32 or fp64: ``x cos + rotate_half(x) sin`` of the first r features.
+
+    Shapes:
+        x ``[b, s, h, D]`` or ``[s, b, h, D]``, cos and sin ``[s, r]``; the result like x.
+
+    Args:
+        dim: dim of the tokens.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
@@ -97,6 +113,12 @@ class Rotation(torch.autograd.Function):
         transposed: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Rotate ``tensors`` by one kernel launch; the results in their order, of their shapes.
+
+        Args:
+            triton: the module :mod:`ds_usp.kernels.rotary_triton`.
+            transposed: rotate by the transposed matrix, as backward does.
+        """
         ctx.save_for_backward(cos, sin)
         ctx.args = triton, token_dim, transposed
         rotated: tuple[torch.Tensor, ...] = triton.rotate_fused(

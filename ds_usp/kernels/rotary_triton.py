@@ -13,6 +13,8 @@ from ds_usp.triton_launch import CachedLauncher
 _TILE = 4096  # elements of a program
 
 
+# Rotates up to two tensors in one launch: grid axis 1 is the tensor, axis 0 blocks of (token,
+# sample, head) rows. half: r / 2; REST: features that are not rotated, copied; 0 if there are none.
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     x0, x1, y0, y1, cos, sin,

@@ -84,6 +84,9 @@ class GemmLast:
                 self._recomputing = False
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
+            """Call the producer; in training also remember the storage of its output, by which the
+            consumer recognizes it, and how to recompute what the producer saved.
+            """
             if self._recomputing or not torch.is_grad_enabled():
                 return producer(*inputs)
             self._produced = None

@@ -97,6 +97,14 @@ class HostDeviceCopier:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _run(self, direction: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CopyEvent:
+        """Copy pairs (destination, source) on the stream of a direction, after the current one.
+
+        Args:
+            direction: index of the stream: 0 to CPU memory, 1 to the device.
+
+        Returns:
+            The event after the copies; None without streams, where copies are synchronous.
+        """
         if not self._streams:
             for dst, src in pairs:
                 dst.copy_(src)

@@ -80,6 +80,10 @@ def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor by the innermost hook pair that takes it; returns the function to restore it.
+
+    Parameters and tensors that no pair takes are kept as they are.
+    """
     if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
         # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
         return partial(_identity, tensor)

@@ -62,6 +62,12 @@ def shard_batch(
 
 
 def _check_shifted(tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
+    """Check that labels are next tokens; synchronizes with the GPU.
+
+    Raises:
+        DataError: every label that counts in the loss is the token at its own position. Not raised
+            where no token that counts differs from the next one: then both readings agree.
+    """
     counts = (loss_mask != 0) & (labels != IGNORE_INDEX)
     changes = tokens[:, 1:] != tokens[:, :-1]
     if bool((counts[:, :-1] & changes).any()) and bool((labels == tokens)[counts].all()):

@@ -227,6 +227,12 @@ class SequenceParallelDataLoader:
         return FullBatch(sharded=sharded, whole=whole, documents=documents)
 
     def _shard(self, batch: FullBatch, loss_tokens: int) -> ShardedBatch:
+        """This rank's shard of a batch, on the device; registers its layout with the mesh.
+
+        Args:
+            batch: the full batch, the same on every rank.
+            loss_tokens: labels that count, of all data-parallel replicas; stored in the shard.
+        """
         layout = self._layout_of(batch)
         self.mesh.batch_layouts[batch.seq_len] = layout
         shards = {

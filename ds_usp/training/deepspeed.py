@@ -193,6 +193,11 @@ def initialize_deepspeed(
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
+    """Refuse keys of DeepSpeed's configuration that would give wrong gradients or batch sizes.
+
+    Raises:
+        ConfigError: ``sequence_parallel_size`` or ``train_batch_size`` is among the keys.
+    """
     if "sequence_parallel_size" in config:
         raise ConfigError(
             f"sequence_parallel_size={config['sequence_parallel_size']} in DeepSpeed's "
@@ -222,6 +227,7 @@ def own_clipping(
     clip = float(config.get("gradient_clipping", 1.0))
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip the gradients in place by their global norm, or drop them if it is not finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = global_gradient_norm(parameters, groups)
         if not math.isfinite(norm):

@@ -176,6 +176,11 @@ def _shifted_labels(
 
 
 def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
+    """Check that labels, which will be shifted, are not next tokens yet; synchronizes the GPU.
+
+    Raises:
+        DataError: every label is the next token, and not every label is the token at its position.
+    """
     counts = labels != IGNORE_INDEX
     inside = counts[:, :-1]
     is_shifted = bool(inside.any()) and bool((labels[:, :-1] == tokens[:, 1:])[inside].all())

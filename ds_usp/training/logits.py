@@ -89,6 +89,11 @@ class Logits:
 
 
 def _row_stats(scores: Tensor, labels: Tensor) -> RowStats:
+    """Softmax statistics of each row in PyTorch; ``buffer`` is a new tensor of exponentials.
+
+    Shapes:
+        scores ``[t, V]``, labels ``[t]``: indices into this rank's vocabulary, negative outside.
+    """
     logits = scores if scores.dtype == torch.float64 else scores.float()
     row_max = logits.max(dim=1).values
     base = torch.where(row_max == -math.inf, 0, row_max)

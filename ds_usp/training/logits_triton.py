@@ -11,6 +11,8 @@ from ds_usp.triton_launch import CachedLauncher
 _BLOCK = 4096  # vocabulary entries at a time
 
 
+# One program a row: the largest logit, the sum of exp(logit - row_max) by online softmax, and the
+# label's logit less row_max (0 for a negative label: in another rank's vocabulary), in fp32.
 @triton.jit
 def _row_stats(  # type: ignore[no-untyped-def]
     logits, labels, row_max, sum_exp, label_logit, vocab_size, row_stride, BLOCK: tl.constexpr
@@ -35,6 +37,8 @@ def _row_stats(  # type: ignore[no-untyped-def]
     tl.store(label_logit + row, tl.where(label >= 0, label_value - base, 0.0))
 
 
+# Overwrites logits [t, V] by their gradient, exp(logit - row_max) * scale - dlosses at the label.
+# One program a row and block of the vocabulary.
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
     logits, labels, row_max, scale, dlosses, vocab_size, row_stride, BLOCK: tl.constexpr
