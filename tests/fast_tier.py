@@ -43,7 +43,7 @@ def mark_fast(items: Iterable[pytest.Item]) -> None:
             functions[function_of(item.nodeid)].append(item)
     for name, cases in functions.items():
         case_s = seconds.get(name, 0.0) / len(cases)
-        if case_s <= CASE_S / 2:  # a loaded machine takes twice as long
+        if case_s <= CASE_S / 3:  # a loaded machine takes several times as long
             chosen = max(1, int(FUNCTION_S / case_s)) if case_s else len(cases)
             for index in spread(len(cases), chosen):
                 cases[index].add_marker(MARK)

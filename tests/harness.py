@@ -313,6 +313,10 @@ def _values(outcomes: list[Outcome]) -> list[Any]:
     raise RankError(f"rank {rank} of {len(outcomes)} raised\n{first.traceback}({endings})")
 
 
+def no_work(ctx: RankContext) -> None:
+    """A case that only waits until a rank is there."""
+
+
 class WorkerPool:
     """Teams of ranks, one a world size, kept alive until a case fails on them."""
 
