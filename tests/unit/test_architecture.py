@@ -207,6 +207,12 @@ ALLOWED = [
 CAUGHT = [(rule, path, text) for rule, cases in VIOLATIONS.items() for path, text in cases]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_project() -> None:
+    """Parse all files once, outside of any case's time."""
+    project()
+
+
 @pytest.mark.parametrize("rule", VIOLATIONS, ids=lambda rule: rule.__name__)
 def test_the_project_keeps_the_rule(rule: Callable[[Source], Iterator[str]]) -> None:
     broken = [f"{file.path}:{message}" for file in project() for message in rule(file)]
