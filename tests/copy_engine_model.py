@@ -199,10 +199,10 @@ class FakeChannel:
         def pieces(pair: tuple[int, int]) -> range:
             return range(random.Random(f"{pair} {self.name} {cell}").randint(1, self.most))
 
-        mine = [pair for pair in sorted(pairs) if pair[1] == self.rank]
+        own_pairs = [pair for pair in sorted(pairs) if pair[1] == self.rank]
         self.places = [
             (pair[0], Place((self.rank, *cell, pair[0], piece), (*self.name, pair[0])))
-            for pair in mine  # some take what is their own too
+            for pair in own_pairs  # some take what is their own too
             for piece in pieces(pair)
         ]
         others = [pair for pair in sorted(pairs) if pair[0] == self.rank != pair[1]]
@@ -228,7 +228,7 @@ def some(
 
 
 class Call:
-    """One call of one rank, its parts brought and taken home by attention's own belt.
+    """One call of one rank, its chunks exchanged by attention's own pipeline.
 
     ``draw`` is the same on all ranks.
     """
@@ -246,19 +246,19 @@ class Call:
         made = _ChunkPipeline(self, range(parts), self.send, self.kv_stream, backward=self.backward)  # type: ignore[arg-type]
 
         def compute(part: int, chunk: Any) -> None:
-            assert chunk.exchange is self.sent[part], "another part's trip"
+            assert chunk.exchange is self.sent[part], "another chunk's exchange"
             chunk.exchange.wait()
             home = None
             if not self.has_ring and self.early(part):
                 home = self.channel("all_to_all", "home", part)
-            grads = self.compute(part, chunk.kv_stream, belt, steps if self.has_ring else 0)
-            belt.return_chunk(partial(self.return_chunk, part, grads, home))
+            grads = self.compute(part, chunk.kv_stream, pipeline, steps if self.has_ring else 0)
+            pipeline.return_chunk(partial(self.return_chunk, part, grads, home))
 
-        with contextlib.closing(made) as belt:
-            belt.run(compute)
+        with contextlib.closing(made) as pipeline:
+            pipeline.run(compute)
 
     def early(self, *what: int) -> bool:
-        """Whether a kernel writes where it leaves from, so that room is asked for before it runs;
+        """Whether a kernel writes where it leaves from, so that staging is acquired before it runs;
         ranks may differ."""
         return random.Random(f"{self.rank} {self.name} {what}").random() < 0.5
 
@@ -280,9 +280,9 @@ class Call:
         self.sent[part] = self.exchange("come", part)
         return self.sent[part]
 
-    def kv_stream(self, part: int, trip: PendingExchange) -> Any:
+    def kv_stream(self, part: int, pending: PendingExchange) -> Any:
         if not self.backward:  # else keys are there already
-            trip.wait()
+            pending.wait()
         if self.has_ring:
             keys = self.channel("ring_kv", "keys", part)
             self.post(keys, "keys", part, 0)
@@ -290,14 +290,14 @@ class Call:
         return None
 
     def compute(
-        self, part: int, keys: FakeChannel, belt: _ChunkPipeline, steps: int
+        self, part: int, keys: FakeChannel, pipeline: _ChunkPipeline, steps: int
     ) -> FakeChannel | None:
         grads = FakeChannel(self.world, self.rank, "ring_dkv")
         work = self.world.current.operations
         middle = self.middle(part)
         for step in range(steps):
             if not step and not middle:
-                belt.mid_chunk()
+                pipeline.mid_chunk()
             direct = self.backward and self.early(part, step)
             if direct:
                 grads.acquire_staging("grads", part, step, self.name)
@@ -305,7 +305,7 @@ class Call:
             for half in (1, 2):
                 work.append(("work",))
                 if not step and middle == half:
-                    belt.mid_chunk()
+                    pipeline.mid_chunk()
             if step + 1 < steps:
                 self.post(keys, "keys", part, (step + 1) % 2)
             if not self.backward:
@@ -324,11 +324,11 @@ class Call:
     ) -> PendingExchange:
         if grads is not None:
             grads.wait()
-        trip = self.exchange("home", part, home)
+        pending = self.exchange("home", part, home)
         if self.return_lse:
-            trip.wait()
+            pending.wait()
             return self.exchange("lse", part)
-        return trip
+        return pending
 
     def post(self, channel: FakeChannel, *cell: Any) -> None:
         own = channel.engine.kind == "ring_kv"  # type: ignore[attr-defined]

@@ -202,13 +202,13 @@ class Team:
         self._channels: list[connection.Connection] = []
         self._processes = []
         for rank in range(world):
-            mine, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world, theirs, self._directory.name), daemon=True
+                target=_serve, args=(rank, world, child_end, self._directory.name), daemon=True
             )
             process.start()
-            theirs.close()
-            self._channels.append(mine)
+            child_end.close()
+            self._channels.append(parent_end)
             self._processes.append(process)
         self._started = False
 

@@ -67,14 +67,14 @@ class PullingChannel(P2PChannel):
         slots.published = True
         readers, sources = ({rank for rank, *_ in each} for each in (sends, recvs))
         dist.all_gather_object(peers, (packed, readers, sources, self.slot), self._group)
-        mine = dist.get_rank(self._group)
+        own_rank = dist.get_rank(self._group)
         for rank, (_, published, pulls, slot) in enumerate(peers):
             assert slot == self.slot, "ranks pack into different slots"
-            if rank != mine:
-                assert (mine in published) == (rank in sources), (
+            if rank != own_rank:
+                assert (own_rank in published) == (rank in sources), (
                     "published to a rank that does not pull, or the reverse"
                 )
-                assert (mine in pulls) == (rank in readers)
+                assert (own_rank in pulls) == (rank in readers)
         for source, place, at, pitch in recvs:
             room = peers[source][0]
             flat = room.flatten()

@@ -74,10 +74,10 @@ def compare(ctx: RankContext, setting: Setting, flat: bool) -> list[tuple[bool, 
     # DeepSpeed's uneven split asks its global mpu who this rank is.
     mpu = SimpleNamespace(get_sequence_parallel_rank=lambda: ctx.rank)
     with mock.patch.object(groups, "mpu", mpu):
-        theirs = deepspeeds(setting, ctx)
-        expected = results(theirs, setting, ctx.rank)
+        reference = deepspeeds(setting, ctx)
+        expected = results(reference, setting, ctx.rank)
     actual = results(ours, setting, ctx.rank)
-    assert local.handed == theirs.local_attn.handed
+    assert local.handed == reference.local_attn.handed
     assert actual[0].ndim == (3 if flat else 4)
     actual[0] = actual[0].view(expected[0].shape)
     return [

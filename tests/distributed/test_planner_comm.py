@@ -54,7 +54,7 @@ def over(
     return forward, dict(mesh.ledger.bytes)
 
 
-def told(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
+def expected_ledgers(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
     forward = {
         "all_to_all": sent.all_to_all_forward,
         "ring_kv": sent.ring_kv_forward,
@@ -111,7 +111,9 @@ def test_comm_is_the_ledger_beside_tensor_parallel_ranks(
     results = pool.run(on_the_grid, world, tp=tp, ulysses=ulysses, shape=shape, seq_len=96)
     for rank, (place, ledgers) in enumerate(results):
         assert place == rank // tp
-        assert ledgers == told(attention_bytes(Workload(shape, 96), config, place, "zigzag"))
+        assert ledgers == expected_ledgers(
+            attention_bytes(Workload(shape, 96), config, place, "zigzag")
+        )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "context_parallel"])
@@ -148,4 +150,4 @@ def compare(
         order=order,
     )
     for rank, result in enumerate(results):
-        assert result == told(attention_bytes(work, config, rank, layout)), rank
+        assert result == expected_ledgers(attention_bytes(work, config, rank, layout)), rank

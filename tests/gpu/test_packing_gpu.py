@@ -22,26 +22,29 @@ def wide(*size: int) -> Tensor:
 
 
 def check(
-    mine: int, shapes: tuple[tuple[int, int], ...], sources: list[SendTensor], want: list[Tensor]
+    own_rank: int,
+    shapes: tuple[tuple[int, int], ...],
+    sources: list[SendTensor],
+    want: list[Tensor],
 ) -> None:
     """Every rank's pieces ``[P, s, B, h, D]`` are where they belong."""
     ranks, tokens, batch = want[0].shape[:3]
     features = sum(heads * dim for heads, dim in shapes)
-    room = want[0].new_full((ranks, tokens, batch, features), float("nan"))
-    pack_for_send(room, mine, shapes, sources)
+    staging = want[0].new_full((ranks, tokens, batch, features), float("nan"))
+    pack_for_send(staging, own_rank, shapes, sources)
     packed = torch.cat([x.flatten(3) for x in want], 3)
     for rank in range(ranks):
-        if rank != mine:
-            assert torch.equal(room[rank], packed[rank])
+        if rank != own_rank:
+            assert torch.equal(staging[rank], packed[rank])
     for (_, own), x in zip(sources, want, strict=True):
-        assert torch.equal(own, x[mine])
+        assert torch.equal(own, x[own_rank])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ranks, mine", [(2, 0), (2, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 64)), ((40, 128),)])
 def test_each_rank_gets_its_heads(
-    shapes: tuple[tuple[int, int], ...], ranks: int, mine: int, batch: int
+    shapes: tuple[tuple[int, int], ...], ranks: int, own_rank: int, batch: int
 ) -> None:
     sources, want = [], []
     for heads, dim in shapes:
@@ -49,16 +52,16 @@ def test_each_rank_gets_its_heads(
         pieces = x.unflatten(2, (ranks, heads)).permute(2, 1, 0, 3, 4)
         own = torch.full_like(wide(TOKENS, batch, heads, dim), float("nan"))
         assert fused.pack_for_send_fused(
-            pieces.new_empty(*pieces.shape[:3], heads * dim), mine, [(pieces, own)]
+            pieces.new_empty(*pieces.shape[:3], heads * dim), own_rank, [(pieces, own)]
         )
         sources.append(SendTensor(pieces, own))
         want.append(pieces)
-    check(mine, shapes, sources, want)
+    check(own_rank, shapes, sources, want)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
-    ranks, mine, shape = 4, 1, (2, 128)
+    ranks, own_rank, shape = 4, 1, (2, 128)
     like = torch.empty(1, ranks * TOKENS, *shape, device="cuda", dtype=torch.bfloat16)
     total, parts = GradAccumulator(like), []
     for _ in range(calls):
@@ -68,14 +71,14 @@ def test_each_rank_gets_its_tokens_of_a_sum(calls: int) -> None:
     want = torch.stack(parts).float().sum(0).bfloat16()
     own = wide(TOKENS, 1, *shape)
     pieces = want.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
-    check(mine, (shape,), [SendTensor(total, own)], [pieces])
+    check(own_rank, (shape,), [SendTensor(total, own)], [pieces])
 
 
 def test_heads_that_are_no_neighbours_are_packed_one_by_one() -> None:
-    ranks, mine, shape = 2, 0, (3, 64)
+    ranks, own_rank, shape = 2, 0, (3, 64)
     x = torch.randn(1, ranks * 3, TOKENS, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     pieces = x.unflatten(2, (ranks, 3)).permute(2, 1, 0, 3, 4)
     own = wide(TOKENS, 1, *shape)
-    room = torch.empty(ranks, TOKENS, 1, 3 * 64, device="cuda", dtype=torch.bfloat16)
-    assert not fused.pack_for_send_fused(room, mine, [(pieces, own)])
-    check(mine, (shape,), [SendTensor(pieces, own)], [pieces])
+    staging = torch.empty(ranks, TOKENS, 1, 3 * 64, device="cuda", dtype=torch.bfloat16)
+    assert not fused.pack_for_send_fused(staging, own_rank, [(pieces, own)])
+    check(own_rank, (shape,), [SendTensor(pieces, own)], [pieces])

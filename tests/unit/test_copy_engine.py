@@ -144,7 +144,7 @@ def test_no_rank_waits_for_room(has_ring: bool, backward: bool, steps: int) -> N
 
 @pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
 def test_with_a_slot_less_ranks_wait(has_ring: bool, backward: bool, steps: int) -> None:
-    """Or a room that is told of again has been given away."""
+    """Or a staging buffer that is posted again has been acquired by another exchange."""
     way = has_ring, backward, steps
     with contextlib.suppress(MeshError):
         assert seconds_of(*way, -1) > seconds_of(*way, 0)

@@ -25,9 +25,9 @@ def heads_of(bounds: tuple[int, int]) -> list[int]:
 
 def test_every_query_head_is_on_exactly_one_rank_and_no_rank_is_without() -> None:
     for split in SPLITS:
-        mine = [heads_of(split.query_range(rank)) for rank in range(split.ulysses)]
-        assert [head for heads in mine for head in heads] == list(range(split.heads)), split
-        assert min(map(len, mine)) >= 1, split
+        rank_heads = [heads_of(split.query_range(rank)) for rank in range(split.ulysses)]
+        assert [head for heads in rank_heads for head in heads] == list(range(split.heads)), split
+        assert min(map(len, rank_heads)) >= 1, split
 
 
 def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly() -> None:
@@ -35,10 +35,10 @@ def test_a_rank_has_exactly_the_kv_heads_that_its_query_heads_use_evenly() -> No
         group = split.heads // split.kv_heads
         for rank in range(split.ulysses):
             used = [head // group for head in heads_of(split.query_range(rank))]
-            mine = heads_of(split.kv_range(rank))
+            rank_heads = heads_of(split.kv_range(rank))
             # A kernel's own grouping: equal runs of query heads share a KV head.
-            run, rest = divmod(len(used), len(mine))
-            assert rest == 0 and used == [kv for kv in mine for _ in range(run)], split
+            run, rest = divmod(len(used), len(rank_heads))
+            assert rest == 0 and used == [kv for kv in rank_heads for _ in range(run)], split
 
 
 def test_ranks_differ_by_one_head_or_one_group_at_most() -> None:
@@ -84,11 +84,13 @@ def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
                 keys = [heads_of(part.keys[rank]) for part in parts]
                 assert list(chain(*queries)) == heads_of(split.query_range(rank)), (split, count)
                 assert list(chain(*keys)) == heads_of(split.kv_range(rank)), (split, count)
-                for mine, theirs in zip(queries, keys, strict=True):
-                    assert mine, (split, count)
+                for rank_heads, rank_kv_heads in zip(queries, keys, strict=True):
+                    assert rank_heads, (split, count)
                     # As for the whole: equal runs of query heads share a KV head, the right one.
-                    assert [head // group for head in mine] == [
-                        kv for kv in theirs for _ in range(len(mine) // len(theirs))
+                    assert [head // group for head in rank_heads] == [
+                        kv
+                        for kv in rank_kv_heads
+                        for _ in range(len(rank_heads) // len(rank_kv_heads))
                     ], (split, count)
 
 

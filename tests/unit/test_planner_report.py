@@ -1,4 +1,4 @@
-"""What is told of plans: where they lose, what was measured, and the host's part in a picture."""
+"""Reports of plans: where they lose, what was measured, and the launch time in a plot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def found() -> SearchResult:
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
 def test_whatever_a_plan_loses_with_has_a_name(found: SearchResult, part: str) -> None:
-    """The layers' time is told by its own parts, so where it alone is more, one of these is."""
+    """The layers' time is reported by component, so where it alone is more, one of these is."""
     best = found.plans[0]
     more = getattr(best.time, part) + 1e3
     other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))

@@ -31,9 +31,9 @@ def find(
     **fixed: object,
 ) -> SearchResult:
     budget = fixed.pop("budget_gib", None)
-    room = None if budget is None else float(str(budget)) * GIB
+    budget_bytes = None if budget is None else float(str(budget)) * GIB
     work = Workload(load_model(name), seq_len, batch)
-    return search(load_cluster(cluster), work, gpus, framework_caps(how), room, fixed)
+    return search(load_cluster(cluster), work, gpus, framework_caps(how), budget_bytes, fixed)
 
 
 RUNS = [

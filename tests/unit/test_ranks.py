@@ -23,11 +23,11 @@ HIERARCHICAL = [(2, 2, 2, 1, 1), (1, 4, 2, 2, 1), (2, 2, 4, 1, 2), (2, 3, 2, 2, 
 def test_groups_are_megatrons(order: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     shape = dict(zip(AXES, sizes, strict=True))
     grid = RankGrid(shape, order=order)
-    theirs = parallel_state.RankGenerator(ep=1, order="-".join(order), **shape)
-    assert grid.world_size == theirs.world_size
+    generator = parallel_state.RankGenerator(ep=1, order="-".join(order), **shape)
+    assert grid.world_size == generator.world_size
     for token in TOKENS:
         groups = [list(group) for group in grid.groups(*token)]
-        assert groups == theirs.get_ranks("-".join(token)), token
+        assert groups == generator.get_ranks("-".join(token)), token
         assert all(len(group) == grid.size(*token) for group in groups)
 
 
@@ -39,17 +39,17 @@ def test_ulysses_and_ring_are_megatrons_hierarchical_context_parallel_groups(
     made: list[list[int]] = []
     monkeypatch.setattr(parallel_state, "create_group", lambda ranks, **_: made.append(ranks))
     tp, ulysses, ring, dp, pp = shape
-    theirs = parallel_state.RankGenerator(
+    generator = parallel_state.RankGenerator(
         tp=tp, ep=1, dp=dp, pp=pp, cp=ulysses * ring, order="tp-cp-ep-dp-pp"
     )
-    assert [list(group) for group in grid.groups("ulysses", "ring")] == theirs.get_ranks("cp")
-    for ranks in theirs.get_ranks("cp"):
+    assert [list(group) for group in grid.groups("ulysses", "ring")] == generator.get_ranks("cp")
+    for ranks in generator.get_ranks("cp"):
         parallel_state.create_hierarchical_groups(ranks[0], ranks, [ulysses, ring])
     # Level by level within each context-parallel group: first the Ulysses groups, then the rings.
     ours = [grid.groups("ulysses"), grid.groups("ring")]
     expected = [
         [list(group) for group in level if group[0] in ranks]
-        for ranks in theirs.get_ranks("cp")
+        for ranks in generator.get_ranks("cp")
         for level in ours
     ]
     assert made == list(chain.from_iterable(expected))

@@ -95,7 +95,7 @@ def test_a_buffer_that_a_later_exchange_acquired_is_not_published() -> None:
         later.post(buffers[1], [], [])
         with pytest.raises(MeshError, match="all_to_all exchange was given to a later one"):
             first.post(buffers[0], [], [])
-        # What is packed once may be told of again, whoever has been given buffer meanwhile.
+        # A packed buffer may be posted again, whichever channel has acquired another meanwhile.
         later.wait()
         first.acquire_staging((4, 8), like, like.dtype)
         later.post(buffers[1], [], [])
