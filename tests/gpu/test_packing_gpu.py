@@ -41,7 +41,7 @@ def check(
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("ranks, mine", [(2, 0), (2, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize("ranks, own_rank", [(2, 0), (2, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize("shapes", [((4, 128),) * 3, ((6, 64), (2, 64), (2, 64)), ((40, 128),)])
 def test_each_rank_gets_its_heads(
     shapes: tuple[tuple[int, int], ...], ranks: int, own_rank: int, batch: int
