@@ -11,7 +11,7 @@ import torch
 from cases import ALL_LAYOUTS, RESULTS, Case, mesh_of, run_cases
 from harness import RankContext, WorkerPool
 from test_attention import mean_errors
-from test_planner_comm import LEDGER, model, over, told
+from test_planner_comm import LEDGER, expected_ledgers, model, over
 
 from ds_usp import ConfigError, MaskSpec, MeshError, SequenceMesh, Tuning
 from ds_usp.attention.call_plan import AttentionOptions, plan_call
@@ -103,7 +103,7 @@ def test_the_ledger_is_what_the_planner_says(
     for rank, found in enumerate(results):
         for (layout, seq_len), each in zip(SENT, found, strict=True):
             work = Workload(model(8, 4), seq_len)
-            want = told(attention_bytes(work, split, rank, layout, inner_ring=inner))
+            want = expected_ledgers(attention_bytes(work, split, rank, layout, inner_ring=inner))
             assert each == [want] * len(tunings), (layout, seq_len, rank)
 
 
