@@ -82,6 +82,7 @@ def _print_line(line: str, progress: bool = False) -> None:
 
 
 def _help() -> str:
+    """The text of ``ds-usp --help``: all commands in two tables."""
     width = max(map(len, [*_COMMANDS, *_PLANNER]))
     lines = [
         "usage: ds-usp COMMAND [arguments]      ds-usp COMMAND --help      ds-usp --version",
@@ -95,6 +96,7 @@ def _help() -> str:
 
 
 def _unknown(command: str) -> str:
+    """The error's line for an unknown command, with the closest known one."""
     known = [*_COMMANDS, *_PLANNER]
     near = get_close_matches(command, known, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""

@@ -68,6 +68,7 @@ class CachedLauncher:
 
 @lru_cache(maxsize=1)
 def _launcher_passes_constexprs() -> bool:
+    """Whether this Triton's compiled launcher takes constexprs as arguments too."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -53,6 +53,7 @@ class Guard:
             yield from self._source_mismatch(original)
 
     def _version_mismatch(self) -> Iterator[str]:
+        """The sentence that the distribution is missing or has another version, if so."""
         try:
             installed = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -62,6 +63,7 @@ class Guard:
             yield f"needs {self.distribution} {self.versions}, found {installed}"
 
     def _source_mismatch(self, original: Any) -> Iterator[str]:
+        """The sentence that the original's source differs from all known fingerprints, if so."""
         try:
             digest = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
         except (OSError, TypeError) as error:

@@ -204,6 +204,7 @@ def _(
 def _qkv_shapes(
     dout: torch.Tensor, saved: Sequence[torch.Tensor], kv_length: int, kv_heads: int
 ) -> Shapes:
+    """Shapes of dq, dk and dv."""
     batch, dim = dout.shape[0], saved[0].shape[3]
     keys = (batch, kv_length, kv_heads)
     return (*dout.shape[:3], dim), (*keys, dim), (*keys, dout.shape[3])
@@ -324,6 +325,7 @@ def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor
 
 
 def _backward_of_exchange(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    """The exchange in the other direction, of the gradients."""
     (call_number,) = ctx.saved_tensors
     spec = ctx.spec
     reverse = spec._replace(to_heads=not spec.to_heads, starts_call=False, backward=True)
@@ -385,6 +387,7 @@ class _TracedExchange:
         self._call_number: OptionalTensor = None
 
     def __call__(self, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange to heads, or back with the call number that the first exchange returned."""
         if to_heads:
             *exchanged, self._call_number = exchange(list(tensors), None, *self._spec)
             return tuple(exchanged)

@@ -113,6 +113,7 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 
 def _package() -> dict[str, Any]:
+    """Version, commit and folder of the installed ds_usp."""
     root = Path(ds_usp.__file__).resolve().parent
     checkout = (root.parent / ".git").exists()
     return {
@@ -124,12 +125,14 @@ def _package() -> dict[str, Any]:
 
 
 def _changes(root: Path) -> str:
+    """How many files of the checkout differ from its commit, and the first eight by name."""
     changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     files = [line[3:] for line in changed.splitlines()]
     return f"{len(files)} files differ from the commit: {', '.join(files[:8])}" if files else "none"
 
 
 def _system() -> dict[str, Any]:
+    """Python, the platform, and how many CPU cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -139,6 +142,8 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
+    """Library -> its version, None if absent, or the error's text if reading it failed."""
+
     def driver() -> str | None:
         return ", ".join(sorted({row["driver_version"] for row in _nvidia_smi()})) or None
 
@@ -172,6 +177,7 @@ def _torch() -> Any:
 
 
 def _installed(distributions: Sequence[str], module: str) -> str | None:
+    """The version of the first distribution that is installed; None without one and its module."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -182,6 +188,7 @@ def _installed(distributions: Sequence[str], module: str) -> str | None:
 
 
 def _nvidia_smi() -> list[dict[str, str]]:
+    """A row for each GPU, by the names of ``_GPU_FIELDS``; none where nvidia-smi does not run."""
     try:
         fields = ",".join(_GPU_FIELDS)
         text = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")

@@ -68,6 +68,8 @@ def run_forked(work: Work, world: int, progress: Progress) -> Any:
 
 
 def _forked(work: Work, rank: int, world: int, store: str, sender: Connection) -> None:
+    """A forked CPU rank: joins a gloo group, runs ``work``, sends rank 0's result or an error."""
+
     def progress(line: str) -> None:
         sender.send(("progress", line))
 

@@ -130,6 +130,7 @@ def _exit_code(reports: Sequence[Report]) -> int:
 
 
 def _as_json(reports: Sequence[Report], ranks: str) -> str:
+    """The reports as JSON, with infinite errors as text."""
     content: list[dict[str, Any]] = [
         {**asdict(report), "verdict": _VERDICTS[verdict(report)].lower()} for report in reports
     ]
@@ -139,6 +140,7 @@ def _as_json(reports: Sequence[Report], ranks: str) -> str:
 
 
 def _as_text(reports: Sequence[Report], ranks: str) -> str:
+    """One case's table; of several a summary, tables of inexact ones, and the largest errors."""
     verdicts = [verdict(report) for report in reports]
     lines, counts = [f"ds-usp {__version__}, {ranks}"], ""
     if len(reports) == 1:
@@ -201,6 +203,7 @@ def _table(report: Report) -> list[str]:
 
 
 def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
+    """Lines of a table: each tensor's error, the kernel's alone, their ratio and the limit."""
     lines = [f"  {'tensor':8}{'error':>10}{'kernel alone':>14}{'ratio':>8}  limit"]
     for x in errors:
         ratio = "-" if x.ratio is None or math.isinf(x.ratio) else f"{x.ratio:.2f}"
@@ -210,6 +213,7 @@ def _rows(errors: Sequence[TensorErrors], case: VerifyCase) -> list[str]:
 
 
 def _limit(case: VerifyCase, measured: TensorErrors) -> str:
+    """The limit as text: absolute for fp64 and fp32, else relative to the kernel's own error."""
     absolute = _ABSOLUTE.get(case.dtype)
     if absolute is not None:
         return f"error <= {absolute:g}"

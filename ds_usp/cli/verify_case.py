@@ -201,6 +201,12 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
 
 
 def _check(case: VerifyCase) -> None:
+    """Refuse combinations of flags that no call could have.
+
+    Raises:
+        ConfigError: score options with the drop-in module, or documents of other lengths or
+            counts.
+    """
     for flag in ("softcap", "alibi", "sinks"):
         value = getattr(case, flag)
         if value is not None and value is not False and case.door != DOORS[0]:

@@ -78,6 +78,11 @@ def run_cases(
 
 
 def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progress) -> Report:
+    """Run one case on this rank and compare it with the dense reference; collective.
+
+    Returns:
+        The same report on every rank; a refusal where any rank refused.
+    """
     stage("attention")
     kernel, refusal = case.kernel, None
     try:
@@ -114,6 +119,7 @@ def _all_gather(value: Any, env: TorchrunEnv) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _mesh(ulysses: int, order: str, world: int) -> ds_usp.SequenceMesh:
+    """The mesh of all ranks, made once for all cases of its degree and order."""
     if world == 1 and not dist.is_initialized():
         return ds_usp.SequenceMesh.single()
     return ds_usp.SequenceMesh.from_group(None, ulysses, order)
@@ -162,6 +168,7 @@ def _tensors(case: VerifyCase, device: torch.device) -> Tensors:
 
 
 def _kernel_name(case: VerifyCase, device: torch.device) -> str:
+    """The kernel that the registry selects for the case on this device."""
     request = KernelRequest(
         device=device.type,
         dtype=getattr(torch, DTYPES[case.dtype]),
@@ -182,6 +189,7 @@ class _LocalAttention(torch.nn.Module):
         self.bounds = case.mask
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of [batch, tokens, heads, dim], with torch's causal flag or a dense mask."""
         left, right, prefix = self.bounds
         groups = q.shape[2] // k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -250,13 +250,14 @@ class ConsistencyChecker:
     def _compare_and_wait(
         self, transport: _Transport, record: CallRecord, error: Exception | None
     ) -> None:
+        """Gather and compare all ranks' records; raises ``error``, or what differs or is lost."""
         try:
             data = transport.gather(transport.post(_encode(record, error)))
         except MeshError as unreachable:
             self._fail(unreachable)
             raise
         except RuntimeError as lost:
-            if error is None and (ended := self._ended_ranks()):
+            if error is None and (ended := self._ended_ranks_error()):
                 raise ended from lost
             raise
         try:
@@ -277,13 +278,14 @@ class ConsistencyChecker:
         )
 
     def _record_aborted_pass(self) -> None:
+        """Count a backward pass that began and did not end, and the exchanges before its end."""
         if self._in_pass:
             self._in_pass = False
             self._aborted_passes += 1
             self._exchanges_at_abort = self.num_exchanges()
 
-    def _ended_ranks(self) -> MeshError | None:
-        """Which ranks have ended well, for one that cannot reach them."""
+    def _ended_ranks_error(self) -> MeshError | None:
+        """The error that names ranks whose process ended without one; None if none is known."""
         if self._exit_mailbox is None or self.group is None:
             return None
         data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}
@@ -298,6 +300,7 @@ class ConsistencyChecker:
         return f"after {self._calls} calls, after {self._passes} backward passes"
 
     def _fail(self, error: MeshError) -> None:
+        """Let every later call raise this error; release streams that wait for other ranks."""
         self._failure = error
         self.on_failure()
 

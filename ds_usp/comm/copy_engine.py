@@ -137,6 +137,7 @@ class CopyEngine:
         self._next, self._posted = 0, False
 
     def _wait_all_free(self, slot: int) -> FlagOpBatch:
+        """Wait until every peer has pulled what this rank's slot held."""
         peers = [rank for rank in range(self._world) if rank != self.rank]
         return FlagOpBatch(
             [FlagOp(self._free_flag(self.rank, slot, peer), 1, True) for peer in peers]
@@ -311,6 +312,13 @@ class CopyEngine:
     def _pull(
         self, stream: int, source: int, start: int, out: torch.Tensor, row_bytes: int
     ) -> None:
+        """Enqueue the copy of ``out`` from the staging memory of rank ``source``.
+
+        Args:
+            start: byte offset in that memory.
+            out: contiguous, or [rows, batch, heads, dim] with a stride between rows.
+            row_bytes: from row to row of the source; 0: one contiguous copy.
+        """
         if self._memory is None:
             raise MeshError("the copy engine has no staging memory: reserve some first")
         size, address = out.element_size(), self._memory.address(source, start)

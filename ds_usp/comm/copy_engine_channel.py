@@ -89,6 +89,7 @@ def abort_waits(engines: Mapping[str, CopyEngine]) -> None:
 
 
 def _abort_until_idle(engines: Sequence[CopyEngine]) -> None:
+    """End the waits of each exchange in flight until none is left or the time limit has passed."""
     deadline = time.monotonic() + _ABORT_TIMEOUT_S
     with contextlib.suppress(RuntimeError):  # the GPU is lost
         while [engine for engine in engines if engine.abort_waits()]:

@@ -72,6 +72,7 @@ class FlagOpBatch:
 
     @cached_property
     def _params(self) -> list[Any]:
+        """The operations as structs of ``cuStreamBatchMemOp``."""
         kinds = driver().CUstreamBatchMemOpType
         params = [driver().CUstreamBatchMemOpParams() for _ in self._ops]
         for param, op in zip(params, self._ops, strict=True):

@@ -60,6 +60,7 @@ def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None
 
 
 def _refusal_of(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
+    """The error for an engine that averages no gradients over the sequence group's ranks, if so."""
     group = getattr(engine, "seq_data_parallel_group", None)
     if group is None:
         return None

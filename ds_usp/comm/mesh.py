@@ -197,6 +197,11 @@ class SequenceMesh:
     def _from_grid(
         cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str
     ) -> SequenceMesh:
+        """The mesh of a group whose ranks lie on a ulysses x ring grid; collective over the group.
+
+        Makes the subgroups (gradients have their own, not to queue behind keys and values) and
+        decides, the same on all ranks, whether copy engines and a shared-memory mailbox are used.
+        """
         ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
@@ -338,6 +343,7 @@ class SequenceMesh:
             self.consistency.clear_verified()
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
+        """The process group of a kind of exchange; None for an outer kind without a double ring."""
         if kind in OUTER_KINDS:
             return self.outer_groups.get(kind)
         groups = {

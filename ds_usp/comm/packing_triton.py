@@ -17,6 +17,8 @@ _TILE = 8192  # elements of a program
 _COLUMNS = 1024
 
 
+# Packs up to three tensors [ranks, tokens, batch, width] into staging [ranks, tokens, batch,
+# features]; grid (row blocks, ranks, tensors). This rank's rows go to its own outputs, dst.
 @triton.jit
 def _pack_for_send(  # type: ignore[no-untyped-def]
     staging, src0, src1, src2, dst0, dst1, dst2,

@@ -125,6 +125,11 @@ class ShmMailbox:
         return records
 
     def _wait_for(self, seq: int, rank: int, timeout_s: float) -> bytes:
+        """Poll for a rank's record.
+
+        Raises:
+            MeshError: its process has ended, it posted nothing in time, or a rank has aborted.
+        """
         start = time.monotonic()
         next_check = start + min(_LIVENESS_CHECK_S, timeout_s)
         while (data := self.read(seq, rank)) is None:
@@ -144,6 +149,7 @@ class ShmMailbox:
         return data
 
     def _check_abort_flags(self) -> None:
+        """Raise :class:`MeshError` if any rank has set its abort flag."""
         flags = self._memory[self._abort_flags : self._abort_flags + self.ranks]
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
@@ -153,6 +159,7 @@ class ShmMailbox:
             )
 
     def _owner_is_dead(self, rank: int) -> bool:
+        """Whether a rank's process has ended: while it lives it locks its byte of the file."""
         if rank == self.rank:
             return False
         try:

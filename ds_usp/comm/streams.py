@@ -15,6 +15,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache(maxsize=256)
 def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    """The stream object of these ids, made once, as making it costs CPU time."""
     return torch.cuda.Stream(
         stream_id=stream_id, device_index=device_index, device_type=device_type
     )

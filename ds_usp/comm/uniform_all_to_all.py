@@ -181,6 +181,7 @@ class UniformAllToAll:
     def _acquire_staging(
         self, like: torch.Tensor, size: tuple[int, ...]
     ) -> tuple[Channel, StagingBuffer]:
+        """The all-to-all's channel, and its staging buffer of this shape and ``like``'s dtype."""
         channel = self._mesh.channel("all_to_all", self._copies)
         return channel, channel.acquire_staging(size, like, like.dtype)
 

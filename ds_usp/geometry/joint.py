@@ -83,6 +83,7 @@ class ConcatenatedShards(TokenLayout):
 
 @lru_cache(maxsize=4096)
 def _segments(layout: JointLayout, rank: int) -> tuple[Segment, ...]:
+    """A rank's segments of the joint sequence: the second layout's start after the first's end."""
     parts = layout.layouts if layout.front else layout.layouts[::-1]
     first, second = (part.segments(rank) for part in parts)
     shift = parts[0].seq_len

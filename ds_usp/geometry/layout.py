@@ -322,6 +322,8 @@ def _balanced(layout: TokenLayout, ring_rank: int) -> tuple[Segment, ...]:
 
 
 def _split_over_ulysses(ring_table: Callable[[TokenLayout, int], tuple[Segment, ...]]) -> _Table:
+    """The table that splits a ring rank's tokens evenly, in order, over its Ulysses ranks."""
+
     def table(layout: TokenLayout, ulysses_rank: int, ring_rank: int) -> tuple[Segment, ...]:
         whole = coalesce(ring_table(layout, ring_rank))
         total = sum(segment.length for segment in whole)

@@ -185,6 +185,7 @@ def _bounds(q: Segment, k: Segment, mask: MaskSpec) -> tuple[int, int]:
 
 
 def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) -> Tile | None:
+    """The tile of two segments with the mask's bounds as key minus query index; None if empty."""
     low, high = _bounds(q, k, mask)
     shift = k_start - q_start
     return _trim(

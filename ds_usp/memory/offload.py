@@ -134,6 +134,8 @@ class Offload:
 
 
 class _State(Enum):
+    """Where the saved tensors of one unit are."""
+
     OPEN = "its forward pass runs"
     ON_DEVICE = "on the device"
     OFFLOADING = "on the device, copies to the host in flight"

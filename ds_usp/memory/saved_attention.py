@@ -339,6 +339,7 @@ class _CheckpointedFunction:
         "attention: create_selective_checkpoint_contexts([torch.ops.ds_usp.attention.default])"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function; the first run keeps its attention calls, a recomputation reads them."""
         run = _CheckpointRun(self._calls, _CURRENT_RUN.get())
         token = _CURRENT_RUN.set(run)
         try:

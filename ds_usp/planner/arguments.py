@@ -101,6 +101,7 @@ class OneLineParser(ArgumentParser):
         return self
 
     def _refuse(self, unknown: Sequence[str]) -> None:
+        """Exit with the first unknown argument in one line, and the closest known one."""
         for name in unknown:
             near = get_close_matches(name, self._option_string_actions, n=1)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
@@ -110,6 +111,7 @@ class OneDefault(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
     """States the default of a flag where there is one and the text does not state it already."""
 
     def _get_help_string(self, action: Action) -> str | None:
+        """The help text with its default, unless the text states one or there is none to state."""
         unset = action.default is None or action.default is False
         if unset or "default" in (action.help or ""):
             return action.help

@@ -166,6 +166,7 @@ def _rank_flop(work: Workload, config: ParallelConfig) -> float:
 def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
+    """One direction of a call, from the cluster's rates alone, without its measured calls."""
     traffic = layer_traffic(work, config, impl.relayed_ring)
     tokens = work.rank_tokens(config)
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
@@ -198,6 +199,7 @@ def _predicted(
 
 
 def _num_chunks(work: Workload, config: ParallelConfig) -> int:
+    """Head chunks of the pipeline, by the rule that ``usp_attention`` uses; 1 without a group."""
     if config.sp == 1:
         return 1
     max_chunks = max(1, int(work.model.kv_heads / config.tp / config.ulysses))

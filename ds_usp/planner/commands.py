@@ -79,6 +79,8 @@ class _SequenceFlags(_ModelFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class _ClusterFlags:
+    """``--cluster``, of the commands that need the hardware's rates or memory."""
+
     cluster: str | None = flag(
         f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})", None
     )
@@ -91,6 +93,8 @@ class _ClusterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _DegreeFlags:
+    """The parallel degrees of one configuration, its micro batch and ZeRO stage."""
+
     tp: Count | None = flag("tensor-parallel degree (default: 1)", None)
     ulysses: Count | None = flag("Ulysses degree (default: 1)", None)
     ring: Count | None = flag("ring degree (default: 1)", None)
@@ -114,6 +118,8 @@ class _FusionFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingFlags(_FusionFlags, _DegreeFlags, _ClusterFlags):
+    """One training configuration: degrees, pipeline schedule, gradient dtype and workspace."""
+
     gpus: Count | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
     layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
     schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
@@ -163,6 +169,7 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
     stage: int = flag("pipeline stage; -1: the fullest one", 0)
 
     def run(self) -> int:
+        """Print the memory of one pipeline stage, and how much more the fullest needs."""
         config = self.training_config()
         global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
         work = Workload(load_model(self.model), self.seq_len, global_batch)
@@ -194,6 +201,10 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
     host_memory_gib: Positive | None = flag("of a node (default: the cluster's)", None)
 
     def run(self) -> int:
+        """Print the longest sequences; exit status 1 if not even the shortest one fits.
+
+        Searches all degrees of ``--gpus`` where none is given, else takes the given ones alone.
+        """
         config, model = self.training_config(), load_model(self.model)
         cluster, name = self.load_cluster()
         if self.host_memory_gib is not None:
@@ -246,6 +257,7 @@ class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
     micro_batch: Count | None = flag("only plans with this micro_batch", None)
 
     def run(self) -> int:
+        """Print the plans found, or the best one's flags; exit status 1 if nothing fits."""
         cluster, name = self.load_cluster()
         if self.gpus_per_node is not None:
             cluster = cluster.with_gpus_per_node(self.gpus_per_node)
@@ -283,6 +295,11 @@ class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
         return framework_caps(name)
 
     def _draw(self, path: Path, result: SearchResult) -> None:
+        """Write the ``--svg`` of the listed plans.
+
+        Raises:
+            ConfigError: a file that cannot be written.
+        """
         if not result.plans:
             print(f"--svg {path}: not written, because there is no plan to draw", file=sys.stderr)
             return
@@ -305,6 +322,7 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
     inner_ring: int | None = flag("ring ranks of a node, in a double ring (default: none)", None)
 
     def run(self) -> int:
+        """Print the bytes that each sequence-parallel rank sends in one layer."""
         config = self.parallel_config(param_bytes=BYTES[self.dtype])
         model, batch = load_model(self.model), config.dp * config.micro_batch
         work = Workload(model, self.seq_len, batch)
@@ -342,6 +360,7 @@ class ProfileCommand(Command):
     device: str = flag("auto: GPUs if any", "auto", choices=("auto", "cuda", "cpu"))
 
     def run(self) -> int:
+        """Measure this machine on all ranks and write the profile; rank 0 prints."""
         from ds_usp.profiling.launch import run  # the one command that loads torch
 
         if self.out.suffix != ".json":

@@ -35,6 +35,7 @@ def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
 
 
 def _joined(flags: list[str]) -> str:
+    """Flags as one shell command: a line for each flag and its values, joined by backslashes."""
     lines: list[str] = []
     for flag in flags:
         if flag.startswith("--") or not lines:

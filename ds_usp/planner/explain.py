@@ -66,6 +66,7 @@ def _losses(result: SearchResult, best: Plan, alternative: Plan) -> dict[str, fl
 
 
 def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:
+    """Seconds of the step's components, the layers' by kind of work (matrices, attention, ...)."""
     layer, step = layer_time(result.cluster, result.work, plan.config), plan.time.components()
     scale = step.pop("layers") / layer.total
     return step | {name: scale * seconds for name, seconds in layer.components().items()}
@@ -123,6 +124,7 @@ def _limit(result: SearchResult, config: ParallelConfig, axis: str) -> str:
 
 
 def _faster_over_memory(result: SearchResult, best: Plan) -> Iterator[str]:
+    """A line for each of the two fastest plans that do not fit, if faster than the best plan."""
     for plan in result.over_memory[:2]:
         if plan.mfu > best.mfu:
             yield (

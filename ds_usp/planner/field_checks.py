@@ -82,6 +82,7 @@ def _rules_of(kind: Hashable) -> tuple[tuple[str, _Rule], ...]:
 
 
 def _rule(f: Field[Any]) -> _Rule | None:
+    """The check of a field by its type's name or ``choices``, and what it wants; None: no check."""
     kind, choices = str(f.type), f.metadata.get("choices")
     rule = _RULES.get(kind.removesuffix(" | None"))
     if choices:

@@ -221,6 +221,14 @@ _ROWS: Mapping[str, type] = MappingProxyType(
 
 
 def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
+    """A cluster from one entry of a JSON file.
+
+    Args:
+        where: the file, for error messages.
+
+    Raises:
+        ConfigError: unknown or missing keys, an origin that is not known, or a wrong value.
+    """
     keys = {f.name for f in fields(Cluster)} - {"name", "origins", "embedding_heads"} | {"ends"}
     wrong = {"unknown": set(content) - keys, "missing": keys - set(content) - set(_ROWS)}
     if any(wrong.values()):

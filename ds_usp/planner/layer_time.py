@@ -140,6 +140,7 @@ class _NonAttention:
 def _measured_rest(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> _NonAttention | None:
+    """From profiled layers of this shape and tensor-parallel degree; None without one."""
     rows = layer_rows(cluster.layers, work.model, config.tp)
     if not rows:
         return None
@@ -153,6 +154,7 @@ def _measured_rest(
 
 
 def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    """The formula, scaled by measured / formula at the closest profiled tensor-parallel degree."""
     predicted = _predicted_rest(cluster, work, config)
     tp = nearest_tp(layer_rows(cluster.layers, work.model), config.tp)
     profiled = config.replace(tp=tp or config.tp)
@@ -170,6 +172,7 @@ def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _N
 
 
 def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
+    """By the formula: GEMMs (two of backward's for one of forward), elementwise, TP collectives."""
     tokens = work.rank_tokens(config)
     gemms = gemm_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
     elementwise = elementwise_s(cluster, 2 * _unfused_bytes(work, config))

@@ -94,7 +94,7 @@ def memory(
     """Memory of the fullest pipeline stage.
 
     Args:
-        shared: where it is known: :func:`shared_bytes`.
+        shared: where it is known: :func:`model_wide_bytes`.
     """
     shared = shared or model_wide_bytes(work, config)
     stages = (_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config))
@@ -131,6 +131,11 @@ def _stage(
     shared: ModelWideBytes,
     workspace_bytes: float,
 ) -> Memory:
+    """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
+
+    The peak in backward holds activations and either the logits or a layer's buffers; the peak at
+    the step has the copies that the gradients' reduction makes, and no activations.
+    """
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
     units, always_resident, unit_bytes = _offload_units(work, config, stage, shared)

@@ -41,6 +41,11 @@ def load_model(name: str) -> ModelShape:
 
 
 def _from_file(path: Path, name: str) -> ModelShape:
+    """The model of a JSON file: a ``config.json`` of Hugging Face, or one of several by name.
+
+    Raises:
+        ConfigError: no such name, or a name for a file of one model.
+    """
     content = read_json(path, "model")
     entries = _entries(content)
     if entries is None:
@@ -136,6 +141,11 @@ def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
 
 
 def _shape(name: str, entry: Any, path: Path) -> ModelShape:
+    """The shape from one JSON object: its keys by their aliases, defaults by its architecture.
+
+    Raises:
+        ConfigError: no object, or one without layers, hidden, ffn, heads or vocab.
+    """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: model {name} must be an object with layers, hidden, ...")
     defaults = _architecture_defaults(name, entry, path)

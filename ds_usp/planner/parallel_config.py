@@ -193,6 +193,11 @@ def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
 
 
 def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Iterator[str]:
+    """A sentence for each rule of degrees, stages, batch and schedule that the config breaks.
+
+    Args:
+        gpus: which the degrees must use up; None: as many as they take.
+    """
     yield from violations(config)
     refusal = degree_refusal(work, config)
     if refusal:

@@ -97,6 +97,7 @@ def _layer_ms(result: SearchResult, plan: Plan) -> dict[str, float]:
 
 
 def _name(plan: Plan) -> str:
+    """The label of a plan's bar: its degrees, ZeRO stage, recomputation and MFU."""
     config = plan.config
     degrees = [f"u{config.ulysses} r{config.ring}"]
     degrees += [f"{a}{getattr(config, a)}" for a in ("tp", "pp", "dp") if getattr(config, a) > 1]

@@ -151,6 +151,11 @@ def max_length_text(
 
 
 def _degree_cells(config: ParallelConfig, stages: int = 1) -> Json:
+    """The table's columns of sequence, tensor and pipeline parallelism.
+
+    Args:
+        stages: virtual pipeline stages of a rank.
+    """
     order = " (ring inside)" if config.order == "ring-ulysses" else ""
     return {
         "ulysses x ring": f"{config.ulysses} x {config.ring}{order}",
@@ -281,6 +286,7 @@ def search_result_json(result: SearchResult, top: int) -> Json:
 
 
 def _plan_cells(result: SearchResult, plan: Plan, mark: str) -> Json:
+    """A plan's row of the table, by column; ``mark`` is its last cell."""
     config = plan.config
     return {
         **_degree_cells(config, config.virtual_stages(result.work.model)),
@@ -336,6 +342,7 @@ def plans_text(result: SearchResult, top: int) -> str:
 
 
 def _breakdown(result: SearchResult, plan: Plan) -> str:
+    """The plan's step time and memory by component, and its FLOPs with recomputation."""
     work, total = result.work, plan.time.total
     times = (
         f"{name} {seconds:.3f} s ({seconds / total:.0%})"

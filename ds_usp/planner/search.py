@@ -223,6 +223,7 @@ class _Collector:
                     self._evaluate(candidate, micro_batch_cost, bound)
 
     def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
+        """The time of one micro batch, computed once for all settings that do not change it."""
         degrees = config.tp, config.ulysses, config.ring, config.order
         key = *degrees, config.micro_batch, config.recompute, config.fused_loss
         if key not in self._micro_batches:
@@ -259,6 +260,11 @@ class _Collector:
         return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
 
     def _evaluate(self, config: ParallelConfig, micro_batch_cost: MicroBatch, bound: float) -> None:
+        """Estimate and record one configuration, with offload or a chunked loss if it needs them.
+
+        Args:
+            bound: an upper bound of its MFU.
+        """
         result = self._result
         cluster, work, budget = result.cluster, result.work, result.budget_bytes
         shared = model_wide_bytes(work, config)
@@ -295,6 +301,7 @@ class _Collector:
         self._result.refused = refused
 
     def _record(self, plan: Plan) -> None:
+        """Keep a plan that fits if it is among the fastest, overall or for one value of an axis."""
         result = self._result
         if plan.mfu > self._worst_listed:
             result.plans.append(plan)
@@ -342,6 +349,7 @@ class _Collector:
         return offloading, needs
 
     def _record_over_memory(self, plan: Plan) -> None:
+        """Keep a plan that does not fit if it is one of the fastest, or the closest to fitting."""
         result, closest = self._result, self._result.closest_to_fitting
         if closest is None or plan.over_budget_bytes < closest.over_budget_bytes:
             result.closest_to_fitting = plan

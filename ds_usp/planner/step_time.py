@@ -109,6 +109,7 @@ def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Launc
 
 
 def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork | None:
+    """Embedding, output projection and loss from the profile; None without one of this shape."""
     rows = embedding_head_rows(cluster.embedding_heads, work.model, config.tp)
     if not rows:
         return None
@@ -116,6 +117,7 @@ def _measured_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 
 
 def _predicted_head(cluster: Cluster, work: Workload, config: ParallelConfig) -> LaunchedWork:
+    """The output projection's three GEMMs and the loss, by the formula."""
     tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
     loss = elementwise_s(cluster, logits * _LOSS_BYTES)
@@ -171,6 +173,7 @@ def _gradients_and_optimizer_s(
 
 
 def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> float | None:
+    """Seconds of the optimizer step from the profile; None without one of this ZeRO group."""
     rows = select_rows(cluster.steps, "elements", zero=config.zero, zero_ranks=config.zero_ranks)
     if not rows:
         return None

@@ -136,6 +136,7 @@ def exchange_s(
 
 @lru_cache(maxsize=65536)
 def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[MeasuredExchange, ...]:
+    """The profiled exchanges of a group of this size; none for a group over several nodes."""
     if not domain_traffic(group, cluster.gpus_per_node, RELAY).inside:
         return ()
     kind, ranks = _COLLECTIVES[pattern], group.size
@@ -144,6 +145,7 @@ def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[Measure
 
 @lru_cache(maxsize=65536)
 def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float:
+    """Of the busiest link, for each byte that a rank sends: ports, domains' uplinks, or NICs."""
     slowest = 0.0
     for level in cluster.levels:
         traffic = domain_traffic(group, level.gpus, pattern)
@@ -162,6 +164,7 @@ def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float
 
 @lru_cache(maxsize=65536)
 def _latency_s(cluster: Cluster, group: RankGroup) -> float:
+    """Of the smallest domain that holds the group; the network's if no domain does."""
     for level in cluster.levels:
         if domain_traffic(group, level.gpus, RELAY).inside:
             return level.latency_s

@@ -147,6 +147,7 @@ class _RingTokens(NamedTuple):
 def _ring_tokens(
     tokens: TokenLayout, mask: MaskSpec, ring_rank: int, inner: int | None
 ) -> _RingTokens:
+    """Tokens whose keys and values a ring rank sends and receives; in closed form for a zigzag."""
     ring = tokens.ring
     if ring == 1 and inner is None:
         return _RingTokens(0, 0)

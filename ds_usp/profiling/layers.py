@@ -78,6 +78,7 @@ class ReferenceLayer:
         return x
 
     def _reduce_input_grad(self, x: Tensor) -> Tensor:
+        """Sum the gradient of the column-parallel input over the tensor-parallel ranks."""
         if self.tp > 1 and x.requires_grad:
             x.register_hook(self._all_reduce_gradient)
         return x

@@ -23,6 +23,7 @@ def _buffer(timer: StepTimer, sizes: ProblemSizes, sent_bytes: int, ranks: int) 
 
 
 def _all_to_all(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:
+    """A step in which each rank sends ``sent`` bytes to the others together."""
     ranks = dist.get_world_size(group)
     x = _buffer(timer, sizes, sent * ranks // (ranks - 1), ranks)
     y = torch.empty_like(x)
@@ -30,6 +31,7 @@ def _all_to_all(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) 
 
 
 def _all_gather(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:
+    """A step in which each rank sends ``sent`` bytes around the ring of an all-gather."""
     ranks = dist.get_world_size(group)
     full = _buffer(timer, sizes, sent * ranks // (ranks - 1), ranks)
     shard = full.new_zeros(full.numel() // ranks)
@@ -37,6 +39,7 @@ def _all_gather(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) 
 
 
 def _reduce_scatter(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:
+    """A step in which each rank sends ``sent`` bytes around the ring of a reduce-scatter."""
     ranks = dist.get_world_size(group)
     full = _buffer(timer, sizes, sent * ranks // (ranks - 1), ranks)
     shard = full.new_zeros(full.numel() // ranks)
@@ -89,6 +92,7 @@ def inter_node_pairs(world: int, gpus_per_node: int) -> Group:
 
 
 def _groups_along(grid: RankGrid, axis: str) -> Group:
+    """This rank's group on a grid's axis; collective, as every rank must make every group."""
     own_group = None
     for ranks in grid.groups(axis):
         group = dist.new_group(list(ranks))

@@ -134,6 +134,7 @@ class StepTimer:
         return step_s, min(max_s, self._budget_s - spent)
 
     def _time_once(self, step: Step, steps: int) -> float:
+        """Mean seconds of so many steps in a row on this rank, after all ranks are idle."""
         self.synchronize()
         self._max_over_ranks([0.0])  # a barrier
         begin = time.perf_counter()
@@ -166,6 +167,7 @@ class StepTimer:
         return begin.elapsed_time(end) / 1e3 / _HELD_STEPS, host
 
     def _max_over_ranks(self, values: list[float]) -> list[float]:
+        """Each value's maximum over the ranks; collective."""
         if self.world == 1:
             return values
         tensor = torch.tensor(values, device=self.device, dtype=torch.float64)

@@ -142,6 +142,7 @@ class SequenceParallelDataLoader:
             yield self._shard(self._broadcast(local.batch), loss_tokens)
 
     def _layout_of(self, batch: FullBatch) -> TokenLayout:
+        """The batch's token layout; ``balanced`` depends on its documents, one if it has none."""
         documents: Any = ()
         if self.layout == "balanced":
             documents = batch.documents or ((0, batch.seq_len),)

@@ -218,6 +218,7 @@ class Job:
         return items
 
     def _default_data(self) -> list[str]:
+        """Data without DATA_PATH: none for the trainer on CPUs, a name for a dry run to show."""
         self.is_encoded = bool(self.framework)
         if self.framework and not self.is_dry_run:
             raise DataError("Megatron-DeepSpeed reads encoded data: set DATA_PATH")
@@ -226,6 +227,7 @@ class Job:
         return ["my_text_document"] if self.framework else []  # shows its position in a dry run
 
     def _check_program(self) -> None:
+        """Check that Megatron-DeepSpeed, if it runs, has its script, packages and tokenizer."""
         s = self.settings
         if not self.framework:
             return
@@ -253,11 +255,9 @@ class Job:
             words += ["--master-addr", self.master_addr, "--master-port", port]
         elif s["launcher"] == "srun":
             words = ["env", f"MASTER_ADDR={self.master_addr}", f"MASTER_PORT={port}"]
-            words += [
-                f"LOCAL_WORLD_SIZE={self.ranks_per_node}",
-                f"LOCAL_SIZE={self.ranks_per_node}",
-            ]
-            words += ["srun", "--nodes", self.nodes, "--ntasks-per-node", self.ranks_per_node]
+            ranks = self.ranks_per_node
+            words += [f"LOCAL_WORLD_SIZE={ranks}", f"LOCAL_SIZE={ranks}", "srun"]
+            words += ["--nodes", self.nodes, "--ntasks-per-node", ranks]
             words += ["--kill-on-bad-exit=1", "bash", HERE / "srun_rank.sh", "python"]
         else:
             words = ["deepspeed", "--log_level", "error", "--master_port", port]
@@ -268,12 +268,14 @@ class Job:
         return list(map(str, words))
 
     def _program(self) -> list[str]:
+        """The program of the command: the trainer, or Megatron's script under the patches."""
         if not self.framework:
             return [str(HERE / "pretrain_gpt_usp.py")]
         module = "-m" if self.settings["launcher"] == "srun" else "--module"
         return [module, "megatron_patches.run", f"{self.framework}/pretrain_gpt.py"]
 
     def _common_flags(self) -> list[str]:
+        """The flags that have the same names in the trainer and in Megatron-DeepSpeed."""
         s = self.settings
         flags = [word.format(**s) for word in FLAGS.split()] + ["--save", self.checkpoint]
         flags += ["--usp-cluster", s["usp_cluster"]] if s["usp_cluster"] else []
@@ -288,11 +290,11 @@ class Job:
         return flags
 
     def _program_flags(self) -> list[str]:
+        """The flags of the one program that runs: the trainer's, or those of Megatron-DeepSpeed."""
         s, recompute = self.settings, self.settings["activation_checkpoint"] == "true"
         if not self.framework:
-            flags = ["--rotary-base", s["rope_theta"], "--device", s["device"]]
-            flags += ["--output-dir", self.output]
-            return flags + (["--usp-recompute", "full"] if recompute else [])
+            flags = ["--rotary-base", s["rope_theta"], "--device", s["device"], "--output-dir"]
+            return [*flags, self.output, *(["--usp-recompute", "full"] if recompute else [])]
         templates = [
             MEGATRON_FLAGS,
             TOKENIZER_FLAGS if s["tokenizer_type"] == "GPT2BPETokenizer" else "",
@@ -335,8 +337,7 @@ class Job:
 
     def exports(self) -> dict[str, str]:
         """Variables for the training processes; those that are set already stay."""
-        # FlashAttention-4 compiles its kernels at the first step; a disk cache makes later starts
-        # seconds faster.
+        # FlashAttention-4 compiles kernels at the first step; a disk cache saves later starts that.
         variables = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
         # One hardware queue: megatron-core's tensor-parallel all-reduce then starts before the GEMM
         # that hides it, but copies overlapped with attention wait behind kernels. Under DeepSpeed,

@@ -186,6 +186,11 @@ def _mask(
 def _refuse_inexact_options(
     config: TransformerConfig, attention_dropout: float, layer_number: int
 ) -> None:
+    """Refuse options of the model that attention over ranks could not compute exactly.
+
+    Raises:
+        UnsupportedAttentionError: attention dropout, or a log of the largest attention logit.
+    """
     refused = {
         f"attention_dropout={attention_dropout}": (
             attention_dropout > 0.0,

@@ -88,6 +88,7 @@ class SequenceParallelAttention(torch.nn.Module):
         return out
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The local flash attention under Megatron's tracked random state."""
         from megatron.core import tensor_parallel
 
         # For dropout: the tracked random state differs over tensor- and sequence-parallel ranks.

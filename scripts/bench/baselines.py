@@ -247,6 +247,8 @@ def time_baselines(
 
 
 def _sdpa(kernel: str) -> Attend:
+    """Torch's causal attention of [batch, tokens, heads, dim] by one of its backends."""
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(BACKENDS[kernel]):
             out = F.scaled_dot_product_attention(
@@ -320,11 +322,7 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
 
             set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
             attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
-            return (
-                lambda q, k, v: attention(q, k, v, causal=True),
-                shape,
-                shape.seq_len // world,
-            )
+            return lambda q, k, v: attention(q, k, v, causal=True), shape, shape.seq_len // world
 
         yield Baseline(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
 

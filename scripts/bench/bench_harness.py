@@ -227,6 +227,7 @@ def _launch(graph: torch.cuda.CUDAGraph, step: Step) -> None:
 
 
 def _gpu_seconds(step: Step, repeats: int) -> float:
+    """Seconds of all repeats by CUDA events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -237,6 +238,7 @@ def _gpu_seconds(step: Step, repeats: int) -> float:
 
 
 def _cpu_seconds(step: Step, repeats: int) -> float:
+    """Seconds of all repeats by the wall clock."""
     begin = time.perf_counter()
     for _ in range(repeats):
         step()

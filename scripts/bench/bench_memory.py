@@ -61,6 +61,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
+        """From the text of ``--policies``."""
         recompute, _, ratio = text.partition("+")
         return cls(recompute, float(ratio or 0))
 
@@ -90,6 +91,7 @@ class Layer(nn.Module):
             GemmLast.between(self.norm2, self.fc1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """A transformer layer with sequence-parallel attention; x: [batch, local tokens, h]."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         mixed = ds_usp.usp_attention(
             q, k, v, mesh=self.mesh, layout=self.layout, mask=ds_usp.MaskSpec.causal()

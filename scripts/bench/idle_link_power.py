@@ -56,6 +56,7 @@ class BackgroundPulls:
         self._session.synchronize()
 
     def _run(self) -> None:
+        """The thread's loop: pull every ``every_ms``, wait without a limit while that is 0."""
         if self._session.on_gpu:
             torch.cuda.set_device(self._session.device)
             torch.cuda.set_stream(torch.cuda.Stream())

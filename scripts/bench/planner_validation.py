@@ -60,6 +60,7 @@ def evaluate(cluster: Cluster, runs: Iterable[Measured]) -> list[Evaluated]:
 
 
 def _with_positions(found: Sequence[Evaluated]) -> list[Evaluated]:
+    """Each run with its rank among its workload's runs by measured and by predicted time."""
     groups = workloads(found)
     results = []
     for evaluated in found:

@@ -78,6 +78,7 @@ def attention_table(results: str, kernel: str, methods: Sequence[str] = ALL_METH
 
 
 def _measured(row: Mapping[str, str] | None) -> list[str]:
+    """Cells of one baseline: milliseconds, share of the kernel, memory; empty without a row."""
     if row is None:
         return ["", "", ""]
     share = f"{100 * float(row['share_of_kernel']):.0f} %"

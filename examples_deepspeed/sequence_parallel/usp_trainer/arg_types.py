@@ -16,6 +16,7 @@ class Integer:
     high: int | None = None
 
     def __call__(self, text: str) -> int:
+        """The integer of a flag's text; ``ArgumentTypeError`` outside of ``low`` to ``high``."""
         try:
             value = int(text)
         except ValueError:
@@ -45,6 +46,7 @@ class Number:
     below: bool = False
 
     def __call__(self, text: str) -> float:
+        """The number of a flag's text; ``ArgumentTypeError`` outside of the bounds."""
         try:
             value = float(text)
         except ValueError:
@@ -54,6 +56,7 @@ class Number:
         return value
 
     def _includes(self, value: float) -> bool:
+        """Whether a number is within the bounds; ``above``, ``below``: the bound itself is not."""
         if value < self.low or (self.above and value == self.low):
             return False
         if self.high is None:
@@ -75,6 +78,7 @@ class KeywordOr:
     otherwise: Integer | Number
 
     def __call__(self, text: str) -> Any:
+        """The keyword itself, or what ``otherwise`` makes of the text."""
         if text == self.keyword:
             return text
         try:
@@ -104,6 +108,7 @@ class Ratios:
     first above 0. They need not sum to 1."""
 
     def __call__(self, text: str) -> str:
+        """The unchanged text of three ratios, of which the first, for training, is not 0."""
         try:
             ratios = [float(ratio) for ratio in text.split(",")]
         except ValueError:

@@ -227,6 +227,14 @@ def _check_contents(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]]:
+    """Check a checkpoint's metadata and file sizes against this run, before any rank loads it.
+
+    Returns:
+        The tag (name of its subfolder), the progress to continue from, and the metadata.
+
+    Raises:
+        CheckpointError: another format, model, parallel configuration or size of a file.
+    """
     folder = Path(args.load)
     tag, metadata = checkpoint_to_load(folder)
     _check_format(folder / tag, metadata)
@@ -252,6 +260,11 @@ def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]
 
 
 def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Check the metadata's format version and its checksum; print that an old format has none.
+
+    Raises:
+        CheckpointError: an unknown format, or metadata that does not match its checksum.
+    """
     version = metadata.get("format")
     if version == WITHOUT_CHECKSUMS and "checksum" not in metadata:
         print(f"{folder} was saved without checksums; only the sizes of its files are checked")
@@ -264,6 +277,7 @@ def _check_format(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """A text with both values for each entry that differs from the checkpoint's."""
     return [
         f"{name} {saved.get(name)} in the checkpoint, {value} now"
         for name, value in current.items()

@@ -15,6 +15,7 @@ class SingleDefaultFormatter(argparse.HelpFormatter):
     """Help texts that state one default: that of the text, or else the value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        """The help text with its default, unless the text states one or there is none to state."""
         text = action.help or ""
         if "default:" in text or action.default in (None, False, argparse.SUPPRESS):
             return text

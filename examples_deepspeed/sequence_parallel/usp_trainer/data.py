@@ -113,6 +113,7 @@ class Blend:
         self._grow(_FIRST_INDEX)
 
     def _grow(self, size: int) -> None:
+        """Compute the first ``size`` samples' stream and their index within that stream."""
         self._stream = numpy.zeros(size, dtype=numpy.int16)
         self._sample = numpy.zeros(size, dtype=numpy.int64)
         build_blending_indices(
@@ -202,6 +203,11 @@ def _samples(
 def _build(
     args: Namespace, prefixes: list[str], vocab_size: int
 ) -> tuple[GPTDataset, GPTDataset | None]:
+    """Megatron-core's training and validation data sets, one epoch each; None for an empty second.
+
+    Raises:
+        DataError: files that megatron-core cannot read, or too few tokens for one sequence.
+    """
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

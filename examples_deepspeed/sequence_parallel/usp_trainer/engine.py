@@ -109,6 +109,7 @@ class Trainer:
 def _pipeline_batches(
     weighted: Sequence[tuple[Any, ...]],
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Batches as DeepSpeed's pipeline takes them: the first stage's input, the loss's labels."""
     for tokens, labels, weights, *_ in weighted:
         yield tokens, (labels, weights)
 

@@ -135,6 +135,7 @@ def report(store: dist.Store, rank: int, world: int, failure: Failure, args: Nam
 
 
 def _collect_failures(store: dist.Store, world: int) -> dict[int, Failure]:
+    """The failures that ranks posted to the store by the time limit, by rank."""
     keys = {rank: f"failure_{rank}" for rank in range(world)}
     _wait_for(store, list(keys.values()), REPORT_TIMEOUT_S)
     reported = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
@@ -142,6 +143,7 @@ def _collect_failures(store: dist.Store, world: int) -> dict[int, Failure]:
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Poll the store until it has all keys; False if it has not after so many seconds."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > deadline:

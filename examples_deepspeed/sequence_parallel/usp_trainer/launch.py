@@ -89,6 +89,7 @@ def spawn_ranks(main: Main, args: Namespace, processes: int) -> int:
     prepare_deepspeed()
 
     def body(rank: int, folder: str, send: Callable[[Failure], None]) -> None:
+        """One rank: sets torchrun's environment variables and trains; sends its failure, if any."""
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_SIZE": processes}
         os.environ.update({name: str(value) for name, value in names.items()})
         try:

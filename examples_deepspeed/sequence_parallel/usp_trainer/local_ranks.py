@@ -106,6 +106,7 @@ def _caught_signals() -> Iterator[int]:
 
 
 def _spawned_rank(body: Body, rank: int, folder: str, pipe: Connection, parent: int) -> None:
+    """The forked process of a rank: the default signal handlers, and the end with its parent."""
     signal.set_wakeup_fd(-1)  # the pipe is the parent's
     for number in _TERMINATION_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:

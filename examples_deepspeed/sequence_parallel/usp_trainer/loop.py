@@ -150,6 +150,7 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
 
 
 def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.ProgressReporter:
+    """Print the run's description, and where it resumes; return the reporter of progress."""
     args, step = loop.args, loop.progress.step
     if not args.quiet:
         groups_by_name = _group_ranks(loop.mesh, loop.groups)
@@ -175,6 +176,7 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 def _count_parameters(model: torch.nn.Module, groups: ParallelGroups, device: torch.device) -> int:
+    """Parameters of the whole model; collective over tensor- and pipeline-parallel ranks."""
     local = sum(p.numel() for p in owned_parameters(model.parameters(), groups))
     count = torch.tensor(local, device=device)
     dist.all_reduce(count, group=groups.model)

@@ -92,6 +92,7 @@ class Layer(nn.Module):
         return self.memory.run(self.number, partial(self._run, documents), hidden)
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
+        """The layer's forward, which a recomputation runs again; hidden: [tokens, batch, h]."""
         hidden, _ = self.layer(
             hidden,
             attention_mask=None,
@@ -188,6 +189,7 @@ class Loss:
         return weighted_loss(token_losses(stage_output, labels), weights)
 
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """The weighted loss of each token, computed chunk by chunk so that no full logits exist."""
         group = get_tensor_model_parallel_group()
         return chunked_weighted_loss(
             hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group

@@ -49,6 +49,7 @@ class _FirstNonFinite:
         self.first: NonFiniteTensor | None = None
 
     def check(self, name: str, value: Any) -> None:
+        """Note the first tensor in ``value`` that has NaN or inf; ``name`` is what computed it."""
         self.order += 1
         for tensor in _tensors(value):
             if self.first is None and tensor.is_floating_point():
@@ -142,6 +143,7 @@ def _first_over_ranks(search: _FirstNonFinite) -> NonFiniteTensor | None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value or of nested tuples and lists, detached."""
     if isinstance(value, Tensor):
         yield value.detach()
     elif isinstance(value, (tuple, list)):

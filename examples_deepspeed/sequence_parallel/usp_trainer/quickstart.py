@@ -55,6 +55,13 @@ def quickstart(args: Namespace, pretrain: Main) -> int:
 
 
 def _losses_match(name: str, args: Namespace, pretrain: Main) -> bool:
+    """Train a few steps with the given degrees and on a single rank; whether the losses are equal.
+
+    Prints the largest relative difference, which must be below ``LIMIT``.
+
+    Args:
+        name: of a row of ``PROOFS``, the optimizer to train with.
+    """
     with tempfile.TemporaryDirectory(prefix="usp_proof_") as folder:
         proof = {
             "quiet": True,

@@ -75,6 +75,7 @@ def check_free(folder: Path) -> None:
 
 
 def _locked_error(folder: Path, descriptor: int) -> ConfigError:
+    """The error for a folder that another process locked; the lock file names that process."""
     holder = os.read(descriptor, 4096).decode(errors="replace").strip()
     return ConfigError(
         f"another trainer writes to {folder}: {holder or 'unknown process'}. "

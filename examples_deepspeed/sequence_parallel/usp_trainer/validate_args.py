@@ -81,6 +81,14 @@ def validate_flags(args: Namespace, world_size: int) -> None:
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
+    """Check the parallel degrees together, and write the derived ones to ``args``.
+
+    Sets ``ulysses_degree`` (by default the largest that fits), ``ring_degree`` and
+    ``data_parallel_size``.
+
+    Raises:
+        ConfigError: degrees that do not fit the ranks, heads, FFN or sequence length.
+    """
     degrees = Degrees(
         sp=args.ds_sequence_parallel_size,
         ulysses=args.ulysses_degree,
@@ -100,6 +108,11 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
 
 
 def _check_documents(args: Namespace) -> None:
+    """Check the flags that treat documents of one sequence apart.
+
+    Raises:
+        ConfigError: with a pipeline, or rotary positions that restart while attention does not.
+    """
     resets = args.reset_attention_mask or args.reset_position_ids
     if resets and args.pipeline_model_parallel_size > 1:
         raise ConfigError(

@@ -124,6 +124,7 @@ def _triton_kernels_for(x: Tensor, bias: Tensor) -> ModuleType | None:
 
 @cache
 def _import_triton_kernels() -> ModuleType | None:
+    """The module of Triton kernels; None without triton."""
     try:
         return importlib.import_module("megatron_patches.megatron_deepspeed.speedups.bias_triton")
     except ImportError:
