@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, mismatch_error
-from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, subgroup, transport_device
+from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
 from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
 from ds_usp.errors import MeshError
 
@@ -128,7 +128,7 @@ class ConsistencyChecker:
             Exception: ``error`` itself, on the rank that passed it.
         """
         # A comparison may take milliseconds, so several are in flight.
-        self._compare(CallRecord(text), text, error, wait, MAX_IN_FLIGHT - 1)
+        self._compare(text, Kind.CALL, text, error, wait, MAX_IN_FLIGHT - 1)
         self._calls += 1
         self._passes_since_call = 0
 
@@ -144,18 +144,18 @@ class ConsistencyChecker:
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
         """
-        record = CallRecord(f"{self._name}backward pass of call {call}{part}", Kind.BACKWARD)
+        text = f"{self._name}backward pass of call {call}{part}"
         # The call's number is new each time: verified is that passes were compared before.
         key = f"backward pass{part}"
         max_pending = min(self._passes_since_call, MAX_IN_FLIGHT - 1)
-        self._compare(record, key, self.refuse_backward(), wait, max_pending)
+        self._compare(text, Kind.BACKWARD, key, self.refuse_backward(), wait, max_pending)
         self._passes += 1
         self._passes_since_call += 1
 
     def check_now(self, text: str, error: Exception | None = None) -> None:
         """Compare a text and wait for the result, after all comparisons in flight; see
         :func:`check_same`."""
-        self._compare(CallRecord(text), text, error, True, 0)
+        self._compare(text, Kind.CALL, text, error, True, 0)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made.
@@ -204,8 +204,8 @@ class ConsistencyChecker:
         try:
             difference = self._pending_difference(MAX_IN_FLIGHT - 1)
             if mailbox is not None and difference is None:
-                record = CallRecord(f"the end of the process, {self._counts()}")
-                self._pending.append((mailbox, mailbox.post(self._with_aborts(record).encode())))
+                record = self._record(f"the end of the process, {self._counts()}")
+                self._pending.append((mailbox, mailbox.post(record.encode())))
             return str(difference or self._pending_difference(0) or "")
         except (MeshError, RuntimeError):  # other ranks have ended, or continue
             return ""
@@ -221,11 +221,18 @@ class ConsistencyChecker:
         return None
 
     def _compare(
-        self, record: CallRecord, key: str, error: Exception | None, wait: bool, max_pending: int
+        self,
+        text: str,
+        kind: Kind,
+        key: str,
+        error: Exception | None,
+        wait: bool,
+        max_pending: int,
     ) -> None:
         """Compare a record; without waiting if its key is verified and ``wait`` is False.
 
         Args:
+            text, kind: of the record.
             max_pending: comparisons that may stay in flight before it.
         """
         if self._transport is None:
@@ -233,8 +240,9 @@ class ConsistencyChecker:
                 raise error
             return
         wait = wait or error is not None or key not in self._verified
-        self.drain(0 if wait else max_pending)
-        record = self._with_aborts(record, deferred=not wait)
+        if self._pending or self._failure is not None:
+            self.drain(0 if wait else max_pending)
+        record = self._record(text, kind, deferred=not wait)
         if not wait:
             self.number += 1
             self._pending.append((self._transport, self._transport.post(record.encode())))
@@ -252,7 +260,8 @@ class ConsistencyChecker:
     ) -> None:
         """Gather and compare all ranks' records; raises ``error``, or what differs or is lost."""
         try:
-            data = transport.gather(transport.post(_encode(record, error)))
+            declared = record if error is None else _error_record(error)
+            data = transport.gather(transport.post(declared.encode()))
         except MeshError as unreachable:
             self._fail(unreachable)
             raise
@@ -260,6 +269,8 @@ class ConsistencyChecker:
             if error is None and (ended := self._ended_ranks_error()):
                 raise ended from lost
             raise
+        if error is None and data.count(data[0]) == len(data):
+            return
         try:
             _raise_on_mismatch(data, error)
         except Exception:
@@ -267,15 +278,12 @@ class ConsistencyChecker:
                 self._fail(reason)  # streams wait for exchanges that never come
             raise
 
-    def _with_aborts(self, record: CallRecord, *, deferred: bool = False) -> CallRecord:
+    def _record(self, text: str, kind: Kind = Kind.CALL, *, deferred: bool = False) -> CallRecord:
         """With this rank's aborted passes: it must not continue with ranks that aborted none, or
         others."""
-        self._record_aborted_pass()
-        return record._replace(
-            aborted_passes=self._aborted_passes,
-            exchanges=self._exchanges_at_abort,
-            deferred=deferred,
-        )
+        if self._in_pass:
+            self._record_aborted_pass()
+        return CallRecord(text, kind, self._aborted_passes, self._exchanges_at_abort, deferred)
 
     def _record_aborted_pass(self) -> None:
         """Count a backward pass that began and did not end, and the exchanges before its end."""
@@ -309,14 +317,17 @@ class _GroupTransport:
     """Records by asynchronous all-gathers over a process group of a CPU backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._seq = group, 0
+        self._group, self._ranks, self._seq = group, group.size(), 0
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
 
     def post(self, data: bytes) -> int:
         self._seq += 1
-        received = [bytearray(RECORD_BYTES) for _ in range(self._group.size())]
-        out = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
-        local = byte_tensor(_padded(data), self._group)
+        local = torch.frombuffer(bytearray(_padded(data)), dtype=torch.uint8)
+        received, out = [], []
+        for _ in range(self._ranks):
+            buffer = bytearray(RECORD_BYTES)
+            received.append(buffer)
+            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
         self._works[self._seq] = self._group.allgather([out], [local]), received
         return self._seq
 
@@ -351,14 +362,13 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
         MeshError: on the other ranks; it quotes their errors, or shows in what the texts differ and
             on which ranks.
     """
-    data = _padded(_encode(CallRecord(text), error))
+    record = CallRecord(text) if error is None else _error_record(error)
+    data = _padded(record.encode())
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
-def _encode(record: CallRecord, error: Exception | None) -> bytes:
-    if error is not None:
-        record = CallRecord(str(error) or type(error).__name__, Kind.ERROR)
-    return record.encode()
+def _error_record(error: Exception) -> CallRecord:
+    return CallRecord(str(error) or type(error).__name__, Kind.ERROR)
 
 
 def _padded(data: bytes) -> bytes:
@@ -375,7 +385,7 @@ def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | Non
 
 
 def _difference(data: Sequence[bytes | bytearray]) -> MeshError | None:
-    if all(record == data[0] for record in data):
+    if not data or data.count(data[0]) == len(data):
         return None
     return mismatch_error([CallRecord.decode(record) for record in data])
 
