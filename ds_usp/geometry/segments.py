@@ -5,8 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-Runs = tuple[tuple[int, int], ...]  # half-open
+Span = tuple[int, int]  # half-open
+Runs = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,45 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
     size, rest = divmod(total, parts)
     begin = index * size + min(index, rest)
     return begin, begin + size + (index < rest)
+
+
+class CoverageRun(NamedTuple):
+    """Rows that the same spans cover.
+
+    Args:
+        rows: which, counted from the first row of all runs; None: all rows.
+        spans: the index of each span that covers them, in order, and which of the span's own rows
+            they are; None: all of them.
+    """
+
+    rows: slice | None
+    spans: tuple[tuple[int, slice | None], ...]
+
+
+@lru_cache(maxsize=1024)
+def coverage_runs(spans: tuple[Span, ...], first: int, last: int) -> tuple[CoverageRun, ...]:
+    """Runs of the rows ``first : last``, ascending, and which spans cover each of them."""
+    edges = {min(max(edge, first), last) for edge in (first, last, *(e for s in spans for e in s))}
+    runs = []
+    for start, stop in pairwise(sorted(edges)):
+        covering = tuple(
+            (index, _slice_of(start - span_start, stop - span_start, span_stop - span_start))
+            for index, (span_start, span_stop) in enumerate(spans)
+            if span_start <= start and stop <= span_stop
+        )
+        runs.append(CoverageRun(_slice_of(start - first, stop - first, last - first), covering))
+    return tuple(runs)
+
+
+def _slice_of(start: int, stop: int, total: int) -> slice | None:
+    """``start : stop`` of a number of rows; None if they are all."""
+    return None if stop - start == total else slice(start, stop)
+
+
+@lru_cache(maxsize=1024)
+def max_overlap(spans: tuple[Span, ...]) -> int:
+    """The largest number of spans that cover one row."""
+    return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
 
 
 def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> dict[int, Shard]:

@@ -8,35 +8,19 @@ accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
+from ds_usp.geometry.segments import Span, coverage_runs, max_overlap
 from ds_usp.strided_copy import strided_copy
 from ds_usp.triton_launch import load_triton_module
 
-_NO_LSE = torch.empty(0, 0, 0)
-
-
-class _Partial(NamedTuple):
-    """Partial result for the rows ``start : stop`` of a shard: values ``[B, rows, H, D]`` and, of
-    an output, the log-sum-exp ``[B, H, rows]``."""
-
-    start: int
-    stop: int
-    value: torch.Tensor
-    lse: torch.Tensor = _NO_LSE
-
-    def slice_rows(self, start: int, stop: int) -> _Partial:
-        """The rows ``start : stop`` of the shard, as far as it has them."""
-        start, stop = max(self.start, start), min(self.stop, stop)
-        if (start, stop) == (self.start, self.stop):
-            return self
-        rows = slice(start - self.start, stop - self.start)
-        return _Partial(start, stop, self.value[:, rows], self.lse[:, :, rows])
+# Partial results of a row that are kept, of 2-byte elements and of larger ones: about the memory
+# of the accumulator and one more.
+_MAX_DEFERRED_2_BYTES, _MAX_DEFERRED = 4, 2
 
 
 class OutputAccumulator:
@@ -53,10 +37,12 @@ class OutputAccumulator:
     def __init__(self, q: torch.Tensor, dim: int | None = None) -> None:
         self._q = q
         self._shape = (*q.shape[:3], dim or q.shape[3])
-        self._partials: list[_Partial] = []
+        # The rows that each partial result (out, lse) is for, and the result.
+        self._spans: list[Span] = []
+        self._partials: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._accumulators: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, out: torch.Tensor, lse: torch.Tensor, span: tuple[int, int]) -> None:
+    def add(self, out: torch.Tensor, lse: torch.Tensor, span: Span) -> None:
         """Add a kernel call's output and take ownership of it: it may be written. Rows that see
         none of the call's keys have lse ``-inf`` and add nothing.
 
@@ -66,8 +52,10 @@ class OutputAccumulator:
         Shapes:
             out ``[B, rows, H, D]``, lse ``[B, H, rows]``.
         """
-        self._partials.append(_Partial(*span, out, lse))
-        if self._accumulators is not None or _max_overlap(self._partials) > _max_deferred(out):
+        self._spans.append(span)
+        self._partials.append((out, lse))
+        limit = _MAX_DEFERRED_2_BYTES if out.element_size() == 2 else _MAX_DEFERRED
+        if self._accumulators is not None or max_overlap(tuple(self._spans)) > limit:
             self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +68,8 @@ class OutputAccumulator:
         if self._accumulators is not None:
             out, lse = self._accumulators
             return out.to(self._q.dtype), lse
-        first = self._partials[0] if self._partials else None
-        if first is not None and first.value.shape[1] == self._q.shape[1]:
-            out, lse = first.value, first.lse
+        if self._partials and self._partials[0][0].shape[1] == self._q.shape[1]:
+            out, lse = self._partials[0]
             if len(self._partials) == 1:
                 return out.to(self._q.dtype), lse
             reusable = out.is_contiguous() and lse.is_contiguous()
@@ -94,37 +81,44 @@ class OutputAccumulator:
             ):
                 self._write_result(out, lse)
                 return out, lse
-        out, lse = self._q.new_empty(self._shape), self._new_lse()
+        batch, tokens, heads, _ = self._shape
+        out = self._q.new_empty(self._shape)
+        lse = self._q.new_empty((batch, heads, tokens), dtype=_acc_dtype(self._q))
         self._write_result(out, lse)
         return out, lse
 
-    def _new_lse(self) -> torch.Tensor:
-        batch, tokens, heads, _ = self._q.shape
-        dtype = _acc_dtype(self._q)
-        return self._q.new_full((batch, heads, tokens), float("-inf"), dtype=dtype)
-
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write the merged partial results; ``out`` may be the first one's values."""
-        for start, stop, partials in _coverage_runs(self._partials, self._q.shape[1]):
-            run_out, run_lse = out[:, start:stop], lse[:, :, start:stop]
+        for rows, spans in coverage_runs(tuple(self._spans), 0, self._q.shape[1]):
+            run_out, run_lse = (out, lse) if rows is None else (out[:, rows], lse[:, :, rows])
+            partials = []
+            for index, inside in spans:
+                value, sums = self._partials[index]
+                if inside is not None:
+                    value, sums = value[:, inside], sums[:, :, inside]
+                partials.append((value, sums))
             if not partials:
                 run_out.zero_()
+                run_lse.fill_(float("-inf"))
             elif len(partials) > 1:
-                _merge_into(run_out, run_lse, [(p.value, p.lse) for p in partials])
-            elif out is not self._partials[0].value:
-                strided_copy(run_out, partials[0].value)
-                run_lse.copy_(partials[0].lse)
+                _merge_into(run_out, run_lse, partials)
+            elif out is not self._partials[0][0]:
+                strided_copy(run_out, partials[0][0])
+                run_lse.copy_(partials[0][1])
 
     def _flush(self) -> None:
         """Merge the partial results into the accumulators."""
         if self._accumulators is None:
-            out = self._q.new_zeros(self._shape, dtype=_acc_dtype(self._q))
-            self._accumulators = out, self._new_lse()
+            batch, tokens, heads, _ = self._shape
+            dtype = _acc_dtype(self._q)
+            out = self._q.new_zeros(self._shape, dtype=dtype)
+            lse = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=dtype)
+            self._accumulators = out, lse
         out, lse = self._accumulators
-        for start, stop, value, partial_lse in self._partials:
+        for (start, stop), partial in zip(self._spans, self._partials, strict=True):
             rows = out[:, start:stop], lse[:, :, start:stop]
-            _merge_into(*rows, [rows, (value, partial_lse)])
-        self._partials = []
+            _merge_into(*rows, [rows, partial])
+        self._spans, self._partials = [], []
 
 
 class GradAccumulator:
@@ -139,13 +133,16 @@ class GradAccumulator:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
-        self._partials: list[_Partial] = []
-        self._accumulator: torch.Tensor | None = None
+        # The tokens that each partial gradient is for, and the gradient. Once there is a sum, the
+        # first is that one.
+        self._spans: list[Span] = []
+        self._partials: list[torch.Tensor] = []
+        self._first_is_sum = False
 
     def add(
         self,
         grad: torch.Tensor,
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[Span],
         *,
         sum_now: bool = False,
         defer: bool = False,
@@ -156,71 +153,63 @@ class GradAccumulator:
             sum_now: the caller reuses the memory of ``grad``, so it is summed before the return.
             defer: the memory stays valid until the sum is read, so summing may wait.
         """
-        offset = 0
-        for start, stop in spans:
-            self._partials.append(_Partial(start, stop, grad[:, offset : offset + stop - start]))
-            offset += stop - start
-        full = self._accumulator is not None or _max_overlap(self._partials) > _max_deferred(grad)
-        if sum_now or (not defer and full):
+        if len(spans) == 1:
+            self._partials.append(grad)
+        else:
+            self._partials += grad.split([stop - start for start, stop in spans], 1)
+        self._spans += spans
+        limit = _MAX_DEFERRED_2_BYTES if grad.element_size() == 2 else _MAX_DEFERRED
+        if sum_now or (
+            not defer and (self._first_is_sum or max_overlap(tuple(self._spans)) > limit)
+        ):
             self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum in a dtype, the shard's if None; zeros where nothing was added."""
         dtype = dtype or self._like.dtype
-        only = self._only()
-        if only is not None and _owns_storage(only):
-            return only.to(dtype)
-        if self._accumulator is not None and not self._partials:
-            return self._accumulator.to(dtype)
+        if self._is_single() and (self._first_is_sum or _owns_storage(self._partials[0])):
+            return self._partials[0].to(dtype)
         total = _dense_like(self._like, dtype)
         self.write(total)
         return total
 
     def as_tensor_if_single(self) -> torch.Tensor | None:
         """The sum in the shard's dtype if it is one tensor already; else None."""
-        only = self._only()
-        return only if only is not None and only.dtype == self._like.dtype else None
-
-    def _only(self) -> torch.Tensor | None:
-        """The one partial gradient, if there is no other and it covers the shard."""
-        if self._accumulator is not None or len(self._partials) != 1:
+        if self._first_is_sum or not self._is_single():
             return None
-        value = self._partials[0].value
-        return value if value.shape == self._like.shape else None
+        return self._partials[0] if self._partials[0].dtype == self._like.dtype else None
+
+    def _is_single(self) -> bool:
+        """Whether there is one tensor, and it covers the shard."""
+        return len(self._partials) == 1 and self._partials[0].shape == self._like.shape
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
         """Write the sum of the tokens from ``first`` on into ``out``, as many as it has."""
-        last = first + out.shape[1]
-        partials = [
-            p.slice_rows(first, last) for p in self._all() if p.start < last and first < p.stop
-        ]
-        for start, stop, covering in _coverage_runs(partials, last, first):
-            full = start == first and stop == last
-            run_out = out if full else out[:, start - first : stop - first]
-            _sum_into(run_out, [p.value for p in covering])
+        for rows, spans in coverage_runs(tuple(self._spans), first, first + out.shape[1]):
+            partials = []
+            for index, inside in spans:
+                partial = self._partials[index]
+                partials.append(partial if inside is None else partial[:, inside])
+            _sum_into(out if rows is None else out[:, rows], partials)
 
     def transfer_to(self, start: int, target: GradAccumulator) -> None:
         """Add the tokens from ``start`` on to another accumulator, as its first tokens."""
-        for partial in self._all():
-            if partial.stop > start:
-                rest = partial.slice_rows(start, partial.stop)
-                target.add(rest.value, [(rest.start - start, rest.stop - start)], defer=True)
-
-    def _all(self) -> list[_Partial]:
-        if self._accumulator is None:
-            return self._partials
-        return [_Partial(0, self._like.shape[1], self._accumulator), *self._partials]
+        for (first, last), partial in zip(self._spans, self._partials, strict=True):
+            if last > start:
+                rest = partial if first >= start else partial[:, start - first :]
+                target.add(rest, [(max(first, start) - start, last - start)], defer=True)
 
     def _flush(self) -> None:
-        """Sum the partial gradients into the accumulator."""
-        if self._accumulator is None:
+        """Sum the partial gradients into one."""
+        if self._first_is_sum:
+            total, *partials = self._partials
+            for (start, stop), partial in zip(self._spans[1:], partials, strict=True):
+                total[:, start:stop] += partial
+        else:
             total = _dense_like(self._like, _acc_dtype(self._like))
             self.write(total)
-            self._accumulator = total
-        else:
-            for start, stop, value, _ in self._partials:
-                self._accumulator[:, start:stop] += value
-        self._partials = []
+        self._spans, self._partials = [(0, self._like.shape[1])], [total]
+        self._first_is_sum = True
 
 
 def _acc_dtype(x: torch.Tensor) -> torch.dtype:
@@ -239,32 +228,12 @@ def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, if they can read these tensors: on a GPU, the last dim contiguous."""
-    if not tensors[0].is_cuda or any(x.stride(-1) != 1 for x in tensors):
+    if not tensors[0].is_cuda:
         return None
+    for x in tensors:
+        if x.stride(-1) != 1:
+            return None
     return _fused()
-
-
-def _coverage_runs(
-    partials: Sequence[_Partial], last: int, first: int = 0
-) -> Iterator[tuple[int, int, list[_Partial]]]:
-    """Runs of rows ``first : last`` that the same partial results cover, with their slices."""
-    if all(p.start == first and p.stop == last for p in partials):
-        yield first, last, list(partials)
-        return
-    edges = sorted({first, last, *(edge for p in partials for edge in p[:2])})
-    for start, stop in pairwise(edges):
-        covering = [p for p in partials if p.start <= start and stop <= p.stop]
-        yield start, stop, [p.slice_rows(start, stop) for p in covering]
-
-
-def _max_deferred(partial: torch.Tensor) -> int:
-    """Partial results of a row that are kept: about the memory of the accumulator and one more."""
-    return 4 if partial.element_size() == 2 else 2
-
-
-def _max_overlap(partials: Sequence[_Partial]) -> int:
-    """The largest number of partial results that cover one row."""
-    return max((sum(a.start <= b.start < a.stop for a in partials) for b in partials), default=0)
 
 
 def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
@@ -292,7 +261,7 @@ def _merge_into(
 ) -> None:
     """Write the attention over several sets of keys from the output and lse over each; the first
     may be ``out`` and ``lse``."""
-    triton = _fused_for(out, lse, *(x for partial in partials for x in partial))
+    triton = _fused_for(out, lse, *chain.from_iterable(partials))
     if len(partials) == 2:
         merge = merge_rows if triton is None else triton.merge_fused
         merge(out, lse, *partials[0], *partials[1])
