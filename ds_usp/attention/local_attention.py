@@ -203,10 +203,20 @@ def _core_attention(module: Any) -> LocalAttention:
 
 
 def _dot_product_attention(module: Any) -> LocalAttention:
-    """``DotProductAttention`` of megatron-core."""
+    """``DotProductAttention`` of megatron-core, which computes attention in plain torch.
+
+    Its ``window_size`` (left, right) replaces the mask of ``attn_mask_type``, and is refused with
+    an open side: the class takes -1 as a distance (hiding all keys), not as no bound.
+    """
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
-    if softmax.window_size is not None:  # it is the whole mask there, both bounds
+    if softmax.window_size is not None:
+        if min(softmax.window_size) < 0:
+            raise UnsupportedAttentionError(
+                f"window_size={tuple(softmax.window_size)}: megatron-core's DotProductAttention "
+                "takes -1 as a distance and hides keys that an open side shows. Give the sequence "
+                "length in its place, or window_size=None"
+            )
         mask = MaskSpec(*softmax.window_size)
     scale = float(module.softmax_scale) * (softmax.scale or 1.0)
     dropout_p = float(module.attention_dropout.p)

@@ -131,12 +131,17 @@ def _layout(mesh: ds_usp.SequenceMesh, case: VerifyCase) -> ds_usp.TokenLayout:
 
 
 def _mask(case: VerifyCase, documents: bool = True) -> ds_usp.MaskSpec:
-    """The mask by the constructor that a user would call."""
+    """The case's mask, by the constructor that a user would call for it.
+
+    Args:
+        documents: with the case's document borders; the drop-in module takes them in each call
+            instead, and a mask without them when it is made.
+    """
     left, right, prefix = case.mask
     borders = case.borders if documents else ()
     if prefix and not borders:
         return ds_usp.MaskSpec.prefix_lm(prefix)
-    if prefix:  # which the constructor refuses
+    if prefix:  # with documents: refused, and the report quotes the error
         return ds_usp.MaskSpec(left, right, borders, prefix)
     if left is not None:
         return ds_usp.MaskSpec.window(left, right, borders)

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], lis
         megatron_core,
         {"window_size": (5, -1)},
         {},
-        ["window right=-1", "None leaves that side open"],
+        ["window_size=(5, -1)", "takes -1 as a distance", "sequence length in its place"],
     ),
     "dropout": (
         flash_self_attention,
