@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class TokenRange(NamedTuple):
 
 def total_length(ranges: Iterable[TokenRange]) -> int:
     """Number of tokens in all ranges."""
-    return sum(token_range.length for token_range in ranges)
+    return sum([stop - start for _, start, stop in ranges])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +57,25 @@ class OuterStep:
     Args:
         recv_ranges: what this rank is to relay in its node, by owner, in the buffer's order.
         send_ranges: this rank's own tokens that are sent, and the rank that will relay them.
+
+    Attributes:
+        num_kv_tokens: tokens relayed.
+        num_sent_tokens: tokens sent, each as often as it is.
+        peer_offsets: for each sent range, the index of its first token among all that its receiver
+            gets.
     """
 
     recv_ranges: tuple[TokenRange, ...]
     send_ranges: tuple[TokenRange, ...]
+    num_kv_tokens: int = field(init=False, compare=False, repr=False)
+    num_sent_tokens: int = field(init=False, compare=False, repr=False)
+    peer_offsets: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens relayed."""
-        return total_length(self.recv_ranges)
-
-    @property
-    def num_sent_tokens(self) -> int:
-        """Tokens sent, each as often as it is."""
-        return total_length(self.send_ranges)
-
-    @property
-    def peer_offsets(self) -> tuple[int, ...]:
-        """For each sent range, the index of its first token among all that its receiver gets."""
-        lengths = (token_range.length for token_range in self.send_ranges)
-        return tuple(accumulate(lengths, initial=0))[:-1]
+    def __post_init__(self) -> None:
+        lengths = (stop - start for _, start, stop in self.send_ranges)
+        object.__setattr__(self, "num_kv_tokens", total_length(self.recv_ranges))
+        object.__setattr__(self, "num_sent_tokens", total_length(self.send_ranges))
+        object.__setattr__(self, "peer_offsets", tuple(accumulate(lengths, initial=0))[:-1])
 
     def __str__(self) -> str:
         received, sent = (

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ds_usp.geometry.tiles import Tile
+from ds_usp.geometry.segments import Span
+from ds_usp.geometry.tiles import Bounds, Tile
 
 # Rows or columns that a call may leave out between two tiles, as a part of the shard's: a call's
 # results cover all between its first row and its last one.
 _MAX_GAP_FRACTION = 8
-
-Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,9 @@ class KernelCall:
 
     Attributes:
         q_start, q_stop, k_start, k_stop: the rows and columns of the results.
+        q_span, k_span: the same as (start, stop).
+        tile: the only tile, if it is the same for all samples; its results are the tile's.
+        is_causal: the plain causal mask in every tile, aligned to its bottom right corner.
     """
 
     tiles: tuple[tuple[Tile, ...], ...]
@@ -33,13 +35,27 @@ class KernelCall:
     q_stop: int = field(init=False)
     k_start: int = field(init=False)
     k_stop: int = field(init=False)
+    q_span: Span = field(init=False, compare=False, repr=False)
+    k_span: Span = field(init=False, compare=False, repr=False)
+    tile: Tile | None = field(init=False, compare=False, repr=False)
+    is_causal: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ends = [(tiles[0], tiles[-1]) for tiles in self.tiles if tiles]
-        object.__setattr__(self, "q_start", min(first.q_start for first, _ in ends))
-        object.__setattr__(self, "q_stop", max(last.q_stop for _, last in ends))
-        object.__setattr__(self, "k_start", min(first.k_start for first, _ in ends))
-        object.__setattr__(self, "k_stop", max(last.k_stop for _, last in ends))
+        q_span = min(first.q_start for first, _ in ends), max(last.q_stop for _, last in ends)
+        k_span = min(first.k_start for first, _ in ends), max(last.k_stop for _, last in ends)
+        values = {
+            "q_start": q_span[0],
+            "q_stop": q_span[1],
+            "k_start": k_span[0],
+            "k_stop": k_span[1],
+            "q_span": q_span,
+            "k_span": k_span,
+            "tile": self.tiles[0][0] if len(self.tiles) == len(self.tiles[0]) == 1 else None,
+            "is_causal": self.window == (None, 0),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
         """Cheap: calls are looked up by what they are, and mostly by the one that is there."""
@@ -49,26 +65,6 @@ class KernelCall:
     def of(cls, tile: Tile) -> KernelCall:
         """A call of one tile, for all samples."""
         return cls(((tile,),), tile.window)
-
-    @property
-    def tile(self) -> Tile | None:
-        """The only tile, if it is the same for all samples; its results are the tile's."""
-        return self.tiles[0][0] if len(self.tiles) == len(self.tiles[0]) == 1 else None
-
-    @property
-    def is_causal(self) -> bool:
-        """The plain causal mask in every tile, aligned to its bottom right corner."""
-        return self.window == (None, 0)
-
-    @property
-    def q_span(self) -> tuple[int, int]:
-        """The query rows of the results."""
-        return self.q_start, self.q_stop
-
-    @property
-    def k_span(self) -> tuple[int, int]:
-        """The key columns of the results."""
-        return self.k_start, self.k_stop
 
     @property
     def pairs(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -44,6 +44,10 @@ class RingStep:
             gets.
         calls: what kernels are called with. The local step's cover every query row.
         outer_step: 0, or the number of :attr:`RingSchedule.outer_steps` received by then.
+
+    Attributes:
+        num_kv_tokens: key tokens.
+        num_sent_tokens: tokens sent, each as often as it is.
     """
 
     is_local: bool
@@ -53,16 +57,12 @@ class RingStep:
     peer_offsets: tuple[int, ...]
     calls: tuple[KernelCall, ...]
     outer_step: int = 0
+    num_kv_tokens: int = field(init=False, compare=False, repr=False)
+    num_sent_tokens: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Key tokens."""
-        return total_length(self.kv_ranges)
-
-    @property
-    def num_sent_tokens(self) -> int:
-        """Tokens sent, each as often as it is."""
-        return total_length(self.send_ranges)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_kv_tokens", total_length(self.kv_ranges))
+        object.__setattr__(self, "num_sent_tokens", total_length(self.send_ranges))
 
     @property
     def pairs(self) -> int:

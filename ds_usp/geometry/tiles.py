@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ds_usp.errors import LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Segment, Shard, split_at_documents
+
+Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,14 @@ class Tile:
     Row ``i`` sees column ``j`` if ``low <= j - i <= high``, in indices of the two shards. A tile is
     tight: it has no empty row or column, and the band is clamped to what the rectangle holds.
     So no kernel ever meets a fully masked row.
+
+    Attributes:
+        rows, columns: number of query rows and key columns.
+        window: ``(left, right)`` aligned to the bottom right corner, as flash kernels take it:
+            row ``i`` of the rectangle sees columns ``i + columns - rows - left`` to
+            ``i + columns - rows + right``. None: unbounded on that side.
+        is_full: every row sees every column.
+        is_causal: the plain causal mask, aligned to the bottom right corner.
     """
 
     q_start: int
@@ -25,39 +35,25 @@ class Tile:
     k_stop: int
     low: int
     high: int
+    # Computed once: every kernel call reads them.
+    rows: int = field(init=False, compare=False, repr=False)
+    columns: int = field(init=False, compare=False, repr=False)
+    window: Bounds = field(init=False, compare=False, repr=False)
+    is_full: bool = field(init=False, compare=False, repr=False)
+    is_causal: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def rows(self) -> int:
-        """Query rows."""
-        return self.q_stop - self.q_start
-
-    @property
-    def columns(self) -> int:
-        """Key columns."""
-        return self.k_stop - self.k_start
-
-    @property
-    def window(self) -> tuple[int | None, int | None]:
-        """``(left, right)`` aligned to the bottom right corner, as flash kernels take it.
-
-        Row ``i`` of the rectangle sees columns ``i + columns - rows - left`` to
-        ``i + columns - rows + right``. None: unbounded on that side.
-        """
-        low, high = self.low - self.k_start + self.q_start, self.high - self.k_start + self.q_start
-        shift = self.columns - self.rows
-        left = None if low <= 1 - self.rows else shift - low
-        right = None if high >= self.columns - 1 else high - shift
-        return left, right
-
-    @property
-    def is_full(self) -> bool:
-        """Every row sees every column."""
-        return self.window == (None, None)
-
-    @property
-    def is_causal(self) -> bool:
-        """The plain causal mask, aligned to the bottom right corner."""
-        return self.window == (None, 0)
+    def __post_init__(self) -> None:
+        rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
+        shift = self.k_start - self.q_start
+        low, high = self.low - shift, self.high - shift
+        left = None if low <= 1 - rows else columns - rows - low
+        right = None if high >= columns - 1 else high - columns + rows
+        set_field = object.__setattr__
+        set_field(self, "rows", rows)
+        set_field(self, "columns", columns)
+        set_field(self, "window", (left, right))
+        set_field(self, "is_full", left is None and right is None)
+        set_field(self, "is_causal", left is None and right == 0)
 
     @property
     def pairs(self) -> int:
