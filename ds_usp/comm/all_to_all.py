@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -65,12 +65,14 @@ class HeadAllToAll:
 
     def post_to_heads(self, tensors: Sequence[torch.Tensor]) -> PendingExchange:
         """Start :meth:`to_heads`."""
-        ranks = range(self.mesh.ulysses_degree)
-        if len(ranks) == 1:
-            local = [_slice_heads(x, r[0]) for x, r in zip(tensors, self.ranges, strict=True)]
-            return PendingExchange(lambda: tuple(local))
         if self._uniform is not None:
             return self._uniform.post_to_heads(tensors, self._all_to_all)
+        ranks = range(self.mesh.ulysses_degree)
+        if len(ranks) == 1:
+            local = []
+            for x, ((first, stop),) in zip(tensors, self.ranges, strict=True):
+                local.append(x if stop - first == x.shape[2] else x[:, :, first:stop])
+            return PendingExchange(partial(tuple, local))
         outs = []
         for x, layout, heads in zip(tensors, self.layouts, self.local_heads, strict=True):
             tokens = layout.ring_length(self.mesh.ring_rank)
@@ -99,13 +101,13 @@ class HeadAllToAll:
         prealloc: PreallocatedSend | None = None,
     ) -> PendingExchange:
         """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
+        if self._uniform is not None:
+            return self._uniform.post_to_sequence(sources, outs, self._all_to_all, prealloc)
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             for out, source, heads in zip(outs, sources, self.ranges, strict=True):
                 copy_or_sum_into(_slice_heads(out, heads[0]), source)
             return PendingExchange(tuple)
-        if self._uniform is not None:
-            return self._uniform.post_to_sequence(sources, outs, self._all_to_all, prealloc)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         accumulators = [_accumulator(out, r) for out, r in zip(outs, self.ranges, strict=True)]
         sends = [self._head_slices(tensors, rank) for rank in ranks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,12 +54,13 @@ class StagingBuffer:
         key = shapes, tokens_first
         views = self._views.get(key)
         if views is None:
+            if torch.is_inference_mode_enabled():  # they outlive the call
+                with torch.inference_mode(False):
+                    return self.views(shapes, tokens_first=tokens_first)
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # they outlive the call
-                tensor = self.tensor.flatten(0, -3) if tokens_first else self.tensor
-                views = split_features(tensor, shapes, tokens_first=tokens_first)
-            self._views[key] = views
+            tensor = self.tensor.flatten(0, -3) if tokens_first else self.tensor
+            self._views[key] = views = split_features(tensor, shapes, tokens_first=tokens_first)
         return views
 
 
@@ -71,12 +73,23 @@ def split_features(
         shapes: ``h`` and ``D`` of each.
         tokens_first: ``x`` is ``[tokens, B, ...]``; the views are ``[B, tokens, ...]``.
     """
-    sizes, strides, offset = tuple(x.shape[:-1]), x.stride()[:-1], x.storage_offset()
+    first, views = x.storage_offset(), []
+    for size, stride, offset in _feature_strides(x.shape, x.stride(), shapes, tokens_first):
+        views.append(x.as_strided(size, stride, first + offset))
+    return tuple(views)
+
+
+@lru_cache(maxsize=4096)  # CPU time between kernels: a call's tensors have the shapes of the last's
+def _feature_strides(
+    shape: tuple[int, ...], stride: tuple[int, ...], shapes: HeadShapes, tokens_first: bool
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+    """Size, stride and offset in elements of each view of :func:`split_features`."""
+    sizes, strides, offset = shape[:-1], stride[:-1], 0
     if tokens_first:
         sizes, strides = (sizes[1], sizes[0], *sizes[2:]), (strides[1], strides[0], *strides[2:])
     views = []
     for heads, dim in shapes:
-        views.append(x.as_strided((*sizes, heads, dim), (*strides, dim, 1), offset))
+        views.append(((*sizes, heads, dim), (*strides, dim, 1), offset))
         offset += heads * dim
     return tuple(views)
 
@@ -119,7 +132,7 @@ class P2PChannel:
         self._ledger = ledger
         self._kind = kind
         self._works: list[dist.Work] = []
-        self._sending: list[torch.Tensor] = []
+        self._sending: list[tuple[int, torch.Tensor]] = []
         self.in_flight = False
 
     def acquire_staging(
@@ -148,16 +161,20 @@ class P2PChannel:
         if self.in_flight or self._group is None:
             why = "before the last one was waited for" if self.in_flight else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
-        slices = [(to, packed[start:stop]) for to, start, stop in sends]
-        outs = [(source, out) for source, out, *_ in recvs if source != self._rank]
+        slices, outs, sent_bytes = [], [], 0
+        for to, start, stop in sends:
+            x = packed[start:stop]
+            slices.append((to, x))
+            sent_bytes += x.numel() * x.element_size()
         for source, out, offset, _ in recvs:
             if source == self._rank:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))
+            else:
+                outs.append((source, out))
         self._works = _exchange(self._group, slices, outs) if slices or outs else []
-        self._sending = [x for _, x in slices]
-        self.in_flight = True
+        self._sending, self.in_flight = slices, True
         if slices:
-            self._ledger.add(self._kind, sum(x.numel() * x.element_size() for x in self._sending))
+            self._ledger.add(self._kind, sent_bytes)
 
     def wait(self) -> None:
         """Wait for the exchange; on GPUs the current stream waits, not the CPU.
@@ -187,20 +204,28 @@ def _exchange(
 ) -> list[dist.Work]:
     """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the CPU
     than a small message takes on the links."""
-
-    def start() -> list[dist.Work]:
-        works = [group.send([x], to, 0) for to, x in sends]
-        return works + [group.recv([x], source, 0) for source, x in recvs]
-
-    device = (*sends, *recvs)[0][1].device
+    device = (sends or recvs)[0][1].device
     # Backends of older torch lack the attribute. NCCL must coalesce: its sends would wait for each
     # other.
     backend = group._get_backend(device)
     if not getattr(backend, "supports_coalescing", device.type == "cuda"):
-        return start()
+        return _send_and_recv(group, sends, recvs)
     with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-        start()
+        _send_and_recv(group, sends, recvs)
     return list(manager.works)
+
+
+def _send_and_recv(
+    group: dist.ProcessGroup,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    recvs: Sequence[tuple[int, torch.Tensor]],
+) -> list[dist.Work]:
+    works = []
+    for to, x in sends:
+        works.append(group.send([x], to, 0))
+    for source, x in recvs:
+        works.append(group.recv([x], source, 0))
+    return works
 
 
 class PendingExchange:
@@ -221,7 +246,9 @@ class PendingExchange:
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The result, at every call; on GPUs the current stream waits for it, not the CPU."""
-        self.drain()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
         if self._result is None:
             self._result, self._unpack = self._unpack(), tuple  # frees the receive buffer
         return self._result

@@ -45,12 +45,12 @@ class PreallocatedSend(NamedTuple):
     """A staging buffer acquired before its contents are computed: a kernel may write them there.
 
     Attributes:
-        channel: of the buffer.
+        channel: of the buffer; None: it is not a copy engine's.
         staging: the buffer.
         views: of it, each tensor's ``[B, S, h, D]``.
     """
 
-    channel: Channel
+    channel: Channel | None
     staging: StagingBuffer
     views: tuple[torch.Tensor, ...]
 

@@ -11,7 +11,8 @@ Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -49,9 +50,23 @@ class _HeadRange(NamedTuple):
     stride: int
 
 
+class _BufferSizes(NamedTuple):
+    """Of what is exchanged ``[ranks, s, B, features]``.
+
+    Attributes:
+        shape: of the buffer.
+        shapes: heads and head dim of each tensor on one rank.
+        splits: elements for each rank.
+    """
+
+    shape: tuple[int, int, int, int]
+    shapes: HeadShapes
+    splits: list[int]
+
+
 class UniformAllToAll:
-    """The head exchanges of one chunk of heads. Numbers that calls share are computed once: this
-    is CPU time between kernels.
+    """The head exchanges of one chunk of heads. What follows from shapes and strides is computed
+    once for all calls: this is CPU time between kernels.
 
     Args:
         mesh: the ranks.
@@ -64,35 +79,33 @@ class UniformAllToAll:
     ) -> None:
         self._mesh, self._copies = mesh, copies
         self._ranks, self._rank = mesh.ulysses_degree, mesh.ulysses_rank
-        self._heads = [
-            _HeadRange(first, stop - first, second - first)
-            for (first, stop), (second, _), *_ in ranges
-        ]
+        self._heads = tuple(
+            [
+                _HeadRange(first, stop - first, second - first)
+                for (first, stop), (second, _), *_ in ranges
+            ]
+        )
         steps = range(1, self._ranks)  # the next rank first
         self._peers = [(self._rank + step) % self._ranks for step in steps]
         self._sends = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
 
     def post_to_heads(self, tensors: Sequence[torch.Tensor], post: PostAllToAll) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
-        batch, tokens = tensors[0].shape[:2]
-        shapes = self._head_shapes(tensors)
-        size = self._buffer_shape(tokens, batch, shapes)
-        recv_buffer = tensors[0].new_empty(size)
-        per_rank = map(self._view_per_rank, tensors, self._heads)
-
-        def unpack() -> tuple[torch.Tensor, ...]:
-            received = recv_buffer.view(self._ranks * tokens, *size[2:])
-            return split_features(received, shapes, tokens_first=True)
-
-        channel, staging = self._acquire_staging(recv_buffer, size)
+        sizes, per_rank = self._views_per_rank(tensors)
+        ranks, tokens, *rest = sizes.shape
+        received = tensors[0].new_empty((ranks * tokens, *rest))
+        unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
         if not self._copies:
-            packed = _pack(staging.views(shapes), per_rank, staging)
-            return PendingExchange(unpack, post(packed, recv_buffer, self._split_sizes(packed)))
-        offset = self._rank * (recv_buffer.numel() // self._ranks)
-        outs = recv_buffer.unbind(0)
-        local_outs = split_features(outs[self._rank], shapes)
+            packed = received.new_empty(sizes.shape)
+            for view, x in zip(split_features(packed, sizes.shapes), per_rank, strict=True):
+                strided_copy(view, x)
+            return PendingExchange(unpack, post(packed, received, sizes.splits))
+        channel, staging = self._acquire_slot(received, sizes)
+        offset = self._rank * sizes.splits[0]
+        outs = received.split(tokens)
+        local_outs = split_features(outs[self._rank], sizes.shapes)
         pack_for_send(
-            staging.tensor, self._rank, shapes, list(map(SendTensor, per_rank, local_outs))
+            staging.tensor, self._rank, sizes.shapes, list(map(SendTensor, per_rank, local_outs))
         )
         recvs = [RecvSpec(peer, outs[peer], offset, 0) for peer in self._peers]
         channel.post(staging.tensor, self._sends, recvs)
@@ -105,11 +118,13 @@ class UniformAllToAll:
             like: for dtype and device.
             sizes: of the outputs ``[B, s, H, D]``.
         """
-        pairs = zip(self._heads, sizes, strict=True)
-        shapes = tuple([(heads.num_heads, size[3]) for heads, size in pairs])
-        batch, tokens = sizes[0][:2]
-        channel, staging = self._acquire_staging(like, self._buffer_shape(tokens, batch, shapes))
-        return PreallocatedSend(channel, staging, staging.views(shapes, tokens_first=True))
+        buffer_sizes = _buffer_sizes(self._ranks, self._heads, *sizes)
+        if self._copies:
+            channel, staging = self._acquire_slot(like, buffer_sizes)
+        else:
+            channel, staging = None, StagingBuffer(like.new_empty(buffer_sizes.shape))
+        views = staging.views(buffer_sizes.shapes, tokens_first=True)
+        return PreallocatedSend(channel, staging, views)
 
     def post_to_sequence(
         self,
@@ -125,29 +140,27 @@ class UniformAllToAll:
             prealloc: the staging buffer, acquired before; sources that are its views are not
                 packed again.
         """
-        batch, tokens = outs[0].shape[:2]
-        shapes = self._head_shapes(outs)
-        size = self._buffer_shape(tokens, batch, shapes)
-        outs_per_rank = list(map(self._view_per_rank, outs, self._heads))
+        sizes, outs_per_rank = self._views_per_rank(outs)
         if not self._copies:
-            packed = self._as_send_buffer(sources[0], size) if len(sources) == batch == 1 else None
+            packed = _as_send_buffer(sources, sizes)
             if packed is None:
-                staging = prealloc[1] if prealloc else self._acquire_staging(outs[0], size)[1]
-                packed = _pack(staging.views(shapes, tokens_first=True), sources, staging)
-            recv_buffer = torch.empty_like(packed)
-
-            def unpack() -> tuple[torch.Tensor, ...]:
-                received = split_features(recv_buffer, shapes)
-                for out, view in zip(outs_per_rank, received, strict=True):
-                    strided_copy(out, view)
-                return ()
-
-            return PendingExchange(unpack, post(packed, recv_buffer, self._split_sizes(packed)))
-        channel, staging = prealloc[:2] if prealloc else self._acquire_staging(outs[0], size)
-        row_stride = size[2] * size[3]
+                staging = prealloc[1] if prealloc else StagingBuffer(outs[0].new_empty(sizes.shape))
+                packed = staging.tensor
+                views = staging.views(sizes.shapes, tokens_first=True)
+                for view, source in zip(views, sources, strict=True):
+                    copy_or_sum_into(view, source)
+            received = packed.new_empty(sizes.shape)
+            unpack = partial(_write_received, outs_per_rank, received, sizes.shapes)
+            return PendingExchange(unpack, post(packed, received, sizes.splits))
+        if prealloc is not None and prealloc.channel is not None:
+            channel, staging = prealloc.channel, prealloc.staging
+        else:
+            channel, staging = self._acquire_slot(outs[0], sizes)
+        _, tokens, batch, features = sizes.shape
+        row_stride = batch * features
         offset = self._rank * tokens * row_stride
         send_tensors, recvs_per_tensor = [], []
-        for source, out, (heads, dim) in zip(sources, outs_per_rank, shapes, strict=True):
+        for source, out, (heads, dim) in zip(sources, outs_per_rank, sizes.shapes, strict=True):
             rank_outs = out.unbind(0)
             per_rank = source
             if isinstance(source, torch.Tensor):
@@ -159,7 +172,7 @@ class UniformAllToAll:
             offset += heads * dim
         already_packed = prealloc is not None and prealloc.already_written(sources)
         pack_for_send(
-            staging.tensor, self._rank, shapes, send_tensors, already_packed=already_packed
+            staging.tensor, self._rank, sizes.shapes, send_tensors, already_packed=already_packed
         )
         recvs = [recv for of_peer in zip(*recvs_per_tensor, strict=True) for recv in of_peer]
         channel.post(staging.tensor, self._sends, recvs)
@@ -172,59 +185,74 @@ class UniformAllToAll:
             tokens, batch, dims, itemsize: tokens of a rank, samples, each tensor's head dim, bytes
                 of an element.
         """
-        pairs = zip(self._heads, dims, strict=True)
-        shapes = tuple((heads.num_heads, dim) for heads, dim in pairs)
-        return (
-            math.prod(self._buffer_shape(tokens, batch, shapes)) * itemsize if self._copies else 0
-        )
+        if not self._copies:
+            return 0
+        shapes = [(batch, tokens, 0, dim) for dim in dims]  # whatever heads there are besides
+        return math.prod(_buffer_sizes(self._ranks, self._heads, *shapes).shape) * itemsize
 
-    def _acquire_staging(
-        self, like: torch.Tensor, size: tuple[int, ...]
+    def _acquire_slot(
+        self, like: torch.Tensor, sizes: _BufferSizes
     ) -> tuple[Channel, StagingBuffer]:
-        """The all-to-all's channel, and its staging buffer of this shape and ``like``'s dtype."""
+        """A channel over the copy engines, and a buffer in their memory."""
         channel = self._mesh.channel("all_to_all", self._copies)
-        return channel, channel.acquire_staging(size, like, like.dtype)
+        return channel, channel.acquire_staging(sizes.shape, like, like.dtype)
 
-    @staticmethod
-    def _as_send_buffer(
-        source: torch.Tensor | DeferredSum, size: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        """The source as what is sent, if it is dense; else None."""
-        if isinstance(source, torch.Tensor) and source.is_contiguous():
-            return source.view(size)
+    def _views_per_rank(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[_BufferSizes, list[torch.Tensor]]:
+        """Sizes of the exchange of these ``[B, s, H, D]``, and each rank's heads of them
+        ``[ranks, s, B, h, D]``, views."""
+        shapes, views = [], []
+        for x, heads in zip(tensors, self._heads, strict=True):
+            shapes.append(x.shape)
+            size, stride, offset = _strides_per_rank(self._ranks, heads, x.shape, x.stride())
+            views.append(x.as_strided(size, stride, x.storage_offset() + offset))
+        return _buffer_sizes(self._ranks, self._heads, *shapes), views
+
+
+@lru_cache(maxsize=4096)
+def _buffer_sizes(
+    ranks: int, heads: tuple[_HeadRange, ...], *shapes: tuple[int, ...]
+) -> _BufferSizes:
+    """Of the exchange of tensors of these shapes ``[B, s, H, D]``."""
+    batch, tokens = shapes[0][:2]
+    head_shapes = tuple(
+        [(row.num_heads, shape[3]) for row, shape in zip(heads, shapes, strict=True)]
+    )
+    features = sum([num_heads * dim for num_heads, dim in head_shapes])
+    splits = [tokens * batch * features] * ranks
+    return _BufferSizes((ranks, tokens, batch, features), head_shapes, splits)
+
+
+@lru_cache(maxsize=4096)
+def _strides_per_rank(
+    ranks: int, heads: _HeadRange, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, strides and offset of each rank's heads of a tensor ``[B, s, H, D]``, seen as
+    ``[ranks, s, B, h, D]``."""
+    batch, tokens, _, dim = shape
+    sample, token, head, feature = strides
+    return (
+        (ranks, tokens, batch, heads.num_heads, dim),
+        (heads.stride * head, token, sample, head, feature),
+        heads.first * head,
+    )
+
+
+def _as_send_buffer(
+    sources: Sequence[torch.Tensor | DeferredSum], sizes: _BufferSizes
+) -> torch.Tensor | None:
+    """The source as what is sent, if it is one dense tensor of one sample; else None."""
+    source = sources[0]
+    if len(sources) > 1 or sizes.shape[2] > 1 or not isinstance(source, torch.Tensor):
         return None
-
-    def _head_shapes(self, tensors: Sequence[torch.Tensor]) -> HeadShapes:
-        """Heads and head dim of each tensor on one rank."""
-        pairs = zip(self._heads, tensors, strict=True)
-        return tuple([(heads.num_heads, x.shape[3]) for heads, x in pairs])
-
-    def _buffer_shape(
-        self, tokens: int, batch: int, shapes: HeadShapes
-    ) -> tuple[int, int, int, int]:
-        """Of what is exchanged."""
-        return self._ranks, tokens, batch, sum([heads * dim for heads, dim in shapes])
-
-    def _split_sizes(self, x: torch.Tensor) -> list[int]:
-        return [x.numel() // self._ranks] * self._ranks
-
-    def _view_per_rank(self, x: torch.Tensor, heads: _HeadRange) -> torch.Tensor:
-        """Each rank's heads of ``[B, s, H, D]``: ``[ranks, s, B, h, D]``, a view."""
-        batch, tokens, _, dim = x.shape
-        sample, token, head, feature = x.stride()
-        return x.as_strided(
-            (self._ranks, tokens, batch, heads.num_heads, dim),
-            (heads.stride * head, token, sample, head, feature),
-            x.storage_offset() + heads.first * head,
-        )
+    return source if source.is_contiguous() else None
 
 
-def _pack(
-    views: Sequence[torch.Tensor],
-    sources: Iterable[torch.Tensor | DeferredSum],
-    staging: StagingBuffer,
-) -> torch.Tensor:
-    """The staging buffer's tensor, with these sources written to its views."""
-    for view, source in zip(views, sources, strict=True):
-        copy_or_sum_into(view, source)
-    return staging.tensor
+def _write_received(
+    outs: Sequence[torch.Tensor], received: torch.Tensor, shapes: HeadShapes
+) -> tuple[torch.Tensor, ...]:
+    """Write each rank's heads to the outputs ``[ranks, s, B, h, D]``; there is no other result."""
+    for out, view in zip(outs, split_features(received, shapes), strict=True):
+        strided_copy(out, view)
+    return ()
