@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Generator, Iterator
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
     fast_tier.mark_fast(items)
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later garbage collection what is imported and collected until here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

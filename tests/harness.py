@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import io
 import multiprocessing
 import os
@@ -131,6 +132,8 @@ def _serve(rank: int, world: int, channel: connection.Connection, directory: str
     """Join the group, then answer tasks until the parent closes the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_the_server()
+    # A collection that visits what the server has imported copies the pages it shares with ranks.
+    gc.freeze()
     stacks = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 - open for the whole life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
