@@ -69,6 +69,8 @@ def body(rank, folder, send):
     time.sleep(600)
 
 signal.alarm(100)
+for ignored in (signal.SIGHUP, signal.SIGQUIT):  # as under nohup, or in a shell's background
+    signal.signal(ignored, signal.SIG_DFL)
 for number, on_linux in (
     (signal.SIGKILL, True),
     (signal.SIGKILL, False),
