@@ -34,12 +34,48 @@ def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
     assert "[fast|unit|dist|megatron|gpu|all]" in done.stderr
 
 
-def test_test_sh_passes_pytests_exit_code_on(tmp_path: Path) -> None:
-    script, this = ROOT / "scripts/test.sh", "tests/examples/test_scripts.py"
-    none = bash(script, "dist", "-k", "no_such_test", cwd=tmp_path, USP_NO_INSTALL="1")
-    assert none.returncode == 5, none.stderr
-    one = f"{this}::test_unknown_groups_of_tests_are_refused"
-    assert bash(script, one, "-q", cwd=tmp_path, USP_NO_INSTALL="1").returncode == 0
+# Answers for python: with an exit code for pytest, whose arguments it prints, and for xdist.
+PYTEST_OF_TESTS = """#!/usr/bin/env bash
+case "$*" in
+  "-m pytest "*) printf 'pytest %s\\n' "$*"; exit "$PYTEST_EXIT_CODE" ;;
+  *cuda.is_available*) exit 1 ;;
+  *sched_getaffinity*) echo 2 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tests"),
+    [
+        ("fast", "tests/unit tests/distributed tests/examples -m fast"),
+        ("unit", "tests/unit tests/examples"),
+        ("dist -k ring", "tests/distributed -k ring"),
+        ("megatron", "tests/megatron"),
+        ("all --durations 9", "tests --durations 9"),
+        ("", "tests"),
+        ("-x", "tests -x"),
+        ("tests/unit/test_a.py -q", "tests/unit/test_a.py -q"),
+    ],
+)
+def test_test_sh_names_the_tests_and_passes_pytests_exit_code_on(
+    arguments: str, tests: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTEST_OF_TESTS)
+    python.chmod(0o755)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "USP_NO_INSTALL": "1"}
+    for code in (0, 1, 5):
+        done = bash(
+            ROOT / "scripts/test.sh",
+            *arguments.split(),
+            cwd=tmp_path,
+            PYTEST_EXIT_CODE=str(code),
+            **settings,
+        )
+        assert done.returncode == code, done.stderr
+        workers = "" if arguments.startswith("tests/") else "-n 2 --dist loadfile "
+        flags = f"{workers}--no-loadscope-reorder " if workers else ""
+        assert done.stdout == f"pytest -m pytest {flags}{tests}\n"
 
 
 def test_the_gpu_group_says_when_there_is_none(tmp_path: Path) -> None:
