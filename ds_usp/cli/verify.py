@@ -19,7 +19,7 @@ import torch
 from ds_usp._version import __version__
 from ds_usp.cli.ranks import RankError, run_forked, run_launched
 from ds_usp.cli.verify_case import DTYPES, VerifyCase, build_parser, cases_of
-from ds_usp.cli.verify_rank import Report, TensorErrors, run_cases
+from ds_usp.cli.verify_rank import Report, TensorErrors, largest_errors, run_cases
 from ds_usp.config import environment, torchrun_env
 from ds_usp.errors import ConfigError
 
@@ -150,7 +150,8 @@ def _as_text(reports: Sequence[Report], ranks: str) -> str:
         for report, code in zip(reports, verdicts, strict=True):
             if code != EXACT:
                 lines += ["", *_table(report)]
-        lines += ["", "the largest errors of all calls", *_rows(_largest(reports), reports[0].case)]
+        largest = largest_errors(report.errors for report in reports)
+        lines += ["", "the largest errors of all calls", *_rows(largest, reports[0].case)]
         names = (f"{verdicts.count(code)} {name}" for code, name in enumerate(_VERDICTS))
         counts = f" ({', '.join(names)})"
     return "\n".join([*lines, "", f"{_VERDICTS[_exit_code(reports)].upper()}{counts}"])
@@ -176,18 +177,6 @@ def _summary(reports: Sequence[Report]) -> list[str]:
         error = "" if worst is None else f"largest error {worst.error:.2e} ({worst.name})"
         lines.append(f"  {head}  {_VERDICTS[verdict(report)]:7}  {error}".rstrip())
     return lines
-
-
-def _largest(reports: Sequence[Report]) -> list[TensorErrors]:
-    """Over all calls, by tensor."""
-    names = dict.fromkeys(x.name for report in reports for x in report.errors)
-    largest = []
-    for name in names:
-        same = [x for report in reports for x in report.errors if x.name == name]
-        ratios = [x.ratio for x in same if x.ratio is not None]
-        error, own = max(x.error for x in same), max(x.own for x in same)
-        largest.append(TensorErrors(name, error, own, max(ratios, default=None)))
-    return largest
 
 
 def _table(report: Report) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progre
     reference = _reference(same, device, env)
     rows = torch.as_tensor(layout.positions(mesh.rank), device=device)
     by_rank = _all_gather(_errors(case, results, dense, reference, tensors, rows), env)
-    errors = tuple(_largest(name, [x[name] for x in by_rank]) for name in by_rank[0])
+    errors = tuple(largest_errors(by_rank))
     return Report(case, kernel, positions=_position_error(case, layout), errors=errors)
 
 
@@ -280,7 +281,7 @@ def _errors(
     reference: dict[str, torch.Tensor],
     tensors: Tensors,
     rows: torch.Tensor,
-) -> dict[str, tuple[float, float]]:
+) -> list[TensorErrors]:
     """By tensor: the error of this rank's shard, and of the kernel alone on the same rows."""
     # The first token of a causal document sees itself alone, and may be the only one of a rank.
     lengths = (length for sample in case.documents for length in sample)
@@ -291,13 +292,14 @@ def _errors(
     min_norm = 0.0
     if fewest_keys < _FEW_KEYS:
         min_norm = _MIN_FRACTION_OF_DOUT * float(tensors.dout[:, rows].double().norm())
-    errors = {}
+    errors = []
     for name, result in results.items():
         expected, alone = reference[name], dense[name]
         if name in _ROW_DIM:
             expected, alone = (x.index_select(_ROW_DIM[name], rows) for x in (expected, alone))
         least = min_norm if name in ("dq", "dk") else 0.0
-        errors[name] = _relative(result, expected, least), _relative(alone, expected, least)
+        error, own = (_relative(x, expected, least) for x in (result, alone))
+        errors.append(TensorErrors(name, error, own, error / own if own > 0 else None))
     return errors
 
 
@@ -313,11 +315,17 @@ def _relative(x: torch.Tensor, expected: torch.Tensor, min_norm: float) -> float
     return math.inf if math.isnan(error) else error
 
 
-def _largest(name: str, pairs: list[tuple[float, float]]) -> TensorErrors:
-    """The largest errors, and ratio of errors, of all ranks."""
-    ratios = [error / alone for error, alone in pairs if alone > 0]
-    errors, alone = zip(*pairs, strict=True)
-    return TensorErrors(name, max(errors), max(alone), max(ratios, default=None))
+def largest_errors(results: Iterable[Sequence[TensorErrors]]) -> list[TensorErrors]:
+    """Of several ranks or calls: the largest errors and ratio of each tensor."""
+    by_name: dict[str, list[TensorErrors]] = {}
+    for measured in chain.from_iterable(results):
+        by_name.setdefault(measured.name, []).append(measured)
+    largest = []
+    for name, same in by_name.items():
+        ratio = max((x.ratio for x in same if x.ratio is not None), default=None)
+        error, own = max(x.error for x in same), max(x.own for x in same)
+        largest.append(TensorErrors(name, error, own, ratio))
+    return largest
 
 
 def _position_error(case: VerifyCase, layout: ds_usp.TokenLayout) -> str | None:

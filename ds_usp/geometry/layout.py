@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -12,7 +12,13 @@ from typing import Any, ClassVar, overload
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.document_sharding import balance_documents
 from ds_usp.geometry.masks import Borders, borders_of, format_documents
-from ds_usp.geometry.segments import Segment, coalesce, even_split, slice_segments
+from ds_usp.geometry.segments import (
+    Segment,
+    coalesce,
+    even_split,
+    slice_segments,
+    with_offsets,
+)
 from ds_usp.geometry.shards import shards_of_group
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
@@ -234,7 +240,7 @@ class TokenLayout:
         """
         dim = self.check_dim(x, dim, self.seq_len, "the full tensor")
         out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))
-        for begin, segment in _offsets(self.segments(rank)):
+        for segment, begin in with_offsets(self.segments(rank)):
             run = segment.positions
             out.narrow(dim, begin, segment.length).copy_(
                 x[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)]
@@ -274,7 +280,7 @@ class TokenLayout:
                 )
         out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
         for rank, part in enumerate(shards):
-            for begin, segment in _offsets(self.segments(rank)):
+            for segment, begin in with_offsets(self.segments(rank)):
                 run = segment.positions
                 out[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)] = part.narrow(
                     dim, begin, segment.length
@@ -364,15 +370,6 @@ _TABLES: Mapping[str, _Table] = MappingProxyType(
 KINDS = tuple(_TABLES)
 
 
-def _offsets(segments: Sequence[Segment]) -> list[tuple[int, Segment]]:
-    """Each run with the index of its first token in storage."""
-    begin, found = 0, []
-    for segment in segments:
-        found.append((begin, segment))
-        begin += segment.length
-    return found
-
-
 @lru_cache(maxsize=1024)
 def _segments(layout: TokenLayout, rank: int) -> tuple[Segment, ...]:
     return coalesce(_TABLES[layout.kind](layout, *layout.coords(rank)))
@@ -384,7 +381,7 @@ def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...
     runs_by_position = [
         (segment, Run(ulysses_rank, begin, segment.length))
         for ulysses_rank in range(layout.ulysses)
-        for begin, segment in _offsets(layout.segments(layout.sp_rank(ulysses_rank, ring_rank)))
+        for segment, begin in with_offsets(layout.segments(layout.sp_rank(ulysses_rank, ring_rank)))
     ]
     runs_by_position.sort(key=lambda run_at: run_at[0].start)
     runs: list[Run] = []

@@ -11,7 +11,7 @@ from ds_usp.planner.explain import explain
 from ds_usp.planner.frameworks import FrameworkCaps
 from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.search import Plan, SearchResult, search
+from ds_usp.planner.search import search
 
 AUTO = "auto"
 
@@ -81,10 +81,8 @@ def choose_ulysses(
     """
     if gpus == config.tp * config.pp * config.dp:
         return Choice(1, ("planner: ulysses 1 x ring 1, each rank has full sequences",))
-    fixed: Mapping[str, object] = {
-        axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "recompute", "micro_batch")
-    }
-    fixed = {**fixed, "order": config.order, "zero": config.zero}
+    axes = ("tp", "pp", "dp", "recompute", "micro_batch", "order", "zero")
+    fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
     framework = replace(framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
@@ -94,15 +92,11 @@ def choose_ulysses(
             "taken without the planner"
         )
     best = result.plans[0]
-    pairs = sorted(_pairs(result), key=lambda plan: plan.time.total)
+    pairs = [plan for (axis, _), plan in result.best_with.items() if axis == "ulysses"]
+    pairs.sort(key=lambda plan: plan.time.total)
     times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)
     first = (
         f"planner: ulysses {best.config.ulysses} x ring {best.config.ring} on {cluster.name} "
         f"(predicted step of ulysses x ring: {times})"
     )
     return Choice(best.config.ulysses, (first, *(f"planner: {line}" for line in explain(result))))
-
-
-def _pairs(result: SearchResult) -> list[Plan]:
-    """The plan of every pair of degrees that fits."""
-    return [plan for (axis, _), plan in result.best_with.items() if axis == "ulysses"]

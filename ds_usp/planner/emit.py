@@ -293,10 +293,5 @@ KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyTyp
     }
 )
 FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "megatron-deepspeed": "megatron-deepspeed",
-        "megatron-core": "megatron-core",
-        "ds-config": "megatron-deepspeed",
-        "script": "megatron-deepspeed",
-    }
+    dict.fromkeys(KINDS, "megatron-deepspeed") | {"megatron-core": "megatron-core"}
 )

@@ -55,14 +55,9 @@ def _against(result: SearchResult, best: Plan, alternative: Plan) -> str:
     """What another plan reaches, and where it loses most."""
     if alternative.mfu >= best.mfu - 5e-5:
         return "is as fast and less simple"
-    worst, more = max(_losses(result, best, alternative).items(), key=lambda item: item[1])
-    return f"reaches {alternative.mfu:.1%} MFU: {more:.2f} s more for {_NAMES[worst]}"
-
-
-def _losses(result: SearchResult, best: Plan, alternative: Plan) -> dict[str, float]:
-    """Seconds of a step that each component takes more, the layers' time by its components."""
     best_s, other_s = (_component_seconds(result, plan) for plan in (best, alternative))
-    return {name: other_s[name] - best_s[name] for name in best_s}
+    worst, more = max(((x, other_s[x] - best_s[x]) for x in best_s), key=lambda item: item[1])
+    return f"reaches {alternative.mfu:.1%} MFU: {more:.2f} s more for {_NAMES[worst]}"
 
 
 def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:

@@ -72,13 +72,6 @@ def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
     return flop_per_s / peak_flop_per_s
 
 
-def mfu_of_tokens(
-    model: ModelShape, seq_len: int, tokens_per_s_per_gpu: float, peak_flop_per_s: float
-) -> float:
-    """MFU of a throughput."""
-    return mfu(tokens_per_s_per_gpu * model_flop_per_token(model, seq_len), peak_flop_per_s)
-
-
 # ------------------------------------------------------------------ parameters
 
 

@@ -58,11 +58,6 @@ class StepTime:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def head_layers(work: Workload) -> float:
-    """The output head's GEMMs relative to a layer's: ``h V / P``."""
-    return work.model.hidden * work.model.vocab / work.model.matrix_elements
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Times of one micro batch: a layer forward and backward, and the output head, both."""

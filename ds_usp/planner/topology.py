@@ -169,8 +169,3 @@ def _latency_s(cluster: Cluster, group: RankGroup) -> float:
         if domain_traffic(group, level.gpus, RELAY).inside:
             return level.latency_s
     return cluster.network_latency_s
-
-
-def uneven_over_nodes(cluster: Cluster, group: RankGroup) -> bool:
-    """Whether the group's ranks lie unevenly on the nodes."""
-    return not domain_traffic(group, cluster.gpus_per_node, COLLECTIVE).even

@@ -17,13 +17,13 @@ from planner_expectations import (
 )
 
 from ds_usp.planner.attention_time import YUNCHANG, attention_s
-from ds_usp.planner.formulas import mfu, mfu_of_tokens
+from ds_usp.planner.formulas import mfu, model_flop_per_token
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.launch_overhead import LaunchedWork
 from ds_usp.planner.memory import stage_memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
-from ds_usp.planner.step_time import MicroBatch, head_layers, step_mfu, step_time
+from ds_usp.planner.step_time import MicroBatch, step_mfu, step_time
 
 
 def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:
@@ -33,7 +33,8 @@ def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:
 @pytest.mark.parametrize("row", rows("kwai_mfu_pairs.csv"), ids=lambda row: str(row))
 def test_mfu_of_a_throughput(row: dict[str, str]) -> None:
     shape, peak = load_model(row["model"]), float(row["peak_tflops"]) * 1e12
-    found = mfu_of_tokens(shape, int(row["seq_len"]), float(row["tokens_per_s_per_gpu"]), peak)
+    flop = model_flop_per_token(shape, int(row["seq_len"]))
+    found = mfu(float(row["tokens_per_s_per_gpu"]) * flop, peak)
     assert 100 * found == pytest.approx(float(row["mfu_percent"]), rel=0.002)
 
 
@@ -63,15 +64,14 @@ def test_memory_with_one_constant() -> None:
 
 def affine(work: Workload, config: ParallelConfig) -> tuple[float, float]:
     """Seconds of a step are ``a`` times those of a layer, plus ``b``."""
-    cluster = load_cluster("h800")
+    cluster, model = load_cluster("h800"), work.model
+    head = model.hidden * model.vocab / model.matrix_elements  # its GEMMs, relative to a layer's
     one, two = (
         step_time(
             cluster,
             work,
             config,
-            MicroBatch(
-                LaunchedWork(s / 3), LaunchedWork(s * 2 / 3), LaunchedWork(s * head_layers(work))
-            ),
+            MicroBatch(LaunchedWork(s / 3), LaunchedWork(s * 2 / 3), LaunchedWork(s * head)),
         ).total
         for s in (1.0, 2.0)
     )
