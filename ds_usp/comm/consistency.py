@@ -4,8 +4,6 @@ instead of hanging."""
 from __future__ import annotations
 
 import atexit
-import contextlib
-import datetime
 import os
 import sys
 import weakref
@@ -14,22 +12,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from ds_usp.comm.call_record import RECORD_BYTES, CallRecord, Kind, mismatch_error
-from ds_usp.comm.process_groups import all_gather_bytes, subgroup, transport_device
+from ds_usp.comm.process_groups import GroupTransport, all_gather_bytes, subgroup, transport_device
 from ds_usp.comm.shm_mailbox import MAX_IN_FLIGHT, ShmMailbox, open_mailbox
 from ds_usp.errors import MeshError
 
 # Signatures may differ from step to step, by the seed of dropout or by documents.
 _MAX_VERIFIED = 1024
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
-_DRAIN_TIMEOUT_S = 5.0
 
 
 class _Transport(Protocol):
-    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`_GroupTransport`."""
+    """All-gather of records, several in flight: :class:`ShmMailbox`, :class:`GroupTransport`."""
 
     def post(self, data: bytes) -> int:
         """Start the exchange of this rank's next record; its sequence number."""
@@ -92,7 +88,7 @@ class ConsistencyChecker:
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
-                self._transport = over_group = _GroupTransport(group)
+                self._transport = over_group = GroupTransport(group)
                 weakref.finalize(self, over_group.drain)
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
@@ -258,7 +254,12 @@ class ConsistencyChecker:
     def _compare_and_wait(
         self, transport: _Transport, record: CallRecord, error: Exception | None
     ) -> None:
-        """Gather and compare all ranks' records; raises ``error``, or what differs or is lost."""
+        """Gather and compare all ranks' records of this call; blocks until each has posted one.
+
+        Raises:
+            MeshError: records differ, a rank has ended, or one cannot be reached.
+            Exception: ``error``, this rank's own, where it has one.
+        """
         try:
             declared = record if error is None else _error_record(error)
             data = transport.gather(transport.post(declared.encode()))
@@ -313,39 +314,6 @@ class ConsistencyChecker:
         self.on_failure()
 
 
-class _GroupTransport:
-    """Records by asynchronous all-gathers over a process group of a CPU backend."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._seq = group, group.size(), 0
-        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
-
-    def post(self, data: bytes) -> int:
-        self._seq += 1
-        local = torch.frombuffer(bytearray(_padded(data)), dtype=torch.uint8)
-        received, out = [], []
-        for _ in range(self._ranks):
-            buffer = bytearray(RECORD_BYTES)
-            received.append(buffer)
-            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        self._works[self._seq] = self._group.allgather([out], [local]), received
-        return self._seq
-
-    def all_equal(self, seq: int) -> bool:
-        return False
-
-    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
-        work, received = self._works.pop(seq)
-        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
-        return received
-
-    def drain(self) -> None:
-        """At the end of the process: torch aborts one that leaves a collective behind."""
-        for work, _ in self._works.values():
-            with contextlib.suppress(RuntimeError):
-                work.wait(datetime.timedelta(seconds=_DRAIN_TIMEOUT_S))
-
-
 def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | None = None) -> None:
     """Raise on every rank unless all ranks of a group pass the same text and none an error.
 
@@ -363,17 +331,12 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
             on which ranks.
     """
     record = CallRecord(text) if error is None else _error_record(error)
-    data = _padded(record.encode())
+    data = record.encode().ljust(RECORD_BYTES, b"\0")  # all-gathers need equal lengths
     _raise_on_mismatch([] if group is None else all_gather_bytes(data, group), error)
 
 
 def _error_record(error: Exception) -> CallRecord:
     return CallRecord(str(error) or type(error).__name__, Kind.ERROR)
-
-
-def _padded(data: bytes) -> bytes:
-    """Equally long on all ranks, as all-gathers need it."""
-    return data.ljust(RECORD_BYTES, b"\0")
 
 
 def _raise_on_mismatch(data: Sequence[bytes | bytearray], error: Exception | None = None) -> None:

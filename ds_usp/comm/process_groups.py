@@ -1,8 +1,10 @@
-"""Process groups: sub-groups that only their members create, a few bytes from every rank, and
-which ranks are on one node."""
+"""Process groups: sub-groups that only their members create, a few bytes from every rank, at once
+or asynchronously, and which ranks are on one node."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
 import platform
 from collections.abc import Sequence
@@ -13,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_usp.comm.call_record import RECORD_BYTES
 from ds_usp.geometry.ranks import RankGrid
+
+_DRAIN_TIMEOUT_S = 5.0
 
 
 def subgroup(
@@ -91,3 +96,39 @@ def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
         for _, run in groupby(nodes[rank] for rank in ring)
     }
     return lengths.pop() if len(lengths) == 1 else grid.size("ring")
+
+
+class GroupTransport:
+    """Records by asynchronous all-gathers over a process group of a CPU backend."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks, self._seq = group, group.size(), 0
+        self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
+
+    def post(self, data: bytes) -> int:
+        """Start the all-gather of a record; returns its number for :meth:`gather`."""
+        self._seq += 1
+        local = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        received, out = [], []
+        for _ in range(self._ranks):
+            buffer = bytearray(RECORD_BYTES)
+            received.append(buffer)
+            out.append(torch.frombuffer(buffer, dtype=torch.uint8))
+        self._works[self._seq] = self._group.allgather([out], [local]), received
+        return self._seq
+
+    def all_equal(self, seq: int) -> bool:
+        """Never known without waiting."""
+        return False
+
+    def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
+        """Wait for the record of every rank."""
+        work, received = self._works.pop(seq)
+        work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
+        return received
+
+    def drain(self) -> None:
+        """At the end of the process: torch aborts one that leaves a collective behind."""
+        for work, _ in self._works.values():
+            with contextlib.suppress(RuntimeError):
+                work.wait(datetime.timedelta(seconds=_DRAIN_TIMEOUT_S))
