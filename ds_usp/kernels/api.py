@@ -6,8 +6,7 @@ of queries and keys, E of values and outputs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -184,11 +183,15 @@ class SingleTileKernel:
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         """See :meth:`AttentionKernel.forward`."""
         q, k, v = qkv
-        with _without_autocast(q.device.type):
-            qkv = _q_slice(q, call), _k_slice(k, call), _k_slice(v, call)
-            if call.tile is not None:
-                return self.tile_forward(qkv, call.tile, scale)
-            return self.multi_tile_forward(qkv, call, scale)
+        device = q.device.type
+        if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
+            with torch.autocast(device, enabled=False):
+                return self.forward(qkv, call, scale=scale)
+        (q,) = _slice_tokens((q,), *call.q_span)
+        k, v = _slice_tokens((k, v), *call.k_span)
+        if call.tile is not None:
+            return self.tile_forward((q, k, v), call.tile, scale)
+        return self.multi_tile_forward((q, k, v), call, scale)
 
     def backward(
         self,
@@ -199,20 +202,22 @@ class SingleTileKernel:
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
         """See :meth:`AttentionKernel.backward`."""
+        device = saved.q.device.type
+        if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
+            with torch.autocast(device, enabled=False):
+                return self.backward(saved, call, scale=scale, grad_buffers=grad_buffers)
         dout, q, k, v, out, lse = saved
-        with _without_autocast(q.device.type):
-            saved = BackwardInputs(
-                _q_slice(dout, call),
-                _q_slice(q, call),
-                _k_slice(k, call),
-                _k_slice(v, call),
-                _q_slice(out, call),
-                lse[:, :, call.q_start : call.q_stop],
-            )
-            if call.tile is None:
-                return self.multi_tile_backward(saved, call, scale)
-            buffers = {} if grad_buffers is None else {"grad_buffers": grad_buffers}
-            return self.tile_backward(saved, call.tile, scale, **buffers)
+        dout, q, out = _slice_tokens((dout, q, out), *call.q_span)
+        k, v = _slice_tokens((k, v), *call.k_span)
+        if q.shape[1] != lse.shape[2]:
+            lse = lse[:, :, call.q_start : call.q_stop]
+        saved = BackwardInputs(dout, q, k, v, out, lse)
+        if call.tile is None:
+            return self.multi_tile_backward(saved, call, scale)
+        if grad_buffers is None:
+            return self.tile_backward(saved, call.tile, scale)
+        buffers = {"grad_buffers": grad_buffers}  # only kernels that write into them have it
+        return self.tile_backward(saved, call.tile, scale, **buffers)
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
         """One call a tile; q, k, v are the rows and columns of the call."""
@@ -333,13 +338,6 @@ def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
     return (distance >= tile.low) & (distance <= tile.high)
 
 
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast off: the dtype of q, k and v decides. A null context where it is off already."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _tiles_of(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
     """Every tile of a call with its samples, and its rows and columns counted in the call."""
     for sample, tiles in enumerate(call.tiles):
@@ -354,19 +352,15 @@ def _tiles_of(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
             )
 
 
-def _q_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _slice_tokens(x, call.q_start, call.q_stop)
-
-
-def _k_slice(x: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    return _slice_tokens(x, call.k_start, call.k_stop)
-
-
-def _slice_tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some tokens of ``[B, S, H, D]``; the tensor itself if they are all. Copied if features are
-    not contiguous: libraries read them as contiguous, torch's without a check."""
-    x = x if stop - start == x.shape[1] else x[:, start:stop]
-    return x if x.stride(3) == 1 else x.contiguous()
+def _slice_tokens(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Some tokens of each tensor ``[B, S, H, D]``; the tensor itself if they are all. Copied if
+    features are not contiguous: libraries read them as contiguous, torch's without a check."""
+    slices = []
+    for x in tensors:
+        if stop - start != x.shape[1]:
+            x = x[:, start:stop]
+        slices.append(x if x.stride(3) == 1 else x.contiguous())
+    return slices
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -42,8 +42,17 @@ class CudnnKernel(SingleTileKernel):
         if tile.rows == tile.columns == 1:
             out, lse = self._eager.tile_forward(qkv, tile, scale)
             return out.to(qkv[0].dtype), lse
-        q, k, v = (x.transpose(1, 2) for x in qkv)
-        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, tile.is_causal, scale=scale)
+        q, k, v = qkv
+        out, lse, *_ = _cudnn_forward(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            tile.is_causal,
+            scale=scale,
+        )
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
@@ -54,9 +63,14 @@ class CudnnKernel(SingleTileKernel):
             return dq, dk, dv
         # Without dropout the random state is passed through unread.
         unused_rng_state = torch.empty((), dtype=torch.int64, device=saved.q.device)
-        grads = _cudnn_backward(
-            *(x.transpose(1, 2) for x in saved[:5]),
-            saved.lse.unsqueeze(-1).contiguous(),
+        dout, q, k, v, out, lse = saved
+        dq, dk, dv = _cudnn_backward(
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse.unsqueeze(-1).contiguous(),
             unused_rng_state,
             unused_rng_state,
             None,
@@ -68,5 +82,4 @@ class CudnnKernel(SingleTileKernel):
             tile.is_causal,
             scale=scale,
         )
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq, dk, dv
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from packaging.version import Version
@@ -147,9 +146,18 @@ class _TorchFlash:
         """See :meth:`VarlenKernel.tile_forward`."""
         q, k, v = qkv
         sizes = lengths or _equal_lengths(q, k)
-        mask = _window_args(tile)
+        left, right = tile.window
         out, lse, *_ = _torch_forward(
-            q, k, v, *sizes, 0.0, tile.is_causal, False, scale=scale, **mask
+            q,
+            k,
+            v,
+            *sizes,
+            0.0,
+            tile.is_causal,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
         )
         return out, lse
 
@@ -166,13 +174,18 @@ class _TorchFlash:
         rng = torch.empty(2, dtype=torch.uint64, device=saved.q.device)
         saved = saved._replace(lse=saved.lse.contiguous())
         sizes = lengths or _equal_lengths(saved.q, saved.k)
-        mask = _window_args(tile)
-        return _torch_backward(*saved, *sizes, 0.0, tile.is_causal, rng, rng, scale=scale, **mask)
-
-
-def _window_args(tile: TileOrCall) -> dict[str, Any]:
-    left, right = tile.window
-    return {"window_size_left": left, "window_size_right": right}
+        left, right = tile.window
+        return _torch_backward(
+            *saved,
+            *sizes,
+            0.0,
+            tile.is_causal,
+            rng,
+            rng,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
 
 
 def _equal_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from ds_usp.geometry.tiles import Bounds
 from ds_usp.kernels.api import (
     QKV,
     BackwardInputs,
@@ -16,7 +19,7 @@ from ds_usp.kernels.api import (
     require_capability,
 )
 from ds_usp.kernels.score_mod import SOFTCAP
-from ds_usp.kernels.varlen import Lengths, TileOrCall, VarlenKernel, lengths_as_kwargs
+from ds_usp.kernels.varlen import Lengths, TileOrCall, VarlenKernel
 
 
 class Flash4Kernel(VarlenKernel):
@@ -50,7 +53,9 @@ class Flash4Kernel(VarlenKernel):
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
         """See :meth:`VarlenKernel.tile_forward`."""
-        options = _mask_args(tile, scale, lengths)
+        options = _mask_args(tile.window, scale)
+        if lengths is not None:
+            options = {**options, **lengths._asdict()}
         out, lse, *_ = self._fwd(*qkv, softcap=self.softcap or None, return_lse=True, **options)
         return out, lse
 
@@ -63,9 +68,11 @@ class Flash4Kernel(VarlenKernel):
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
         """See :meth:`VarlenKernel.tile_backward`."""
-        options = _mask_args(tile, scale, lengths)
+        options = dict(_mask_args(tile.window, scale))
+        if lengths is not None:
+            options.update(lengths._asdict())
         if grad_buffers is not None:
-            options.update(zip(("dq", "dk", "dv"), grad_buffers, strict=True))
+            options["dq"], options["dk"], options["dv"] = grad_buffers
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         dout, q, k, v, out, lse = saved
@@ -75,13 +82,14 @@ class Flash4Kernel(VarlenKernel):
         return dq, dk, dv
 
 
-def _mask_args(tile: TileOrCall, scale: float, lengths: Lengths) -> dict[str, Any]:
-    """Keyword arguments of a FlashAttention-4 call: scale, mask and lengths."""
-    left, right = (None, None) if tile.is_causal else tile.window
+@lru_cache(maxsize=1024)
+def _mask_args(window: Bounds, scale: float) -> Mapping[str, Any]:
+    """Keyword arguments of a FlashAttention-4 call: scale and mask."""
+    is_causal = window == (None, 0)
+    left, right = (None, None) if is_causal else window
     return {
         "softmax_scale": scale,
-        "causal": tile.is_causal,
+        "causal": is_causal,
         "window_size_left": left,
         "window_size_right": right,
-        **lengths_as_kwargs(lengths),
     }

@@ -227,9 +227,7 @@ def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels, if they can read these tensors: on a GPU, the last dim contiguous."""
-    if not tensors[0].is_cuda:
-        return None
+    """The Triton kernels, if they can read these tensors of a GPU: the last dim contiguous."""
     for x in tensors:
         if x.stride(-1) != 1:
             return None
@@ -244,7 +242,7 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     elif len(partials) == 1:
         if not out.is_set_to(partials[0]):  # else a kernel has written it there
             strided_copy(out, partials[0])
-    elif (triton := _fused_for(out, *partials)) is not None:
+    elif out.is_cuda and (triton := _fused_for(out, *partials)) is not None:
         triton.sum_fused(out, partials)
     else:
         dtype = _acc_dtype(out)
@@ -261,7 +259,7 @@ def _merge_into(
 ) -> None:
     """Write the attention over several sets of keys from the output and lse over each; the first
     may be ``out`` and ``lse``."""
-    triton = _fused_for(out, lse, *chain.from_iterable(partials))
+    triton = _fused_for(out, lse, *chain.from_iterable(partials)) if out.is_cuda else None
     if len(partials) == 2:
         merge = merge_rows if triton is None else triton.merge_fused
         merge(out, lse, *partials[0], *partials[1])

@@ -6,6 +6,7 @@ Pointers and strides are unrolled by hand: tuple arguments need Triton 3.3, torc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import triton
@@ -148,7 +149,7 @@ def merge_up_to_4_fused(
     strides = [stride for x, sums in operands for stride in (*x.stride()[:3], *sums.stride()[:2])]
     _LAUNCH_MERGE_OF_FOUR(
         (triton.cdiv(rows, _ROWS), heads, batch),
-        (out, lse, *(x for partial in operands for x in partial)),
+        (out, lse, *chain.from_iterable(operands)),
         (rows, dim, *out.stride()[:3], *lse.stride()[:2], *strides),
         COUNT=len(partials),
         ROWS=_ROWS,

@@ -32,23 +32,37 @@ class SdpaKernel(SingleTileKernel):
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         """See :meth:`SingleTileKernel.tile_forward`."""
-        q, k, v = (x.transpose(1, 2) for x in qkv)
-        options = {"attn_mask": _bias(tile, q), "scale": scale}
-        out, lse = _flash_forward(q, k, v, 0.0, tile.is_causal, **options)
+        q, k, v = qkv
+        out, lse = _flash_forward(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            0.0,
+            tile.is_causal,
+            attn_mask=None if tile.is_full or tile.is_causal else _bias(tile, q),
+            scale=scale,
+        )
         return out.transpose(1, 2), lse
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
         """See :meth:`SingleTileKernel.tile_backward`."""
-        tensors = (x.transpose(1, 2) for x in saved[:5])
-        options = {"attn_mask": _bias(tile, saved.q), "scale": scale}
-        grads = _flash_backward(*tensors, saved.lse, 0.0, tile.is_causal, **options)
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq, dk, dv
+        dout, q, k, v, out, lse = saved
+        dq, dk, dv = _flash_backward(
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse,
+            0.0,
+            tile.is_causal,
+            attn_mask=None if tile.is_full or tile.is_causal else _bias(tile, q),
+            scale=scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _bias(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
-    """0 where a query attends to a key, else -inf; None where causality alone says it."""
-    if tile.is_full or tile.is_causal:
-        return None
+def _bias(tile: Tile, q: torch.Tensor) -> torch.Tensor:
+    """0 where a query attends to a key, else -inf: ``[rows, columns]`` in the queries' dtype."""
     bias = torch.zeros(tile.rows, tile.columns, dtype=q.dtype, device=q.device)
     return bias.masked_fill_(~window_mask(tile, q.device), float("-inf"))

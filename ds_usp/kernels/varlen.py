@@ -7,7 +7,7 @@ Shape letters: those of ``api.py``, and N tokens of all tiles of all samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_usp.geometry.kernel_calls import KernelCall
-from ds_usp.geometry.tiles import Tile
+from ds_usp.geometry.tiles import Bounds, Tile
 from ds_usp.kernels.api import QKV, BackwardInputs, OutLse, SingleTileKernel
 from ds_usp.kernels.score_mod import BoundScoreMod
 
@@ -39,11 +39,6 @@ class SeqLengths(NamedTuple):
 
 
 Lengths = SeqLengths | None  # None: a single tile, tensors ``[B, S, heads, D]``
-
-
-def lengths_as_kwargs(lengths: Lengths) -> dict[str, torch.Tensor | int]:
-    """The lengths as arguments of a library's function; none for a single tile."""
-    return {} if lengths is None else lengths._asdict()
 
 
 class VarlenKernel(SingleTileKernel):
@@ -131,11 +126,10 @@ class SignatureAdapter:
         source = getattr(function, "_init_fn", function)
         parameters = inspect.signature(source).parameters
         self._function = function
-        self._is_causal = "is_causal" in parameters
+        self._causal_name = "is_causal" if "is_causal" in parameters else "causal"
         self._window_pair = "window_size" in parameters
         names = {name: name for name in (*_TILE_ARGS, *required)}
-        if self._is_causal:
-            names["causal"] = "is_causal"
+        names["causal"] = self._causal_name
         if self._window_pair:
             names["window_size_left"] = names["window_size_right"] = "window_size"
         missing = [arg for arg, name in names.items() if name not in parameters]
@@ -152,15 +146,10 @@ class SignatureAdapter:
 
     def __call__(self, tile: TileOrCall, scale: float, lengths: Lengths, **kwargs: Any) -> Any:
         """What the function returns for the mask of a tile, or of a call with its lengths."""
-        left, right = (-1 if bound is None else bound for bound in tile.window)
-        kwargs |= lengths_as_kwargs(lengths)
-        kwargs["softmax_scale"] = scale
-        kwargs["is_causal" if self._is_causal else "causal"] = tile.is_causal
-        if self._window_pair:
-            kwargs["window_size"] = (left, right)
-        else:
-            kwargs.update(window_size_left=left, window_size_right=right)
-        return self._function(**{**self._none_defaults, **kwargs})
+        mask = _mask_args(tile.window, scale, self._causal_name, self._window_pair)
+        if lengths is not None:
+            kwargs.update(lengths._asdict())
+        return self._function(**{**self._none_defaults, **mask, **kwargs})
 
     def gradients(
         self,
@@ -171,7 +160,7 @@ class SignatureAdapter:
         **kwargs: Any,
     ) -> QKV:
         """dq, dk and dv of a backward function, which writes them into buffers of its caller's."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4])
+        dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4]]
         self(
             tile,
             scale,
@@ -189,6 +178,18 @@ class SignatureAdapter:
             **kwargs,
         )
         return dq, dk, dv
+
+
+@lru_cache(maxsize=1024)
+def _mask_args(
+    window: Bounds, scale: float, causal_name: str, window_pair: bool
+) -> Mapping[str, Any]:
+    """Keyword arguments of a FlashAttention-2 or -3 call: scale and mask, -1 for no bound."""
+    left, right = (-1 if bound is None else bound for bound in window)
+    args: dict[str, Any] = {"softmax_scale": scale, causal_name: window == (None, 0)}
+    if window_pair:
+        return {**args, "window_size": (left, right)}
+    return {**args, "window_size_left": left, "window_size_right": right}
 
 
 BACKWARD_ARGS = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
