@@ -117,9 +117,10 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
-def p2p_disabled() -> bool:
-    """Whether the user disabled peer-to-peer GPU access (NCCL_P2P_DISABLE)."""
-    return os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
+def p2p_disabled_reason() -> str | None:
+    """Why GPUs may not read each other's memory: the user's NCCL_P2P_DISABLE; None if unset."""
+    disabled = os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
+    return "NCCL_P2P_DISABLE=1 disables peer access between GPUs" if disabled else None
 
 
 def single_hw_queue() -> bool:

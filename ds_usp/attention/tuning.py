@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.config import p2p_disabled, single_hw_queue
+from ds_usp.config import p2p_disabled_reason, single_hw_queue
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.chunking import (
     ChunkPositions,
@@ -138,8 +138,7 @@ class Tuning:
         why_not = mesh.copy_engine_unavailable
         if why_not is None and inner is not None:
             why_not = f"the blocks of a double ring (inner_ring={inner}) are relayed by NCCL P2P"
-        if why_not is None and p2p_disabled():
-            why_not = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
+        why_not = why_not or p2p_disabled_reason()
         if why_not is None and not q.is_cuda:
             why_not = f"the tensors are on {q.device.type}"
         if self.copies is True and why_not is not None:

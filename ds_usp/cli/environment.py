@@ -20,7 +20,7 @@ from typing import Any
 
 import ds_usp
 from ds_usp._version import commit
-from ds_usp.config import environment, p2p_disabled, single_hw_queue, torchrun_env
+from ds_usp.config import environment, p2p_disabled_reason, single_hw_queue, torchrun_env
 from ds_usp.errors import ConfigError
 from ds_usp.planner.arguments import OneLineParser
 
@@ -258,8 +258,7 @@ def _copy_engines() -> dict[str, Any]:
     reason = peer_copy_unavailable_reason(max(count, 1))
     if reason is None and count == 1:
         reason = "one GPU here has no other to copy from"
-    if reason is None and p2p_disabled():
-        reason = "NCCL_P2P_DISABLE=1 says that GPUs shall not reach each other's memory"
+    reason = reason or p2p_disabled_reason()
     if reason is not None:
         return {"usable": "no", "reason": reason}
     facts = {"usable": "yes", "reason": f"all {count} GPUs reach each other"}

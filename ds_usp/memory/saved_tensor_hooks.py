@@ -86,7 +86,7 @@ def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Te
     """
     if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
         # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
-        return partial(_identity, tensor)
+        return lambda: tensor
     while pair is not None:
         packed = pair.pack(tensor)
         if packed is not None:
@@ -98,10 +98,6 @@ def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Te
 
 def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
     return saved()
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:

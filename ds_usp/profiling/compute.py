@@ -34,35 +34,28 @@ def attention_calls(
 ) -> Iterator[MeasuredAttention]:
     """Calls of :func:`usp_attention` on a mesh, each direction, causal zigzag."""
     for length in lengths:
-        layout = mesh.layout("zigzag", length)
-        shape = (1, layout.length(mesh.rank), sizes.heads, sizes.head_dim)
-        q, k, v = (sizes.random(timer, *shape).requires_grad_() for _ in range(3))
-        dout = sizes.random(timer, *shape)
+        yield _attention_call(timer, sizes, mesh, length)
 
-        def forward(
-            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, layout: object = layout
-        ) -> torch.Tensor:
-            out: torch.Tensor = usp_attention(  # type: ignore[call-overload]
-                q, k, v, mesh=mesh, layout=layout, mask=MaskSpec.causal()
-            )
-            return out
 
-        def both(dout: torch.Tensor = dout) -> None:
-            torch.autograd.grad(forward(), (q, k, v), dout)  # noqa: B023 - used at once
+def _attention_call(
+    timer: StepTimer, sizes: ProblemSizes, mesh: SequenceMesh, length: int
+) -> MeasuredAttention:
+    """One call of so many tokens of the whole sequence, forward and backward."""
+    layout = mesh.layout("zigzag", length)
+    shape = (1, layout.length(mesh.rank), sizes.heads, sizes.head_dim)
+    q, k, v = (sizes.random(timer, *shape).requires_grad_() for _ in range(3))
+    dout = sizes.random(timer, *shape)
 
-        device_tensor, device_copy = timer.forward_backward(forward, both, sizes.sustained_s)
-        yield MeasuredAttention(
-            mesh.ulysses_degree,
-            mesh.ring_degree,
-            length,
-            sizes.heads,
-            sizes.heads,
-            sizes.head_dim,
-            device_tensor.device_s,
-            device_copy.device_s,
-            device_tensor.host_s,
-            device_copy.host_s,
-        )
+    def attend() -> torch.Tensor:
+        return usp_attention(q, k, v, mesh=mesh, layout=layout, mask=MaskSpec.causal())
+
+    def both() -> None:
+        torch.autograd.grad(attend(), (q, k, v), dout)
+
+    forward, backward = timer.forward_backward(attend, both, sizes.sustained_s)
+    heads = sizes.heads, sizes.heads, sizes.head_dim
+    seconds = forward.device_s, backward.device_s, forward.host_s, backward.host_s
+    return MeasuredAttention(mesh.ulysses_degree, mesh.ring_degree, length, *heads, *seconds)
 
 
 def memory_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
@@ -75,15 +68,14 @@ def memory_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
 
 def host_bytes_per_s(timer: StepTimer, sizes: ProblemSizes) -> float:
     """Pinned copies to host memory and back in parallel, on all GPUs at once: rate a direction."""
-    device_tensor = sizes.random(timer, sizes.memory_elements // 4)
-    device_copy = torch.empty_like(device_tensor)
-    pinned = torch.empty(device_tensor.shape, dtype=device_tensor.dtype, pin_memory=timer.on_gpu)
-    pinned_source = torch.empty(
-        device_tensor.shape, dtype=device_tensor.dtype, pin_memory=timer.on_gpu
+    x = sizes.random(timer, sizes.memory_elements // 4)
+    y = torch.empty_like(x)
+    pinned, pinned_source = (
+        torch.empty(x.shape, dtype=x.dtype, pin_memory=timer.on_gpu) for _ in range(2)
     )
     seconds = timer.overlapped(
-        lambda: pinned.copy_(device_tensor, non_blocking=True),
-        lambda: device_copy.copy_(pinned_source, non_blocking=True),
+        lambda: pinned.copy_(x, non_blocking=True),
+        lambda: y.copy_(pinned_source, non_blocking=True),
         sizes.max_s,
     )
-    return device_tensor.numel() * device_tensor.element_size() / seconds
+    return x.numel() * x.element_size() / seconds
