@@ -6,6 +6,7 @@ Pointers and strides are unrolled by hand: tuple arguments need Triton 3.3, torc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -16,6 +17,12 @@ from ds_usp.triton_launch import CachedLauncher
 
 _ROWS = 32
 _MAX_PARTIALS = 8
+
+
+@lru_cache(maxsize=64)
+def _padded_dim(dim: int) -> int:
+    """Columns of a block: the next power of two."""
+    return int(triton.next_power_of_2(dim))
 
 
 # Merges two partial attention results by their log-sum-exp. One program a block of rows of one head
@@ -78,7 +85,7 @@ def merge_fused(
     batch, rows, heads, dim = out.shape
     acc_dtype = tl.float64 if lse.dtype == torch.float64 else tl.float32
     _LAUNCH_MERGE(
-        (triton.cdiv(rows, _ROWS), heads, batch),
+        (-(-rows // _ROWS), heads, batch),
         (out, lse, old, old_lse, new, new_lse),
         (
             rows, dim,
@@ -87,7 +94,7 @@ def merge_fused(
             *new.stride()[:3], *new_lse.stride()[:2],
         ),
         ROWS=_ROWS,
-        DIM=triton.next_power_of_2(dim),
+        DIM=_padded_dim(dim),
         ACC=acc_dtype,
     )  # fmt: skip
 
@@ -148,12 +155,12 @@ def merge_up_to_4_fused(
     operands = [*partials, *[partials[0]] * (4 - len(partials))]
     strides = [stride for x, sums in operands for stride in (*x.stride()[:3], *sums.stride()[:2])]
     _LAUNCH_MERGE_OF_FOUR(
-        (triton.cdiv(rows, _ROWS), heads, batch),
+        (-(-rows // _ROWS), heads, batch),
         (out, lse, *chain.from_iterable(operands)),
         (rows, dim, *out.stride()[:3], *lse.stride()[:2], *strides),
         COUNT=len(partials),
         ROWS=_ROWS,
-        DIM=triton.next_power_of_2(dim),
+        DIM=_padded_dim(dim),
         ACC=tl.float64 if lse.dtype == torch.float64 else tl.float32,
     )
 
@@ -223,7 +230,7 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         sum_fused(total, partials[:_MAX_PARTIALS])
         partials = [total, *partials[_MAX_PARTIALS:]]
     batch, rows, heads, dim = out.shape
-    grid = (triton.cdiv(rows, _ROWS), heads, batch)
+    grid = (-(-rows // _ROWS), heads, batch)
     # Every argument costs CPU launch overhead, and sums of more than two are rare.
     launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     operands = [*partials, *[partials[0]] * (slots - len(partials))]
@@ -234,6 +241,6 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         (rows, dim, *strides),
         COUNT=len(partials),
         ROWS=_ROWS,
-        DIM=triton.next_power_of_2(dim),
+        DIM=_padded_dim(dim),
         ACC=tl.float64 if acc_dtype == torch.float64 else tl.float32,
     )
