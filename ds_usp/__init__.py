@@ -58,7 +58,8 @@ else:
             return import_module(f"ds_usp.{name}")
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LAZY[name]), name)
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LAZY, *_SUBMODULES})

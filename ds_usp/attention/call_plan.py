@@ -64,9 +64,11 @@ class AttentionOptions(NamedTuple):
     def key(self) -> Hashable:
         """All of it but the mesh and the values of the scores' tensors and seed: calls with equal
         keys and alike tensors share a plan. An argument of a wrong type may not be hashable."""
-        known = isinstance(self.scores, Scores)
-        values = self[1:8], self.kv_layout, self.scores.plan_key if known else self.scores
-        return values, type(self.softmax_scale), type(self.dropout_p)
+        scores: object = self.scores
+        if scores is not NO_SCORE_MOD and isinstance(scores, Scores):
+            scores = scores.plan_key
+        types = type(self.softmax_scale), type(self.dropout_p)
+        return self[1:8], self.kv_layout, scores, types
 
 
 def plan_call(
@@ -79,10 +81,14 @@ def plan_call(
         The call signature, which must be the same on every rank, and the plan.
     """
     plans, scores = options.mesh.plans, options.scores
-    shapes = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in (q, k, v))
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    modes = torch.is_grad_enabled(), _is_deterministic(), capturing
-    key = shapes, modes, options.key
+    key = (
+        (q.shape, q.dtype, q.device, q.requires_grad),
+        (k.shape, k.dtype, k.device, k.requires_grad),
+        (v.shape, v.dtype, v.device, v.requires_grad),
+        (torch.is_grad_enabled(), _is_deterministic(), capturing),
+        options.key,
+    )
     try:
         cached: tuple[str, AttentionPlan] | None = plans.get(key)
     except TypeError:  # an argument that cannot be hashed cannot be right; the checks say which
@@ -139,8 +145,8 @@ def _new_plan(
         split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
     )
     signature.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
-    sinks = scores.sinks
-    trainable = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    sinks, grad = scores.sinks, torch.is_grad_enabled()
+    trainable = grad and sinks is not None and sinks.requires_grad
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
     signature.append(f"{score_mod}, {sinks_text} sinks")
     signature += [str(resolved), "with lse" if return_lse else "without lse"]
@@ -148,7 +154,9 @@ def _new_plan(
         RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
         for schedule in _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
     )
-    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v)
+    # The same on all ranks: the signature has these flags.
+    backward = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
+    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=backward)
     plan = AttentionPlan(exchanges, ring_calls, return_lse, staging_bytes, score_mod)
     return ", ".join(signature), plan
 
@@ -190,11 +198,14 @@ def _staging_bytes(
     ring_calls: Sequence[RingCall],
     q: torch.Tensor,
     v: torch.Tensor,
+    *,
+    backward: bool,
 ) -> dict[str, int]:
     """Bytes that a rank packs at most at once for copy engines, by kind of exchange.
 
     Args:
         q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
+        backward: a backward pass follows.
     """
     ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
     if not ring.use_copy_engines:
@@ -214,6 +225,8 @@ def _staging_bytes(
     if ring.schedule.ring_degree > 1:
         token = max(chunk.qkv.local_heads[1] for chunk in chunks) * batch * (dim + value_dim)
         sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
+        if not backward:
+            return sizes
         tokens = ring.schedule.max_recv_tokens
         if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
             tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))

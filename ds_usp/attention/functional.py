@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -24,7 +25,7 @@ from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
-from ds_usp.memory.saved_attention import compute_or_replay
+from ds_usp.memory.saved_attention import compute_or_replay, is_saving
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -63,25 +64,32 @@ class UnifiedAttention(torch.autograd.Function):
         mesh: SequenceMesh,
         plan: AttentionPlan,
         scores: Scores,
+        grad_enabled: bool,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :func:`ds_usp.attention.pipeline.pipelined_forward` for the shapes; ``sinks`` are
-        those of ``scores``, which autograd sees as an argument only."""
-        save = any(ctx.needs_input_grad)
+        those of ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the
+        caller's grad mode, in which it is off here."""
+        save = grad_enabled and any(ctx.needs_input_grad)
         out, lse, saved = pipelined_forward(plan, scores, q, k, v, save_for_backward=save)
-        ctx.mesh, ctx.plan, ctx.scores = mesh, plan, replace(scores, sinks=None)
-        ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(q)
-        ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
-        if plan.local_heads:  # a chunk's tensors are views of these
-            ctx.save_for_backward(sinks, q, k, v, out, *(chunk.lse for chunk in saved))
-        else:
-            ctx.save_for_backward(sinks, *(x for chunk in saved for x in chunk))
+        ctx.set_materialize_grads(False)  # the log-sum-exp never has one
         if lse is not None:
             ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # the log-sum-exp never has one
+        if not save:
+            return out, lse
+        ctx.mesh, ctx.plan = mesh, plan
+        ctx.scores = scores if sinks is None else replace(scores, sinks=None)
+        ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, q.device.type == "cpu"
+        ctx.shapes, ctx.out_shape = (q.shape, k.shape, v.shape), out.shape
+        tensors = [sinks]
+        if plan.local_heads:  # a chunk's tensors are views of these
+            tensors += q, k, v, out
+        for chunk in saved:
+            tensors += chunk[-1:] if plan.local_heads else chunk
+        ctx.save_for_backward(*tensors)
         return out, lse
 
     @staticmethod
@@ -98,9 +106,9 @@ class UnifiedAttention(torch.autograd.Function):
         chunks = plan.unpack_saved(saved)
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
-        scores = replace(ctx.scores, sinks=sinks)
+        scores = ctx.scores if sinks is None else replace(ctx.scores, sinks=sinks)
         grads = pipelined_backward(plan, scores, dout.contiguous(), ctx.shapes, chunks)
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def head_exchange(
@@ -229,18 +237,28 @@ def _usp_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`usp_attention` outside of graphs."""
-    mesh, return_lse = options.mesh, options.return_lse
     # An argument that is no Scores is refused with the others, on every rank.
     scores = options.scores if isinstance(options.scores, Scores) else NO_SCORE_MOD
-
-    def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, *sinks = inputs
-        run = options._replace(scores=replace(scores, sinks=sinks[0])) if sinks else options
-        plan = check_on_all_ranks(mesh, lambda: plan_call(q, k, v, run), q, options.layout)
-        out, lse = UnifiedAttention.apply(mesh, plan, run.scores, *inputs)
-        return (out, lse) if return_lse else (out,)
-
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
-    key = options._replace(scores=NO_SCORE_MOD), scores.static_values
-    outputs = compute_or_replay(compute, inputs, key)
-    return (outputs[0], outputs[1]) if return_lse else outputs[0]
+    if is_saving():
+        key = options._replace(scores=NO_SCORE_MOD), scores.static_values
+        outputs = compute_or_replay(partial(_attend, options), inputs, key)
+    else:
+        outputs = _attend(options, *inputs)
+    return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
+
+
+def _attend(options: AttentionOptions, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output, and the log-sum-exp if it is asked for.
+
+    Args:
+        inputs: q, k and v, and the sinks if the options have some: these, or what replaces them.
+    """
+    q, k, v, *sinks = inputs
+    if sinks:
+        options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
+    check = partial(plan_call, q, k, v, options)
+    plan = check_on_all_ranks(options.mesh, check, q, options.layout)
+    grad_enabled = torch.is_grad_enabled()
+    out, lse = UnifiedAttention.apply(options.mesh, plan, options.scores, grad_enabled, *inputs)
+    return (out, lse) if options.return_lse else (out,)

@@ -380,7 +380,10 @@ class USPAttention(torch.nn.Module):
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)
         scores = attention.scores(q.device)
-        out, _ = UnifiedAttention.apply(self.mesh, call, scores, q, k, v, scores.sinks)
+        grad_enabled = torch.is_grad_enabled()
+        out, _ = UnifiedAttention.apply(
+            self.mesh, call, scores, grad_enabled, q, k, v, scores.sinks
+        )
         return out.flatten(2) if attention.flat_output else out
 
     @property

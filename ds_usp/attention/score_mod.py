@@ -76,11 +76,10 @@ class Scores:
     @property
     def plan_key(self) -> Hashable:
         """All but the values of tensors and of the seed: calls with equal keys share a plan."""
-        tensors = (
-            None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-            for x in (self.alibi_slopes, self.sinks)
-        )
-        return self.softcap, *tensors, self.dropout_seed is None
+        key: list[Hashable] = [self.softcap, self.dropout_seed is None]
+        for x in (self.alibi_slopes, self.sinks):
+            key.append(None if x is None else (x.shape, x.dtype, x.device, x.requires_grad))
+        return tuple(key)
 
 
 NO_SCORE_MOD = Scores()
