@@ -97,16 +97,16 @@ class Shown:
 def signature(function: object) -> str:
     """Parameters and the return type, one a line where one line is too short for all."""
     try:
-        found = inspect.signature(function)  # type: ignore[arg-type]
+        parsed = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return "(...)"
     parameters = [
         p.replace(annotation=shown_annotation(p.annotation), default=shown_default(p.default))
-        for p in found.parameters.values()
+        for p in parsed.parameters.values()
         if p.name != "self"
     ]
-    result = shown_annotation(found.return_annotation)
-    text = str(found.replace(parameters=parameters, return_annotation=result))
+    result = shown_annotation(parsed.return_annotation)
+    text = str(parsed.replace(parameters=parameters, return_annotation=result))
     if len(text) <= LINE:
         return text
     lines = [str(inspect.Signature([p]))[1:-1] for p in parameters]
@@ -181,12 +181,12 @@ def command_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def help_text(words: list[str]) -> str:
+def help_text(command: list[str]) -> str:
     """The help of a program from its description on; the usage is laid out by Python's version."""
-    program = ["-m", "ds_usp"] if words[0] == "ds-usp" else words[1:2]
-    if words[:2] == ["python", "-m"]:
-        program = words[1:3]
-    arguments = words[1:] if words[0] == "ds-usp" else []
+    program = ["-m", "ds_usp"] if command[0] == "ds-usp" else command[1:2]
+    if command[:2] == ["python", "-m"]:
+        program = command[1:3]
+    arguments = command[1:] if command[0] == "ds-usp" else []
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *program, *arguments, "--help"],

@@ -199,7 +199,7 @@ class Job:
         s["num_kv_heads"] = s["num_kv_heads"] or s["num_attn_heads"]
         degree = s["ulysses_degree"]
         args = build_parser().parse_args(
-            [word.format(**s | {"ulysses_degree": degree or AUTO}) for word in FLAGS.split()]
+            [flag.format(**s | {"ulysses_degree": degree or AUTO}) for flag in FLAGS.split()]
         )
         args.ulysses_degree = None if degree in ("", AUTO) else int(degree)
         validate_flags(args, self.world_size)
@@ -250,22 +250,22 @@ class Job:
         """Command of torchrun, srun or DeepSpeed that starts the ranks, without the program."""
         s, port = self.settings, self.settings["master_port"]
         if s["launcher"] == "torchrun":
-            words = ["torchrun", "--nnodes", self.nodes, "--node-rank", self.node_rank]
-            words += ["--nproc-per-node", self.ranks_per_node]
-            words += ["--master-addr", self.master_addr, "--master-port", port]
+            command = ["torchrun", "--nnodes", self.nodes, "--node-rank", self.node_rank]
+            command += ["--nproc-per-node", self.ranks_per_node]
+            command += ["--master-addr", self.master_addr, "--master-port", port]
         elif s["launcher"] == "srun":
-            words = ["env", f"MASTER_ADDR={self.master_addr}", f"MASTER_PORT={port}"]
+            command = ["env", f"MASTER_ADDR={self.master_addr}", f"MASTER_PORT={port}"]
             ranks = self.ranks_per_node
-            words += [f"LOCAL_WORLD_SIZE={ranks}", f"LOCAL_SIZE={ranks}", "srun"]
-            words += ["--nodes", self.nodes, "--ntasks-per-node", ranks]
-            words += ["--kill-on-bad-exit=1", "bash", HERE / "srun_rank.sh", "python"]
+            command += [f"LOCAL_WORLD_SIZE={ranks}", f"LOCAL_SIZE={ranks}", "srun"]
+            command += ["--nodes", self.nodes, "--ntasks-per-node", ranks]
+            command += ["--kill-on-bad-exit=1", "bash", HERE / "srun_rank.sh", "python"]
         else:
-            words = ["deepspeed", "--log_level", "error", "--master_port", port]
+            command = ["deepspeed", "--log_level", "error", "--master_port", port]
             if s["hostfile"]:
-                words += ["--hostfile", s["hostfile"]]
+                command += ["--hostfile", s["hostfile"]]
             elif not self.leaves_gpus_to_launcher:  # which reads CUDA_VISIBLE_DEVICES itself
-                words += ["--num_gpus", self.ranks_per_node]
-        return list(map(str, words))
+                command += ["--num_gpus", self.ranks_per_node]
+        return list(map(str, command))
 
     def _program(self) -> list[str]:
         """The program of the command: the trainer, or Megatron's script under the patches."""
@@ -277,7 +277,7 @@ class Job:
     def _common_flags(self) -> list[str]:
         """The flags that have the same names in the trainer and in Megatron-DeepSpeed."""
         s = self.settings
-        flags = [word.format(**s) for word in FLAGS.split()] + ["--save", self.checkpoint]
+        flags = [template.format(**s) for template in FLAGS.split()] + ["--save", self.checkpoint]
         flags += ["--usp-cluster", s["usp_cluster"]] if s["usp_cluster"] else []
         flags += ["--use-rotary-position-embeddings"] if s["rotary"] == "true" else []
         flags += ["--bf16"] if s["precision"] == "bf16" else []
@@ -303,8 +303,8 @@ class Job:
             CPU_FLAGS if self.is_on_cpu else "",
             RECOMPUTE_FLAGS if recompute else "",
         ]
-        words = (word for template in templates for word in template.split())
-        return [word.format(**s, config=self.config) for word in words]
+        flags_to_fill = (flag for template in templates for flag in template.split())
+        return [flag.format(**s, config=self.config) for flag in flags_to_fill]
 
     def deepspeed_config(self) -> str:
         """The content of DeepSpeed's configuration file, for Megatron-DeepSpeed."""
@@ -326,11 +326,11 @@ class Job:
     def text(self) -> str:
         """The command with one flag per line, and DeepSpeed's configuration."""
         lines: list[str] = []
-        for word in self.command:
-            if lines and not (word.startswith("--") or word.endswith(".py")):
-                lines[-1] += f" {shlex.quote(word)}"
+        for argument in self.command:
+            if lines and not (argument.startswith("--") or argument.endswith(".py")):
+                lines[-1] += f" {shlex.quote(argument)}"
             else:
-                lines.append(shlex.quote(word))
+                lines.append(shlex.quote(argument))
         text = " \\\n    ".join(lines)
         config = f"\n\n# {self.config}\n{self.deepspeed_config().rstrip()}"
         return text + (config if self.framework else "")
@@ -373,7 +373,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         2 if a setting is refused, or the exit code of the trainer's own checks.
     """
     count = argv.index("--")
-    script = dict(word.split("=", 1) for word in argv[:count])
+    script = dict(assignment.split("=", 1) for assignment in argv[:count])
     try:
         job = Job(read_settings(script, environment), argv[count + 1 :], environment)
     except USPError as error:

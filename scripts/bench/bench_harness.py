@@ -179,7 +179,7 @@ def header(session: Session, note: str) -> list[str]:
 def command(argv: Sequence[str], world: int, environment: Mapping[str, str]) -> str:
     """Command line of this run; absolute folders are removed from its arguments."""
     settings = [f"{name}={environment[name]}" for name in RECORDED if name in environment]
-    arguments = [_strip_folder(word) for word in argv[1:]]
+    arguments = [_strip_folder(argument) for argument in argv[1:]]
     script = f"scripts/bench/{Path(argv[0]).name}"
     return " ".join([*settings, f"torchrun --nproc-per-node {world}", script, *arguments])
 

@@ -70,8 +70,8 @@ class Case:
             "lr": 1e-5,
             "device": device,
         }
-        found = [f"--{name}={value}" for name, value in values.items()]
-        return found + (["--bf16"] if device == "cuda" else [])
+        flags = [f"--{name}={value}" for name, value in values.items()]
+        return flags + (["--bf16"] if device == "cuda" else [])
 
 
 def shape_of(model: str) -> ModelShape:
@@ -150,7 +150,7 @@ def read(path: Path) -> Iterator[Measured]:
     if tuple(table.fieldnames or ()) != HEAD:
         raise ValueError(f"{path} has the columns {table.fieldnames}, not {HEAD}")
     for row in table:
-        words = [row[f.name] for f in fields(Case)]
-        numbers = list(map(int, words[1:-1]))
-        case = Case(words[0], *numbers, words[-1])
+        cells = [row[f.name] for f in fields(Case)]
+        numbers = list(map(int, cells[1:-1]))
+        case = Case(cells[0], *numbers, cells[-1])
         yield Measured(case, float(row["seconds"]), int(row["memory_bytes"]))

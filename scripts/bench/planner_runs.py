@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 scripts/bench/planner_runs.py --profile cluster.json \\
         --out-profile trainer.json --out runs.csv
 
-First what the trainer's host adds to a profile is measured: its layers but for attention, its
+First what the trainer adds to a profile is measured: its layers but for attention, its
 embedding and head, and, from runs that are not held out, what a step costs beside them and which
 memory no formula sees. Then the held-out runs, one line each. The models are the trainer's of
 examples_deepspeed, on data of random tokens, with weights drawn on the device.
@@ -120,7 +120,7 @@ class FrameworkRun:
         from usp_trainer.engine import Trainer
 
         session = self._session
-        left = _cleared(session)
+        baseline_bytes = _cleared(session)
         trainer = Trainer(
             self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
         )
@@ -138,23 +138,23 @@ class FrameworkRun:
             trainer.train([batch], 1e-5)
             timer.synchronize()
             seconds.append(session.all_reduced([timer.elapsed_s - begin], dist.ReduceOp.MAX)[0])
-        most = torch.cuda.max_memory_allocated() - left if session.on_gpu else 0
-        most = int(session.all_reduced([most], dist.ReduceOp.MAX)[0])
+        peak_bytes = torch.cuda.max_memory_allocated() - baseline_bytes if session.on_gpu else 0
+        peak_bytes = int(session.all_reduced([peak_bytes], dist.ReduceOp.MAX)[0])
         _free_memory(trainer.engine)
-        return Measured(case, statistics.median(seconds), most)
+        return Measured(case, statistics.median(seconds), peak_bytes)
 
     def batch(self, case: Case) -> TrainingBatch:
-        """Random tokens, this rank's share."""
+        """Random tokens, this rank's shard."""
         length = self.mesh.layout("zigzag", case.seq_len).length(self.mesh.rank)
         tokens = torch.randint(VOCABULARY, (1, length))
         return TrainingBatch(SequenceBatch(tokens, tokens.roll(-1, 1), torch.ones(1, length)))
 
-    # -------------------------------------------------------------- what the host adds
+    # -------------------------------------------------------------- what the framework adds
 
     def layers(
         self, case: Case, tokens: Sequence[int], timer: StepTimer
     ) -> Iterator[MeasuredLayer]:
-        """Rows of one layer, of which the queries stand for what attention makes of them."""
+        """Rows of one layer whose attention returns the queries."""
         from usp_trainer.model import Layer
 
         dtype = torch.bfloat16 if self._session.on_gpu else torch.float32
@@ -175,8 +175,8 @@ class FrameworkRun:
 
         dtype = torch.bfloat16 if self._session.on_gpu else torch.float32
         for count in tokens:
-            one = replace(case, seq_len=count * case.ulysses * case.ring)
-            gpt = self.model(one).to(dtype)
+            resized = replace(case, seq_len=count * case.ulysses * case.ring)
+            gpt = self.model(resized).to(dtype)
             gpt.calls = [call for call in gpt.calls if not isinstance(call, Layer)]
             parameters = [
                 p for part in gpt.layers if not isinstance(part, Layer) for p in part.parameters()
@@ -195,7 +195,7 @@ class FrameworkRun:
 
 
 class _Queries(nn.Module):
-    """In attention's place; keys and values get gradients of zeros."""
+    """Replaces attention: returns the queries, so that keys and values get zero gradients."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return query.contiguous().flatten(2)
@@ -223,7 +223,7 @@ def _cleared(session: Session) -> int:
     return torch.cuda.memory_allocated()
 
 
-# ------------------------------------------------------------------ the profile of this host
+# ------------------------------------------------------------------ the framework's profile
 
 
 def add_rows(profile: dict[str, Any], name: str, rows: Iterable[object], source: str) -> None:
@@ -236,7 +236,7 @@ def add_rows(profile: dict[str, Any], name: str, rows: Iterable[object], source:
 
 
 def step_row(cluster: Cluster, run: Measured) -> MeasuredStep:
-    """What a run took beside its layers, embedding and head as the profile has them."""
+    """Seconds of a run that the profile's layers, embedding and head do not explain."""
     work, config = run.case.plan()
     predicted = step_time(replace(cluster, steps=()), work, config)
     rest = max(run.seconds - predicted.layers - predicted.head - predicted.host, 1e-6)
@@ -259,10 +259,14 @@ def measure_framework(
         framework_run = FrameworkRun(session, mesh)
         for model in sorted({case.model for case in cases}):
             case = next(case for case in cases if case.model == model)
-            one = replace(case, layers=1)
-            layers += list(framework_run.layers(one, TINY_TOKENS if tiny else LAYER_TOKENS, timer))
+            single_layer = replace(case, layers=1)
+            layers += list(
+                framework_run.layers(single_layer, TINY_TOKENS if tiny else LAYER_TOKENS, timer)
+            )
             embedding_and_head += list(
-                framework_run.embedding_and_head(one, TINY_TOKENS if tiny else HEAD_TOKENS, timer)
+                framework_run.embedding_and_head(
+                    single_layer, TINY_TOKENS if tiny else HEAD_TOKENS, timer
+                )
             )
             session.print0(f"[{timer.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
             _cleared(session)
@@ -310,7 +314,7 @@ def line(run: Measured) -> str:
 
 
 def main() -> None:
-    """Measure the host, then run what is held out."""
+    """Measure the framework, then run the held-out cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--profile", type=Path, required=True, help="of this machine, from the planner's profile")

@@ -49,49 +49,51 @@ class Evaluated:
 
 
 def evaluate(cluster: Cluster, runs: Iterable[Measured]) -> list[Evaluated]:
-    """The planner's word on every run, in the order of the runs."""
-    found = []
+    """The planner's prediction for every run, in the order of the runs."""
+    evaluations = []
     for run in runs:
         work, config = run.case.plan()
         small = cluster.with_gpus_per_node(min(config.gpus, cluster.gpus_per_node))
         needs = memory(work, config, small.workspace_bytes).total
-        found.append(Evaluated(run, step_time(small, work, config).total, needs))
-    return _with_positions(found)
+        evaluations.append(Evaluated(run, step_time(small, work, config).total, needs))
+    return _with_positions(evaluations)
 
 
-def _with_positions(found: Sequence[Evaluated]) -> list[Evaluated]:
+def _with_positions(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
     """Each run with its rank among its workload's runs by measured and by predicted time."""
-    groups = workloads(found)
+    groups = workloads(evaluations)
     results = []
-    for evaluated in found:
+    for evaluated in evaluations:
         group = groups[evaluated.run.case.workload]
-        position = 1 + sum(other.run.seconds < evaluated.run.seconds for other in group)
-        predicted = 1 + sum(other.seconds < evaluated.seconds for other in group)
+        position = 1 + sum(rival.run.seconds < evaluated.run.seconds for rival in group)
+        predicted = 1 + sum(rival.seconds < evaluated.seconds for rival in group)
         results.append(
             Evaluated(evaluated.run, evaluated.seconds, evaluated.memory_bytes, position, predicted)
         )
     return results
 
 
-def workloads(found: Iterable[Evaluated]) -> Mapping[tuple[str, int, int], list[Evaluated]]:
+def workloads(evaluations: Iterable[Evaluated]) -> Mapping[tuple[str, int, int], list[Evaluated]]:
     """The runs of each model and length."""
     groups: dict[tuple[str, int, int], list[Evaluated]] = defaultdict(list)
-    for evaluated in found:
+    for evaluated in evaluations:
         groups[evaluated.run.case.workload].append(evaluated)
     return groups
 
 
-def summary(found: Sequence[Evaluated]) -> list[str]:
-    """What the issue asks of the planner, with the numbers."""
-    times = [abs(evaluated.time_error) for evaluated in found]
+def summary(evaluations: Sequence[Evaluated]) -> list[str]:
+    """The errors of time and memory against their limits, and the rank of each fastest run."""
+    times = [abs(evaluated.time_error) for evaluated in evaluations]
     close = sum(error <= 0.05 for error in times) / len(times)
     lines = [
-        f"{len(found)} held-out runs",
+        f"{len(evaluations)} held-out runs",
         f"time: error {fmean(times):.1%} in the mean, {max(times):.1%} at most, {close:.0%} within "
         "5 % (wanted: 3 %, 90 %)",
     ]
     sizes = [
-        abs(evaluated.memory_error) for evaluated in found if evaluated.memory_error is not None
+        abs(evaluated.memory_error)
+        for evaluated in evaluations
+        if evaluated.memory_error is not None
     ]
     if sizes:
         within = sum(error <= 0.03 for error in sizes)
@@ -99,7 +101,7 @@ def summary(found: Sequence[Evaluated]) -> list[str]:
             f"memory: error {fmean(sizes):.1%} in the mean, {max(sizes):.1%} at most, {within} of "
             f"{len(sizes)} within 3 % (wanted: all)"
         )
-    for (model, layers, seq_len), group in workloads(found).items():
+    for (model, layers, seq_len), group in workloads(evaluations).items():
         fastest = min(group, key=lambda evaluated: evaluated.run.seconds)
         lines.append(
             f"{model} x {layers}, {seq_len} tokens: the fastest of {len(group)} is predicted to be "
@@ -115,13 +117,13 @@ COLUMNS = (
 )
 
 
-def write(path: Path, comment: Sequence[str], found: Iterable[Evaluated]) -> None:
+def write(path: Path, comment: Sequence[str], evaluations: Iterable[Evaluated]) -> None:
     """The table, with the summary above it."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {line}\n" for line in comment)
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
-        for evaluated in found:
+        for evaluated in evaluations:
             memory_error = evaluated.memory_error
             table.writerow(
                 [
@@ -137,20 +139,20 @@ def write(path: Path, comment: Sequence[str], found: Iterable[Evaluated]) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Judge, print, write."""
+    """Evaluate the runs, print the summary, write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", type=Path, nargs="+", help="tables of planner_runs.py")
-    add("--profile", required=True, help="the cluster that they ran on, with the host's rows")
+    add("--profile", required=True, help="the cluster that they ran on, with the framework's rows")
     add("--out", type=Path, required=True, help="the table of predicted and measured")
     args = parser.parse_args(argv)
     cluster = load_cluster(args.profile)
-    found = evaluate(cluster, [run for path in args.runs for run in read(path)])
-    lines = summary(found)
+    evaluations = evaluate(cluster, [run for path in args.runs for run in read(path)])
+    lines = summary(evaluations)
     where = cluster.origins["gpus_per_node"][1]
-    given = [args.profile, *map(str, args.runs)]
-    command = f"planner_validation.py --profile {' '.join(Path(x).name for x in given)}; {where}"
-    write(args.out, [command, *lines], found)
+    sources = [args.profile, *map(str, args.runs)]
+    command = f"planner_validation.py --profile {' '.join(Path(x).name for x in sources)}; {where}"
+    write(args.out, [command, *lines], evaluations)
     print("\n".join(lines))
 
 

@@ -68,11 +68,11 @@ def points(rows: Iterable[dict[str, str]]) -> list[Point]:
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Line style of each baseline: ds_usp wide in color, peers thin in grey with dashes."""
-    ours, peers = cycle(COLORS), cycle(PEER_STYLES)
+    colors, peers = cycle(COLORS), cycle(PEER_STYLES)
     looks: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(names):
         if name.startswith("ds_usp "):
-            looks[name] = {"color": next(ours), "linewidth": 2.6, "zorder": 3}
+            looks[name] = {"color": next(colors), "linewidth": 2.6, "zorder": 3}
         else:
             color, dashes = next(peers)
             looks[name] = {"color": color, "linestyle": dashes, "linewidth": 1.3}

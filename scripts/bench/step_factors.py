@@ -82,19 +82,19 @@ class Row:
         path, _, content = config.partition("\n")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
-        words = shlex.split(command)
-        words[:1] = [sys.executable, "-m", "deepspeed.launcher.runner"]
-        save = words.index("--save")
-        del words[save : save + 2]
+        argv = shlex.split(command)
+        argv[:1] = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        save = argv.index("--save")
+        del argv[save : save + 2]
         if self.program == "stock":
             for flag in USP_FLAGS:
-                index = words.index(flag)
-                del words[index : index + 2]
-            words[words.index("megatron_patches.run")] = "stock_megatron"
-            words += ["--use-flash-attn-v2", "--no-masked-softmax-fusion"]
+                index = argv.index(flag)
+                del argv[index : index + 2]
+            argv[argv.index("megatron_patches.run")] = "stock_megatron"
+            argv += ["--use-flash-attn-v2", "--no-masked-softmax-fusion"]
         elif self.loss_chunks > 1:
-            words += ["--usp-loss-chunks", str(self.loss_chunks)]
-        return words
+            argv += ["--usp-loss-chunks", str(self.loss_chunks)]
+        return argv
 
 
 ROWS = (

@@ -63,7 +63,7 @@ def flash_attn_varlen_func(
 def main() -> None:
     """Run the script (the first argument that is no flag) with all other arguments."""
     arguments = sys.argv[1:]
-    script = next(word for word in arguments if not word.startswith("-"))
+    script = next(argument for argument in arguments if not argument.startswith("-"))
     arguments.remove(script)
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
