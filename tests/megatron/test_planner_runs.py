@@ -110,11 +110,11 @@ PEAKS = [
     Case("tiny", 4, 1024, 1, 1, 2, "full"),  # the loss
     Case("tiny", 4, 64, 1, 2, 1, "none"),  # the reduction of gradients
 ]
-TINY = shape_of("tiny")
+TINY, VOCABULARY = shape_of("tiny"), 12288
 
 
 def wider(_: str) -> ModelShape:
-    return replace(TINY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32)
+    return replace(TINY, vocab=VOCABULARY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32)
 
 
 def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
@@ -129,12 +129,13 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
     session, ratios = Session(torch.device("cpu"), ctx.rank, ctx.world), []
     with (
         mock.patch("planner_cases.shape_of", wider),
+        mock.patch("planner_runs.VOCABULARY", VOCABULARY),
         mock.patch.object(Case, "flags", in_bf16),
     ):
         for case in PEAKS:
             host = planner_runs.FrameworkRun(session, case.mesh)
             model, args = host.model(case), host.arguments(case)
-            trainer = Trainer(args, model, host.groups, session.device, 50257)
+            trainer = Trainer(args, model, host.groups, session.device, VOCABULARY)
             batch = host.batch(case)
             trainer.train([batch], 1e-5)  # makes the optimizer's states
             with torch.profiler.profile(profile_memory=True) as profiler:

@@ -33,7 +33,8 @@ CASES = [("sp4", PAIRS), *((grid, SOME) for grid in GRIDS if grid != "sp4")]
 
 @pytest.mark.parametrize(("grid", "policies"), CASES)
 def test_every_policy_trains_alike(grid: str, policies: list[str], tmp_path: Path) -> None:
-    runs = [f"{degrees(**GRIDS[grid])}{PLAIN_SGD} {policy}" for policy in ("", *policies)]
+    flags = degrees(**GRIDS[grid]) + PLAIN_SGD + " --global-batch-size 2"
+    runs = [f"{flags} {policy}" for policy in ("", *policies)]
     plain, *others = train(4, *runs, output_dir=tmp_path, steps=2)
     for policy, numbers in zip(policies, others, strict=True):
         limit = 0.0 if policy in (WAIT, f"--usp-recompute none {WAIT}") else LIMIT

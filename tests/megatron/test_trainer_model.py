@@ -30,7 +30,7 @@ GRIDS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_of_the_model_equals_one_rank(variant: str, tmp_path: Path) -> None:
-    flags = PLAIN_SGD + VARIANTS[variant]
+    flags = PLAIN_SGD + VARIANTS[variant] + " --global-batch-size 2"
     (one,) = train(1, degrees() + flags, output_dir=tmp_path)
     runs = [grid + flags for grid in GRIDS.values()]
     for grid, numbers in zip(GRIDS, train(4, *runs, output_dir=tmp_path), strict=True):

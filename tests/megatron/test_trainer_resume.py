@@ -14,12 +14,12 @@ from ds_usp import CheckpointError
 
 FLAGS = ADAM + " --weight-decay 0.1"
 SAVED = {"sp": 4, "u": 2, "zero": 1}
-TOTAL_STEPS, SAVED_AT = 4, 2
+TOTAL_STEPS, SAVED_AT = 3, 1
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
-    """A checkpoint of step 2, and the numbers of all 4 steps of the run that wrote it."""
+    """A checkpoint of step 1, and the numbers of all 3 steps of the run that wrote it."""
     folder = tmp_path_factory.mktemp("straight")
     return folder / "save", save_and_continue(folder, SAVED)
 
@@ -44,13 +44,8 @@ def test_resuming_on_other_sequence_degrees_is_exact(
     uninterrupted: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
     checkpoint, numbers = uninterrupted
-    degrees_of_runs = (
-        (4, 4),
-        (4, 1),
-        (2, 2),
-        (2, 1),
-        (1, 1),
-    )  # of the same 4 ranks; the rest is data
+    # Of the same 4 ranks; the rest is data.
+    degrees_of_runs = ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1))
     others = [{"sp": sp, "u": u, "zero": SAVED["zero"]} for sp, u in degrees_of_runs]
     for resumed in resume(tmp_path, checkpoint, *others):
         assert relative_difference(resumed, numbers[SAVED_AT:]) < 1e-5
@@ -169,11 +164,11 @@ def test_the_flags_of_the_resuming_run_count(
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    (tmp_path / "save" / "unfinished_step_1").mkdir(parents=True)
+    (tmp_path / "save" / "unfinished_step_5").mkdir(parents=True)
     for tag, gone in (
-        ("step_2", "step_2_again"),
-        ("step_2_again", "step_2"),
-        ("step_2", "step_2_again"),
+        ("step_1", "step_1_again"),
+        ("step_1_again", "step_1"),
+        ("step_1", "step_1_again"),
     ):
         save_and_continue(tmp_path, {"sp": 2, "zero": 1}, world=2)
         assert (tmp_path / "save" / "latest").read_text().strip() == tag

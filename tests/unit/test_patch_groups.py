@@ -1,4 +1,4 @@
-"""Every group of Megatron-DeepSpeed under the patches, for all degrees up to 64 ranks."""
+"""Every group of Megatron-DeepSpeed under the patches, for all degrees up to 32 ranks."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def expected(coords: list[dict[str, int]], differ: str) -> set[tuple[int, ...]]:
 
 
 def test_every_group_of_every_combination() -> None:
-    combinations = all_degrees(64)
-    assert len(combinations) == 3652
+    combinations = all_degrees(32)
+    assert len(combinations) == 1142
     for degrees in combinations:
         tp, u, r, _, p = degrees
         coords = coordinates(degrees)
