@@ -305,7 +305,7 @@ class PaddedHeadDimKernel:
 
 def _pad_to_one_head_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Zeros after the features of those that have fewer."""
-    max_dim = max(x.shape[3] for x in tensors)
+    max_dim = max([x.shape[3] for x in tensors])
     return [x if x.shape[3] == max_dim else F.pad(x, (0, max_dim - x.shape[3])) for x in tensors]
 
 

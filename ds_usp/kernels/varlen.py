@@ -52,9 +52,7 @@ class VarlenKernel(SingleTileKernel):
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> VarlenKernel:
         """See :meth:`AttentionKernel.with_score_mod`."""
-        kernel = copy(self)
-        kernel.softcap = score_mod.mod.softcap or 0.0
-        return kernel
+        return _with_softcap(self, score_mod.mod.softcap or 0.0)
 
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
@@ -104,6 +102,14 @@ class VarlenKernel(SingleTileKernel):
             _unflatten_tokens(dk, packed.columns, k),
             _unflatten_tokens(dv, packed.columns, v),
         )
+
+
+@lru_cache(maxsize=64)
+def _with_softcap(kernel: VarlenKernel, softcap: float) -> VarlenKernel:
+    """The kernel with a soft cap: one copy for all calls."""
+    capped = copy(kernel)
+    capped.softcap = softcap
+    return capped
 
 
 class SignatureAdapter:
