@@ -55,12 +55,15 @@ class CopyEngineChannel:
         if len(recvs) > 1:  # ranks do not all pull from one at a time; slices of one together
             recvs = sorted(recvs, key=lambda recv: (recv[0] <= rank, recv[0]))
         self._recvs = recvs
-        readers = list(dict.fromkeys([to for to, _, _ in sends]))
-        self._done = self._engine.publish_and_pull(self._slot, readers, recvs, itemsize)
+        readers: dict[int, None] = {}  # each once, in order
+        rows = 0
+        for to, start, stop in sends:
+            readers[to] = None
+            rows += stop - start
+        self._done = self._engine.publish_and_pull(self._slot, list(readers), recvs, itemsize)
         self.in_flight = True
         if sends:
-            row_bytes = packed.stride(0) * itemsize  # it is dense
-            self._ledger.add(self._kind, sum(stop - start for _, start, stop in sends) * row_bytes)
+            self._ledger.add(self._kind, rows * packed.stride(0) * itemsize)  # it is dense
 
     def wait(self) -> None:
         """See :meth:`ds_usp.comm.channel.P2PChannel.wait`."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from cases import Case, attend, errors_of, mesh_of
 from harness import RankContext, WorkerPool
 
-from ds_usp import MeshError, SequenceMesh, Tuning
+from ds_usp import MaskSpec, MeshError, SequenceMesh, Tuning
+from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.attention.tuning import ResolvedTuning
 from ds_usp.comm.channel import P2PChannel, RecvSpec, SendSlice, StagingBuffer
 from ds_usp.comm.copy_engine import num_slots
@@ -177,6 +178,28 @@ def test_what_is_packed_fits_into_what_every_rank_reserved(
     for first in range(ulysses):
         for kind in ("ring_kv", "ring_dkv"):
             assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
+
+
+def test_no_memory_for_gradients_is_reserved_without_a_backward_pass() -> None:
+    mesh = SequenceMesh(ulysses_degree=2, ring_degree=2, rank=0)
+    options = AttentionOptions(mesh, "zigzag", MaskSpec.causal())
+    decide: Callable[..., ResolvedTuning] = Tuning.resolve
+
+    def resolve(self: Tuning, *args: Any) -> ResolvedTuning:
+        return decide(self, *args)._replace(use_copy_engines=True)
+
+    def reserved(requires_grad: bool, grad_enabled: bool) -> tuple[str, Sizes]:
+        x = torch.zeros(1, 4, 2, 8, requires_grad=requires_grad)
+        with mock.patch.object(Tuning, "resolve", resolve), torch.set_grad_enabled(grad_enabled):
+            signature, plan = plan_call(x, x, x, options)
+        return signature, dict(plan.staging_bytes)
+
+    signature, sizes = reserved(True, True)
+    assert sizes.pop("ring_dkv") > 0 and sizes["ring_kv"] > 0
+    for flags in ((True, False), (False, True), (False, False)):
+        other, forward_sizes = reserved(*flags)
+        assert forward_sizes == sizes
+        assert other != signature, "ranks that reserve other sizes must differ in the signature"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
