@@ -22,7 +22,7 @@ def rows(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
 
 def memory_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """Llama-65B on 256 H800, with the bytes of rank 0 (Megatron-Kwai, figure 7)."""
-    work, found = Workload(load_model("65B"), 8192, 256), []
+    work, runs = Workload(load_model("65B"), 8192, 256), []
     for row in rows("kwai_fig7_memory_llama65b.csv"):
         columns = {"none": "no_recompute_bytes", "gemm-last": "gemm_last_bytes"}
         for recompute, column in columns.items():
@@ -36,13 +36,13 @@ def memory_runs() -> list[tuple[Workload, ParallelConfig, float]]:
                     recompute=recompute,
                     offload_ratio=float(row["alpha"]),
                 )
-                found.append((work, config, float(row[column])))
-    return found
+                runs.append((work, config, float(row[column])))
+    return runs
 
 
 def throughput_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """Llama-65B on H800, with the seconds of a step (Megatron-Kwai, figure 9)."""
-    found = []
+    runs = []
     for row in rows("kwai_fig9_throughput_llama65b.csv"):
         batch, seq_len = int(row["global_batch"]), int(row["seq_len"])
         tp, cp, pp = (int(row[name]) for name in ("tp", "cp", "pp"))
@@ -56,13 +56,13 @@ def throughput_runs() -> list[tuple[Workload, ParallelConfig, float]]:
             offload_ratio=float(row["offload_alpha"]),
         )
         work = Workload(load_model(row["model"].lower()), seq_len, batch)
-        found.append((work, config, batch * seq_len / float(row["tokens_per_s"])))
-    return found
+        runs.append((work, config, batch * seq_len / float(row["tokens_per_s"])))
+    return runs
 
 
 def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, int], float]]]:
     """One layer's attention on 8 GPUs, its batch, and iterations per second of each split."""
-    found = []
+    runs = []
     for row in rows("usp_attention_it_per_s.csv"):
         if row["machine"] != machine:
             continue
@@ -70,13 +70,13 @@ def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, in
         shape = ModelShape("attention", 1, heads * dim, 4 * heads * dim, heads, kv_heads, 32000)
         rates = {(u, 8 // u): float(row[f"u{u}_r{8 // u}"]) for u in (8, 4, 2, 1)}
         work = Workload(shape, int(row["seq_len_k"]) * 1024)
-        found.append((work, int(row["batch"] or 1), rates))
-    return found
+        runs.append((work, int(row["batch"] or 1), rates))
+    return runs
 
 
 def own_attention_runs(kernel: str) -> list[tuple[Workload, ParallelConfig, float]]:
     """This package on 4 H200, with the seconds of attention forward and backward."""
-    found = []
+    runs = []
     for row in rows("attention_peers.csv", RESULTS):
         name, _, used = row["contender"].rpartition(", ")
         if not name.startswith("ds_usp") or used != kernel:
@@ -87,13 +87,13 @@ def own_attention_runs(kernel: str) -> list[tuple[Workload, ParallelConfig, floa
         shape = ModelShape("attention", 1, width, 4 * width, q_heads, kv_heads, 32000)
         ulysses, ring = map(int, name.split(" ")[1].split("x"))
         work = Workload(shape, int(length[:-1]) * 1024)
-        found.append((work, ParallelConfig(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
-    return found
+        runs.append((work, ParallelConfig(ulysses=ulysses, ring=ring), float(row["ms"]) / 1e3))
+    return runs
 
 
 def own_training_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     """GPT 1.3B under Megatron-DeepSpeed on 4 H200, with the seconds of an iteration."""
-    found = []
+    runs = []
     for row in rows("megatron_deepspeed_meshes.csv", RESULTS):
         config = ParallelConfig(
             tp=int(row["tensor"]),
@@ -103,5 +103,5 @@ def own_training_runs() -> list[tuple[Workload, ParallelConfig, float]]:
             tp_sequence=False,
         )
         seconds = float(row["ms_per_iteration"]) / 1e3
-        found.append((Workload(load_model("gpt-1.3b"), 32768, 2), config, seconds))
-    return found
+        runs.append((Workload(load_model("gpt-1.3b"), 32768, 2), config, seconds))
+    return runs

@@ -76,25 +76,25 @@ def run_calls(ctx: RankContext, mode: str, orders: Sequence[Sequence[int]]) -> t
     what was raised, and the worst error of their gradients of q."""
     mesh, attend = mesh_of(int(mode.split()[1])), attention_of(mode)
     layout = mesh.layout("contiguous", TOKENS)
-    calls, found = [], {}
+    calls, q_grads = [], {}
     message, worst = "", 0.0
     try:
         for call in range(2):
             generator = torch.Generator().manual_seed(call)
             full = [torch.randn(1, TOKENS, HEADS, DIM, generator=generator) for _ in range(4)]
-            mine = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full[:3]]
-            calls.append((full, mine, attend(*mine)))
+            local_qkv = [layout.shard(x, 1, mesh.rank).requires_grad_() for x in full[:3]]
+            calls.append((full, local_qkv, attend(*local_qkv)))
         for call in orders[ctx.rank]:
-            full, mine, out = calls[call]
+            full, local_qkv, out = calls[call]
             dout = layout.shard(full[3], 1, mesh.rank)
-            (found[call],) = torch.autograd.grad(
-                out, mine[:1], dout, retain_graph="kept" not in mode
+            (q_grads[call],) = torch.autograd.grad(
+                out, local_qkv[:1], dout, retain_graph="kept" not in mode
             )
         attend(*calls[0][1])
         mesh.check()
     except ds_usp.MeshError as error:
         message = str(error)
-    for call, grad in {} if message or "joint" in mode else found.items():
+    for call, grad in {} if message or "joint" in mode else q_grads.items():
         full = [x.double() for x in calls[call][0]]
         q = full[0].requires_grad_()
         dense, _ = dense_attention(q, *full[1:3], causal(range(TOKENS), range(TOKENS)))
@@ -136,11 +136,11 @@ def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
     """What is said where ranks use two meshes over one group in another order, and by a backward
     pass after it, which all ranks run alike."""
     meshes = [ds_usp.SequenceMesh.from_group(None, 2) for _ in range(2)]
-    said = []
+    messages = []
     try:
         meshes[ctx.rank % 2].check()
     except ds_usp.MeshError as error:
-        said.append(str(error))
+        messages.append(str(error))
     x = torch.randn(1, TOKENS // ctx.world, HEADS, DIM, requires_grad=True)
     mask = ds_usp.MaskSpec.causal()
     try:
@@ -148,8 +148,8 @@ def go_on_after_an_error(ctx: RankContext) -> tuple[str, str]:
             x, x, x, mesh=meshes[0], layout="contiguous", mask=mask
         ).sum().backward()
     except ds_usp.MeshError as error:
-        said.append(str(error))
-    return said[0], "".join(said[1:])
+        messages.append(str(error))
+    return messages[0], "".join(messages[1:])
 
 
 def test_ranks_that_go_on_after_an_error_number_calls_alike(pool: WorkerPool) -> None:

@@ -44,20 +44,20 @@ def errors(ctx: RankContext, chunks: int, dtype: torch.dtype) -> list[float]:
     hidden, weight, labels, weights = inputs(dtype)
     words = slice(V // ctx.world * ctx.rank, V // ctx.world * (ctx.rank + 1))
     loss, losses, dhidden, dweight = reference(dtype)
-    found = []
+    errors_of_cases = []
     for token_wise in (False, True):
         h, w = hidden.clone().requires_grad_(), weight[words].clone().requires_grad_()
         if token_wise:
             each = chunked_token_losses(h, w, labels, chunks=chunks, tp_group=ctx.group)
-            found.append(oracle.relative_error(each.detach(), losses))
+            errors_of_cases.append(oracle.relative_error(each.detach(), losses))
             got = (each * weights).sum()
         else:
             got = chunked_weighted_loss(h, w, labels, weights, chunks=chunks, tp_group=ctx.group)
         (got * 3).backward()
-        found.append(oracle.relative_error(got.detach(), loss))
-        found.append(oracle.relative_error(h.grad / 3, dhidden))
-        found.append(oracle.relative_error(w.grad / 3, dweight[words]))
-    return found
+        errors_of_cases.append(oracle.relative_error(got.detach(), loss))
+        errors_of_cases.append(oracle.relative_error(h.grad / 3, dhidden))
+        errors_of_cases.append(oracle.relative_error(w.grad / 3, dweight[words]))
+    return errors_of_cases
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -122,16 +122,16 @@ def same_bits(
     ctx: RankContext, made: list[Case], ulysses: int, backend: str
 ) -> list[tuple[list[str], tuple[int, int], dict[str, float]]]:
     """Results that differ from those without a compiler; graphs; errors against the oracle."""
-    mesh, found = mesh_of(ulysses), []
+    mesh, outcomes = mesh_of(ulysses), []
     for case in made:
         layer = Layer(mesh, case, alone=backend == "inductor")
         expected = results(layer, mesh, case)
         actual = results(compiled(layer, backend), mesh, case)
         differ = [name for name, x in actual.items() if not torch.equal(x, expected[name])]
-        found.append(
+        outcomes.append(
             (differ, graphs(), errors_of(mesh, case, actual) if backend == "inductor" else {})
         )
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -148,25 +148,25 @@ def test_one_graph_with_the_same_bits(
 ) -> None:
     world = ulysses * ring
     for each in pool.run(same_bits, world, made=made, ulysses=ulysses, backend=backend):
-        for case, (differ, found, _) in zip(made, each, strict=True):
+        for case, (differ, graphs_and_breaks, _) in zip(made, each, strict=True):
             assert not differ, f"{case}: {differ}"
-            assert found == (1, 0), str(case)
+            assert graphs_and_breaks == (1, 0), str(case)
 
 
 def test_inductor_makes_one_graph_that_the_oracle_confirms(pool: WorkerPool) -> None:
     # Alone: inductor would have a C++ compiler make what is around attention, for half a minute.
     case = replace(BASE, heads=8, kv_heads=4, tuning=ds_usp.Tuning(chunks=2))
-    for [(differ, found, errors)] in pool.run(
+    for [(differ, graphs_and_breaks, errors)] in pool.run(
         same_bits, 2, made=[case], ulysses=2, backend="inductor"
     ):
         assert not differ
-        assert found == (1, 0)
+        assert graphs_and_breaks == (1, 0)
         assert max(errors.values()) <= 1e-5, errors
 
 
 def on_one_rank(ctx: RankContext) -> list[bool]:
     """Whether ranks with and without a compiler go on together, with the same bits."""
-    found = []
+    same = []
     for ulysses in (1, 2, 4):
         double = ds_usp.Tuning(inner_ring=2)
         case = replace(BASE, kv_heads=4, kernel="eager", sinks=True, tuning=double)
@@ -174,14 +174,14 @@ def on_one_rank(ctx: RankContext) -> list[bool]:
         run = compiled(layer) if ctx.rank == 1 else layer
         expected = results(layer, mesh_of(ulysses), case)
         actual = results(run, mesh_of(ulysses), case)
-        found += [torch.equal(x, expected[name]) for name, x in actual.items()]
+        same += [torch.equal(x, expected[name]) for name, x in actual.items()]
     for setting in (SETTINGS[0], SETTINGS[4]):
         module = setting.module()
         layout = module.mesh.layout(setting.layout, TOKENS)
         q, k, v, _ = (layout.shard(x, 1, ctx.rank).requires_grad_() for x in full_tensors())
         run = compiled(module) if ctx.rank == 1 else module
-        found.append(torch.equal(module(q, k, v, 0), run(q, k, v, 0)))
-    return found
+        same.append(torch.equal(module(q, k, v, 0), run(q, k, v, 0)))
+    return same
 
 
 def test_ranks_with_and_without_a_compiler_agree(pool: WorkerPool) -> None:
@@ -197,11 +197,11 @@ def lengths(ctx: RankContext, ulysses: int) -> tuple[list[bool], tuple[int, int]
     run = compiled(Layer.attend)
     for layer, case in zip(layers, made, strict=True):
         q, k, v, dout = shards(mesh, case).values()
-        found = []
+        outputs = []
         for each in (Layer.attend, run):
             out, lse = each(q, k, v, ds_usp.Scores(), layer.given)
-            found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
     return same, graphs()
 
 
@@ -214,11 +214,11 @@ def windows(ctx: RankContext, ulysses: int) -> list[bool]:
         options = layer.given | {"mask": ds_usp.MaskSpec.window(3 + position, position)}
         scores = ds_usp.Scores(1.5 + position, dropout_seed=position)
         q, k, v, dout = shards(mesh, BASE).values()
-        found = []
+        outputs = []
         for each in (Layer.attend, run):
             out, lse = each(q, k, v, scores, options)
-            found.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
-        same += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+            outputs.append([out, lse, *torch.autograd.grad(out, [q, k, v], dout)])
+        same += [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
     return same
 
 
@@ -255,7 +255,7 @@ def drop_in(
     slopes = setting.arguments.get("alibi")
     if slopes:
         setting = replace(setting, arguments={"alibi": torch.tensor(slopes)})
-    module, found = setting.module(), []
+    module, outputs = setting.module(), []
     layout = module.mesh.layout(setting.layout, TOKENS)
     shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
     q, k, v, dout = (x.transpose(0, 1).contiguous() if setting.batch_dim else x for x in shards)
@@ -263,8 +263,8 @@ def drop_in(
     turn = (rotary(setting.rotary, TOKENS),) if setting.rotary else ()
     for run in (module, compiled(module, fullgraph=fullgraph)):
         out = run(*inputs, setting.batch_dim, *turn)
-        found.append([out, *torch.autograd.grad(out, inputs, dout.view(out.shape))])
-    return [torch.equal(a, b) for a, b in zip(*found, strict=True)], graphs()
+        outputs.append([out, *torch.autograd.grad(out, inputs, dout.view(out.shape))])
+    return [torch.equal(a, b) for a, b in zip(*outputs, strict=True)], graphs()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.local.__name__}-{s.ulysses}")
@@ -340,9 +340,9 @@ def checkpointed(
 
     def gradients(run: Any) -> list[torch.Tensor]:
         run(q, k, v)[0].backward(dout)
-        found = [x.grad for x in (q, k, v)]
+        grads = [x.grad for x in (q, k, v)]
         q.grad = k.grad = v.grad = None
-        return found
+        return grads
 
     expected = gradients(layer)
     once = Counted(pipelined_forward)

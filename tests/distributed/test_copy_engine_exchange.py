@@ -213,10 +213,10 @@ def test_gradients_of_a_brief_call_do_not_stay_in_a_room(pool: WorkerPool, layou
 def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[int, int]:
     """Gradients that lie where they leave from when they are to be packed for the ring, and
     exchanges of heads of which all do."""
-    found = {"ring": 0, "heads": 0}
+    exchanges = {"ring": 0, "heads": 0}
 
     def sum_(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        found["ring"] += len(parts) == 1 and place.is_set_to(parts[0])
+        exchanges["ring"] += len(parts) == 1 and place.is_set_to(parts[0])
         real_sum(place, parts)
 
     def copy(place: torch.Tensor, x: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
 
     def holds(self: PreallocatedSend, sources: Any) -> bool:
         result = real_holds(self, sources)
-        found["heads"] += result
+        exchanges["heads"] += result
         return result
 
     real_sum, real_holds = merge._sum_into, PreallocatedSend.already_written
@@ -238,7 +238,7 @@ def in_place(ctx: RankContext, case: Case, ulysses: int, copies: bool) -> tuple[
             packed(ctx, case, ulysses)
         else:
             attend(mesh_of(ulysses), case)
-    return found["ring"], found["heads"]
+    return exchanges["ring"], exchanges["heads"]
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -40,13 +40,13 @@ def sharded(ctx: RankContext, *, ulysses: int, ring: int, layout: str) -> list[A
     loader = None
     if mesh.rank == 0:  # the others need none
         loader = samples(dp.rank, 3)
-    found = []
+    shards = []
     for batch in SequenceParallelDataLoader(loader, mesh, layout):
         whole = {
             name: batch.layout.positions(mesh.rank) for name in ("tokens", "labels", "positions")
         }
-        found.append((dp.rank, batch, whole["tokens"]))
-    return found
+        shards.append((dp.rank, batch, whole["tokens"]))
+    return shards
 
 
 @pytest.mark.parametrize(

@@ -254,21 +254,21 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
 
 def messages(ctx: RankContext) -> dict[str, str]:
     """What each of these calls raises on this rank."""
-    found = {}
+    message_of = {}
     for name, (call, _) in REFUSED.items():
         try:
             call(ctx)
         except ds_usp.USPError as error:
-            found[name] = str(error)
+            message_of[name] = str(error)
         else:
-            found[name] = "it was computed"
-    return found
+            message_of[name] = "it was computed"
+    return message_of
 
 
 def test_what_was_silently_something_else_is_refused(pool: WorkerPool) -> None:
-    for found in pool.run(messages, WORLD):
+    for message_of in pool.run(messages, WORLD):
         for name, (_, wanted) in REFUSED.items():
-            assert re.search(wanted, found[name]), (name, found[name])
+            assert re.search(wanted, message_of[name]), (name, message_of[name])
 
 
 def own_scale(ctx: RankContext) -> bool:

@@ -100,8 +100,8 @@ def test_the_ledger_is_what_the_planner_says(
     ]
     split = ParallelConfig(ulysses=ulysses, ring=world // ulysses, micro_batch=2)
     results = pool.run(ledgers, world, ulysses=ulysses, inner=inner, tunings=tunings)
-    for rank, found in enumerate(results):
-        for (layout, seq_len), each in zip(SENT, found, strict=True):
+    for rank, sent in enumerate(results):
+        for (layout, seq_len), each in zip(SENT, sent, strict=True):
             work = Workload(model(8, 4), seq_len)
             want = expected_ledgers(attention_bytes(work, split, rank, layout, inner_ring=inner))
             assert each == [want] * len(tunings), (layout, seq_len, rank)

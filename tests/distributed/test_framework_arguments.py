@@ -205,17 +205,17 @@ def same_mask_again(ctx: RankContext, layout: str) -> list[bool]:
             return False
         return True
 
-    found = [taken(TOKENS), taken(TOKENS), taken(2 * TOKENS)]
+    computed = [taken(TOKENS), taken(TOKENS), taken(2 * TOKENS)]
     mask[5, 2] = True
-    found.append(taken(TOKENS))
+    computed.append(taken(TOKENS))
     with torch.inference_mode():
         mask = HIDDEN.clone()
-        found += [taken(TOKENS), taken(TOKENS)]
+        computed += [taken(TOKENS), taken(TOKENS)]
         mask[5, 2] = True
-        found.append(taken(TOKENS))
-    return found
+        computed.append(taken(TOKENS))
+    return computed
 
 
 def test_a_mask_is_looked_at_again_when_it_may_have_changed(pool: WorkerPool) -> None:
-    for found in pool.run(same_mask_again, WORLD, layout="zigzag"):
-        assert found == [True, True, False, False, True, True, False]
+    for computed in pool.run(same_mask_again, WORLD, layout="zigzag"):
+        assert computed == [True, True, False, False, True, True, False]

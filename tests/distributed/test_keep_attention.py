@@ -193,12 +193,12 @@ def test_the_second_run_sends_nothing_and_computes_no_attention(
 
 def sent(ctx: RankContext, ulysses: int) -> list[int]:
     """Bytes of the mesh's ledger: plain, under a checkpoint, under one that keeps attention."""
-    block, found = Block(ulysses, "function"), []
+    block, sent_bytes = Block(ulysses, "function"), []
     for how in (plain, reentrant, keeping(reentrant)):
         block.mesh.ledger.reset()
         gradients(block, how)
-        found.append(sum(block.mesh.ledger.bytes.values()))
-    return found
+        sent_bytes.append(sum(block.mesh.ledger.bytes.values()))
+    return sent_bytes
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
@@ -222,9 +222,9 @@ def in_any_order(ctx: RankContext, ulysses: int) -> None:
 
     weight, *expected = all_of(plain)
     for how in (reentrant, non_reentrant):
-        found, *actual = all_of(keeping(how))
+        grads, *actual = all_of(keeping(how))
         # A reentrant checkpoint adds the layers' gradients to the weight one by one.
-        torch.testing.assert_close(found, weight, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(grads, weight, rtol=1e-6, atol=1e-5)
         assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True))
 
 

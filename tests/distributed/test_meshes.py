@@ -143,12 +143,12 @@ def after_passes(ctx: RankContext, how: str) -> list[int]:
         checker.end_pass()
     text = "other" if how == "another" and not ctx.rank else "new"
     wrong = ValueError("no such head") if how == "error" and not ctx.rank else None
-    found = []
+    calls_of_free = []
     for call in ("check_now", "check_call"):
         with contextlib.suppress(ds_usp.MeshError, ValueError):
             getattr(checker, call)(f"{text} {call}", error=wrong)
-        found.append(freed.call_count)
-    return found
+        calls_of_free.append(freed.call_count)
+    return calls_of_free
 
 
 @pytest.mark.parametrize(

@@ -94,34 +94,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def messages(ctx: RankContext) -> dict[str, str]:
     """What each of these calls raises on this rank."""
-    found = {}
+    message_of = {}
     for how in REFUSED:
         try:
             refused(ctx, how)
         except ds_usp.LayoutError as error:
-            found[how] = str(error)
+            message_of[how] = str(error)
         else:
-            found[how] = "it was taken"
-    return found
+            message_of[how] = "it was taken"
+    return message_of
 
 
 def test_uneven_shards_of_a_named_layout_are_refused_on_every_rank(pool: WorkerPool) -> None:
-    for found in pool.run(messages, WORLD):
+    for message_of in pool.run(messages, WORLD):
         for how, (_, wanted) in REFUSED.items():
-            assert re.search(wanted, found[how]), (how, found[how])
+            assert re.search(wanted, message_of[how]), (how, message_of[how])
 
 
 def flat_mesh_differs(ctx: RankContext) -> bool:
     """Whether a named layout on the flat mesh is that mesh's own, after a call on the other."""
     mesh = SequenceMesh.from_group(None, 2)
     q, k, v = tensors()
-    found = [
+    outputs = [
         ds_usp.usp_attention(q, k, v, mesh=each, layout="zigzag", mask=CAUSAL)
         for each in (mesh, mesh.flat())
     ]
     flat = SequenceMesh.from_group(None, 4)
     expected = ds_usp.usp_attention(q, k, v, mesh=flat, layout="zigzag", mask=CAUSAL)
-    return bool(torch.allclose(found[1], expected, atol=1e-6))
+    return bool(torch.allclose(outputs[1], expected, atol=1e-6))
 
 
 def test_a_name_is_of_the_mesh_that_it_is_given_with(pool: WorkerPool) -> None:

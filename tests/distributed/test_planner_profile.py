@@ -30,7 +30,7 @@ WORDS = replace(MODEL, name="the same layers, more words", vocab=120)
 
 def on_rank(ctx: RankContext, gpus_per_node: int) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
-    found = profile(
+    measured = profile(
         device=torch.device("cpu"),
         models=[MODEL, WORDS, MODEL],
         budget_s=0.5,
@@ -40,7 +40,7 @@ def on_rank(ctx: RankContext, gpus_per_node: int) -> tuple[dict[str, Any], list[
         name="mine",
         print_line=lines.append,
     )
-    return found, lines
+    return measured, lines
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def cluster(ranks: list[tuple[dict[str, Any], list[str]]], tmp_path: Path) -> Cl
 def test_every_rank_has_measured_the_same(ranks: list[tuple[dict[str, Any], list[str]]]) -> None:
     """Degrees are chosen from it: no rank may see other numbers."""
     first, lines = ranks[0]
-    assert all(found == first for found, _ in ranks)
+    assert all(measured == first for measured, _ in ranks)
     assert "4 ranks on cpu are warm" in lines[0] and lines[-1].endswith("done")
 
 
@@ -92,12 +92,16 @@ def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
         shape = ModelShape("call", 1, width, width, row.heads, row.kv_heads, 8)
         config = ParallelConfig(ulysses=row.ulysses, ring=row.ring)
         for backward, seconds in ((False, row.forward_s), (True, row.backward_s)):
-            found = attention_s(cluster, Workload(shape, row.seq_len), config, backward=backward)
-            assert found.total == pytest.approx(seconds)
+            predicted = attention_s(
+                cluster, Workload(shape, row.seq_len), config, backward=backward
+            )
+            assert predicted.total == pytest.approx(seconds)
     for row in cluster.layers:
         config = ParallelConfig(tp=row.tp)
-        found = layer_time(cluster, Workload(MODEL, row.tokens), config)
-        assert found.measured and found.matrices == pytest.approx(row.forward_s + row.backward_s)
+        predicted = layer_time(cluster, Workload(MODEL, row.tokens), config)
+        assert predicted.measured and predicted.matrices == pytest.approx(
+            row.forward_s + row.backward_s
+        )
     for row in cluster.embedding_heads:
         shape = replace(MODEL, vocab=row.vocab)
         assert (
@@ -106,8 +110,8 @@ def test_what_was_measured_is_what_is_predicted(cluster: Cluster) -> None:
         )
     for row in cluster.exchanges:
         if row.collective == "all_gather":
-            found = exchange_s(cluster, RankGroup(row.ranks, 1), row.sent_bytes, COLLECTIVE)
-            assert found == pytest.approx(row.seconds)
+            predicted = exchange_s(cluster, RankGroup(row.ranks, 1), row.sent_bytes, COLLECTIVE)
+            assert predicted == pytest.approx(row.seconds)
 
 
 def count_steps(ctx: RankContext, budget_s: float, max_s: float) -> tuple[int, float]:

@@ -37,17 +37,17 @@ def cases(ulysses: int) -> list[Case]:
     """Each change under each layout, with other masks, heads and tunings in turn."""
     masks = ("causal", "full", "window", "window both sides")
     kv_heads = (4, 8, 1)
-    found = []
+    all_cases = []
     for position, (layout, change) in enumerate(product(ALL_LAYOUTS, CHANGES)):
         case = replace(
             BASE, layout=layout, mask=masks[position % 4], kv_heads=kv_heads[position % 3]
         )
         parts = ds_usp.geometry.heads.HeadSplit(8, case.kv_heads, ulysses).max_chunks
         tuning = TUNINGS[position % (4 if parts > 1 else 2)]
-        found.append(replace(case, tuning=tuning, **CHANGES[change]))
+        all_cases.append(replace(case, tuning=tuning, **CHANGES[change]))
     documents = ((1, 17, 25), (30, 13))  # each sample its own
     changes = ("sinks and values of 8", "all")
-    return found + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
+    return all_cases + [replace(BASE, documents=documents, **CHANGES[each]) for each in changes]
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), MESHES)

@@ -21,7 +21,7 @@ WORLD = 4
 
 def round_trips(ctx: RankContext) -> list[bool]:
     """Whether the shards of all ranks, gathered over their group, are the full tensor again."""
-    mesh, found = mesh_of(2), []
+    mesh, same = mesh_of(2), []
     for kind in ALL_LAYOUTS:
         for seq_len, dim, dtype in ((32, 1, torch.float32), (29, -2, torch.int64), (29, 0, None)):
             layout = mesh.layout(kind, seq_len)
@@ -34,13 +34,13 @@ def round_trips(ctx: RankContext) -> list[bool]:
                 layout.gather(local, group=ctx.group, dim=dim),
                 mesh.gather(strided, layout, dim),
             )
-            found += [torch.equal(x, full) and x.dtype == full.dtype for x in gathered]
-    return found
+            same += [torch.equal(x, full) and x.dtype == full.dtype for x in gathered]
+    return same
 
 
 def test_uneven_shards_are_gathered_over_a_group(pool: WorkerPool) -> None:
-    for found in pool.run(round_trips, WORLD):
-        assert all(found)
+    for same in pool.run(round_trips, WORLD):
+        assert all(same)
 
 
 def test_one_process_gathers_its_own_shard() -> None:
@@ -62,19 +62,19 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 
 def gather_wrong(ctx: RankContext) -> dict[str, str]:
-    found = {}
+    message_of = {}
     for how, (change, _) in WRONG.items():
         local = torch.randn(1, LAYOUT.length(ctx.rank), 3)
         with pytest.raises(ds_usp.LayoutError) as caught:
             LAYOUT.gather(change(local) if ctx.rank == 1 else local, group=ctx.group, dim=1)
-        found[how] = str(caught.value)
-    return found
+        message_of[how] = str(caught.value)
+    return message_of
 
 
 def test_a_rank_that_holds_something_else_stops_all(pool: WorkerPool) -> None:
-    for found in pool.run(gather_wrong, WORLD):
+    for message_of in pool.run(gather_wrong, WORLD):
         for how, (_, wanted) in WRONG.items():
-            assert re.search(wanted, found[how]), (how, found[how])
+            assert re.search(wanted, message_of[how]), (how, message_of[how])
 
 
 def given_groups(ctx: RankContext) -> list[str]:
@@ -134,7 +134,7 @@ def test_what_is_no_group_is_refused_with_what_is(pool: WorkerPool) -> None:
 def meshes(ctx: RankContext) -> list[tuple[Any, ...]]:
     """Degrees, order, places and the error of a call of each mesh that a DeviceMesh gives."""
     replicas = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
-    found, case = [], Case(batch=1, seq_len=29)
+    results, case = [], Case(batch=1, seq_len=29)
     for mesh in (
         SequenceMesh.from_device_mesh(
             init_device_mesh("cpu", (WORLD,), mesh_dim_names=("sp",))["sp"], ulysses_degree=2
@@ -144,17 +144,17 @@ def meshes(ctx: RankContext) -> list[tuple[Any, ...]]:
         SequenceMesh.from_device_mesh(replicas["ring", "ulysses"]),
     ):
         worst = max(errors_of(mesh, case, attend(mesh, case)).values())
-        found.append(
+        results.append(
             (mesh.ulysses_degree, mesh.ring_degree, mesh.order, mesh.ulysses_rank, mesh.ring_rank)
         )
         assert worst <= 1e-5
-    return found
+    return results
 
 
 def test_a_device_mesh_gives_degrees_and_order(pool: WorkerPool) -> None:
-    for rank, found in enumerate(pool.run(meshes, WORLD)):
+    for rank, results in enumerate(pool.run(meshes, WORLD)):
         high, low = divmod(rank, 2)
-        assert found == [
+        assert results == [
             (2, 2, "ulysses-ring", low, high),
             (2, 2, "ulysses-ring", low, high),
             (2, 2, "ring-ulysses", high, low),

@@ -152,30 +152,31 @@ def test_equals_the_oracle_as_well_as_the_dense_kernel(
 ) -> None:
     mp.spawn(rank_main, (world, free_port(), str(tmp_path), kernel), nprocs=world)
     results = torch.load(tmp_path / "results.pt", weights_only=False)
-    for (ulysses, name), found in results.items():
+    for (ulysses, name), worst in results.items():
         case = next(case for case in CASES if str(case) == name)
         dense = errors(attend(ds_usp.SequenceMesh.single(), case), case)
-        shown = f"ulysses {ulysses} x ring {world // ulysses} {name}: {found}, dense {dense}"
+        shown = f"ulysses {ulysses} x ring {world // ulysses} {name}: {worst}, dense {dense}"
         if case.dtype == torch.float32:
-            assert max(found.values()) <= 1e-5, shown
+            assert max(worst.values()) <= 1e-5, shown
             continue
-        assert found["lse"] <= 1e-5, shown
-        assert all(found[each] <= 1.5 * dense[each] for each in LIMITED), shown
-        assert found.get("dsinks", 0.0) <= 2e-2, shown  # a few numbers, whose errors scatter
+        assert worst["lse"] <= 1e-5, shown
+        assert all(worst[each] <= 1.5 * dense[each] for each in LIMITED), shown
+        # A few numbers, whose errors scatter.
+        assert worst.get("dsinks", 0.0) <= 2e-2, shown
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_gpu_is_as_exact_as_its_dtype(case: Case) -> None:
-    found = errors(attend(ds_usp.SequenceMesh.single(), case), case)
+    worst = errors(attend(ds_usp.SequenceMesh.single(), case), case)
     limit = 1e-5 if case.dtype == torch.float32 else 2e-2
-    assert max(found.values()) <= limit, found
+    assert max(worst.values()) <= limit, worst
 
 
 def joint_main(rank: int, world: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world)
-    found = [
+    errors_of_cases = [
         joint_attention_cases.errors(
             world, case, ds_usp.SequenceMesh.from_group(None, ulysses), "cuda"
         )
@@ -183,7 +184,7 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
         if world % ulysses == 0
         for case in (Joint(), Joint(front=False, mask=ds_usp.MaskSpec.causal(), sinks=True))
     ]
-    torch.save(found, Path(folder, f"{rank}.pt"))
+    torch.save(errors_of_cases, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -192,5 +193,5 @@ def joint_main(rank: int, world: int, port: int, folder: str) -> None:
 def test_joint_tokens_equal_the_oracle(world: int, tmp_path: Path) -> None:
     mp.spawn(joint_main, (world, free_port(), str(tmp_path)), nprocs=world)
     for rank in range(world):
-        for found in torch.load(tmp_path / f"{rank}.pt", weights_only=False):
-            assert max(found.values()) <= 1e-5, found
+        for worst in torch.load(tmp_path / f"{rank}.pt", weights_only=False):
+            assert max(worst.values()) <= 1e-5, worst

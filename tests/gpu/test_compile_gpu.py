@@ -49,15 +49,15 @@ def rank_main(rank: int, world: int, port: int, mode: str) -> None:
             layer = Layer(mesh, tuning)
             run = torch.compile(layer, fullgraph=True, mode=mode)
             for _ in range(STEPS):
-                found = []
+                outcomes = []
                 x = torch.randn(2, 1024 // world, 512, device="cuda", dtype=torch.bfloat16)
                 for each in (layer, run):
                     y = x.clone().requires_grad_()
                     out = each(y)
                     out.square().sum().backward()
-                    found.append([z.clone() for z in (out, y.grad, layer.mix.weight.grad)])
+                    outcomes.append([z.clone() for z in (out, y.grad, layer.mix.weight.grad)])
                     layer.zero_grad()
-                for expected, actual in zip(*found, strict=True):
+                for expected, actual in zip(*outcomes, strict=True):
                     error = relative_error(actual.cpu(), expected.cpu().double())
                     assert error < 1e-2, (ulysses, tuning, error)
             assert counters["stats"]["unique_graphs"] == 1, counters

@@ -85,7 +85,7 @@ def test_runs_judge_the_planner(tmp_path: Path) -> None:
     profile, table = tmp_path / "trainer.json", tmp_path / "runs.csv"
     ranks = fork_world(on_rank, 4, path=str(profile))
     runs, left = ranks[0]
-    assert [found for found, _ in ranks] == [runs] * 4 and left == 0
+    assert [measured for measured, _ in ranks] == [runs] * 4 and left == 0
     cluster = load_cluster(str(profile))
     assert {row.tokens for row in cluster.layers} == {row.tokens for row in cluster.embedding_heads}
     (fitted,) = TINY_FITTED[-1:]

@@ -74,7 +74,7 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
     from ds_usp.training import prepare_deepspeed
 
     read_sources_once()
-    found = []
+    outcomes = []
     for flags in runs:
         prepare_deepspeed()
         parallel_state.destroy_model_parallel()
@@ -82,8 +82,8 @@ def trained(ctx: RankContext, *, runs: list[list[str]], folder: str) -> list[tup
         args = parse([*flags, "--quiet", "--output-dir", folder])
         run = TrainingLoop(resolve_auto_args(args, ctx.world)[0])
         rows = [run.step() for _ in range(2)]
-        found.append(([(row["loss"], row["grad_norm"]) for row in rows], vars(run.args)))
-    return found
+        outcomes.append(([(row["loss"], row["grad_norm"]) for row in rows], vars(run.args)))
+    return outcomes
 
 
 def test_the_script_starts_the_trainer(tmp_path: Path) -> None:
@@ -280,13 +280,13 @@ def core_step(config: dict[str, Any], model: dict[str, Any], levels: Any) -> Any
 def core_steps(ctx: RankContext, *, cases: list[Any]) -> list[Any]:
     from megatron.core import parallel_state
 
-    found = []
+    outcomes = []
     for case in cases:
         megatron_patches.apply("megatron_core")  # with no setting: the flags say it all
-        found.append(core_step(*case))
+        outcomes.append(core_step(*case))
         parallel_state.destroy_model_parallel()
         megatron_patches.restore()
-    return found
+    return outcomes
 
 
 def test_the_flags_of_megatron_core_run_ours() -> None:
@@ -303,8 +303,8 @@ def test_the_flags_of_megatron_core_run_ours() -> None:
     ]
     cases = [from_flags(text) for text in emitted]
     (expected,) = fork_world(core_steps, 1, cases=[from_shape(shape) for shape in MODELS.values()])
-    found = fork_world(core_steps, 4, cases=cases)[0]
-    for (name, _), (loss, gradients, kinds) in zip(pairs, found, strict=True):
+    outcomes = fork_world(core_steps, 4, cases=cases)[0]
+    for (name, _), (loss, gradients, kinds) in zip(pairs, outcomes, strict=True):
         one_loss, one_gradients, _ = expected[list(MODELS).index(name)]
         assert "USPCoreAttention" in kinds and "DotProductAttention" not in kinds
         assert loss == pytest.approx(one_loss, rel=LIMIT)

@@ -45,13 +45,13 @@ def test_work_is_balanced(ring: int, longest: int) -> None:
 
 def test_few_documents_are_rebalanced_until_ranks_are_even() -> None:
     """A greedy split leaves 3 to 5 % here; one document split in the right place evens it."""
-    found = [
+    imbalances = [
         imbalance(log_uniform(seed, 1 << 15, 512, 8192), ring)
         for seed in range(20)
         for ring in (2, 4)
     ]
-    assert max(found) <= 1.03
-    assert sorted(found)[len(found) // 2] <= 1.005
+    assert max(imbalances) <= 1.03
+    assert sorted(imbalances)[len(imbalances) // 2] <= 1.005
 
 
 @given(st.data(), st.integers(0, 10**6), st.integers(2, 400), st.sampled_from([3, 40, 400]))

@@ -306,7 +306,7 @@ def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool
     v, dout = torch.randn(batch, length, kv_heads, 6), torch.randn(batch, length, heads, 6)
     slopes = torch.rand(heads) if extras else None
     sinks = torch.randn(heads, **acc_dtype) if extras else None
-    found = dense_attention(
+    outputs = dense_attention(
         Tensors(q, k, v, dout, slopes, sinks), question, block_elements=200 * length
     )
     position = range(length)
@@ -329,10 +329,10 @@ def test_the_oracle_is_that_of_the_tests(question: AttentionParams, extras: bool
     grads = torch.autograd.grad(out, wanted, dout.double())
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     for name, reference in zip(names, (out, lse, *grads), strict=False):
-        assert oracle.relative_error(found[name], reference) <= 1e-12, name
-    assert len(found) == 2 + len(grads)
+        assert oracle.relative_error(outputs[name], reference) <= 1e-12, name
+    assert len(outputs) == 2 + len(grads)
     forward = dense_attention(Tensors(q, k, v, dout, slopes, sinks), question, backward=False)
-    assert set(forward) == {"out", "lse"} and torch.equal(forward["lse"], found["lse"])
+    assert set(forward) == {"out", "lse"} and torch.equal(forward["lse"], outputs["lse"])
 
 
 def test_expected_positions_are_the_documented_ones() -> None:

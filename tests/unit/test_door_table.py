@@ -162,10 +162,10 @@ SETTINGS: Doors = {
 }
 
 
-def same(found: Iterable[str], doors: Doors, where: str) -> None:
+def same(actual_names: Iterable[str], doors: Doors, where: str) -> None:
     """Every name has one row, and every row its names."""
     rows = [name for names in doors.values() for name in names.split()]
-    names = set(found)
+    names = set(actual_names)
     missing, gone = sorted(names - set(rows)), sorted(set(rows) - names)
     assert not missing, f"{where}: say what happens with {missing} if nothing else is changed"
     assert not gone, f"{where}: there is no {gone} any more"
@@ -187,8 +187,8 @@ def test_every_setting_of_a_framework_has_a_row() -> None:
 
 def settings_of(framework: str) -> type:
     """The class whose fields are what ``apply(host, ...)`` takes."""
-    found: type = importlib.import_module(f"megatron_patches.{framework}").Settings
-    return found
+    settings_type: type = importlib.import_module(f"megatron_patches.{framework}").Settings
+    return settings_type
 
 
 def test_every_flag_of_the_patched_framework_has_a_row() -> None:
@@ -224,14 +224,14 @@ def default_of(entry: Any, name: str) -> Any:
 
 
 def test_one_rule_gives_the_default_order() -> None:
-    found = {}
+    orders = {}
     for module in NAMES:
         public = importlib.import_module(module)
         for name in public.__all__:
             default = default_of(getattr(public, name), "layout")
             if default is not inspect.Parameter.empty:
-                found[f"{module}.{name}"] = default
+                orders[f"{module}.{name}"] = default
     for framework in FRAMEWORKS:
-        found[f"apply({framework!r})"] = settings_of(framework)().layout
-    assert found == ORDERS
+        orders[f"apply({framework!r})"] = settings_of(framework)().layout
+    assert orders == ORDERS
     assert (CALLER, LOADER) == ("contiguous", "zigzag")

@@ -54,8 +54,8 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ".", cwd=checkout)
-    (found,) = folder.glob("*.whl")
-    yield found
+    (path,) = folder.glob("*.whl")
+    yield path
 
 
 def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
@@ -83,12 +83,12 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
     run(*pip, "install", "--no-deps", "--no-compile", "--target", target, wheel, cwd=tmp_path)
     program = target / "bin/ds-usp"
-    said = run(program, "env", cwd=tmp_path, PYTHONPATH=str(target))
-    assert f"version  {VERSION}" in said and f"folder   {target.resolve()}/ds_usp" in said
-    assert f"commit   {SHA}" in said and "changes  not a checkout" in said
-    said = run(program, "verify", cwd=tmp_path, PYTHONPATH=str(target))
-    assert said.splitlines()[0].startswith(f"ds-usp {VERSION}, 4 ranks")
-    assert said.splitlines()[-1] == "EXACT (18 exact, 0 WRONG, 0 refused)"
+    printed = run(program, "env", cwd=tmp_path, PYTHONPATH=str(target))
+    assert f"version  {VERSION}" in printed and f"folder   {target.resolve()}/ds_usp" in printed
+    assert f"commit   {SHA}" in printed and "changes  not a checkout" in printed
+    printed = run(program, "verify", cwd=tmp_path, PYTHONPATH=str(target))
+    assert printed.splitlines()[0].startswith(f"ds-usp {VERSION}, 4 ranks")
+    assert printed.splitlines()[-1] == "EXACT (18 exact, 0 WRONG, 0 refused)"
 
 
 def test_the_source_distribution_holds_a_checkout(checkout: Path, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ BLOCK = r"(<!-- table {host} -->\n)(.*?)(<!-- end -->)"
 def test_the_table_is_what_is_applied(host: str, request: pytest.FixtureRequest) -> None:
     text = README.read_text(encoding="utf-8")
     block = re.compile(BLOCK.format(host=host), re.DOTALL)
-    found = block.search(text)
-    assert found, f"{README.name} has no place for the table of {host}"
+    match = block.search(text)
+    assert match, f"{README.name} has no place for the table of {host}"
     table = f"{megatron_patches.table(host)}\n"
     if request.config.getoption("--write-support-table"):
         README.write_text(block.sub(lambda m: m[1] + table + m[3], text), encoding="utf-8")
         return
-    assert found[2] == table, "run: pytest tests/unit/test_patch_readme.py --write-support-table"
+    assert match[2] == table, "run: pytest tests/unit/test_patch_readme.py --write-support-table"

@@ -41,11 +41,11 @@ def test_commands_print_what_their_golden_file_states(
         printed = planner_commands.run(line)
         first, second = (text.partition("\n") for text in (printed, expected))
         if expected.startswith(("{", "[{")):
-            found, stated = (numbers(json.loads(text)) for text, *_ in (first, second))
-            assert list(found) == list(stated), line
+            actual, stated = (numbers(json.loads(text)) for text, *_ in (first, second))
+            assert list(actual) == list(stated), line
             texts = [key for key, value in stated.items() if not isinstance(value, (int, float))]
-            assert {k: found.pop(k) for k in texts} == {k: stated.pop(k) for k in texts}, line
-            assert found == pytest.approx(stated, **CLOSE), line
+            assert {k: actual.pop(k) for k in texts} == {k: stated.pop(k) for k in texts}, line
+            assert actual == pytest.approx(stated, **CLOSE), line
             assert first[2] == second[2], line
         else:
             assert printed == expected, line
@@ -53,10 +53,10 @@ def test_commands_print_what_their_golden_file_states(
 
 def test_json_is_consistent_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800 --json"
-    found = json.loads(run(capsys, line))
-    best = found["plans"][0]
+    report = json.loads(run(capsys, line))
+    best = report["plans"][0]
     assert best["tp"] * best["ulysses"] * best["ring"] * best["pp"] * best["dp"] == 16
-    assert best["memory"]["total_bytes"] <= found["budget_bytes"]
+    assert best["memory"]["total_bytes"] <= report["budget_bytes"]
     assert best["step_s"] == pytest.approx(sum(best["time_s"].values()))
     assert best["tokens_per_s_per_gpu"] == pytest.approx(131072 / 16 / best["step_s"])
     sizes = best["memory"]
@@ -68,8 +68,8 @@ def test_json_is_consistent_with_itself(capsys: pytest.CaptureFixture[str]) -> N
 def test_measured_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Llama-65B on 256 H800 (Megatron-Kwai, figure 7), which the golden file has predicted."""
     line = next(line for line, _ in planner_commands.read("memory.txt"))
-    found = json.loads(run(capsys, f"{line} --json"))
-    assert found["total_bytes"] == pytest.approx(52089073152, rel=0.012)
+    report = json.loads(run(capsys, f"{line} --json"))
+    assert report["total_bytes"] == pytest.approx(52089073152, rel=0.012)
 
 
 def test_bytes_of_attention_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +216,6 @@ def test_on_a_cpu_no_models_layers_are_measured_unless_named(
 ) -> None:
     """One layer of a large model would take longer than all else."""
     line = f"profile --out {tmp_path / 'here.json'} --seconds 0.01 --device cpu --json"
-    found = json.loads(run(capsys, line))
-    assert found["version"] == 1 and found["levels"]["origin"] == "assumed"
-    assert "calls" in found and "layers" not in found and "ends" not in found
+    report = json.loads(run(capsys, line))
+    assert report["version"] == 1 and report["levels"]["origin"] == "assumed"
+    assert "calls" in report and "layers" not in report and "ends" not in report

@@ -65,11 +65,11 @@ def test_the_network_carries_a_share(backward: bool) -> None:
     near = exchange_s(H100, RankGroup(8, 1), sent * 14 / 15, DIRECT, 0)
     straight = exchange_s(H100, RankGroup(16, 1), sent, DIRECT, 0)
     assert straight == pytest.approx(8 * far)
-    found = attention_s(H100, work, config, backward=backward).ring
-    assert max(near, far) < found < straight / 3
+    ring_time = attention_s(H100, work, config, backward=backward).ring
+    assert max(near, far) < ring_time < straight / 3
     # What relays around the ring without parts does not become a double one.
     relayed = attention_s(H100, work, config, backward=backward, impl=YUNCHANG).ring
-    assert relayed > found
+    assert relayed > ring_time
 
 
 def test_a_thin_network_is_relieved() -> None:
@@ -78,8 +78,8 @@ def test_a_thin_network_is_relieved() -> None:
     work, config = Workload(load_model("llama3-8b"), 64 * K), ParallelConfig(ring=16)
     sent = layer_traffic(work, config).ring_forward
     straight = exchange_s(cluster, RankGroup(16, 1), sent, DIRECT, 0)
-    found = attention_s(cluster, work, config, backward=False).ring
-    assert found == pytest.approx(straight / 8, rel=0.1)
+    ring_time = attention_s(cluster, work, config, backward=False).ring
+    assert ring_time == pytest.approx(straight / 8, rel=0.1)
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "inner"), [(1, 4, 2), (2, 8, 4), (1, 8, 2), (1, 6, 3)])
@@ -118,6 +118,6 @@ def test_bytes_of_an_inner_ring_that_does_not_fit_are_refused() -> None:
 
 def test_the_choice_is_explained() -> None:
     work = Workload(load_model("llama3-8b"), 128 * K)
-    found = search(H100, work, 16, fixed={"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1})
-    (line,) = (line for line in explain(found) if line.startswith("ring 8"))
+    result = search(H100, work, 16, fixed={"tp": 1, "ulysses": 2, "ring": 8, "pp": 1, "dp": 1})
+    (line,) = (line for line in explain(result) if line.startswith("ring 8"))
     assert "across nodes, as a double ring of 4 ranks in a node" in line

@@ -303,9 +303,9 @@ def test_or_the_worst_moment_is_the_step() -> None:
     for model, copies in ((replace(load_model("gpt-1.3b"), layers=4), 6), (load_model("6.7b"), 2)):
         work = Workload(model, 256, 8)
         elements = stage_elements(work, plain, 0)
-        found = memory(work, copied)
-        assert found.activations == found.logits == 0
-        assert found.gradients == (4 + copies) * elements and found.weights == 2 * elements
+        needs = memory(work, copied)
+        assert needs.activations == needs.logits == 0
+        assert needs.gradients == (4 + copies) * elements and needs.weights == 2 * elements
         assert step_traffic(work, copied).gradients == 2 * step_traffic(work, plain).gradients
         cluster, hidden = load_cluster("h200"), replace(copied, overlap_gradients=True)
         assert step_time(cluster, work, hidden) == step_time(cluster, work, copied)

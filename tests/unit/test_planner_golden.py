@@ -34,21 +34,21 @@ def errors(predicted: Sequence[float], true: Sequence[float]) -> list[float]:
 def test_mfu_of_a_throughput(row: dict[str, str]) -> None:
     shape, peak = load_model(row["model"]), float(row["peak_tflops"]) * 1e12
     flop = model_flop_per_token(shape, int(row["seq_len"]))
-    found = mfu(float(row["tokens_per_s_per_gpu"]) * flop, peak)
-    assert 100 * found == pytest.approx(float(row["mfu_percent"]), rel=0.002)
+    predicted = mfu(float(row["tokens_per_s_per_gpu"]) * flop, peak)
+    assert 100 * predicted == pytest.approx(float(row["mfu_percent"]), rel=0.002)
 
 
 @pytest.mark.parametrize("row", rows("usp_mfu_printed.csv"), ids=lambda row: str(row))
 def test_mfu_of_a_rate(row: dict[str, str]) -> None:
-    found = mfu(float(row["tflops_per_gpu"]) * 1e12, load_cluster("a800").peak_flop_per_s)
-    assert abs(found - float(row["mfu"])) <= 0.005
+    predicted = mfu(float(row["tflops_per_gpu"]) * 1e12, load_cluster("a800").peak_flop_per_s)
+    assert abs(predicted - float(row["mfu"])) <= 0.005
 
 
 def test_memory_with_nothing_fitted() -> None:
     runs = memory_runs()
-    found = errors([stage_memory(w, s, 0).total for w, s, _ in runs], [t for *_, t in runs])
+    error = errors([stage_memory(w, s, 0).total for w, s, _ in runs], [t for *_, t in runs])
     assert len(runs) == 19
-    assert fmean(found) < 0.03
+    assert fmean(error) < 0.03
 
 
 def test_memory_with_one_constant() -> None:
@@ -56,8 +56,8 @@ def test_memory_with_one_constant() -> None:
     formula = [stage_memory(w, s, 0).total for w, s, _ in runs]
     true = [t for *_, t in runs]
     constant = fmean(t - p for p, t in zip(formula, true, strict=True))
-    found = errors([p + constant for p in formula], true)
-    assert max(found) < 0.012
+    error = errors([p + constant for p in formula], true)
+    assert max(error) < 0.012
     # It is the one that the built-in clusters carry.
     assert load_cluster("h800").workspace_bytes == pytest.approx(constant, rel=0.01)
 
@@ -85,21 +85,21 @@ def test_throughput_leave_one_out() -> None:
     for work, config, true in throughput_runs():
         assert infeasible_reason(work, config) is None
         groups[config.tp, config.ring, config.recompute].append((*affine(work, config), true))
-    found = []
+    held_out_errors = []
     for runs in groups.values():
         for index, (a, b, true) in enumerate(runs):
             others = [run for other, run in enumerate(runs) if other != index]
             layer_s = fmean((t - shift) / slope for slope, shift, t in others)
-            found.append(abs((a * layer_s + b) / true - 1))
-    assert len(found) == 15
-    assert fmean(found) < 0.03
-    assert sorted(found)[-2] < 0.04  # the worst one, 96 GPUs, is 6.8 %
+            held_out_errors.append(abs((a * layer_s + b) / true - 1))
+    assert len(held_out_errors) == 15
+    assert fmean(held_out_errors) < 0.03
+    assert sorted(held_out_errors)[-2] < 0.04  # the worst one, 96 GPUs, is 6.8 %
 
 
 def test_throughput_from_formulas_alone() -> None:
     cluster, runs = load_cluster("h800"), throughput_runs()
-    found = errors([step_time(cluster, w, s).total for w, s, _ in runs], [t for *_, t in runs])
-    assert fmean(found) < 0.10
+    error = errors([step_time(cluster, w, s).total for w, s, _ in runs], [t for *_, t in runs])
+    assert fmean(error) < 0.10
 
 
 def test_llama3_on_two_nodes_from_formulas_alone() -> None:
@@ -111,8 +111,8 @@ def test_llama3_on_two_nodes_from_formulas_alone() -> None:
         config = ParallelConfig(
             tp=int(row["tp"]), ulysses=int(row["ulysses"]), ring=int(row["ring"])
         )
-        found = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
-        every.append(abs(found * 312 / float(row["tflops_per_gpu"]) - 1))
+        predicted = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
+        every.append(abs(predicted * 312 / float(row["tflops_per_gpu"]) - 1))
         if int(row["seq_len_k"]) > 100:
             long.append(every[-1])
     assert fmean(every) < 0.10
@@ -143,9 +143,9 @@ def test_own_attention_on_h200() -> None:
         sum(attention_s(cluster, work, config, backward=way).total for way in (False, True))
         for work, config, _ in runs
     ]
-    found = errors(predicted, [true for *_, true in runs])
-    assert len(found) == 6
-    assert fmean(found) < 0.07 and max(found) < 0.13
+    error = errors(predicted, [true for *_, true in runs])
+    assert len(error) == 6
+    assert fmean(error) < 0.07 and max(error) < 0.13
 
 
 def test_own_training_on_h200_in_the_order_of_speed() -> None:

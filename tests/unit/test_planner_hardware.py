@@ -84,10 +84,10 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
     assert (cluster.contention, cluster.origins["contention"]) == (0.2, ("measured", "today"))
     assert cluster.peak_flop_per_s == load_cluster("h200").peak_flop_per_s
     work, config = Workload(load_model("llama3-8b"), 65536), ParallelConfig(ulysses=2, ring=2)
-    found = layer_time(cluster, work, config)
+    measured = layer_time(cluster, work, config)
     # 16384 tokens of a rank lie a third of the way between the two rows.
-    assert found.measured and found.matrices == pytest.approx(0.030 + (0.102 - 0.030) / 3)
-    assert found.elementwise < found.matrices / 20 and found.tp == found.recompute == 0
+    assert measured.measured and measured.matrices == pytest.approx(0.030 + (0.102 - 0.030) / 3)
+    assert measured.elementwise < measured.matrices / 20 and measured.tp == measured.recompute == 0
     again = layer_time(cluster, work, replace(config, recompute="full")).recompute
     forward = attention_s(cluster, work, config, backward=False).total
     assert again == pytest.approx(0.018 + forward)
@@ -101,8 +101,8 @@ def test_a_profile_replaces_what_it_measured(tmp_path: Path) -> None:
 def test_seconds_between_and_beyond_rows(asked: float, seconds: float) -> None:
     """Also of rows that noise has bent: the last one took less than the one before."""
     rows = [SimpleNamespace(x=x, s=s) for x, s in ((10.0, 1.0), (20.0, 4.0), (30.0, 3.0))]
-    found = seconds_at(rows, "x", "s", asked)
-    assert found == pytest.approx(seconds)
+    interpolated = seconds_at(rows, "x", "s", asked)
+    assert interpolated == pytest.approx(seconds)
     assert seconds_at(rows[:1], "x", "s", 30) == 3.0
     assert seconds_at(rows[:2], "x", "s", 30) == 7.0
 
@@ -118,10 +118,10 @@ def test_a_layer_at_another_degree_is_scaled_by_what_is_known(tmp_path: Path) ->
     formula, measured = layer_time(plain, work, known), layer_time(cluster, work, known)
     ratio = measured.matrices / (formula.matrices + formula.elementwise)
     assert ratio != pytest.approx(1, abs=0.05)
-    found, alone = layer_time(cluster, work, guessed), layer_time(plain, work, guessed)
-    assert not found.measured
-    assert found.matrices == pytest.approx(ratio * alone.matrices)
-    assert found.elementwise == pytest.approx(ratio * alone.elementwise)
+    scaled, alone = layer_time(cluster, work, guessed), layer_time(plain, work, guessed)
+    assert not scaled.measured
+    assert scaled.matrices == pytest.approx(ratio * alone.matrices)
+    assert scaled.elementwise == pytest.approx(ratio * alone.elementwise)
 
 
 def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Path) -> None:
@@ -129,15 +129,15 @@ def test_measured_calls_correct_the_formula_between_and_beyond_them(tmp_path: Pa
     config = ParallelConfig(ulysses=2, ring=2)
     for length, forward in ((32768, 0.005), (131072, 0.064)):
         for backward, seconds in ((False, forward), (True, 2.5 * forward)):
-            found = attention_s(cluster, Workload(model, length), config, backward=backward)
-            assert found.total == pytest.approx(seconds)
+            corrected = attention_s(cluster, Workload(model, length), config, backward=backward)
+            assert corrected.total == pytest.approx(seconds)
     interpolate = attention_s(cluster, Workload(model, 65536), config, backward=False).total
     assert 0.005 * 4 * 0.8 < interpolate < 0.064 / 4 * 1.2
     for links in (1, 2):  # nodes too small for the group that was measured: other links
         small = cluster.with_gpus_per_node(links)
         work = Workload(model, 65536)
-        found = attention_s(small, work, config, backward=False)
-        assert found == attention_s(replace(small, calls=()), work, config, backward=False)
+        corrected = attention_s(small, work, config, backward=False)
+        assert corrected == attention_s(replace(small, calls=()), work, config, backward=False)
 
 
 def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path: Path) -> None:
@@ -160,9 +160,11 @@ def test_a_pair_that_was_not_measured_is_no_faster_than_the_nearest_one(tmp_path
         ParallelConfig(ring=8),
         ParallelConfig(ulysses=4, ring=4),
     ):
-        found, formula = (attention_s(c, work, guessed, backward=False) for c in (cluster, plain))
-        assert found.launch_s == 0.5 and formula.launch_s == 0
-        assert found.total > formula.total and ratio > 1
+        corrected, formula = (
+            attention_s(c, work, guessed, backward=False) for c in (cluster, plain)
+        )
+        assert corrected.launch_s == 0.5 and formula.launch_s == 0
+        assert corrected.total > formula.total and ratio > 1
     # Of one rank the row of one rank, and only its host's time is that of the nearest known one.
     alone = attention_s(cluster, work, ParallelConfig(), backward=False)
     assert alone.total < 1e-3 and alone.launch_s == 0.5
@@ -172,8 +174,8 @@ def test_measured_exchanges_serve_groups_of_their_size_inside_a_node(tmp_path: P
     cluster, plain = profiled(tmp_path), load_cluster("h200")
     middle, slope = (2**20 + 2**26) / 2, 9e-4 / (2**26 - 2**20)
     for stride in (1, 2):
-        found = exchange_s(cluster, RankGroup(4, stride), middle, COLLECTIVE)
-        assert found == pytest.approx((1e-4 + 1e-3) / 2)
+        predicted = exchange_s(cluster, RankGroup(4, stride), middle, COLLECTIVE)
+        assert predicted == pytest.approx((1e-4 + 1e-3) / 2)
     assert exchange_s(cluster, RankGroup(4, 1), 2**27, COLLECTIVE) == pytest.approx(
         1e-3 + slope * 2**26
     )
@@ -203,9 +205,9 @@ def test_measured_ends_and_steps(tmp_path: Path) -> None:
     ratio = time.optimizer / (formula.gradients + formula.optimizer)
     for other in (replace(config, zero=3), ParallelConfig(ulysses=2, zero=1)):
         one = MicroBatch(LaunchedWork(0.4), LaunchedWork(0.6), LaunchedWork(0.1))
-        found, alone = step_time(cluster, work, other, one), step_time(plain, work, other, one)
-        assert found.optimizer == pytest.approx(ratio * alone.optimizer)
-        assert found.gradients == pytest.approx(ratio * alone.gradients)
+        measured, alone = step_time(cluster, work, other, one), step_time(plain, work, other, one)
+        assert measured.optimizer == pytest.approx(ratio * alone.optimizer)
+        assert measured.gradients == pytest.approx(ratio * alone.gradients)
     tp, alone = replace(config, tp=2), head_time(plain, Workload(model, 65536), config)
     formula = head_time(plain, Workload(model, 65536), tp).device_s
     assert head_time(cluster, Workload(model, 65536), tp).device_s == pytest.approx(
@@ -344,10 +346,10 @@ def test_curves_are_linear_in_the_logarithm() -> None:
 
 def test_groups_lie_in_the_order_of_the_ranks() -> None:
     config = ParallelConfig(tp=2, ulysses=4, ring=3, dp=5, pp=7)
-    found = {axis: group_of(config, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
-    assert found["ulysses"] == RankGroup(4, 2) and found["ring"] == RankGroup(3, 8)
-    assert found["zero"] == RankGroup(60, 2) and found["dp"] == RankGroup(5, 24)
-    assert found["pp"] == RankGroup(7, 120)
+    groups = {axis: group_of(config, axis) for axis in ("ulysses", "ring", "zero", "dp", "pp")}
+    assert groups["ulysses"] == RankGroup(4, 2) and groups["ring"] == RankGroup(3, 8)
+    assert groups["zero"] == RankGroup(60, 2) and groups["dp"] == RankGroup(5, 24)
+    assert groups["pp"] == RankGroup(7, 120)
     turned = ParallelConfig(tp=2, ulysses=4, ring=3, order="ring-ulysses")
     assert group_of(turned, "ring") == RankGroup(3, 2)
     assert group_of(turned, "ulysses") == RankGroup(4, 6)

@@ -54,11 +54,11 @@ def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: f
 @pytest.mark.parametrize("host_gib", [1024.0, 64.0])
 @pytest.mark.parametrize("case", CASES)
 def test_it_fits_to_the_end_and_not_a_step_further(case: str, host_gib: float) -> None:
-    found = ends(case, 135.0, host_gib)
-    assert [(end.config.recompute, end.config.offload_ratio > 0) for end in found] == [
+    longest = ends(case, 135.0, host_gib)
+    assert [(end.config.recompute, end.config.offload_ratio > 0) for end in longest] == [
         (recompute, offload) for recompute in RECOMPUTE for offload in (False, True)
     ]
-    for end in found:
+    for end in longest:
         assert end.seq_len and end.seq_len % STEP == 0
         assert fits(case, end, end.seq_len, 135.0, host_gib)
         assert not fits(case, end, end.seq_len + STEP, 135.0, host_gib)
@@ -91,7 +91,7 @@ def test_without_degrees_those_that_go_furthest_are_found(
     """As asking for each of them alone finds them."""
     line = "longest --model llama3-8b --zero 3 --gpus 4 --json"
     assert main(line.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     model, base = load_model("llama3-8b"), ParallelConfig(zero=3)
     cluster = load_cluster("h800")
     configs = all_configs(model, base, 4, cluster)
@@ -102,7 +102,7 @@ def test_without_degrees_those_that_go_furthest_are_found(
         max_lengths(model, [config], cluster, cluster.budget_bytes, cluster.workspace_bytes)
         for config in configs
     ]
-    for row, ways in zip(found, zip(*alone, strict=True), strict=True):
+    for row, ways in zip(report, zip(*alone, strict=True), strict=True):
         assert row["seq_len"] == max(way.seq_len for way in ways)
         assert row["tp"] * row["ulysses"] * row["ring"] * row["pp"] == 4
     text = line.replace(" --json", "")

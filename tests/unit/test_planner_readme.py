@@ -29,8 +29,8 @@ def test_llama3_on_two_nodes() -> None:
         config = ParallelConfig(
             tp=int(run["tp"]), ulysses=int(run["ulysses"]), ring=int(run["ring"])
         )
-        found = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
-        errors[at, length] = abs(found * 312 / float(run["tflops_per_gpu"]) - 1)
+        predicted = step_mfu(cluster, work, config, step_time(cluster, work, config).total)
+        errors[at, length] = abs(predicted * 312 / float(run["tflops_per_gpu"]) - 1)
     long = fmean(error for (_, length), error in errors.items() if length >= 120)
     text = row(f"MFU of {len(errors)} LLAMA3-8B runs")
     assert (

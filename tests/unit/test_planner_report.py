@@ -31,28 +31,28 @@ def found_on(
 
 
 @pytest.fixture(scope="module")
-def found() -> SearchResult:
+def result() -> SearchResult:
     return found_on()
 
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
-def test_whatever_a_plan_loses_with_has_a_name(found: SearchResult, part: str) -> None:
+def test_whatever_a_plan_loses_with_has_a_name(result: SearchResult, part: str) -> None:
     """The layers' time is reported by component, so where it alone is more, one of these is."""
-    best = found.plans[0]
+    best = result.plans[0]
     more = getattr(best.time, part) + 1e3
     other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))
     (line,) = (
         line
-        for line in explain(replace(found, best_with={("zero", "other"): other}, fixed={}))
+        for line in explain(replace(result, best_with={("zero", "other"): other}, fixed={}))
         if "because zero other" in line
     )
     assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
 
 
-def test_pairs_that_were_not_measured_are_named(found: SearchResult) -> None:
-    pairs = {(plan.config.ulysses, plan.config.ring) for plan in found.plans}
+def test_pairs_that_were_not_measured_are_named(result: SearchResult) -> None:
+    pairs = {(plan.config.ulysses, plan.config.ring) for plan in result.plans}
     assert pairs == {(4, 1), (2, 2), (1, 4)}
-    assert "measured" not in plans_text(found, 99)
+    assert "measured" not in plans_text(result, 99)
     text = plans_text(found_on(calls=(CALL,)), 99)
     assert "; measured: attention (not on ulysses x ring 1 x 4, 2 x 2)\n" in text
     text = plans_text(found_on(calls=(CALL, replace(CALL, ulysses=2, ring=2))), 99)
@@ -64,23 +64,23 @@ def test_pairs_that_were_not_measured_are_named(found: SearchResult) -> None:
     assert ("not on" in plans_text(alone, 1)) == (listed != (4, 1))
 
 
-def test_ties_are_marked_and_counted(found: SearchResult) -> None:
-    best = found.plans[0]
+def test_ties_are_marked_and_counted(result: SearchResult) -> None:
+    best = result.plans[0]
     near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
-    text = plans_text(replace(found, plans=[best, near, far]), 3)
+    text = plans_text(replace(result, plans=[best, near, far]), 3)
     rows = [line for line in text.splitlines() if line[:1].isdigit()][:3]
     assert [row.endswith("=") for row in rows] == [True, True, False]
     assert "= 2 of the 3 are a tie: less than 6% apart" in text
-    alone = plans_text(replace(found, plans=[best, far]), 2)
+    alone = plans_text(replace(result, plans=[best, far]), 2)
     assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
-    profiled = replace(found.cluster, layers=(LAYER,), calls=(CALL,))
-    assert replace(found, cluster=profiled).stated_error == 0.03
-    assert search_result_json(found, 1)["tie_within"] == 0.06
+    profiled = replace(result.cluster, layers=(LAYER,), calls=(CALL,))
+    assert replace(result, cluster=profiled).stated_error == 0.03
+    assert search_result_json(result, 1)["tie_within"] == 0.06
 
 
-def test_orders_that_do_not_differ_are_one_plan(found: SearchResult) -> None:
+def test_orders_that_do_not_differ_are_one_plan(result: SearchResult) -> None:
     """Inside one node no link tells them apart; across nodes some do."""
-    assert {plan.config.order for plan in found.plans} == {"ulysses-ring"}
+    assert {plan.config.order for plan in result.plans} == {"ulysses-ring"}
     wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
     assert {plan.config.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
     seen = [replace(plan.config, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
@@ -96,11 +96,11 @@ def test_no_line_is_said_twice() -> None:
 def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
     work = Workload(MODEL, 131072)
     for how in ("any", "megatron-deepspeed"):
-        found = search(load_cluster("h100"), work, 8, framework_caps(how))
-        best = found.plans[0].config
+        result = search(load_cluster("h100"), work, 8, framework_caps(how))
+        best = result.plans[0].config
         assert best.fused_loss and not best.offload_ratio
-        assert search_result_json(found, 1)["plans"][0]["fused_loss"]
-        assert any(line.startswith("chunked loss: the full logits") for line in explain(found))
+        assert search_result_json(result, 1)["plans"][0]["fused_loss"]
+        assert any(line.startswith("chunked loss: the full logits") for line in explain(result))
         whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)).plans[
             0
         ]
@@ -136,8 +136,8 @@ OTHER = replace(HOSTED_LAYER, ffn=4096)  # of a model that is not asked for
 def test_host_times_of_one_half_are_no_host_times(
     layers: tuple[MeasuredLayer, ...], calls: tuple[MeasuredAttention, ...], says: str | None
 ) -> None:
-    found = found_on(layers, calls)
-    text, warnings = plans_text(found, 1), search_result_json(found, 1)["warnings"]
+    result = found_on(layers, calls)
+    text, warnings = plans_text(result, 1), search_result_json(result, 1)["warnings"]
     if says is None:
         assert warnings == [] and "warning" not in text
     else:
@@ -145,10 +145,10 @@ def test_host_times_of_one_half_are_no_host_times(
         assert f"\nwarning: {warnings[0]}\n" in text
 
 
-def test_the_plots_layer_waits_for_its_launches(found: SearchResult) -> None:
-    best = found.plans[0]
+def test_the_plots_layer_waits_for_its_launches(result: SearchResult) -> None:
+    best = result.plans[0]
     assert best.config.micro_batches(1) == 1 and MODEL.layers == 32
     for seconds, shown in ((0.0, [None] * 3), (0.64, [None, 0.64, pytest.approx(20)])):
         plan = replace(best, time=replace(best.time, host=seconds))
-        bars = panels(replace(found, plans=[plan]), 1).values()
+        bars = panels(replace(result, plans=[plan]), 1).values()
         assert [bar.get("host") for (bar,) in bars] == shown

@@ -48,24 +48,24 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("how", [e.name for e in FRAMEWORKS])
 def test_every_plan_is_possible_and_fits(run: tuple[str, int, int, int], how: str) -> None:
-    found = find(*run, how=how)
-    assert found.plans or (
-        found.closest_to_fitting and run[0] == "llama-70b" and how == "megatron-core"
+    result = find(*run, how=how)
+    assert result.plans or (
+        result.closest_to_fitting and run[0] == "llama-70b" and how == "megatron-core"
     )
-    for plan in found.plans:
-        assert infeasible_reason(found.work, plan.config, found.gpus) is None
-        needs = memory(found.work, plan.config, found.cluster.workspace_bytes)
+    for plan in result.plans:
+        assert infeasible_reason(result.work, plan.config, result.gpus) is None
+        needs = memory(result.work, plan.config, result.cluster.workspace_bytes)
         assert needs.total == pytest.approx(plan.memory.total)
-        assert needs.total <= found.budget_bytes * (1 + 1e-9)
-        again = step_time(found.cluster, found.work, plan.config)
+        assert needs.total <= result.budget_bytes * (1 + 1e-9)
+        again = step_time(result.cluster, result.work, plan.config)
         assert again.total == pytest.approx(plan.time.total)
         assert 0 < plan.mfu < 1
         assert plan.mfu == pytest.approx(
-            step_mfu(found.cluster, found.work, plan.config, again.total)
+            step_mfu(result.cluster, result.work, plan.config, again.total)
         )
-    speeds = [round(plan.mfu, 4) for plan in found.plans]
+    speeds = [round(plan.mfu, 4) for plan in result.plans]
     assert speeds == sorted(speeds, reverse=True)
-    for plan in found.over_memory:
+    for plan in result.over_memory:
         assert plan.over_budget_bytes > 0
 
 
@@ -96,9 +96,9 @@ def test_ulysses_inside_the_node_and_the_ring_across() -> None:
 
 def test_a_large_ring_where_heads_are_few() -> None:
     shape = ModelShape("few heads", 32, 4096, 14336, 2, 2, 32000)
-    found = search(load_cluster("a800"), Workload(shape, 131072), 16)
-    assert found.plans[0].config.ring >= 8
-    assert "ulysses beyond the heads of a tensor-parallel rank" in found.refused
+    result = search(load_cluster("a800"), Workload(shape, 131072), 16)
+    assert result.plans[0].config.ring >= 8
+    assert "ulysses beyond the heads of a tensor-parallel rank" in result.refused
 
 
 def test_less_room_more_tricks() -> None:
@@ -122,9 +122,9 @@ def test_engines_are_kept() -> None:
 
 
 def test_fixed_axes() -> None:
-    found = find("llama3-8b", 65536, 4, 16, tp=2, ring=4, recompute="full")
-    assert found.plans
-    for plan in found.plans:
+    result = find("llama3-8b", 65536, 4, 16, tp=2, ring=4, recompute="full")
+    assert result.plans
+    for plan in result.plans:
         assert (plan.config.tp, plan.config.ring, plan.config.recompute) == (2, 4, "full")
 
 
@@ -174,14 +174,14 @@ def test_what_is_given_and_cannot_be_is_named(
 
 
 def test_what_is_given_is_counted_where_others_can_have_it() -> None:
-    found = find("llama3-8b", 131072, 1, 16, zero=3)
-    assert found.plans and found.refused["ZeRO-3 does not go with a pipeline"] > 0
+    result = find("llama3-8b", 131072, 1, 16, zero=3)
+    assert result.plans and result.refused["ZeRO-3 does not go with a pipeline"] > 0
 
 
 def test_every_cut_is_refused_or_looked_at() -> None:
-    found = find("llama3-8b", 8192, 1, 8, "h200", "megatron-deepspeed", micro_batch=1)
+    result = find("llama3-8b", 8192, 1, 8, "h200", "megatron-deepspeed", micro_batch=1)
     cuts = [cut for cut in product((1, 2, 4, 8), repeat=5) if math.prod(cut) == 8]
-    assert found.refused["the global batch does not divide among dp"] == sum(
+    assert result.refused["the global batch does not divide among dp"] == sum(
         dp > 1 for *_, dp in cuts
     )
     stages = [
@@ -189,32 +189,32 @@ def test_every_cut_is_refused_or_looked_at() -> None:
         for _, ulysses, ring, pp, dp in cuts
         if dp == 1
     ]
-    assert found.considered == 4 * sum(stages)  # kinds of recomputation
+    assert result.considered == 4 * sum(stages)  # kinds of recomputation
 
 
 def test_help_is_true() -> None:
     """Twice the GPUs and ring give what they promise."""
-    found = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
-    near = found.closest_to_fitting
+    result = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
+    near = result.closest_to_fitting
     assert near is not None
-    promised = dict(what_would_help(found, near))
+    promised = dict(what_would_help(result, near))
     larger = replace(near.config, ring=2 * near.config.ring)
     what = f"twice the GPUs, ring {larger.ring}"
-    after = memory(found.work, larger, found.cluster.workspace_bytes).total
+    after = memory(result.work, larger, result.cluster.workspace_bytes).total
     assert promised[what] == pytest.approx(near.memory.total - after)
 
 
 def test_a_thousand_gpus_in_seconds() -> None:
     start = time.process_time()
-    found = find("llama-70b", 262144, 16, 1024, "h100")
-    assert found.plans
+    result = find("llama-70b", 262144, 16, 1024, "h100")
+    assert result.plans
     assert time.process_time() - start < 15  # 1 s on one core that nobody shares
 
 
 def test_a_hundred_thousand_cuts_in_seconds() -> None:
     start = time.process_time()
-    found = find("llama-175b", 8192, 1024, 1024, "h100")
-    assert found.considered > 100_000
+    result = find("llama-175b", 8192, 1024, 1024, "h100")
+    assert result.considered > 100_000
     assert time.process_time() - start < 25  # 2 s
 
 

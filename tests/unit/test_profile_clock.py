@@ -70,18 +70,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def timer_of(machine: Machine, budget_s: float = 60.0) -> StepTimer:
-    found = StepTimer(torch.device("cpu"), budget_s)
-    found.on_gpu = True
-    return found
+    timer = StepTimer(torch.device("cpu"), budget_s)
+    timer.on_gpu = True
+    return timer
 
 
 @pytest.mark.parametrize(("device_s", "host_s"), [(8e-3, 1e-3), (1e-3, 8e-3), (2e-3, 2e-3)])
 def test_device_and_host_are_told_apart(machine: Machine, device_s: float, host_s: float) -> None:
     """In a row such steps take the slower one's time; held back, a GPU shows its own."""
-    found = timer_of(machine).times(machine.step(device_s, host_s), 0.2)
+    times = timer_of(machine).times(machine.step(device_s, host_s), 0.2)
     # In a row the first launch is not hidden: one of the 25 steps that 0.2 s hold.
-    assert found.device_s == pytest.approx(device_s, rel=0.02)
-    assert found.host_s == pytest.approx(host_s)
+    assert times.device_s == pytest.approx(device_s, rel=0.02)
+    assert times.host_s == pytest.approx(host_s)
     assert timer_of(machine).seconds(machine.step(device_s, host_s), 0.2) == pytest.approx(
         max(device_s, host_s), rel=0.1
     )
@@ -98,9 +98,9 @@ def test_the_first_launch_finds_its_caches_cold(machine: Machine) -> None:
 def test_a_spent_budget_leaves_one_held_lap(machine: Machine) -> None:
     for budget_s, held in ((60.0, 5), (0.0, 1)):
         machine.launches = machine.holds = 0
-        found = timer_of(machine, budget_s).times(machine.step(4e-3, 1e-3), 0.1)
+        times = timer_of(machine, budget_s).times(machine.step(4e-3, 1e-3), 0.1)
         assert machine.holds == held
-        assert found == Times(pytest.approx(4e-3, rel=0.05), pytest.approx(1e-3))  # type: ignore[arg-type]
+        assert times == Times(pytest.approx(4e-3, rel=0.05), pytest.approx(1e-3))  # type: ignore[arg-type]
     assert machine.launches == 2 + 2  # one that warms up, one to hold it for, and the lap's two
 
 
@@ -127,5 +127,5 @@ def test_a_layers_times_are_device_there_and_back_then_host(machine: Machine) ->
         out.register_hook(lambda _: machine.run(3e-3, 5e-3))
         return out
 
-    found: Any = layer_times(timer_of(machine), layer, [weight], torch.ones(2, 3), 0.05)
-    assert found == pytest.approx((1e-3, 3e-3, 2e-3, 5e-3))
+    times: Any = layer_times(timer_of(machine), layer, [weight], torch.ones(2, 3), 0.05)
+    assert times == pytest.approx((1e-3, 3e-3, 2e-3, 5e-3))

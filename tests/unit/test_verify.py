@@ -52,7 +52,7 @@ def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
-    file, text, replacement, found = PLANTED[name]
+    file, text, replacement, message = PLANTED[name]
     shutil.copytree(
         ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -61,7 +61,7 @@ def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(source.replace(text, replacement), encoding="utf-8")
     done = run_verify(tmp_path, *TINY)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert found in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
+    assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
 
 
 def test_a_call_that_the_package_refuses_exits_with_2() -> None:
