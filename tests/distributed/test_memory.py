@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from harness import RankContext, WorkerPool
@@ -13,7 +15,7 @@ from ds_usp.attention.tuning import AUTO_TUNING
 def peak_bytes(
     ctx: RankContext, ring: int, ulysses: int, local: int, tuning: ds_usp.Tuning = AUTO_TUNING
 ) -> int:
-    """Peak of torch's own allocations in one forward and backward pass, above its arguments."""
+    """Peak of :func:`peak_of` of one forward and backward pass."""
     group = ctx.group if ring * ulysses == ctx.world else None
     mesh = ds_usp.SequenceMesh.from_group(group, ulysses)
     layout = mesh.layout("zigzag", local * ring * ulysses)
@@ -26,6 +28,26 @@ def peak_bytes(
         )
         torch.autograd.grad(out, (q, k, v), grad)
 
+    return peak_of(step)
+
+
+def forward_peak_bytes(ctx: RankContext, requires_grad: bool) -> int:
+    """Peak of :func:`peak_of` of a forward pass in four chunks under ``no_grad``."""
+    mesh = ds_usp.SequenceMesh.from_group(ctx.group, ctx.world)
+    layout, tuning = mesh.layout("zigzag", 256 * ctx.world), ds_usp.Tuning(chunks=4)
+    q, k, v = (torch.randn(1, 256, 8, 32, requires_grad=requires_grad) for _ in range(3))
+
+    def step() -> None:
+        with torch.no_grad():
+            ds_usp.usp_attention(
+                q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.full(), tuning=tuning
+            )
+
+    return peak_of(step)
+
+
+def peak_of(step: Callable[[], None]) -> int:
+    """Peak of torch's own allocations in a step that has run before, above what there was."""
     step()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -63,3 +85,13 @@ def test_a_double_ring_adds_five_blocks_at_most(pool: WorkerPool) -> None:
     # fp32 (one of them half as large here), and their send and receive buffers.
     block = 2 * local * 2 * 32 * 4
     assert 2 * block <= double - straight <= 5 * block, f"{straight} B, {double} B"
+
+
+def test_a_call_without_gradients_keeps_no_chunk_of_leaves_that_require_them(
+    pool: WorkerPool,
+) -> None:
+    plain, leaves = (
+        max(pool.run(forward_peak_bytes, 2, requires_grad=requires_grad))
+        for requires_grad in (False, True)
+    )
+    assert leaves == plain
