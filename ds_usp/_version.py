@@ -37,7 +37,8 @@ def _built(package: Path) -> str:
 
 
 def _checked_out(package: Path) -> str:
-    """What HEAD of the repository around the package points to; "" where that is not found.
+    """The commit that HEAD of the repository around the package points to; "" where it is not
+    found.
 
     Raises:
         OSError: the folder above the package is no checkout.

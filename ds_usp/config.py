@@ -57,7 +57,8 @@ class USPConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> USPConfig:
-        """From a framework's argparse namespace; attributes that it lacks keep their default."""
+        """The configuration in a framework's argparse namespace; missing attributes keep their
+        default."""
         names = {
             "sp_degree": "ds_sequence_parallel_size",
             "ulysses_degree": "ulysses_degree",

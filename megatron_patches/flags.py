@@ -155,7 +155,7 @@ class PlannedRun:
     default_vocab: int
 
     def model_shape(self) -> ModelShape:
-        """The model as the planner knows it."""
+        """The planner's :class:`ModelShape` of the program's arguments."""
         args = self.args
         vocab = getattr(args, "padded_vocab_size", None) or args.vocab_size or self.default_vocab
         biases = not getattr(args, "disable_bias_linear", False)
@@ -203,7 +203,7 @@ class PlannedRun:
         )
 
     def choose_degree(self, *, on_gpu: bool) -> Choice:
-        """What ``--ulysses-degree auto`` stands for, with the planner's reasons.
+        """The Ulysses degree that ``auto`` stands for, with the planner's reasons.
 
         Raises:
             ConfigError: the planner knows no such cluster, or finds that no degree fits.
@@ -221,7 +221,7 @@ class PlannedRun:
         )
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
-        """What the memory flags say, for all layers of this rank.
+        """The memory policy of the flags, for all layers of this rank.
 
         Args:
             options: further arguments of ``LayerMemory``, such as ``checkpoint``.

@@ -41,7 +41,8 @@ class Guard:
         return ((known,) if known else ()) if isinstance(known, str) else known
 
     def mismatches(self, original: Any) -> Iterator[str]:
-        """What differs here from what the patch was written for, one sentence each.
+        """How this process differs from what the patch was written for, one sentence for each
+        difference.
 
         Args:
             original: the object, or its target ``package.module:Class.name`` where the object

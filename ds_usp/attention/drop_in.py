@@ -31,7 +31,8 @@ class CallArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class DropInPlan:
-    """One call, validated: the order of its dims, and its exchanges or plan."""
+    """The validated plan of one drop-in call: the order of its dims, and its exchanges or ring
+    plan."""
 
     batch_second: bool
     layout: TokenLayout

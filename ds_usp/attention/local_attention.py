@@ -225,7 +225,7 @@ def _dot_product_attention(module: Any) -> LocalAttention:
 
 
 def _megatron_mask(kind: Any) -> MaskSpec:
-    """From Megatron's ``AttnMaskType``."""
+    """The mask of Megatron's ``AttnMaskType``: causal, or full for ``no_mask``."""
     name = getattr(kind, "name", str(kind))
     if name not in ("causal", "no_mask"):
         raise UnsupportedAttentionError(

@@ -375,7 +375,8 @@ class USPAttention(torch.nn.Module):
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
-        """What the local attention would compute, by the package's kernels."""
+        """Compute what the local attention would, by the package's kernels over the mesh;
+        collective."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)

@@ -213,8 +213,8 @@ def attention_spec(
     named: bool = True,
     prefix_text: str = "",
 ) -> AttentionOpSpec | None:
-    """Read a call while it is traced; None if it has documents, which differ from batch to batch,
-    or arguments that are refused."""
+    """The op's spec of a call that torch.compile traces; None, for a graph break, if the call has
+    documents (which differ from batch to batch) or arguments that are refused."""
     mesh, layout, mask, scale, dropout_p, kernel, return_lse, tuning, scores, kv_layout = options
     if type(mesh) is not SequenceMesh:
         return None

@@ -76,7 +76,7 @@ def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """All facts, by section."""
+    """All facts of the report: section -> name -> value."""
     return {
         "ds_usp": _package(),
         "system": _system(),

@@ -95,7 +95,7 @@ def verdict(report: Report) -> int:
 
 
 def within(case: VerifyCase, measured: TensorErrors) -> bool:
-    """Whether one result is within its limit."""
+    """Whether a result's error is within the limit of its dtype (see the module's docstring)."""
     absolute = _ABSOLUTE.get(case.dtype)
     if absolute is not None:
         return measured.error <= absolute
@@ -180,7 +180,7 @@ def _summary(reports: Sequence[Report]) -> list[str]:
 
 
 def _table(report: Report) -> list[str]:
-    """One call: its errors by tensor, or why it was refused."""
+    """The lines of one call: its errors by tensor, or why it was refused."""
     lines = [str(report.case)]
     if report.kernel != report.case.kernel:
         lines.append(f"kernel taken: {report.kernel}")

@@ -282,7 +282,7 @@ def _errors(
     tensors: Tensors,
     rows: torch.Tensor,
 ) -> list[TensorErrors]:
-    """By tensor: the error of this rank's shard, and of the kernel alone on the same rows."""
+    """Each result's relative error on this rank's shard, and that of the kernel run dense there."""
     # The first token of a causal document sees itself alone, and may be the only one of a rank.
     lengths = (length for sample in case.documents for length in sample)
     fewest_keys = min(len(rows), *lengths, _FEW_KEYS)
@@ -316,7 +316,7 @@ def _relative(x: torch.Tensor, expected: torch.Tensor, min_norm: float) -> float
 
 
 def largest_errors(results: Iterable[Sequence[TensorErrors]]) -> list[TensorErrors]:
-    """Of several ranks or calls: the largest errors and ratio of each tensor."""
+    """The largest errors and ratio of each tensor, over several ranks or calls."""
     by_name: dict[str, list[TensorErrors]] = {}
     for measured in chain.from_iterable(results):
         by_name.setdefault(measured.name, []).append(measured)

@@ -167,7 +167,7 @@ class HeadAllToAll:
         return UniformAllToAll(self.mesh, self.ranges, self.copies) if uniform else None
 
     def _sequence_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Of sequence shards: this rank's runs, for the heads of another."""
+        """Views of sequence shards: this rank's tokens, the heads of Ulysses rank ``rank``."""
         return [
             x[:, run.start : run.stop, begin:end]
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)
@@ -176,7 +176,7 @@ class HeadAllToAll:
         ]
 
     def _head_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Of head shards: the runs of another rank."""
+        """Views of head shards: the token runs of Ulysses rank ``rank``, for this rank's heads."""
         return [
             x.narrow(1, offset, run.length)
             for x, layout in zip(tensors, self.layouts, strict=True)

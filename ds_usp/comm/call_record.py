@@ -122,7 +122,8 @@ def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
 
 
 def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
-    """One field: the words that all values share once, then each value with its ranks."""
+    """The text of one field that differs: the words that all values share once, then each value
+    with the ranks that have it."""
     words = [value.split(" ") for value in values]
     max_shared = min(map(len, words)) - 1  # a value is never empty
     head = 0

@@ -207,8 +207,9 @@ class ConsistencyChecker:
             return ""
 
     def _pending_difference(self, max_pending: int) -> MeshError | None:
-        """At the end of the process: wait until at most so many comparisons are in flight; the
-        first difference. A record posted before would overwrite one that others have to read."""
+        """At the end of the process: wait until at most ``max_pending`` comparisons are in flight;
+        returns the first difference. Posting before that would overwrite a record not yet read by
+        others."""
         while len(self._pending) > max_pending:
             transport, seq = self._pending.popleft()
             data = transport.gather(seq, _EXIT_TIMEOUT_S)
@@ -364,7 +365,8 @@ def _unusable_reason(data: Sequence[bytes | bytearray]) -> MeshError | None:
 
 
 def _at_exit(reference: weakref.ref[ConsistencyChecker], process: int) -> None:
-    """Print the difference between ranks that end. After an error there is enough to read."""
+    """atexit hook: compare the ranks a last time and print their difference. Silent in forked
+    children and after an uncaught exception, which is enough to read."""
     checker = reference()
     failed = getattr(sys, "last_value", None) is not None
     if checker is None or failed or os.getpid() != process:

@@ -110,7 +110,7 @@ def copy_2d_async(
 
 
 def _call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
-    """What a driver function returns: its error code, which must be 0, and its results."""
+    """Call a driver function and check its error code; returns (code, results...)."""
     results = function(*arguments)
     if results[0]:
         # The runtime binds a context at a thread's first call of it; autograd's threads are new.

@@ -26,7 +26,7 @@ class WeakRegistry(Generic[T]):
         return name
 
     def lookup(self, name: str) -> T:
-        """The object of a name.
+        """The registered object of a name.
 
         Raises:
             MeshError: there is none any more.

@@ -138,7 +138,8 @@ class DoubleRing:
         return (relay - outer_step * self.inner) % self.ring
 
     def relayed_runs(self, relay: int, outer_step: int) -> Runs:
-        """Which of them: all of its own; of another rank's, what its node sees of them."""
+        """The runs of the owner's tokens that a rank relays in an outer step: all of its own
+        tokens; of another rank's, those that its node sees."""
         owner = self.owner(relay, outer_step)
         length = self.keys.ring_length(owner)
         if not outer_step:

@@ -170,7 +170,7 @@ class _PairSplit:
         return cost
 
     def runs(self) -> tuple[list[Run], list[Run]]:
-        """Of both ranks."""
+        """The runs of both ranks, with the split run's two halves."""
         first, second = ([(run.start, run.stop) for run in runs] for runs in self._assigned)
         split = self._split_at(sum(run.tokens for run in self._assigned[0]), self._front_first)
         front, back = (self._split_run.start, split), (split, self._split_run.stop)

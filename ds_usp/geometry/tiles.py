@@ -64,7 +64,7 @@ class Tile:
         )
 
     def shifted(self, rows: int, columns: int) -> Tile:
-        """The same pairs, rows and columns counted from elsewhere."""
+        """The tile moved by so many query rows and key columns; the same pairs of tokens."""
         if not (rows or columns):
             return self
         return Tile(
@@ -159,7 +159,8 @@ def _segment_pairs(
 
 
 def visible_columns(queries: Shard, keys: Shard, mask: MaskSpec) -> list[tuple[int, int]]:
-    """Half-open columns of keys that some query sees, those of the tile of each two segments."""
+    """For each query and key segment with a visible pair, the half-open range of the key shard's
+    columns that some query sees."""
     columns = []
     for q, _, k, k_at, window in _segment_pairs(queries, keys, mask):
         low, high = _bounds(q, k, window)
@@ -190,7 +191,8 @@ def _tile(q: Segment, q_start: int, k: Segment, k_start: int, mask: MaskSpec) ->
 
 
 def _trim(tile: Tile) -> Tile | None:
-    """The same pairs without empty rows and columns; None if there are none."""
+    """The tile without empty rows and columns, with bounds as narrow as its pairs; None if it has
+    none."""
     q_start = max(tile.q_start, tile.k_start - tile.high)
     q_stop = min(tile.q_stop, tile.k_stop - tile.low)
     k_start = max(tile.k_start, q_start + tile.low)

@@ -220,7 +220,8 @@ class SingleTileKernel:
         return self.tile_backward(saved, call.tile, scale, **buffers)
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
-        """One call a tile; q, k, v are the rows and columns of the call."""
+        """Forward of a call of several tiles, one kernel launch a tile; q, k, v are the rows and
+        columns of the call."""
         q, k, v = qkv
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.grad_dtype(q.dtype))
@@ -233,7 +234,8 @@ class SingleTileKernel:
         return out, lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
-        """One call a tile; the tensors are the rows and columns of the call."""
+        """Backward of a call of several tiles, one kernel launch a tile; the tensors are the rows
+        and columns of the call."""
         dout, q, k, v, out, lse = saved
         dtype = self.caps.grad_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))

@@ -33,7 +33,7 @@ CallT = TypeVar("CallT", bound="_Call")
 
 
 def keep_attention(run: Callable[Params, Result]) -> Callable[Params, Result]:
-    """What to pass to an activation checkpoint instead of ``run``.
+    """Wrap ``run`` for an activation checkpoint, so that attention in it is saved, not recomputed.
 
     ``checkpoint(keep_attention(layer), hidden)``: make a new one for each call of the checkpoint.
     Every :func:`ds_usp.usp_attention` and :class:`ds_usp.USPAttention` that runs in it is computed
@@ -272,7 +272,8 @@ class _ReusedInputs:
         self._inputs: Sequence[torch.Tensor] = inputs
 
     def pack(self, tensor: torch.Tensor) -> tuple[int, StorageView] | None:
-        """The view of an input that a tensor is."""
+        """(index in :attr:`indices`, view) of a tensor that is a view of an input; None for
+        another."""
         storage = storage_id(tensor)
         for index, x in enumerate(self._inputs):
             if storage_id(x) == storage and x.dtype == tensor.dtype:

@@ -106,7 +106,7 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
-    """What torch checks itself for tensors that no hook has packed.
+    """Refuse a saved tensor that was changed in place; torch checks only tensors without hooks.
 
     Raises:
         RecomputeError: the tensor was changed in place since it had this version.

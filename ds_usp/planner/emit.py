@@ -70,7 +70,7 @@ def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] =
 
 
 def _shape_flags(work: Workload, config: ParallelConfig) -> list[str]:
-    """What Megatron-DeepSpeed and Megatron-LM call by the same names."""
+    """Model and batch flags that Megatron-DeepSpeed and Megatron-LM have by the same names."""
     model = work.model
     flags = ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)]
     flags += ["--num-attention-heads", str(model.heads), "--ffn-hidden-size", str(model.ffn)]

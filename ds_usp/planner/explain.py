@@ -13,7 +13,7 @@ from ds_usp.planner.topology import group_of
 
 
 def explain(result: SearchResult) -> list[str]:
-    """One line for each axis of the best plan: the best alternative, and what it would cost."""
+    """Why the best plan is the best: for each axis the best alternative, and what it would cost."""
     if not result.plans:
         return infeasibility_report(result)
     best = result.plans[0]
@@ -52,7 +52,7 @@ def _choice(result: SearchResult, best: Plan, axis: str) -> Iterator[str]:
 
 
 def _against(result: SearchResult, best: Plan, alternative: Plan) -> str:
-    """What another plan reaches, and where it loses most."""
+    """The alternative's MFU, and the component that takes it most time more than the best plan."""
     if alternative.mfu >= best.mfu - 5e-5:
         return "is as fast and less simple"
     best_s, other_s = (_component_seconds(result, plan) for plan in (best, alternative))

@@ -148,7 +148,7 @@ class Cluster:
         return bytes_a_gpu * min(self.gpus_per_node, gpus) <= 0.8 * self.host_memory_bytes
 
     def with_gpus_per_node(self, gpus: int) -> Cluster:
-        """The same machine with another number of GPUs in a node; NICs scale with the GPUs.
+        """The cluster with another number of GPUs in a node; NICs and uplinks scale with the GPUs.
 
         Raises:
             ConfigError: fewer than one.
@@ -258,7 +258,7 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Two rows of the same sizes would leave no line to draw through them."""
+    """Refuse wrong values, and two rows of the same sizes, through which no line can be drawn."""
     seen = set()
     for row in rows:
         for wrong in violations(row):

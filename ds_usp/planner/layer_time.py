@@ -128,7 +128,7 @@ class _NonAttention:
         return gemm * (_GEMMS - 1) + core + gemm
 
     def without_launch_time(self) -> _NonAttention:
-        """The same with launch times that are not known."""
+        """These times with all launch times not known."""
         forward, backward = self.forward, self.backward
         return replace(
             self,
@@ -140,7 +140,7 @@ class _NonAttention:
 def _measured_rest(
     cluster: Cluster, work: Workload, config: ParallelConfig
 ) -> _NonAttention | None:
-    """From profiled layers of this shape and tensor-parallel degree; None without one."""
+    """Times of a layer but for attention, from the profile; None without rows of it."""
     rows = layer_rows(cluster.layers, work.model, config.tp)
     if not rows:
         return None
@@ -172,7 +172,8 @@ def _scaled_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _N
 
 
 def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) -> _NonAttention:
-    """By the formula: GEMMs (two of backward's for one of forward), elementwise, TP collectives."""
+    """Times of a layer but for attention by formula: GEMMs (backward has two for each of forward),
+    elementwise kernels, tensor-parallel collectives."""
     tokens = work.rank_tokens(config)
     gemms = gemm_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
     elementwise = elementwise_s(cluster, 2 * _unfused_bytes(work, config))

@@ -126,7 +126,7 @@ class _LengthSearch:
         return replace(self._evaluate(low) if low else beyond, seq_len=low, limit=beyond.limit)
 
     def _evaluate(self, seq_len: int) -> MaxLength:
-        """What a length needs; its limit is "" where it fits."""
+        """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
         config, work = self.config, _workload(self.model, self.config, seq_len)
         if self.offload:
             config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)

@@ -121,7 +121,7 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "starcoder2")
 
 
 def _other_facts(entry: Mapping[str, Any], gated: bool) -> tuple[str, ...]:
-    """What a HuggingFace configuration states that no field of ModelShape holds, by name."""
+    """Facts of a HuggingFace configuration that no field of ModelShape holds, by name."""
     kind = entry.get("model_type")
     facts = [f"layers of model_type {kind}"] if kind is not None and kind not in _PLAIN else []
     names = ("hidden_act", "activation_function", "hidden_activation")

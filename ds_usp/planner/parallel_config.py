@@ -17,7 +17,7 @@ SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be trained.
+    """A model, its sequence length and global batch: what is to be trained.
 
     Args:
         seq_len: tokens of one sequence.

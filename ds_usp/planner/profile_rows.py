@@ -190,7 +190,7 @@ def interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def interpolate_curve(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The same, linear in the logarithm of the size alone."""
+    """The curve's value at a size, linear in the size's logarithm and constant beyond both ends."""
     if size <= points[0][0]:
         return points[0][1]
     for (low, first), (high, last) in pairwise(points):

@@ -204,7 +204,7 @@ def comm_json(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionB
 
 
 def comm_text(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionBytes]) -> str:
-    """A row a rank, in MiB."""
+    """The table of the bytes that attention sends: a row for each rank, in MiB."""
     double_ring = any(sent.ring_kv_outer for sent in ranks)
     rows = []
     for rank, sent in enumerate(ranks):
@@ -241,7 +241,7 @@ def tokens_per_s(result: SearchResult, plan: Plan) -> float:
 
 
 def plan_json(result: SearchResult, plan: Plan) -> Json:
-    """One plan."""
+    """One plan: its degrees and settings, predicted time, MFU and memory."""
     config, model = plan.config, result.work.model
     return {
         **_attributes(config, "tp ulysses ring order pp"),
@@ -259,7 +259,7 @@ def plan_json(result: SearchResult, plan: Plan) -> Json:
 
 
 def search_result_json(result: SearchResult, top: int) -> Json:
-    """A whole search."""
+    """The workload, what was searched and refused, and the best plans."""
     work, closest = result.work, result.closest_to_fitting
     content: Json = {
         "model": work.model.name,
@@ -361,7 +361,7 @@ def _breakdown(result: SearchResult, plan: Plan) -> str:
 
 
 def _profiled_text(result: SearchResult, top: int) -> str:
-    """What of the times comes from a profile's rows, and for which listed degrees it has none."""
+    """Which times come from a profile's rows, and listed ulysses x ring for which it has none."""
     cluster, model = result.cluster, result.work.model
     profiled = {(row.ulysses, row.ring) for row in cluster.calls}
     listed = {(plan.config.ulysses, plan.config.ring) for plan in result.plans[:top]}

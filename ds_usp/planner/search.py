@@ -169,7 +169,7 @@ class _Collector:
         self.unmet: Counter[str] = Counter()  # fixed values that a set of degrees cannot have
 
     def search_degrees(self, base: ParallelConfig, fixed: Mapping[str, object]) -> None:
-        """All settings of one set of degrees."""
+        """Evaluate all settings of one set of degrees."""
         result, framework = self._result, self._framework
         known = framework.zero_in_pipeline if base.pp > 1 else framework.zero
         stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
@@ -292,7 +292,7 @@ class _Collector:
             self._record(plan)
 
     def _evaluate_chunked_loss(self, config: ParallelConfig, bound: float) -> None:
-        """The same with a chunked loss, which saves memory and no time.
+        """Evaluate a configuration again with a chunked loss, which saves memory and no time.
 
         It is a setting of the configuration, as the offload ratio is, and not counted as another.
         """
@@ -330,7 +330,8 @@ class _Collector:
     def _offloaded(
         self, config: ParallelConfig, shared: ModelWideBytes, only_if_fits: bool
     ) -> tuple[ParallelConfig, Memory] | None:
-        """With as much offload as it takes, and its memory; None if host memory is too small.
+        """The config with the smallest offload ratio that fits the GPU (1 if none does), and its
+        memory; None if host memory cannot hold what it offloads.
 
         Args:
             only_if_fits: None, too, if the GPU's memory is too small even so.
@@ -359,7 +360,8 @@ class _Collector:
     def find_closest(
         self, degree_sets: Iterable[ParallelConfig], fixed: Mapping[str, object]
     ) -> None:
-        """Where nothing fits: evaluate the settings that save most, for each set of degrees."""
+        """Evaluate the settings that save most memory, for each set of degrees; called if nothing
+        fits."""
         self.exhaustive = True
         modes = self._framework.recompute
         saving = {"micro_batch": 1, "recompute": "full" if "full" in modes else modes[-1]}

@@ -145,7 +145,8 @@ def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[Measure
 
 @lru_cache(maxsize=65536)
 def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float:
-    """Of the busiest link, for each byte that a rank sends: ports, domains' uplinks, or NICs."""
+    """Seconds of the busiest link for each byte that a rank sends: a port, a domain's uplink, or a
+    NIC."""
     slowest = 0.0
     for level in cluster.levels:
         traffic = domain_traffic(group, level.gpus, pattern)
@@ -164,7 +165,7 @@ def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float
 
 @lru_cache(maxsize=65536)
 def _latency_s(cluster: Cluster, group: RankGroup) -> float:
-    """Of the smallest domain that holds the group; the network's if no domain does."""
+    """The latency of the smallest domain that holds the group, else of the network."""
     for level in cluster.levels:
         if domain_traffic(group, level.gpus, RELAY).inside:
             return level.latency_s

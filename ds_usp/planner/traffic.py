@@ -68,7 +68,8 @@ def attention_bytes(
     gradient_bytes: int = 0,
     inner_ring: int | None = None,
 ) -> AttentionBytes:
-    """What one rank of the sequence-parallel group sends.
+    """The bytes that one rank of the sequence-parallel group sends in a layer, as its ledger
+    counts.
 
     Ulysses: q, k and v go to the ranks of their heads (a KV head to each of its users), the output
     returns; gradients do the reverse. Ring: keys and values go directly to the ranks whose queries

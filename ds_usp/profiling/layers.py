@@ -41,7 +41,7 @@ class ReferenceLayer:
         tp: int,
         group: dist.ProcessGroup | None,
     ) -> ReferenceLayer:
-        """With random weights."""
+        """A layer with random weights."""
         h, f = model.hidden, model.ffn // tp
         q, k = model.q_width // tp, model.kv_width // tp
         shapes: dict[str, tuple[int, ...]] = {"qkv": (q + 2 * k, h), "out": (h, q)}

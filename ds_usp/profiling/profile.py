@@ -166,7 +166,7 @@ def _attention_rows(state: Profile) -> list[tuple[int, float]]:
 
 
 def _meshes(state: Profile) -> list[SequenceMesh]:
-    """One rank, and every ulysses x ring inside a node that the heads allow."""
+    """Meshes to measure: one rank, and every ulysses x ring in a node that the heads allow."""
     found = [SequenceMesh.single()]
     if state.timer.world == 1:
         return found

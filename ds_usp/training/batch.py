@@ -103,7 +103,7 @@ def next_token_labels(labels: Tensor, documents: Any = ()) -> Tensor:
 
 
 def document_borders(tokens: Tensor, eod: int) -> list[list[int]]:
-    """Where the documents of packed sequences begin, for ``MaskSpec(documents=...)``.
+    """Cumulative borders of the documents of packed sequences, for ``MaskSpec(documents=...)``.
 
     An end-of-document token is the last one of its document, as in Megatron. Read once a batch,
     from the whole sequences, which all ranks that share them have alike.
@@ -136,7 +136,7 @@ def document_positions(
 
 
 def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
-    """Where documents begin by their position ids: wherever these start anew at 0.
+    """Cumulative borders of documents by their position ids, which start anew at 0 in each.
 
     Shapes:
         position_ids: ``[b, seq_len]``; the result has one list of cumulative borders a sample.

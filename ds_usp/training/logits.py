@@ -80,7 +80,8 @@ class Logits:
         self.losses = sum_exp.log() - label_logit
 
     def gradient(self, dlosses: Tensor) -> Tensor:
-        """Of the logits, ``[t, V]``, from that of the losses ``[t]``; overwrites the logits."""
+        """The gradient of the logits ``[t, V]`` from that of the losses ``[t]``; overwrites the
+        logits."""
         scale = dlosses * self._inv_sum_exp
         if self._fused is None:
             return _gradient(self._buffer, self._labels, scale, dlosses)

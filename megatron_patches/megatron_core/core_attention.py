@@ -134,7 +134,7 @@ class USPCoreAttention(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """For megatron-core's checkpoints: the sink parameter, sharded by heads."""
+        """The sink parameter for megatron-core's checkpoints, sharded by heads."""
         groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

@@ -157,7 +157,7 @@ class Stack:
 
 
 def measure(session: Session, stack: Stack, args: argparse.Namespace) -> list[str]:
-    """One row of the table."""
+    """One row: ms, tokens/s, peak GiB, offloaded GiB, hidden fraction of the copies."""
     stack.step()
     peak = session.extra_bytes(stack.step) / GIB
     sent = stack.offload.counts.offloaded
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 def run(session: Session, stack: Stack, args: argparse.Namespace, tables: Sequence[Table]) -> None:
-    """One policy on one shape; skipped, with a printed reason, if it does not fit."""
+    """Measure one policy on one shape; skipped, with a printed reason, if it does not fit."""
     names = [str(stack.shape), str(stack.policy)]
     row = session.try_all_ranks(lambda: measure(session, stack, args))
     if isinstance(row, str):

@@ -44,7 +44,7 @@ class Case:
         return replace(shape_of(self.model), layers=self.layers)
 
     def plan(self) -> tuple[Workload, ParallelConfig]:
-        """What the planner is asked."""
+        """The run as the planner's workload and parallel configuration."""
         config = ParallelConfig(
             tp=self.tp,
             ulysses=self.ulysses,

@@ -304,7 +304,7 @@ def by_mesh(cases: Iterable[Case]) -> Iterator[tuple[tuple[int, int, int], list[
 
 
 def line(run: Measured) -> str:
-    """One run for the reader."""
+    """One run as a line of text."""
     case = run.case
     return (
         f"{case.model} x {case.layers} layers, {case.seq_len} tokens, tp {case.tp}, ulysses "

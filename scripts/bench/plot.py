@@ -80,7 +80,8 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw(head: Sequence[str], drawn: Sequence[Point], out: Path) -> None:
-    """A panel a kernel; the legend is ordered by the percentage at the longest sequence."""
+    """Draw one panel for each kernel: percent of the single-GPU kernel over the sequence length;
+    legends are ordered by the percentage at the longest sequence."""
     kernels = [kernel for kernel in KERNELS if any(kernel == point.kernel for point in drawn)]
     kernels += sorted({point.kernel for point in drawn} - set(kernels))
     figure = new_figure(9.5, 0.7 + 3.1 * len(kernels))

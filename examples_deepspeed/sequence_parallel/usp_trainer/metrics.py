@@ -61,7 +61,7 @@ class MetricsFile:
         return rows
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one step.
+        """Append the row of one step.
 
         Raises:
             OSError: it could not be written; the file ends with the step before.

@@ -69,7 +69,8 @@ class SavedParameters:
                     self.scalars[key] = value
 
     def _add_partition(self, rank: int, partition: Mapping[str, Any]) -> None:
-        """ZeRO-1 and 2: fragments of parameters in flat groups, data-parallel ranks in order."""
+        """Add the fragments of parameters and optimizer states that one rank's ZeRO-1 or 2 file
+        holds."""
         states = partition["base_optimizer_state"]["state"]
         groups = zip(
             partition["single_partition_of_fp32_groups"],
