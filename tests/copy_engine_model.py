@@ -9,21 +9,34 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from ds_usp.attention.pipeline import _ChunkPipeline
 from ds_usp.comm import copy_engine
-from ds_usp.comm.channel import PendingExchange
 from ds_usp.comm.copy_engine import CopyEngine, num_slots
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel
 from ds_usp.comm.cuda_driver import FlagOp
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.geometry.pipeline_schedule import Op, pipeline_schedule
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
+POSTS = {
+    Op.A2A_POST: ("all_to_all", "a2a"),
+    Op.RETURN_POST: ("all_to_all", "ret"),
+    Op.LSE_POST: ("all_to_all", "lse"),
+    Op.KV_POST: ("ring_kv", "kv"),
+    Op.DKV_POST: ("ring_dkv", "grads"),
+}
+WAITS = {
+    Op.A2A_WAIT: "all_to_all",
+    Op.RETURN_WAIT: "all_to_all",
+    Op.LSE_WAIT: "all_to_all",
+    Op.KV_WAIT: "ring_kv",
+    Op.DKV_WAIT: "ring_dkv",
+}
 SLOT = 512
 Tag = tuple[Any, ...]
 
@@ -186,6 +199,8 @@ class FakeChannel:
     def __init__(self, world: World, rank: int, kind: str) -> None:
         self.world, self.rank, self.engine = world, rank, world.engines[rank][kind]
         self.real = CopyEngineChannel(self.engine, CommLedger(), kind)
+        self.name: Tag = ()
+        self.block: list[Place] = []
 
     def acquire_staging(self, *name: Any) -> FakeChannel:
         self.packed = self.real.acquire_staging((1, 1), torch.empty(0), torch.uint8).tensor
@@ -210,12 +225,10 @@ class FakeChannel:
         arriving: Any = [(source, place, 0, 0) for source, place in self.places]
         self.real.post(self.packed, leaving, arriving)
 
-    def close(self) -> None:
-        pass
-
     def wait(self) -> None:
         self.real.wait()
-        for _, place in self.places:
+        self.block = [place for _, place in self.places]
+        for place in self.block:
             self.world.current.operations.append(("read", place))
 
 
@@ -228,9 +241,9 @@ def some(
 
 
 class Call:
-    """One call of one rank, its chunks exchanged by attention's own pipeline.
+    """One pass of one rank, which executes attention's own schedule.
 
-    ``draw`` is the same on all ranks.
+    ``draw`` is the same on all ranks. Kernel calls are each rank's own.
     """
 
     def __init__(self, world: World, rank: int, draw: random.Random, name: int) -> None:
@@ -238,98 +251,94 @@ class Call:
         self.share = draw.choice([0.1, 0.5, 1.0])
         self.return_lse = draw.random() < 0.3
         # Ulysses and a ring, Ulysses alone, a ring alone.
-        self.has_ring, self.local_heads = draw.choice([(True, False), (False, False), (True, True)])
+        self.ring, self.ulysses = draw.choice([(True, True), (False, True), (True, False)])
         self.backward = draw.random() < 0.5
-        self.sent: dict[int, PendingExchange] = {}
+        self.open: dict[tuple[str, int], FakeChannel] = {}
 
-    def run(self, parts: int, steps: int) -> None:
-        made = _ChunkPipeline(self, range(parts), self.send, self.kv_stream, backward=self.backward)  # type: ignore[arg-type]
+    def run(self, chunks: int, steps: int) -> None:
+        remote = steps if self.ring else 0
+        rings: list[Any] = [self.ring_of(chunk, remote) for chunk in range(chunks)]
+        schedule = pipeline_schedule(
+            rings,
+            ulysses=self.ulysses,
+            backward=self.backward,
+            return_lse=self.return_lse and not self.backward,
+            stage_return=self.backward and not self.ring and self.stages_return(),
+        )
+        for op, chunk, number, call in schedule:
+            if op in POSTS:
+                self.post(*POSTS[op], chunk, number)
+            elif op in WAITS:
+                self.open[WAITS[op], chunk].wait()
+            elif op is Op.RETURN_STAGE:
+                self.channel("all_to_all", "ret", chunk, 0)
+            elif op is Op.ATTN:
+                self.attend(rings[chunk], chunk, number, call)
 
-        def compute(part: int, chunk: Any) -> None:
-            assert chunk.exchange is self.sent[part], "another chunk's exchange"
-            chunk.exchange.wait()
-            home = None
-            if not self.has_ring and self.early(part):
-                home = self.channel("all_to_all", "home", part)
-            grads = self.compute(part, chunk.kv_stream, pipeline, steps if self.has_ring else 0)
-            pipeline.return_chunk(partial(self.return_chunk, part, grads, home))
+    def ring_of(self, chunk: int, remote: int) -> Any:
+        """Steps of a chunk: the local block, if this rank does not merge it, and those received."""
+        local = [] if remote == 1 and self.merges_local(chunk) else [True]
+        steps = [
+            SimpleNamespace(
+                is_local=is_local, outer_step=0, calls=range(self.kernel_calls(chunk, index))
+            )
+            for index, is_local in enumerate([*local, *[False] * remote])
+        ]
+        return SimpleNamespace(
+            steps=steps, backward_steps=steps, outer_steps=(), ring_degree=2 if self.ring else 1
+        )
 
-        with contextlib.closing(made) as pipeline:
-            pipeline.run(compute)
+    def merges_local(self, chunk: int) -> bool:
+        return self.own(chunk, "merged").random() < 0.3
 
-    def early(self, *what: int) -> bool:
-        """Whether a kernel writes where it leaves from, so that staging is acquired before it runs;
-        ranks may differ."""
-        return random.Random(f"{self.rank} {self.name} {what}").random() < 0.5
+    def kernel_calls(self, chunk: int, step: int) -> int:
+        """Of this rank in a ring step."""
+        return self.own(chunk, step, "calls").randrange(3)
 
-    def middle(self, part: int) -> int:
-        """When a part's is, in halves of its first step; ranks differ. Of one kernel at its end."""
-        return random.Random(f"{self.rank} {self.name} {part}").randrange(3)
+    def own(self, *what: Any) -> random.Random:
+        """This rank's, not the others'."""
+        return random.Random(f"{self.rank} {self.name} {what}")
 
-    def channel(self, kind: str, *name: Any) -> FakeChannel:
-        return FakeChannel(self.world, self.rank, kind).acquire_staging(*name, self.name)
+    def stages_return(self) -> bool:
+        """Whether kernels write into the staging buffers of returns; the same on all ranks."""
+        return self.draw_for("return").random() < 0.5
 
-    def exchange(self, name: str, part: int, heads: FakeChannel | None = None) -> PendingExchange:
-        if self.local_heads:
-            return PendingExchange(tuple)
-        heads = heads or self.channel("all_to_all", name, part)
-        heads.post(some(self.world, self.draw, 1.0), name, self.name, part)
-        return PendingExchange(tuple, heads)  # type: ignore[arg-type]
+    def writes_in_place(self, chunk: int, step: int) -> bool:
+        """Whether a step's first kernel call writes into the staging buffer of its gradients."""
+        return self.own(chunk, step).random() < 0.5
 
-    def send(self, part: int) -> PendingExchange:
-        self.sent[part] = self.exchange("come", part)
-        return self.sent[part]
+    def attend(self, ring: Any, chunk: int, index: int, call: int) -> None:
+        """A kernel call: reads its block, and may write gradients into their staging buffer."""
+        remote = [number for number, step in enumerate(ring.steps) if not step.is_local]
+        if index in remote:
+            number = remote.index(index)
+            if self.backward and not call and self.writes_in_place(chunk, index):
+                self.channel("ring_dkv", "grads", chunk, number)
+            for place in self.open["ring_kv", chunk].block:
+                self.world.current.operations.append(("read", place))
+        half_steps = 2 if len(ring.steps[index].calls) == 1 else 1
+        self.world.current.operations += [("work",)] * half_steps
 
-    def kv_stream(self, part: int, pending: PendingExchange) -> Any:
-        if not self.backward:  # else keys are there already
-            pending.wait()
-        if self.has_ring:
-            keys = self.channel("ring_kv", "keys", part)
-            self.post(keys, "keys", part, 0)
-            return keys
-        return None
+    def channel(self, kind: str, what: str, chunk: int, number: int) -> FakeChannel:
+        """The channel of a chunk, with a staging buffer for one exchange: one for all of KV."""
+        if kind == "all_to_all" or (kind, chunk) not in self.open:
+            self.open[kind, chunk] = FakeChannel(self.world, self.rank, kind)
+        channel = self.open[kind, chunk]
+        name = what, chunk, 0 if kind == "ring_kv" else number, self.name
+        if channel.name != name:
+            channel.acquire_staging(*name)
+        return channel
 
-    def compute(
-        self, part: int, keys: FakeChannel, pipeline: _ChunkPipeline, steps: int
-    ) -> FakeChannel | None:
-        grads = FakeChannel(self.world, self.rank, "ring_dkv")
-        work = self.world.current.operations
-        middle = self.middle(part)
-        for step in range(steps):
-            if not step and not middle:
-                pipeline.mid_chunk()
-            direct = self.backward and self.early(part, step)
-            if direct:
-                grads.acquire_staging("grads", part, step, self.name)
-            keys.wait()
-            for half in (1, 2):
-                work.append(("work",))
-                if not step and middle == half:
-                    pipeline.mid_chunk()
-            if step + 1 < steps:
-                self.post(keys, "keys", part, (step + 1) % 2)
-            if not self.backward:
-                continue
-            if step:
-                grads.wait()
-            if not direct:
-                grads.acquire_staging("grads", part, step, self.name)
-            self.post(grads, "grads", part)
-        if not steps:
-            work.append(("work",))
-        return grads if steps and self.backward else None
+    def post(self, kind: str, what: str, chunk: int, number: int) -> None:
+        staged = self.open.get((kind, chunk))
+        if staged is None or staged.name[:1] != (what,) or kind == "ring_dkv":
+            staged = self.channel(kind, what, chunk, number)
+        share = 1.0 if kind == "all_to_all" else self.share
+        cell = number % 2 if kind == "ring_kv" else 0  # two receive buffers of KV
+        own = kind == "ring_kv"
+        pairs = some(self.world, self.draw_for(kind, what, chunk, number), share, own=own)
+        staged.post(pairs, what, self.name, chunk, cell)
 
-    def return_chunk(
-        self, part: int, grads: FakeChannel | None, home: FakeChannel | None
-    ) -> PendingExchange:
-        if grads is not None:
-            grads.wait()
-        pending = self.exchange("home", part, home)
-        if self.return_lse:
-            pending.wait()
-            return self.exchange("lse", part)
-        return pending
-
-    def post(self, channel: FakeChannel, *cell: Any) -> None:
-        own = channel.engine.kind == "ring_kv"  # type: ignore[attr-defined]
-        channel.post(some(self.world, self.draw, self.share, own=own), self.name, *cell)
+    def draw_for(self, *what: Any) -> random.Random:
+        """The same on all ranks."""
+        return random.Random(f"{self.name} {self.share} {what}")

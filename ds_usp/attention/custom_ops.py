@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from ds_usp.attention import backward_pass
 from ds_usp.attention.call_plan import AttentionOptions
+from ds_usp.attention.forward_pass import attention_forward
 from ds_usp.attention.op_specs import (
     AttentionOpSpec,
     ExchangeOpSpec,
@@ -25,11 +27,7 @@ from ds_usp.attention.op_specs import (
     mesh_of,
     op_schema,
 )
-from ds_usp.attention.pipeline import (
-    AttentionPlan,
-    pipelined_backward,
-    pipelined_forward,
-)
+from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.score_mod import Scores
 from ds_usp.attention.validation import (
     ChunkExchanges,
@@ -72,7 +70,7 @@ def attention(
         q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks and slopes ``[h]`` -> out
         ``[b, s, h, e]``; with ``return_lse``, and without Ulysses where there is a backward pass,
         the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, chunk by chunk
-        (:class:`ds_usp.attention.pipeline.SavedChunk`); where there is a backward pass, last the
+        (:class:`ds_usp.attention.plan.SavedChunk`); where there is a backward pass, last the
         call number ``[]``, on the CPU.
 
     Raises:
@@ -100,7 +98,7 @@ def _attention(
     mesh = mesh_of(spec)
     plan = check_on_all_ranks(mesh, check, q)
     call_number, save = mesh.consistency.number, spec.needs_backward
-    out, lse, saved = pipelined_forward(plan, scores, q, k, v, save_for_backward=save)
+    out, lse, saved = attention_forward(plan, scores, q, k, v, save_for_backward=save)
     results = [out] if lse is None else [out, lse]
     if save and plan.local_heads and lse is None:
         results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
@@ -187,7 +185,7 @@ def attention_backward(
         saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
     chunks = plan.unpack_saved(saved)
     sizes = [torch.Size(shape) for shape in shapes]
-    grads = pipelined_backward(plan, scores, dout.contiguous(), sizes, chunks)
+    grads = backward_pass.attention_backward(plan, scores, dout.contiguous(), sizes, chunks)
     return _fresh_contiguous([x for x in grads if x is not None], (dout, *saved))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_usp.attention.functional import head_exchange
 from ds_usp.attention.local_attention import LocalAttention
-from ds_usp.attention.pipeline import AttentionPlan
+from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.rotary import Rotary
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.errors import ConfigError

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
+from ds_usp.attention.backward_pass import attention_backward
 from ds_usp.attention.call_plan import AttentionOptions, plan_call
 from ds_usp.attention.custom_ops import traced_attention
+from ds_usp.attention.forward_pass import attention_forward
 from ds_usp.attention.op_specs import graph_break
-from ds_usp.attention.pipeline import (
-    AttentionPlan,
-    pipelined_backward,
-    pipelined_forward,
-)
+from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_on_all_ranks, exchange_label, is_on_cpu
@@ -70,11 +68,11 @@ class UnifiedAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :func:`ds_usp.attention.pipeline.pipelined_forward` for the shapes; ``sinks`` are
+        """See :func:`ds_usp.attention.forward_pass.attention_forward` for the shapes; ``sinks`` are
         those of ``scores``, which autograd sees as an argument only; ``grad_enabled`` is the
         caller's grad mode, in which it is off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
-        out, lse, saved = pipelined_forward(plan, scores, q, k, v, save_for_backward=save)
+        out, lse, saved = attention_forward(plan, scores, q, k, v, save_for_backward=save)
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
         if lse is not None:
             ctx.mark_non_differentiable(lse)
@@ -94,7 +92,7 @@ class UnifiedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        """See :func:`ds_usp.attention.pipeline.pipelined_backward`."""
+        """See :func:`ds_usp.attention.backward_pass.attention_backward`."""
         if torch.is_grad_enabled():  # create_graph=True; kernels have no second derivative
             raise UnsupportedAttentionError(
                 "the gradient of attention was asked to be differentiable itself "
@@ -107,7 +105,7 @@ class UnifiedAttention(torch.autograd.Function):
         if dout is None:  # the other ranks wait for this one's exchanges
             dout = saved[0].new_zeros(ctx.out_shape)
         scores = ctx.scores if sinks is None else replace(ctx.scores, sinks=sinks)
-        grads = pipelined_backward(plan, scores, dout.contiguous(), ctx.shapes, chunks)
+        grads = attention_backward(plan, scores, dout.contiguous(), ctx.shapes, chunks)
         return None, None, None, None, *grads
 
 

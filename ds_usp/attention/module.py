@@ -29,7 +29,7 @@ from ds_usp.attention.local_attention import (
     resolve_ring_attention,
 )
 from ds_usp.attention.op_specs import graph_break
-from ds_usp.attention.pipeline import AttentionPlan
+from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.rotary import Rotary, check_rotary, local_rotary
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import (

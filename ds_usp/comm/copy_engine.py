@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -48,20 +49,31 @@ from ds_usp.comm.cuda_driver import (
 from ds_usp.comm.streams import current_stream
 from ds_usp.comm.symmetric_memory import PeerMappedTensor, alloc_symmetric
 from ds_usp.errors import MeshError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.pipeline_schedule import pipeline_schedule, staging_slots
+from ds_usp.geometry.ring_schedule import ring_schedule
 
 _ALIGN = 512
 _MAX_CACHED = 256  # buffers and flag batches of a slot: lengths and readers differ between calls
 
 
+@cache
 def num_slots(kind: str, *, ring: bool) -> int:
-    """Slots for one kind of traffic, so that no rank waits for a free one: one being packed, and
-    one being pulled. Without a ring, head exchanges and their returns alternate, and the return's
-    slot is acquired before it is computed.
+    """Slots for one kind of traffic, so that no rank waits for a free one; see
+    :func:`staging_slots`.
 
     Args:
         ring: there is ring traffic beside the head exchanges.
     """
-    return 3 if kind == "all_to_all" and not ring else 2
+    layout, mask = TokenLayout("contiguous", 4, 1, 2 if ring else 1), MaskSpec.full()
+    chunks = [ring_schedule(layout, mask, 0, position="local_first")] * 5
+    return max(
+        staging_slots(pipeline_schedule(chunks, ulysses=True, backward=False), kind),
+        staging_slots(
+            pipeline_schedule(chunks, ulysses=True, backward=True, stage_return=not ring), kind
+        ),
+    )
 
 
 class _FlagBatches(NamedTuple):

@@ -13,7 +13,7 @@ from cases import Case, attend, mesh_of, run_case
 from harness import RankContext, WorkerPool
 
 from ds_usp import Tuning
-from ds_usp.attention import functional, pipeline
+from ds_usp.attention import backward_pass, functional
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
@@ -60,14 +60,14 @@ def exchange_interrupted(
 ) -> tuple[str, float]:
     """As :func:`interrupted`, where an exchange ends."""
     case = Case(batch=1, kernel="eager", tuning=Tuning(chunks, True))
-    real, backward, message = pipeline.pipelined_backward, forward, ""
+    real, backward, message = backward_pass.attention_backward, forward, ""
 
     def begin(*args: Any, **more: Any) -> Any:
         nonlocal backward
         backward = True
         return real(*args, **more)
 
-    begins = mock.patch.object(functional, "pipelined_backward", begin)
+    begins = mock.patch.object(functional, "attention_backward", begin)
     try:
         with begins, failing_exchanges(stop, lambda: backward):
             attend(mesh_of(ulysses), case)

@@ -119,16 +119,18 @@ def seconds_of(has_ring: bool, backward: bool, steps: int, extra: int) -> int:
 
     def calls(rank: int) -> None:
         call = Call(world, rank, random.Random(1), 0)
-        call.share, call.return_lse, call.local_heads = 1.0, False, False
-        call.has_ring, call.backward = has_ring, backward
+        call.share, call.return_lse, call.ulysses = 1.0, False, True
+        call.ring, call.backward = has_ring, backward
         with world.on(world.main[rank][0]):
             call.run(6, steps)
 
     with (
         world.patched(),
         mock.patch.object(FakeChannel, "most", 1),
-        mock.patch.object(Call, "early", lambda *_: True),
-        mock.patch.object(Call, "middle", lambda call, _: 1 + call.rank % 2),
+        mock.patch.object(Call, "stages_return", lambda _: True),
+        mock.patch.object(Call, "writes_in_place", lambda *_: True),
+        mock.patch.object(Call, "merges_local", lambda *_: False),
+        mock.patch.object(Call, "kernel_calls", lambda call, *_: 1 + call.rank % 2),
     ):
         world.piece(0, calls)
     return seconds(world, {"work": 20, "pull": 2})
@@ -138,11 +140,16 @@ WAYS = list(product([False, True], [False, True], [1, 3]))
 
 
 @pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
-def test_no_rank_waits_for_room(has_ring: bool, backward: bool, steps: int) -> None:
-    assert seconds_of(has_ring, backward, steps, 0) == seconds_of(has_ring, backward, steps, 5)
+def test_ranks_do_not_wait_for_slots(has_ring: bool, backward: bool, steps: int) -> None:
+    """But once, for one pull: the third all-to-all is packed before the first chunk is computed."""
+    way = has_ring, backward, steps
+    once = 2 if has_ring and not backward else 0
+    assert seconds_of(*way, 0) - seconds_of(*way, 5) == once
 
 
-@pytest.mark.parametrize(("has_ring", "backward", "steps"), WAYS)
+@pytest.mark.parametrize(
+    ("has_ring", "backward", "steps"), [way for way in WAYS if way[0] or way[1]]
+)
 def test_with_a_slot_less_ranks_wait(has_ring: bool, backward: bool, steps: int) -> None:
     """Or a staging buffer that is posted again has been acquired by another exchange."""
     way = has_ring, backward, steps

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from ds_usp import ConfigError, MaskSpec, TokenLayout
-from ds_usp.attention.ring import KVStream, RingCall, RingGradReducer
+from ds_usp.attention.plan import RingCall
+from ds_usp.attention.runtime import KV_HANDLERS, ChunkState, Pass
+from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
 from ds_usp.geometry.double_ring import TokenRange
-from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, ring_schedule
+from ds_usp.geometry.pipeline_schedule import Op, pipeline_schedule
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, RingStep, ring_schedule
 from ds_usp.geometry.tiles import ANY_BAND, TileSupport
-from ds_usp.kernels.api import KernelCaps
+from ds_usp.kernels.score_mod import PLAIN
 
 CAUSAL = MaskSpec.causal()
 
@@ -106,54 +109,76 @@ class Recorder:
         self.in_flight, self.filling = False, []
 
 
+def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tensor, set[int]]]:
+    """The steps of a forward pass with a kernel call: its keys, and the memory that is then being
+    filled. Executed by attention's own pass, on channels that receive nothing."""
+    k, seen = torch.zeros(1, 4, 2, 8), []
+
+    class Walk(Pass[ChunkState]):
+        """Notes each step's keys."""
+
+        def attend(self, chunk: ChunkState, step: int, _: int) -> None:
+            if chunk.step != step:
+                self.begin_step(chunk, step)
+                busy = {
+                    x.untyped_storage().data_ptr()
+                    for channel in mesh.channels.values()
+                    for x in channel.filling
+                }
+                seen.append((chunk.steps[step], chunk.kv[0], busy))
+
+        handlers = KV_HANDLERS | {Op.ATTN: attend}
+
+    call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
+    whole: Any = SimpleNamespace(
+        chunks=[None],
+        ring_calls=[call],
+        score_mod=PLAIN,
+        reserve_resources=lambda _: None,
+        mark_pass_done=lambda: None,
+    )
+    chunk = ChunkState(whole, 0, plan.steps, call.forward_transfers)
+    chunk.local_kv = k, k
+    schedule = pipeline_schedule([plan], ulysses=False, backward=False)
+    executed = tuple(instr for instr in schedule if instr.op in Walk.handlers)
+    Walk(whole, Scores(), [chunk], k).execute(executed)
+    return seen
+
+
 @pytest.mark.parametrize("inner", [2, 3, 4, 6])
-def test_two_buffers_near_and_two_far_serve_any_ring(inner: int) -> None:
+def test_two_buffers_of_each_ring_serve_any_number_of_ranks(inner: int) -> None:
     layout = TokenLayout("contiguous", 4 * 12, 1, 12)
     for plan in plans_of(layout, MaskSpec.full(), inner):
         channels = {"ring_kv": Recorder(), "ring_kv_outer": Recorder()}
-        mesh = SimpleNamespace(
-            channel=lambda kind, use_copy_engines=False, here=channels: here[kind]
-        )
-        k = torch.zeros(1, 4, 2, 8)
-        call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
-        blocks = 0
-        for _, keys, values in KVStream(call, plan.steps, k, k):
-            blocks += 1
-            assert keys.shape == values.shape == k.shape
-            busy = {
-                recv_buffer.untyped_storage().data_ptr()
-                for channel in channels.values()
-                for recv_buffer in channel.filling
-            }
+        mesh = SimpleNamespace(channels=channels, channel=lambda kind, _, of=channels: of[kind])
+        blocks = kv_blocks(mesh, plan)
+        assert [step for step, _, _ in blocks] == list(plan.steps)
+        for _, keys, busy in blocks:
+            assert keys.shape == (1, 4, 2, 8)
             assert keys.untyped_storage().data_ptr() not in busy
-        assert blocks == 12
         assert len(channels["ring_kv"].buffers) == 2
         assert len(channels["ring_kv_outer"].buffers) == min(2, 12 // inner - 1)
 
 
-def test_sums_go_home_under_the_next_window_and_the_last_under_the_own_block() -> None:
+def test_gradients_cross_the_network_during_the_next_outer_step() -> None:
+    """A relayed block's last gradients are received in the first step after its outer step, and
+    their sum is sent during the others."""
     layout = TokenLayout("contiguous", 4 * 9, 1, 9)
     plan = ring_schedule(layout, MaskSpec.full(), 4, inner=3)
-    kinds = ("ring_kv", "ring_kv_outer", "ring_dkv", "ring_dkv_outer")
-    channels = {kind: Recorder() for kind in kinds}
-    mesh = SimpleNamespace(channel=lambda kind, use_copy_engines=False: channels[kind])
-    kernel = SimpleNamespace(caps=KernelCaps(frozenset(), frozenset()))
-    call: Any = RingCall(mesh, plan, kernel, 1.0)  # type: ignore[arg-type]
-    k = torch.zeros(1, 4, 2, 8)
-    grads, under_way = RingGradReducer(call, k, k, k), []
-    for step, keys, values in KVStream(call, plan.backward_steps, k, k):
-        sums = grads.accumulators_for(step, keys, values)
-        under_way.append(
-            (step.outer_step, step.is_local, *(channels[x].in_flight for x in kinds[2:]))
-        )
-        if not step.is_local:
-            grads.post_step_grads(step, sums[1:])
-    near, far = (True, False), (False, True)
-    assert under_way == [
-        *((0, True, False, False), (0, False, False, False), (0, False, *near)),
-        # The own block's last ones need nothing sent on and come when they come.
-        *((1, True, *near), (1, False, *near), (1, False, *near)),
-        # Held in window 1: the last ones come under the first step, the sum leaves under the next.
-        *((2, True, *near), (2, False, *far), (2, False, True, True)),
-        (0, True, *far),
+    schedule, kinds = pipeline_schedule([plan], ulysses=False, backward=True), ("dkv", "outerdkv")
+    in_flight, seen = dict.fromkeys(kinds, False), []
+    for op, _, number, call in schedule:
+        kind, wait, _ = op.value.partition("?")
+        if kind in kinds:
+            in_flight[kind] = not wait
+        elif op is Op.ATTN and not call:
+            step = plan.backward_steps[number]
+            seen.append((step.outer_step, step.is_local, *in_flight.values()))
+    inner_ring, outer_ring = (True, False), (False, True)
+    assert seen == [
+        *((0, True, False, False), (0, False, False, False), (0, False, *inner_ring)),
+        # Gradients of the local block are not sent on: they are received at any time.
+        *((1, True, *inner_ring), (1, False, *inner_ring), (1, False, *inner_ring)),
+        *((2, True, *inner_ring), (2, False, *outer_ring), (2, False, True, True)),
+        (0, True, *outer_ring),
     ]

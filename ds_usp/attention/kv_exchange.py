@@ -1,0 +1,234 @@
+"""Ring exchanges of one head chunk: remote KV into two receive buffers, KV gradients to the owners.
+
+Letters of the shapes: B batch, T tokens of this rank's keys and values, N tokens of a block, G
+key/value heads, D head dim of keys, E of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ds_usp.comm.channel import Channel, RecvSpec, SendSlice, StagingBuffer, split_features
+from ds_usp.geometry.double_ring import OuterStep, TokenRange
+from ds_usp.geometry.pipeline_schedule import MAX_DKV_BUFFERS
+from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.geometry.segments import Runs
+from ds_usp.kernels.merge import GradAccumulator
+from ds_usp.strided_copy import strided_copy
+
+KV = tuple[torch.Tensor, torch.Tensor]
+KVGrads = tuple[GradAccumulator, GradAccumulator]
+
+
+class RecvRows(NamedTuple):
+    """Rows ``start : stop`` of a receive buffer, and the first row of them in what the rank has
+    packed."""
+
+    rank: int
+    start: int
+    stop: int
+    offset: int
+
+
+class KVTransfer(NamedTuple):
+    """One exchange of KV and the one of its gradients, in rows (tokens) of the buffers.
+
+    Attributes:
+        step: number of the ring step.
+        num_tokens: of the received block.
+        sends, recvs: of KV.
+        num_remote_tokens: tokens of the block whose gradients are sent; this rank's own come last.
+        grad_sends, grad_recvs: of gradients.
+        grad_spans: for each of ``grad_recvs``, the tokens of this rank's KV.
+        num_grad_tokens: of the receive buffer of gradients.
+    """
+
+    step: int
+    num_tokens: int
+    sends: tuple[SendSlice, ...]
+    recvs: tuple[RecvRows, ...]
+    num_remote_tokens: int
+    grad_sends: tuple[SendSlice, ...]
+    grad_recvs: tuple[RecvRows, ...]
+    grad_spans: tuple[tuple[int, int], ...]
+    num_grad_tokens: int
+
+
+def kv_transfers(steps: Sequence[RingStep | OuterStep], rank: int) -> tuple[KVTransfer, ...]:
+    """The exchanges of ring steps or outer steps, on one ring rank."""
+    transfers = []
+    for index, step in enumerate(steps):
+        if isinstance(step, RingStep) and step.is_local:
+            continue
+        remote = _rows([x for x in step.recv_ranges if x.rank != rank])
+        transfers.append(
+            KVTransfer(
+                index,
+                step.num_kv_tokens,
+                tuple(SendSlice(*sent) for sent in step.send_ranges),
+                _rows(step.recv_ranges, [x.start for x in step.recv_ranges]),
+                remote[-1].stop if remote else 0,
+                tuple(SendSlice(*rows[:3]) for rows in remote),
+                _rows(step.send_ranges, step.peer_offsets),
+                tuple((sent.start, sent.stop) for sent in step.send_ranges),
+                step.num_sent_tokens,
+            )
+        )
+    return tuple(transfers)
+
+
+def _rows(ranges: Sequence[TokenRange], offsets: Sequence[int] = ()) -> tuple[RecvRows, ...]:
+    """Token ranges as rows of a buffer in which they lie one after the other."""
+    stops = list(accumulate(x.length for x in ranges))
+    return tuple(
+        RecvRows(x.rank, stop - x.length, stop, offset)
+        for x, stop, offset in zip(ranges, stops, offsets or [0] * len(ranges), strict=True)
+    )
+
+
+class KVExchange:
+    """Receives the KV blocks of one chunk in turn into two buffers: one in use, one being filled.
+
+    Args:
+        transfers: all exchanges, in order.
+        k, v: ``[B, T, G, D]``, ``[B, T, G, E]``, for shapes, dtype and device.
+    """
+
+    def __init__(
+        self, channel: Channel, transfers: Sequence[KVTransfer], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
+        batch, features = k.shape[0], _num_features(k, v)
+        sizes = [max([x.num_tokens for x in transfers[i::2]], default=0) for i in range(2)]
+        self._buffers = [k.new_empty(size, batch, features) for size in sizes]
+
+    def post(self, number: int, packed: torch.Tensor) -> None:
+        """Post an exchange; other ranks receive their blocks from ``packed``."""
+        transfer = self._transfers[number]
+        block, stride = self._block(number), packed.stride(0)  # it is dense
+        recvs = [
+            RecvSpec(rank, block[start:stop], offset * stride)
+            for rank, start, stop, offset in transfer.recvs
+        ]
+        self.channel.post(packed, transfer.sends, recvs)
+
+    def wait(self, number: int) -> tuple[torch.Tensor, KV]:
+        """Wait for an exchange: the block as it was received, and as keys and values."""
+        self.channel.wait()
+        block = self._block(number)
+        k, v = split_features(block, self._shapes, tokens_first=True)
+        return block, (k, v)
+
+    def _block(self, number: int) -> torch.Tensor:
+        return self._buffers[number % 2][: self._transfers[number].num_tokens]
+
+
+class KVGradExchange:
+    """Sends gradients of remote KV to the owners and sums those received; one in flight.
+
+    Up to ``MAX_DKV_BUFFERS`` exchanges have a receive buffer each, and all are summed in one
+    kernel. Else one buffer serves them all.
+
+    Args:
+        transfers: all exchanges, in order.
+        dtype: of the gradients.
+        k, v: ``[B, T, G, D]``, ``[B, T, G, E]``, for shapes and device.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        transfers: Sequence[KVTransfer],
+        dtype: torch.dtype,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
+        self._dtype, self._row = dtype, (k.shape[0], _num_features(k, v))
+        self._buffer_each = len(transfers) <= MAX_DKV_BUFFERS
+        max_tokens = 0 if self._buffer_each else max([x.num_grad_tokens for x in transfers])
+        self._buffer = k.new_empty(max_tokens, *self._row, dtype=dtype)
+        self._targets: list[tuple[KVTransfer, KVGrads]] = []  # of the exchange in flight
+        self._staged: StagingBuffer | None = None  # acquired already
+
+    def staging_views(self, number: int) -> KV:
+        """The staging buffer of an exchange, for a kernel to write the gradients of its whole
+        block: this rank's own come last, and stay there until they are summed."""
+        self._staged = self._acquire_staging(self._transfers[number].num_tokens)
+        dk, dv = self._staged.views(self._shapes, tokens_first=True)
+        return dk, dv
+
+    def post(self, number: int, grads: KVGrads, targets: KVGrads) -> None:
+        """Send gradients of a received block, and receive those of KV that this rank has sent.
+
+        Args:
+            grads: of the block.
+            targets: of this rank's KV, for the received gradients and its own.
+        """
+        transfer = self._transfers[number]
+        if self._buffer_each:
+            self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
+        remote = transfer.num_remote_tokens
+        staging, self._staged = self._staged or self._acquire_staging(remote), None
+        views = staging.views(self._shapes, tokens_first=True)
+        for grad, view, target in zip(grads, views, targets, strict=True):
+            grad.write(view[:, :remote])
+            if remote < transfer.num_tokens:
+                grad.transfer_to(remote, target)
+        stride = staging.tensor.stride(0)  # it is dense
+        recvs = [
+            RecvSpec(rank, self._buffer[start:stop], offset * stride)
+            for rank, start, stop, offset in transfer.grad_recvs
+        ]
+        self._targets.append((transfer, targets))
+        self.channel.post(staging.tensor, transfer.grad_sends, recvs)
+
+    def wait(self) -> None:
+        """Wait for the exchange in flight and sum what was received."""
+        self.channel.wait()
+        transfer, targets = self._targets.pop()  # an outer step's are freed with it
+        grads = split_features(self._buffer, self._shapes, tokens_first=True)
+        for (_, start, stop, _), span in zip(transfer.grad_recvs, transfer.grad_spans, strict=True):
+            for target, grad in zip(targets, grads, strict=True):
+                target.add(
+                    grad[:, start:stop],
+                    [span],
+                    sum_now=not self._buffer_each,
+                    defer=self._buffer_each,
+                )
+
+    def _acquire_staging(self, tokens: int) -> StagingBuffer:
+        return self.channel.acquire_staging((tokens, *self._row), self._buffer, self._dtype)
+
+
+# Keys and values are sent as one tensor [N, B, G D + G E], tokens first, so that any run of tokens
+# is one contiguous message.
+
+
+def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Pack keys ``[B, T, G, D]`` and values ``[B, T, G, E]`` into a staging buffer to send from.
+
+    Args:
+        runs: of tokens that any rank receives; the others are left out.
+    """
+    shape = (k.shape[1], k.shape[0], _num_features(k, v))
+    staging = channel.acquire_staging(shape, k, k.dtype)
+    views = staging.views(_head_shapes(k, v), tokens_first=True)
+    for view, x in zip(views, (k, v), strict=True):
+        for start, stop in runs:
+            strided_copy(view[:, start:stop], x[:, start:stop])
+    return staging.tensor
+
+
+def _num_features(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Elements of a token's keys and values."""
+    return k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3]
+
+
+def _head_shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and head dim of keys and of values."""
+    return (k.shape[2], k.shape[3]), (v.shape[2], v.shape[3])

@@ -1,0 +1,182 @@
+"""Executes the schedule of an attention call: one loop over instructions, forward and backward.
+
+What is posted, computed and waited for in which order is decided in
+``ds_usp.geometry.pipeline_schedule``; each instruction is one method of a pass. Kernels and packing
+run on the current stream; copy engines or NCCL run beside it. No layout, mask or kernel library is
+known by name.
+
+Letters of the shapes here and in the two passes: b batch, s tokens of this rank, S tokens of its
+ring rank, h query heads, g key/value heads, of all ranks (in the arguments) or of one chunk on one
+rank; d head dim, e that of values and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from ds_usp.attention.kv_exchange import KV, KVExchange, KVTransfer, pack_kv
+from ds_usp.attention.plan import AttentionPlan
+from ds_usp.attention.score_mod import ChunkScoreMod, Scores
+from ds_usp.comm.channel import Channel, PendingExchange
+from ds_usp.geometry.pipeline_schedule import Op, Schedule
+from ds_usp.geometry.ring_schedule import RingStep
+from ds_usp.kernels.api import AttentionKernel
+from ds_usp.kernels.score_mod import PLAIN
+
+Handler = Callable[[Any, Any, int, int], None]
+_NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+DONE = PendingExchange(tuple)
+
+
+class ChunkState:
+    """State of one head chunk in a pass.
+
+    Attributes:
+        exchange: its all-to-all in flight, later its return.
+        channels: of its ring exchanges, which may be in flight.
+        step: number of the ring step that is computed.
+        kernel: with the score modifiers of that step.
+        kv: keys and values of that step.
+        local_kv, received_kv, relayed_kv: this rank's, those of other ranks, those that it relays
+            in an outer step.
+        packed, relayed: what other ranks receive: of the local KV, and in the outer step.
+        kv_exchange, outer_kv_exchange: None until the first is posted, and at the end.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        index: int,
+        steps: Sequence[RingStep],
+        transfers: Sequence[KVTransfer],
+    ) -> None:
+        self.index, self.steps, self.transfers = index, steps, transfers
+        self.exchanges, self.ring = plan.chunks[index], plan.ring_calls[index]
+        self.exchange = DONE
+        self.channels: list[Channel] = []
+        self.score_mod: ChunkScoreMod | None = None
+        self.kernel: AttentionKernel = self.ring.kernel
+        self.step = -1
+        self.kv_exchange: KVExchange | None = None
+        self.outer_kv_exchange: KVExchange | None = None
+        self.free_kv()
+
+    def free_kv(self) -> None:
+        """Drop keys and values and the receive buffers."""
+        self.kv_exchange = self.outer_kv_exchange = None
+        self.kv = self.local_kv = self.received_kv = self.relayed_kv = _NO_KV
+        self.packed = self.relayed = _NO_KV[0]
+
+    def open_kv(self) -> KVExchange:
+        """Pack the local keys and values, and allocate receive buffers, once."""
+        if self.kv_exchange is None:
+            ring, (k, v) = self.ring, self.local_kv
+            channel = self.open_channel("ring_kv")
+            self.kv_exchange = KVExchange(channel, self.transfers, k, v)
+            self.packed = self.relayed = pack_kv(channel, k, v, ring.schedule.packed_runs)
+        return self.kv_exchange
+
+    def open_outer_kv(self) -> KVExchange:
+        """The same for the exchanges across nodes."""
+        if self.outer_kv_exchange is None:
+            self.open_kv()
+            channel, transfers = self.open_channel("ring_kv_outer"), self.ring.outer_transfers
+            self.outer_kv_exchange = KVExchange(channel, transfers, *self.local_kv)
+        return self.outer_kv_exchange
+
+    def open_channel(self, kind: str) -> Channel:
+        """A channel for one kind of ring exchange."""
+        channel = self.ring.mesh.channel(kind, self.ring.use_copy_engines)
+        self.channels.append(channel)
+        return channel
+
+
+ChunkT = TypeVar("ChunkT", bound=ChunkState)
+
+
+class Pass(Generic[ChunkT]):
+    """What both passes have in common: the loop, and the exchanges of keys and values.
+
+    Methods of instructions take the chunk's state and the two numbers of the instruction.
+
+    Args:
+        chunks: their states.
+        like: a tensor of the call, for batch and device.
+    """
+
+    handlers: ClassVar[dict[Op, Handler]]
+
+    def __init__(
+        self, plan: AttentionPlan, scores: Scores, chunks: Sequence[ChunkT], like: torch.Tensor
+    ) -> None:
+        self.plan, self.scores, self._like = plan, scores, like
+        self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
+
+    def execute(self, schedule: Schedule) -> None:
+        """Execute the schedule of this pass. After an error all in flight is waited for, or the
+        next call would receive it."""
+        self.plan.reserve_resources(self._like.device)
+        handlers, chunks = self.handlers, self._chunks
+        try:
+            for op, chunk, number, call in schedule:
+                handlers[op](self, chunks[chunk], number, call)
+        except BaseException:
+            with ExitStack() as stack:  # all of it, whatever fails
+                for state in chunks:
+                    stack.callback(state.exchange.drain)
+                    for channel in state.channels:
+                        stack.callback(channel.drain)
+            raise
+        self.plan.mark_pass_done()
+
+    def begin_step(self, chunk: ChunkT, index: int) -> None:
+        """Before the first kernel call of a ring step: its keys and values, and its kernel."""
+        step, chunk.step = chunk.steps[index], index
+        if not step.is_local:
+            chunk.kv = chunk.received_kv
+        else:
+            chunk.kv = chunk.relayed_kv if step.outer_step else chunk.local_kv
+        if self._binds_scores:
+            chunk.kernel = self.score_mod_of(chunk).bind(chunk.ring.kernel, step)
+
+    def score_mod_of(self, chunk: ChunkT) -> ChunkScoreMod:
+        """The chunk's score modifiers."""
+        if chunk.score_mod is None:
+            scores = self.scores
+            chunk.score_mod = self.plan.score_mod_for_chunk(chunk.index, scores, self._like)
+        return chunk.score_mod
+
+    def post_kv(self, chunk: ChunkT, number: int, _: int) -> None:
+        """Post a KV exchange of the ring."""
+        chunk.open_kv().post(number, chunk.relayed)
+
+    def wait_kv(self, chunk: ChunkT, number: int, _: int) -> None:
+        """Wait for it."""
+        _block, chunk.received_kv = chunk.open_kv().wait(number)
+
+    def post_outer_kv(self, chunk: ChunkT, number: int, _: int) -> None:
+        """Post a KV exchange across nodes."""
+        chunk.open_outer_kv().post(number, chunk.packed)
+
+    def wait_outer_kv(self, chunk: ChunkT, number: int, _: int) -> None:
+        """Wait for it; the block is relayed in the next outer step."""
+        chunk.relayed, chunk.relayed_kv = chunk.open_outer_kv().wait(number)
+
+    def wait_return(self, chunk: ChunkT, _: int, __: int) -> None:
+        """Wait for the return of a chunk."""
+        chunk.exchange.wait()
+        chunk.exchange = DONE
+
+
+KV_HANDLERS: dict[Op, Handler] = {
+    Op.KV_POST: Pass.post_kv,
+    Op.KV_WAIT: Pass.wait_kv,
+    Op.OUTER_KV_POST: Pass.post_outer_kv,
+    Op.OUTER_KV_WAIT: Pass.wait_outer_kv,
+    Op.RETURN_WAIT: Pass.wait_return,
+    Op.LSE_WAIT: Pass.wait_return,
+}

@@ -1,0 +1,329 @@
+"""The order in which one rank exchanges and computes the head chunks of one pass, as a value.
+
+``pipeline_schedule`` is the whole policy of overlap; ``ds_usp.attention.runtime`` executes its
+instructions one after the other and decides nothing. Printed, an instruction is its chunk, its
+operation and the number of its exchange or kernel call: ``1kv0`` posts the first KV exchange of
+chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel call of its ring step 2.
+
+All ranks of a mesh post the exchanges of one kind in the same order. Where a rank computes between
+them depends on its kernel calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
+
+# Up to so many exchanges of KV gradients of a chunk each have a receive buffer of their own, and
+# are summed in one kernel; more share one buffer, which is read before the chunk ends.
+MAX_DKV_BUFFERS = 2
+
+
+class Op(str, Enum):
+    """What an instruction does for its chunk. A post starts an exchange; a wait (``?``) makes the
+    current stream wait for it."""
+
+    A2A_POST, A2A_WAIT = "a2a", "a2a?"  # sequence to heads
+    SLICE_HEADS = "slice"  # without Ulysses: the chunk's heads, of the local tensors
+    OUTER_KV_POST, OUTER_KV_WAIT = "outerkv", "outerkv?"  # KV across nodes (double ring)
+    KV_POST, KV_WAIT = "kv", "kv?"  # KV of other ring ranks
+    ATTN = "attn"  # one kernel call
+    DKV_POST, DKV_WAIT = "dkv", "dkv?"  # gradients of KV, to the owners of the KV
+    OUTER_DKV_POST, OUTER_DKV_WAIT = "outerdkv", "outerdkv?"  # the same across nodes
+    END = "end"  # of the kernel calls: partial results are merged, what only calls read is freed
+    RETURN_STAGE = "stage"  # the staging buffer of the return, which a kernel writes directly
+    RETURN_POST, RETURN_WAIT = "ret", "ret?"  # heads to sequence
+    LSE_POST, LSE_WAIT = "lse", "lse?"  # the same for the log-sum-exp
+    STORE = "store"  # without Ulysses: results into the outputs
+
+
+_NUMBERED = {"kv", "outerkv", "dkv", "outerdkv", "attn"}
+# Posts and waits by kind of channel.
+EXCHANGES = {
+    "all_to_all": (
+        (Op.A2A_POST, Op.RETURN_POST, Op.LSE_POST),
+        (Op.A2A_WAIT, Op.RETURN_WAIT, Op.LSE_WAIT),
+    ),
+    "ring_kv": ((Op.KV_POST,), (Op.KV_WAIT,)),
+    "ring_dkv": ((Op.DKV_POST,), (Op.DKV_WAIT,)),
+    "ring_kv_outer": ((Op.OUTER_KV_POST,), (Op.OUTER_KV_WAIT,)),
+    "ring_dkv_outer": ((Op.OUTER_DKV_POST,), (Op.OUTER_DKV_WAIT,)),
+}
+
+
+class Instr(NamedTuple):
+    """One instruction.
+
+    Attributes:
+        op: what is done.
+        chunk: for this head chunk.
+        number: of the exchange, among the chunk's; of a kernel call, of its ring step.
+        call: of a kernel call, its number in the ring step.
+    """
+
+    op: Op
+    chunk: int
+    number: int = 0
+    call: int = 0
+
+    def __str__(self) -> str:
+        name, wait, _ = self.op.value.partition("?")
+        number = f"{self.number}" if name in _NUMBERED else ""
+        number += f".{self.call}" if self.op is Op.ATTN else ""
+        return f"{self.chunk}{name}{number}{wait}"
+
+
+Schedule = tuple[Instr, ...]
+
+
+def render(schedule: Schedule) -> str:
+    """The schedule in one line."""
+    return " ".join(map(str, schedule))
+
+
+_NAMES = "|".join(sorted({op.value.rstrip("?") for op in Op}, key=len, reverse=True))
+_INSTR = re.compile(rf"(\d+)({_NAMES})(?:(\d+)(?:\.(\d+))?)?(\??)")
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that :func:`render` has printed.
+
+    Raises:
+        ValueError: a word is no instruction.
+    """
+    instrs = []
+    for word in text.split():
+        match = _INSTR.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{word!r} is no instruction, as '0a2a' or '1kv0?'")
+        chunk, name, index, call, wait = match.groups(default="")
+        instrs.append(Instr(Op(name + wait), int(chunk), int(index or 0), int(call or 0)))
+    return tuple(instrs)
+
+
+def pipeline_schedule(
+    chunks: Sequence[RingSchedule],
+    *,
+    ulysses: bool,
+    backward: bool,
+    return_lse: bool = False,
+    stage_return: bool = False,
+) -> Schedule:
+    """Instructions of one pass of one rank, in the order in which they are issued.
+
+    - A chunk's all-to-all is posted before the chunk before it is computed. Then its first KV
+      exchange is posted too, if its keys and values are local (backward, or without Ulysses). Else
+      they are received with the all-to-all, which is posted one more chunk ahead; for the first
+      chunks the KV exchange is posted after the first kernel call of the chunk before.
+    - While a kernel computes with one KV block, the next one is received; gradients of a block are
+      sent while the next one is computed.
+    - A chunk whose KV gradients come around the ring is returned after the first kernel call of the
+      next chunk, when they have been summed; without a ring it is returned at once.
+    - The first all-to-all and the last return are exposed.
+
+    Args:
+        chunks: the ring schedule of each head chunk on this rank.
+        ulysses: heads are exchanged.
+        backward: the pass, which takes the chunks from the last to the first.
+        return_lse: the log-sum-exp is returned in an exchange of its own.
+        stage_return: a kernel writes what is returned into the staging buffer.
+    """
+    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return)
+    writer.write_pass()
+    return tuple(writer.instrs)
+
+
+class _ScheduleWriter:
+    """Writes the instructions of one pass; see :func:`pipeline_schedule`. Each is written once."""
+
+    def __init__(
+        self,
+        chunks: Sequence[RingSchedule],
+        ulysses: bool,
+        backward: bool,
+        return_lse: bool,
+        stage_return: bool,
+    ) -> None:
+        self._order = list(range(len(chunks)))[:: -1 if backward else 1]
+        self._steps = [x.backward_steps if backward else x.steps for x in chunks]
+        self._num_outer_steps = len(chunks[0].outer_steps)
+        self._has_ring = chunks[0].ring_degree > 1
+        self._ulysses, self._backward = ulysses, backward
+        self._return_lse, self._stage_return = return_lse, stage_return
+        self._defer_return = self._has_ring and backward
+        self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
+        self._relayed = self._finished = 0  # outer steps whose gradients are summed, to be sent
+        self._written: set[Instr] = set()
+        self.instrs: list[Instr] = []
+
+    def write_pass(self) -> None:
+        """Write all chunks."""
+        kv_early = self._has_ring and (self._backward or not self._ulysses)
+        lookahead = 2 if self._has_ring and not kv_early else 1
+        for position, chunk in enumerate(self._order):
+            self._post_until(position + 1)
+            self._start_kv(position)
+            self._post_until(position + lookahead)
+            if kv_early or (self._has_ring and position > 1):  # in flight for one chunk already
+                self._start_kv(position + 1)
+            self._take_heads(chunk)
+            if self._stage_return:
+                self._write(Op.RETURN_STAGE, chunk)
+            self._compute(position, chunk)
+            self._write(Op.END, chunk)
+            if not self._defer_return or chunk == self._order[-1]:
+                self._return(position)
+        self._wait_return(len(self._order) - 1)
+
+    def _write(self, op: Op, chunk: int, index: int = 0, call: int = 0) -> None:
+        instr = Instr(op, chunk, index, call)
+        if instr not in self._written:
+            self._written.add(instr)
+            self.instrs.append(instr)
+
+    def _post_until(self, position: int) -> None:
+        """Post the all-to-alls of all chunks up to a position."""
+        if self._ulysses:
+            for chunk in self._order[: position + 1]:
+                self._write(Op.A2A_POST, chunk)
+
+    def _take_heads(self, chunk: int) -> None:
+        self._write(Op.A2A_WAIT if self._ulysses else Op.SLICE_HEADS, chunk)
+
+    def _start_kv(self, position: int) -> None:
+        """Post the first KV exchanges of the chunk at a position, if there is one."""
+        if position >= len(self._order):
+            return
+        chunk = self._order[position]
+        if not self._backward:  # else they are saved tensors
+            self._take_heads(chunk)
+        if self._num_outer_steps:
+            self._write(Op.OUTER_KV_POST, chunk, 0)
+        self._post_kv(chunk, self._remote_steps(chunk), 0, outer_step=0)
+
+    def _remote_steps(self, chunk: int) -> list[RingStep]:
+        """One for each KV exchange."""
+        return [step for step in self._steps[chunk] if not step.is_local]
+
+    def _post_kv(self, chunk: int, remote: list[RingStep], index: int, outer_step: int) -> None:
+        """Post a KV exchange, if there is one with this number and it is of the outer step."""
+        if index < len(remote) and remote[index].outer_step == outer_step:
+            self._write(Op.KV_POST, chunk, index)
+
+    def _compute(self, position: int, chunk: int) -> None:
+        """The ring steps of a chunk: kernel calls, and the exchanges that they overlap."""
+        remote, received, outer_step = self._remote_steps(chunk), 0, 0
+        for index, step in enumerate(self._steps[chunk]):
+            if step.outer_step not in (outer_step, 0):
+                self._write(Op.OUTER_KV_WAIT, chunk, step.outer_step - 1)
+                if step.outer_step < self._num_outer_steps:
+                    self._write(Op.OUTER_KV_POST, chunk, step.outer_step)
+                self._post_kv(chunk, remote, received, step.outer_step)
+            outer_step = step.outer_step
+            if not step.is_local:
+                self._write(Op.KV_WAIT, chunk, received)
+                received += 1
+                self._post_kv(chunk, remote, received, outer_step)
+            if self._backward:
+                self._post_relayed_grads(chunk, outer_step)
+            for call in range(len(step.calls)):
+                self._write(Op.ATTN, chunk, index, call)
+                self._mid_chunk(position)
+            self._mid_chunk(position)  # on every rank, also where it has no calls
+            if self._backward and not step.is_local:
+                self._post_grads(Op.DKV_POST, Op.DKV_WAIT, chunk, received - 1)
+        if self._backward:
+            self._post_relayed_grads(chunk, 0)
+            if len(remote) > MAX_DKV_BUFFERS:
+                self._wait_grads(Op.DKV_WAIT, chunk)
+
+    def _mid_chunk(self, position: int) -> None:
+        """What follows the first kernel call of a chunk."""
+        if self._defer_return and position:
+            self._return(position - 1)
+        if self._has_ring:
+            self._start_kv(position + 1)
+        if not self._defer_return and position:
+            self._wait_return(position - 1)
+
+    def _post_relayed_grads(self, chunk: int, outer_step: int) -> None:
+        """Before a step of an outer step: post the gradients of the outer step before, one step
+        late, so that its last ones may be received during a step."""
+        self._post_finished_outer_step(chunk)
+        if outer_step != self._relayed:
+            self._finished, self._relayed = self._relayed, outer_step
+            if not outer_step:
+                self._post_finished_outer_step(chunk)
+
+    def _post_finished_outer_step(self, chunk: int) -> None:
+        if self._finished:
+            self._wait_grads(Op.DKV_WAIT, chunk)
+            self._post_grads(Op.OUTER_DKV_POST, Op.OUTER_DKV_WAIT, chunk, self._finished - 1)
+            self._finished = 0
+
+    def _post_grads(self, post: Op, wait: Op, chunk: int, index: int) -> None:
+        """Post an exchange of KV gradients, after the one before it."""
+        self._wait_grads(wait, chunk)
+        self._write(post, chunk, index)
+        self._in_flight[chunk, wait] = index
+
+    def _wait_grads(self, wait: Op, chunk: int) -> None:
+        index = self._in_flight.pop((chunk, wait), None)
+        if index is not None:
+            self._write(wait, chunk, index)
+
+    def _return(self, position: int) -> None:
+        """Post the return of a chunk; wait for the one before, whose buffers are then free."""
+        chunk = self._order[position]
+        self._wait_grads(Op.DKV_WAIT, chunk)
+        self._wait_grads(Op.OUTER_DKV_WAIT, chunk)
+        if not self._ulysses:
+            self._write(Op.STORE, chunk)
+            return
+        self._write(Op.RETURN_POST, chunk)
+        if self._return_lse:
+            self._write(Op.RETURN_WAIT, chunk)
+            self._write(Op.LSE_POST, chunk)
+        if position:
+            self._wait_return(position - 1)
+
+    def _wait_return(self, position: int) -> None:
+        if self._ulysses:
+            op = Op.LSE_WAIT if self._return_lse else Op.RETURN_WAIT
+            self._write(op, self._order[position])
+
+
+def exchange_order(schedule: Schedule) -> str:
+    """The posts of each kind of exchange in their order, which is the same on every rank."""
+    lines = []
+    for kind, (posts, _) in EXCHANGES.items():
+        posted = [str(instr) for instr in schedule if instr.op in posts]
+        if posted:
+            lines.append(f"{kind}: {' '.join(posted)}")
+    return "; ".join(lines)
+
+
+def staging_slots(schedule: Schedule, kind: str) -> int:
+    """Staging buffers of a kind, used in rotation, with which a rank need not wait to pack: one
+    that is being pulled, beside all that are packed between two kernel calls, or staged before one.
+    While a kernel runs, what was posted before it is pulled."""
+    posts, waits = EXCHANGES[kind]
+    staged: set[int] = set()
+    posted: set[int] = set()
+    slots = 2
+    for op, chunk, *_ in schedule:
+        if op is Op.ATTN:
+            posted.clear()
+        elif op is Op.RETURN_STAGE and kind == "all_to_all":
+            staged.add(chunk)
+        elif op in posts:
+            staged.discard(chunk)
+            posted.add(chunk)
+        elif op in waits:
+            posted.discard(chunk)
+        slots = max(slots, len(posted) + len(staged))
+    return slots

@@ -1,0 +1,251 @@
+"""The order in which the chunks of a call are exchanged and computed: printed, and for any ring."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+
+from ds_usp import MaskSpec, TokenLayout
+from ds_usp.geometry.pipeline_schedule import (
+    EXCHANGES,
+    Op,
+    Schedule,
+    exchange_order,
+    parse,
+    pipeline_schedule,
+    render,
+)
+from ds_usp.geometry.ring_schedule import ring_schedule
+
+# Each line up to the next chunk's first kernel call.
+PRINTED = {
+    "ulysses 4, forward": (
+        {"ring": 1, "ulysses": True, "backward": False},
+        "0a2a 1a2a 0a2a?"
+        " 0attn0.0 0end 0ret 2a2a 1a2a?"
+        " 1attn0.0 0ret? 1end 1ret 2a2a?"
+        " 2attn0.0 1ret? 2end 2ret 2ret?",
+    ),
+    "ulysses 4, backward, returned from where the kernel writes": (
+        {"ring": 1, "ulysses": True, "backward": True, "stage_return": True},
+        "2a2a 1a2a 2a2a? 2stage"
+        " 2attn0.0 2end 2ret 0a2a 1a2a? 1stage"
+        " 1attn0.0 2ret? 1end 1ret 0a2a? 0stage"
+        " 0attn0.0 1ret? 0end 0ret 0ret?",
+    ),
+    "ring 2, forward": (
+        {"ring": 2, "ulysses": False, "backward": False},
+        "0slice 0kv0 1slice 1kv0"
+        " 0attn0.0 0kv0? 0attn1.0 0end 0store 2slice 2kv0"
+        " 1attn0.0 1kv0? 1attn1.0 1end 1store"
+        " 2attn0.0 2kv0? 2attn1.0 2end 2store",
+    ),
+    "ulysses 2 x ring 2, forward": (
+        {"ring": 2, "ulysses": True, "backward": False},
+        "0a2a 1a2a 0a2a? 0kv0 2a2a"
+        " 0attn0.0 1a2a? 1kv0 0kv0? 0attn1.0 0end 0ret"
+        " 1attn0.0 2a2a? 2kv0 0ret? 1kv0? 1attn1.0 1end 1ret"
+        " 2attn0.0 1ret? 2kv0? 2attn1.0 2end 2ret 2ret?",
+    ),
+    "ulysses 2 x ring 2, forward with the log-sum-exp, one chunk": (
+        {"ring": 2, "ulysses": True, "backward": False, "return_lse": True, "chunks": 1},
+        "0a2a 0a2a? 0kv0 0attn0.0 0kv0? 0attn1.0 0end 0ret 0ret? 0lse 0lse?",
+    ),
+    "ulysses 2 x ring 2, backward": (
+        {"ring": 2, "ulysses": True, "backward": True},
+        "2a2a 1a2a 2kv0 1kv0 2a2a?"
+        " 2attn0.0 2kv0? 2attn1.0 2dkv0 2end 0a2a 0kv0 1a2a?"
+        " 1attn0.0 2dkv0? 2ret 1kv0? 1attn1.0 1dkv0 1end 0a2a?"
+        " 0attn0.0 1dkv0? 1ret 2ret? 0kv0? 0attn1.0 0dkv0 0end 0dkv0? 0ret 1ret? 0ret?",
+    ),
+    "double ring of 2 nodes of 2, backward, one chunk": (
+        {"ring": 4, "ulysses": False, "backward": True, "inner": 2, "chunks": 1},
+        "0outerkv0 0kv0 0slice 0attn0.0 0kv0? 0attn1.0 0dkv0"
+        " 0outerkv0? 0kv1 0attn2.0 0kv1? 0attn3.0 0dkv0? 0dkv1"
+        " 0dkv1? 0outerdkv0 0end 0outerdkv0? 0store",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mode", "text"), PRINTED.values(), ids=PRINTED)
+def test_a_schedule_prints_in_one_line(mode: dict[str, Any], text: str) -> None:
+    ring, chunks = mode.pop("ring"), mode.pop("chunks", 3)
+    layout = TokenLayout("contiguous", 16, 1, ring)
+    # A chunk among others, whose local block is not divided.
+    of_chunk = ring_schedule(
+        layout, MaskSpec.full(), 0, position="local_first", inner=mode.pop("inner", None)
+    )
+    schedule = pipeline_schedule([of_chunk] * chunks, **mode)
+    assert render(schedule) == text
+    assert parse(text) == schedule
+
+
+@pytest.mark.parametrize("word", ["a2a", "0a3a", "0a2a??", "x0kv1", "0attn1.", "-1kv0"])
+def test_a_word_that_is_no_instruction_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="is no instruction, as '0a2a' or '1kv0\\?'"):
+        parse(f"0a2a {word}")
+
+
+class Mode(NamedTuple):
+    """A call; ``ranks`` have the same exchanges and kernel calls of their own."""
+
+    ranks: list[list[Any]]
+    flags: dict[str, bool]
+
+    def schedules(self) -> list[Schedule]:
+        return [pipeline_schedule(chunks, **self.flags) for chunks in self.ranks]
+
+
+@st.composite
+def modes(draw: st.DrawFn) -> Mode:
+    """Any call: chunks, ring steps and outer steps, some of which have no kernel call."""
+    chunks, ring = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    outer = draw(st.integers(0, 2)) if ring > 1 else 0
+    remote = [draw(st.integers(0, ring - 1)) for _ in range(outer + 1)]
+    ends_local, merged = draw(st.booleans()), draw(st.booleans()) and not outer and remote[0] == 1
+
+    def steps(calls: st.SearchStrategy[int]) -> list[Any]:
+        rows = [
+            (not number, outer_step)
+            for outer_step, count in enumerate(remote)
+            for number in range(count + 1)
+        ]
+        rows += [(True, 0)] if ends_local else []
+        if merged and draw(st.booleans()):  # the local block with the remote one: on some ranks
+            rows = rows[1:2]
+        return [
+            SimpleNamespace(is_local=local, outer_step=w, calls=range(draw(calls)))
+            for local, w in rows
+        ]
+
+    def rank() -> list[Any]:
+        calls = st.integers(0, 2)
+        return [
+            SimpleNamespace(
+                steps=steps(calls),
+                backward_steps=steps(calls),
+                outer_steps=range(outer),
+                ring_degree=ring,
+            )
+            for _ in range(chunks)
+        ]
+
+    backward, ulysses = draw(st.booleans()), draw(st.booleans())
+    flags = {
+        "backward": backward,
+        "ulysses": ulysses,
+        "return_lse": not backward and draw(st.booleans()),
+        "stage_return": backward and ulysses and ring == 1 and draw(st.booleans()),
+    }
+    return Mode([rank() for _ in range(draw(st.integers(1, 3)))], flags)
+
+
+POST_OF = {
+    wait: post
+    for posts, waits in EXCHANGES.values()
+    for post, wait in zip(posts, waits, strict=True)
+}
+
+
+@given(modes())
+@examples(300)
+def test_every_exchange_is_posted_once_and_then_waited_for_once(mode: Mode) -> None:
+    for schedule in mode.schedules():
+        assert parse(render(schedule)) == schedule
+        assert len(set(schedule)) == len(schedule)
+        at = {instr: index for index, instr in enumerate(schedule)}
+        posts = [instr for instr in schedule if instr.op in POST_OF.values()]
+        waits = [instr for instr in schedule if instr.op in POST_OF]
+        assert len(posts) == len(waits)
+        for wait in waits:
+            assert at[wait._replace(op=POST_OF[wait.op])] < at[wait]
+
+
+@given(modes())
+@examples(300)
+def test_a_kernel_runs_when_its_tensors_are_there_and_results_leave_after_it(mode: Mode) -> None:
+    backward = mode.flags["backward"]
+    name = "backward_steps" if backward else "steps"
+    for chunks, schedule in zip(mode.ranks, mode.schedules(), strict=True):
+        at = {instr: index for index, instr in enumerate(schedule)}
+        first = {(x.op, x.chunk): at[x] for x in reversed(schedule)}
+        last = {(x.op, x.chunk): at[x] for x in schedule}
+        take = Op.A2A_WAIT if mode.flags["ulysses"] else Op.SLICE_HEADS
+        leave = Op.RETURN_POST if mode.flags["ulysses"] else Op.STORE
+        for chunk, ring in enumerate(chunks):
+            received = 0
+            for index, step in enumerate(getattr(ring, name)):
+                calls = [at[x] for x in schedule if x[:3] == (Op.ATTN, chunk, index)]
+                assert len(calls) == len(step.calls)
+                received += not step.is_local
+                awaited = [first[take, chunk]]
+                if not step.is_local:
+                    awaited.append(at[parse(f"{chunk}kv{received - 1}?")[0]])
+                if step.outer_step:
+                    awaited.append(at[parse(f"{chunk}outerkv{step.outer_step - 1}?")[0]])
+                assert all(wait < call for wait in awaited for call in calls)
+                if backward and not step.is_local:
+                    sent = at[parse(f"{chunk}dkv{received - 1}")[0]]
+                    assert all(call < sent for call in calls)
+            end, left = first[Op.END, chunk], first[leave, chunk]
+            assert last.get((Op.ATTN, chunk), 0) < end < left
+            for wait in (Op.DKV_WAIT, Op.OUTER_DKV_WAIT):
+                assert last.get((wait, chunk), 0) < left
+
+
+def max_in_flight(schedule: Schedule, kind: str) -> int:
+    """Most exchanges of a kind that are posted, or staged, and not yet waited for."""
+    posts, waits = EXCHANGES[kind]
+    staged: set[int] = set()
+    now = most = 0
+    for op, chunk, *_ in schedule:
+        if op is Op.RETURN_STAGE and kind == "all_to_all":
+            staged.add(chunk)
+            now += 1
+        elif op in posts and not (op is Op.RETURN_POST and chunk in staged):
+            now += 1
+        elif op in waits:
+            now -= 1
+        most = max(most, now)
+    return most
+
+
+@given(modes())
+@examples(300)
+def test_buffers_are_bounded_whatever_the_number_of_chunks_and_steps(mode: Mode) -> None:
+    """A chunk's ring exchanges are in flight one at a time; three all-to-alls at most."""
+    for schedule in mode.schedules():
+        for kind in EXCHANGES:
+            bound = 3 if kind == "all_to_all" else 2
+            assert max_in_flight(schedule, kind) <= bound
+        for chunk in {x.chunk for x in schedule}:
+            of_chunk = tuple(x for x in schedule if x.chunk == chunk)
+            assert all(max_in_flight(of_chunk, kind) <= 1 for kind in EXCHANGES)
+
+
+@given(modes())
+@examples(300)
+def test_ranks_post_in_one_order_and_never_wait_for_each_other(mode: Mode) -> None:
+    """Even where a wait blocks the CPU (gloo), and however many kernel calls each rank has."""
+    schedules = mode.schedules()
+    assert len({exchange_order(schedule) for schedule in schedules}) == 1
+    position, posted = [0] * len(schedules), [set[Any]() for _ in schedules]
+    progress = True
+    while progress:
+        progress = False
+        for rank, schedule in enumerate(schedules):
+            while position[rank] < len(schedule):
+                instr = schedule[position[rank]]
+                if instr.op in POST_OF:
+                    post = instr._replace(op=POST_OF[instr.op])
+                    if not all(post in of_rank for of_rank in posted):
+                        break
+                posted[rank].add(instr)
+                position[rank] += 1
+                progress = True
+    assert position == list(map(len, schedules))
