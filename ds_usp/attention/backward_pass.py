@@ -219,7 +219,7 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.grad_exchange = chunk.outer_grad_exchange = None
         del chunk.dq
 
-    handlers = KV_HANDLERS | {
+    handlers = dict(KV_HANDLERS) | {
         Op.A2A_POST: _post_heads,
         Op.A2A_WAIT: _wait_heads,
         Op.SLICE_HEADS: _slice_heads,

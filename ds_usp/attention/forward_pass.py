@@ -125,7 +125,7 @@ class _Forward(Pass[_ForwardChunk]):
             lse = lse.transpose(1, 2).unsqueeze(-1)
             chunk.exchanges.out.to_sequence((lse,), (self._lse_out,))
 
-    handlers = KV_HANDLERS | {
+    handlers = dict(KV_HANDLERS) | {
         Op.A2A_POST: _post_heads,
         Op.A2A_WAIT: _wait_heads,
         Op.SLICE_HEADS: _slice_heads,

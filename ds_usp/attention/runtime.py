@@ -12,8 +12,9 @@ rank; d head dim, e that of values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -108,7 +109,7 @@ class Pass(Generic[ChunkT]):
         like: a tensor of the call, for batch and device.
     """
 
-    handlers: ClassVar[dict[Op, Handler]]
+    handlers: ClassVar[Mapping[Op, Handler]]
 
     def __init__(
         self, plan: AttentionPlan, scores: Scores, chunks: Sequence[ChunkT], like: torch.Tensor
@@ -172,11 +173,13 @@ class Pass(Generic[ChunkT]):
         chunk.exchange = DONE
 
 
-KV_HANDLERS: dict[Op, Handler] = {
-    Op.KV_POST: Pass.post_kv,
-    Op.KV_WAIT: Pass.wait_kv,
-    Op.OUTER_KV_POST: Pass.post_outer_kv,
-    Op.OUTER_KV_WAIT: Pass.wait_outer_kv,
-    Op.RETURN_WAIT: Pass.wait_return,
-    Op.LSE_WAIT: Pass.wait_return,
-}
+KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
+    {
+        Op.KV_POST: Pass.post_kv,
+        Op.KV_WAIT: Pass.wait_kv,
+        Op.OUTER_KV_POST: Pass.post_outer_kv,
+        Op.OUTER_KV_WAIT: Pass.wait_outer_kv,
+        Op.RETURN_WAIT: Pass.wait_return,
+        Op.LSE_WAIT: Pass.wait_return,
+    }
+)

@@ -12,8 +12,9 @@ them depends on its kernel calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
@@ -41,18 +42,20 @@ class Op(str, Enum):
     STORE = "store"  # without Ulysses: results into the outputs
 
 
-_NUMBERED = {"kv", "outerkv", "dkv", "outerdkv", "attn"}
+_NUMBERED = frozenset({"kv", "outerkv", "dkv", "outerdkv", "attn"})
 # Posts and waits by kind of channel.
-EXCHANGES = {
-    "all_to_all": (
-        (Op.A2A_POST, Op.RETURN_POST, Op.LSE_POST),
-        (Op.A2A_WAIT, Op.RETURN_WAIT, Op.LSE_WAIT),
-    ),
-    "ring_kv": ((Op.KV_POST,), (Op.KV_WAIT,)),
-    "ring_dkv": ((Op.DKV_POST,), (Op.DKV_WAIT,)),
-    "ring_kv_outer": ((Op.OUTER_KV_POST,), (Op.OUTER_KV_WAIT,)),
-    "ring_dkv_outer": ((Op.OUTER_DKV_POST,), (Op.OUTER_DKV_WAIT,)),
-}
+EXCHANGES: Mapping[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = MappingProxyType(
+    {
+        "all_to_all": (
+            (Op.A2A_POST, Op.RETURN_POST, Op.LSE_POST),
+            (Op.A2A_WAIT, Op.RETURN_WAIT, Op.LSE_WAIT),
+        ),
+        "ring_kv": ((Op.KV_POST,), (Op.KV_WAIT,)),
+        "ring_dkv": ((Op.DKV_POST,), (Op.DKV_WAIT,)),
+        "ring_kv_outer": ((Op.OUTER_KV_POST,), (Op.OUTER_KV_WAIT,)),
+        "ring_dkv_outer": ((Op.OUTER_DKV_POST,), (Op.OUTER_DKV_WAIT,)),
+    }
+)
 
 
 class Instr(NamedTuple):

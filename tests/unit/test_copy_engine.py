@@ -44,8 +44,7 @@ def outcome(seed: int) -> tuple[int, bool]:
     return advance(world, order, draw)
 
 
-# The last seeds see mutants that few others do.
-@pytest.mark.parametrize("seed", [*range(300), 416, 702, 880, 987, 1436, 1942])
+@pytest.mark.parametrize("seed", range(300))
 def test_no_interleaving_reads_early_or_deadlocks(seed: int) -> None:
     assert outcome(seed) == (0, True)
 
@@ -101,7 +100,7 @@ MUTANTS: dict[str, tuple[Mutant, Sequence[int]]] = {
     "published twice": ((CopyEngine, "publish_and_pull", publish_twice), range(40)),
     "flags cleared late": (
         (CopyEngine, "_flag_batches_of", clear_flags_late),
-        (702, 1436, 1942),
+        (160,),
     ),
 }
 

@@ -127,7 +127,7 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
                 }
                 seen.append((chunk.steps[step], chunk.kv[0], busy))
 
-        handlers = KV_HANDLERS | {Op.ATTN: attend}
+        handlers = dict(KV_HANDLERS) | {Op.ATTN: attend}
 
     call: Any = RingCall(mesh, plan, None, 1.0)  # type: ignore[arg-type]
     whole: Any = SimpleNamespace(
