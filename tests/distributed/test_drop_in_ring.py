@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from cases import ALL_LAYOUTS
 from harness import RankContext, WorkerPool
 from sample_attentions import (
@@ -44,19 +45,32 @@ def rotated(x: torch.Tensor, features: int) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag, x[..., features:]], -1)
 
 
-def reference(bounds: Bounds, scale: float, features: int) -> list[torch.Tensor]:
-    """The oracle's out, dq, dk and dv of the full sequence."""
+def reference(
+    bounds: Bounds, scale: float, features: int = 0, slopes: Any = None, sinks: Any = None
+) -> list[torch.Tensor]:
+    """The oracle's out, dq, dk and dv of the full sequence, and the gradient of its sinks."""
     q, k, v, dout = (x.double().requires_grad_() for x in full_tensors())
-    allowed = oracle.window(range(TOKENS), range(TOKENS), *bounds)
-    turned = (rotated(x, features) for x in (q, k))
-    out, _ = oracle.dense_attention(*turned, v, allowed, scale)
-    return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    learned = [] if sinks is None else [torch.tensor(sinks).double().requires_grad_()]
+    out, _ = oracle.dense_attention(
+        *(rotated(x, features) for x in (q, k)),
+        v,
+        oracle.window(range(TOKENS), range(TOKENS), *bounds),
+        scale,
+        bias=None if slopes is None else oracle.alibi(torch.tensor(slopes), range(TOKENS)),
+        sinks=learned[0] if learned else None,
+    )
+    return [out, *torch.autograd.grad(out, (q, k, v, *learned), dout)]
 
 
 def compare(
-    ctx: RankContext, setting: Setting, bounds: Bounds, scale: float
+    ctx: RankContext,
+    setting: Setting,
+    bounds: Bounds,
+    scale: float,
+    scores: dict[str, Any] | None = None,
 ) -> tuple[int, list[float]]:
-    """The output's number of dims, and relative errors of this rank's out, dq, dk and dv."""
+    """The output's number of dims, and relative errors of this rank's out, dq, dk and dv, and of
+    the gradient of the local attention's sinks, summed over the ranks."""
     attention = setting.module()
     layout = attention.mesh.layout(setting.layout, TOKENS)
     shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
@@ -65,9 +79,16 @@ def compare(
         x.requires_grad_()
     turn = rotary(setting.rotary, TOKENS) if setting.rotary else None
     out = attention(q, k, v, setting.batch_dim, turn)
-    grads = torch.autograd.grad(out, (q, k, v), dout.view(out.shape))
-    actual = [x.transpose(0, 1) if setting.batch_dim else x for x in (out.view(dout.shape), *grads)]
-    expected = [layout.shard(x, 1, ctx.rank) for x in reference(bounds, scale, setting.rotary)]
+    learned = list(attention.local_attn.parameters())
+    grads = torch.autograd.grad(out, (q, k, v, *learned), dout.view(out.shape))
+    actual = [out.view(dout.shape), *grads[:3]]
+    if setting.batch_dim:
+        actual = [x.transpose(0, 1) for x in actual]
+    for grad in grads[3:]:
+        dist.all_reduce(grad)
+    full = reference(bounds, scale, setting.rotary, **scores or {})
+    expected = [*(layout.shard(x, 1, ctx.rank) for x in full[:4]), *full[4:]]
+    actual += grads[3:]
     return out.ndim, [oracle.relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
 
 
@@ -155,6 +176,25 @@ def test_unknown_local_attentions_are_computed_as_they_are_described(
         assert max(errors) < 1e-5
 
 
+SINKS, SLOPES = (-1.0, 0.0, 2.5, 4.0), (0.5, 0.25, 0.125, 0.0625)
+SCORES = {
+    "megatron-core's softmax offset": (megatron_core, {"sinks": SINKS}, {"sinks": SINKS}),
+    "flash-attn's ALiBi": (flash_attn, {"alibi": torch.tensor(SLOPES)}, {"slopes": SLOPES}),
+}
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_those_of_the_local_attention(pool: WorkerPool, name: str, ulysses: int) -> None:
+    make, arguments, scores = SCORES[name]
+    setting = Setting(make, arguments, {"mask": MaskSpec.causal()}, ulysses=ulysses)
+    for _, errors in pool.run(
+        compare, WORLD, setting=setting, bounds=CAUSAL, scale=PLAIN, scores=scores
+    ):
+        assert len(errors) == 4 + ("sinks" in scores)
+        assert max(errors) <= 1e-5, errors
+
+
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 @pytest.mark.parametrize(("features", "batch_dim"), [(HEAD_DIM, 0), (HEAD_DIM // 2, 1)])
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
@@ -178,7 +218,7 @@ def masks_in_place_of_the_batch_dim(ctx: RankContext) -> list[float]:
     out = attention(q, k, v, hidden).unflatten(2, (HEADS, HEAD_DIM)).transpose(0, 1)
     with pytest.raises(UnsupportedAttentionError, match=r"a tensor \[32, 32\]"):
         attention(q, k, v, ~hidden.tril(4))
-    expected = layout.shard(reference(CAUSAL, PLAIN, 0)[0], 1, ctx.rank)
+    expected = layout.shard(reference(CAUSAL, PLAIN)[0], 1, ctx.rank)
     return [oracle.relative_error(out, expected)]
 
 
