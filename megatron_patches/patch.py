@@ -120,7 +120,7 @@ class Patch:
         yield from (f"{self.target}: {mismatch}" for mismatch in self.guard.mismatches(original))
 
     def retarget(self, module: str, to: str) -> Patch:
-        """The same patch for a module that is loaded under another name."""
+        """This patch for a module that is loaded under another name."""
         name, _, path = self.target.partition(":")
         return replace(self, target=f"{to}:{path}") if name == module else self
 
@@ -157,12 +157,12 @@ class Bypass:
     applies = True
 
     def mismatches(self) -> Iterator[str]:
-        """What differs from the known function, one sentence each."""
+        """The differences from the known function, one sentence each."""
         for line in self.guard.mismatches(self.target):
             yield f"{self.target}: {line}. An edit has no effect: {self.reason}"
 
     def retarget(self, module: str, to: str) -> Bypass:
-        """The same for a module that is loaded under another name."""
+        """This bypass for a module that is loaded under another name."""
         name, _, path = self.target.partition(":")
         return replace(self, target=f"{to}:{path}") if name == module else self
 

@@ -174,7 +174,7 @@ def inline(text: str) -> str:
 
 
 def command_page() -> str:
-    """What ``--help`` of each program prints below its usage."""
+    """The page of the programs' ``--help``, below the usage."""
     lines = ["# Command line", "", "Written from `--help` by `python scripts/reference_pages.py`."]
     for command in COMMANDS:
         lines += ["", f"## {command.strip()}", "", "```text", help_text(command.split()), "```"]

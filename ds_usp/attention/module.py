@@ -318,12 +318,12 @@ class USPAttention(torch.nn.Module):
         return ", ".join(signature), DropInPlan(batch_second, layout, args, rotary, call, attention)
 
     def _resolve_local_attention(self) -> LocalAttention:
-        """What the local attention computes."""
+        """The mask, scale and dropout that the ring computes in the local attention's place."""
         detected = detect_local_attention(self.local_attn)
         return resolve_ring_attention(self.local_attn, detected, *self._overrides)
 
     def _with_documents(self, documents: Any) -> FrameworkArguments:
-        """What the local attention computes, with documents in its mask."""
+        """The ring's attention with these documents in its mask."""
         known = self._framework
         attention = known.attention if known else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)

@@ -185,7 +185,7 @@ _layout = lru_cache(maxsize=1024)(TokenLayout)
 
 
 def layouts_of(spec: AttentionOpSpec | ExchangeOpSpec) -> Layouts:
-    """Of the queries and of the keys."""
+    """The token layouts of the queries and of the keys."""
     mesh = mesh_of(spec)
     degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
     layout = _layout(spec.layout, spec.num_tokens, *degrees)

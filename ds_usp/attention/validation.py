@@ -94,7 +94,7 @@ def is_on_cpu(like: object) -> bool:
 
 
 def exchange_label(to_heads: bool) -> str:
-    """Which of the two exchanges around a local attention, for the signature of its backward."""
+    """The name of one exchange around a local attention, for its backward's signature."""
     return " (q, k, v)" if to_heads else " (output)"
 
 

@@ -71,7 +71,7 @@ class VerifyCase:
 
     @property
     def mesh_name(self) -> str:
-        """The degrees."""
+        """The mesh's degrees and, unless the default, their order, as text."""
         order = "" if self.order == DEFAULT_SP_ORDER else f" ({self.order})"
         return f"ulysses {self.ulysses} x ring {self.ring}{order}"
 

@@ -229,7 +229,8 @@ def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> No
 
 
 def _accumulator(out: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
-    """Where results of shared heads are summed, in fp32; ``out`` itself if none is shared."""
+    """The fp32 buffer in which results of shared heads are summed; ``out`` itself if none is
+    shared."""
     if not _overlap(ranges):
         return out
     return torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))

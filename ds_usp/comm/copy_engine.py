@@ -143,7 +143,7 @@ class CopyEngine:
         self._reset(0)
 
     def _reset(self, size: int) -> None:
-        """All slots idle, of ``size`` bytes; 0: there is no memory."""
+        """Make all slots idle, of ``size`` bytes each; 0: without memory."""
         indices = range(self._num_slots if size else 0)
         self._slots = [Slot(i, i * size, self._wait_all_free(i)) for i in indices]
         self._next, self._posted = 0, False

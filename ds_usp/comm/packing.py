@@ -26,7 +26,7 @@ class DeferredSum(Protocol):
         """Write its tokens from ``first`` on to ``out`` ``[B, ., h, D]``, as many as fit."""
 
     def result(self) -> torch.Tensor:
-        """All of it."""
+        """The whole sum."""
 
 
 class SendTensor(NamedTuple):

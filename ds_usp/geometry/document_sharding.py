@@ -74,17 +74,17 @@ def balance_documents(documents: tuple[int, ...], ring: int) -> tuple[tuple[Segm
 
 
 def _rebalance_all(documents: tuple[int, ...], shards: list[list[Run]]) -> list[list[Run]]:
-    """Shards of as many tokens each, with work more even."""
+    """Rebalance the busiest and the idlest rank, as often as it helps; updates the shards."""
     work = [sum(causal_pairs(documents, *run) for run in runs) for runs in shards]
     budget = SearchBudget(_MAX_SPLITS)
     for _ in range(2 * len(shards)):
         busiest, idlest = work.index(max(work)), work.index(min(work))
         if work[busiest] * len(work) <= _EVEN_ENOUGH * sum(work):
             break
-        pair = rebalance_pair(documents, shards[busiest], shards[idlest], budget)
-        if sorted(pair[0]) == sorted(shards[busiest]):
+        rebalanced = rebalance_pair(documents, shards[busiest], shards[idlest], budget)
+        if sorted(rebalanced[0]) == sorted(shards[busiest]):
             break
-        for rank, runs in zip((busiest, idlest), pair, strict=True):
+        for rank, runs in zip((busiest, idlest), rebalanced, strict=True):
             shards[rank] = runs
             work[rank] = sum(causal_pairs(documents, *run) for run in runs)
     return shards

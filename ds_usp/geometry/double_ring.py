@@ -125,7 +125,7 @@ class DoubleRing:
 
     @property
     def outer_steps(self) -> range:
-        """All outer steps, useful or not."""
+        """The indices of all outer steps, useful or not."""
         return range(self.ring // self.inner)
 
     def inner_peer(self, rank: int, offset: int) -> int:
@@ -134,7 +134,7 @@ class DoubleRing:
         return first + (rank - first - offset) % self.inner
 
     def owner(self, relay: int, outer_step: int) -> int:
-        """Whose tokens a rank relays in an outer step."""
+        """The ring rank whose tokens a rank relays in an outer step."""
         return (relay - outer_step * self.inner) % self.ring
 
     def relayed_runs(self, relay: int, outer_step: int) -> Runs:

@@ -42,7 +42,7 @@ class JointLayout(TokenLayout):
 
     @property
     def layouts(self) -> tuple[TokenLayout, TokenLayout]:
-        """Of the joint sequence alone and of the other one alone."""
+        """The layouts of the joint sequence alone and of the other one alone."""
         shape = self.ulysses, self.ring, self.order
         lengths = self.joint, self.seq_len - self.joint
         joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
@@ -70,7 +70,7 @@ class ConcatenatedShards(TokenLayout):
 
     @classmethod
     def of(cls, layout: TokenLayout) -> ConcatenatedShards:
-        """Of a layout, on the same ranks."""
+        """The concatenated shards of a layout, on the same ranks."""
         degrees = layout.ulysses, layout.ring
         return cls(layout.kind, layout.seq_len, layout.degree, 1, layout.order, degrees=degrees)
 

@@ -133,12 +133,12 @@ class _CallBuilder:
         )
 
     def add(self, sample: int, tile: Tile, window: Bounds) -> None:
-        """Add the tile."""
+        """Add a tile to the call."""
         self._window, self._widest = self._merged(tile, window)
         self._tiles[sample].append(tile)
 
     def build(self) -> KernelCall:
-        """The call."""
+        """The kernel call of all added tiles."""
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
     def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:

@@ -92,7 +92,7 @@ class MaskSpec:
 
     @property
     def band(self) -> MaskSpec:
-        """The same window in a sequence of one document."""
+        """The mask without its documents: the same bounds in a sequence of one document."""
         return MaskSpec(self.left, self.right) if self.documents else self
 
     @property

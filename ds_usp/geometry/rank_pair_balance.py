@@ -181,27 +181,34 @@ class _PairSplit:
         return first, second
 
     def _split_at(self, tokens: int, front_first: bool) -> int:
-        """Where the split run is split, if the first rank has so many tokens without it."""
+        """The token at which the split run is split if the first rank has so many tokens without
+        it."""
         missing, run = self._tokens - tokens, self._split_run
         return run.start + missing if front_first else run.stop - missing
 
     def _best_swap(self, tokens: int, work: int) -> tuple[float, _Swap]:
-        """The cheapest exchange of a run, or none, for a run, or none."""
-        ours, theirs = ([*runs, None] for runs in self._assigned)
-        self._budget.remaining -= len(ours) * len(theirs)
+        """The cost of the cheapest swap, and the run (or None) that each of the two ranks gives."""
+        first_runs, second_runs = ([*runs, None] for runs in self._assigned)
+        self._budget.remaining -= len(first_runs) * len(second_runs)
         best: tuple[float, _Swap] = inf, (None, None)
-        for given in ours:
-            for taken in theirs:
-                t = tokens - (given.tokens if given else 0) + (taken.tokens if taken else 0)
-                w = work - (given.work if given else 0) + (taken.work if taken else 0)
-                cost = self._cost_of(t, w)
+        for moved_out in first_runs:
+            for moved_in in second_runs:
+                new_tokens = (
+                    tokens
+                    - (moved_out.tokens if moved_out else 0)
+                    + (moved_in.tokens if moved_in else 0)
+                )
+                new_work = (
+                    work - (moved_out.work if moved_out else 0) + (moved_in.work if moved_in else 0)
+                )
+                cost = self._cost_of(new_tokens, new_work)
                 if cost < best[0]:
-                    best = cost, (given, taken)
+                    best = cost, (moved_out, moved_in)
         return best
 
     def _cost_of(self, tokens: int, work: int) -> float:
-        """With whole runs of so many tokens and so much work on the first rank; where the split one
-        cannot fill up, far more, and the more the further off."""
+        """The cost with whole runs of so many tokens and so much work on the first rank; where the
+        split run cannot fill up both ranks, far more, and the more the further off."""
         missing = self._tokens - tokens
         beyond = max(-missing, missing - self._split_run.tokens, 0)
         return 10.0 + beyond if beyond else self._fill_with_split_run(tokens, work)[0]

@@ -138,7 +138,7 @@ def plan_tiles(
 
 
 def _tiles_between(queries: Shard, keys: Shard, mask: MaskSpec) -> list[Tile]:
-    """One tile for each two runs that have a pair."""
+    """The tiles of all pairs of a query and a key segment with a visible pair of tokens."""
     tiles = (_tile(*pair) for pair in _segment_pairs(queries, keys, mask))
     return [tile for tile in tiles if tile is not None]
 

@@ -65,7 +65,7 @@ class KernelRequest:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of queries and keys, and of values."""
+        """The head dims of queries and keys, and of values."""
         return self.head_dim, self.value_dim or self.head_dim
 
     def __str__(self) -> str:

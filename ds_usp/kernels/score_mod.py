@@ -85,7 +85,7 @@ class GlobalPositions:
     seed: int
 
     def for_tile(self, tile: Tile) -> GlobalPositions:
-        """Those of a tile's rows and columns."""
+        """The global positions of a tile's rows and columns."""
         rows = self.rows[tile.q_start : tile.q_stop]
         return replace(self, rows=rows, columns=self.columns[tile.k_start : tile.k_stop])
 

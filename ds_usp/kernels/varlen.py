@@ -263,6 +263,6 @@ def _pack_runs(
 
 
 def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On GPUs from pinned memory, so that the CPU does not wait for the stream."""
+    """Copy to the device; to GPUs from pinned memory, so that the CPU waits for no stream."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

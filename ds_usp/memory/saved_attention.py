@@ -183,7 +183,7 @@ class SavedResults(_Call):
         self._saved = [save_tensor(x) for x in results]
 
     def results(self, num_visible: int) -> list[torch.Tensor]:
-        """All of them, the first ``num_visible`` as copies."""
+        """All saved results, the first ``num_visible`` as copies."""
         results = [unpack() for unpack in self._saved]
         return [x.clone() for x in results[:num_visible]] + results[num_visible:]
 

@@ -74,7 +74,7 @@ class OneLineParser(ArgumentParser):
     """Raises ``ConfigError`` where argparse prints its usage and ends the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the arguments."""
+        """Raise ``ConfigError`` with the message."""
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> Namespace:

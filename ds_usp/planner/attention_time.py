@@ -78,7 +78,7 @@ class AttentionTime:
 
     @property
     def total(self) -> float:
-        """Of the call."""
+        """Seconds of the call."""
         return self.kernel + self.merge + self.exposed
 
 

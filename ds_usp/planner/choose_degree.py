@@ -30,7 +30,7 @@ class Choice:
 
 
 def degree_or_auto(text: str) -> int | str:
-    """What ``--ulysses-degree`` takes, for argparse."""
+    """Parse the value of ``--ulysses-degree``: a degree, or ``auto``."""
     return AUTO if text == AUTO else int(text)
 
 

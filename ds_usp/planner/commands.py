@@ -151,7 +151,7 @@ class _TrainingFlags(_FusionFlags, _DegreeFlags, _ClusterFlags):
         return config.replace(dp=self.dp or (self.gpus or config.gpus) // config.gpus)
 
     def workspace_bytes(self, cluster: Cluster) -> float:
-        """What no formula counts."""
+        """The memory that no formula counts: ``--workspace-gib``, else the cluster's."""
         stated = self.workspace_gib
         return cluster.workspace_bytes if stated is None else stated * GIB
 

@@ -135,12 +135,12 @@ class Cluster:
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """One NIC, each direction."""
+        """Bandwidth of one NIC, each direction."""
         return self.node.uplink_bytes_per_s / max(self.nics, 1)
 
     @property
     def budget_bytes(self) -> float:
-        """Of a GPU's memory, what a plan may fill."""
+        """The part of a GPU's memory that a plan may fill."""
         return 0.96 * self.memory_bytes
 
     def host_memory_fits(self, bytes_a_gpu: float, gpus: int) -> bool:

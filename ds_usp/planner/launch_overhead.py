@@ -50,7 +50,7 @@ class LaunchedWork:
         return LaunchedWork(times * self.device_s, times * self.launch_s, self.wait_s + behind)
 
     def fraction(self, of: int) -> LaunchedWork:
-        """One of so many equal launches."""
+        """The work of one of so many equal launches."""
         return LaunchedWork(self.device_s / of, self.launch_s / of)
 
     def in_launches(self, launches: int) -> LaunchedWork:
@@ -62,7 +62,7 @@ class LaunchedWork:
         return LaunchedWork(self.device_s * measured.device_s / formula.device_s, measured.launch_s)
 
     def without_launch_time(self) -> LaunchedWork:
-        """The same with a launch time that is not known."""
+        """This work with a launch time that is not known."""
         return LaunchedWork(self.device_s)
 
 

@@ -46,7 +46,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """All components."""
+        """Seconds of all components."""
         return sum(self.components().values())
 
     def components(self) -> dict[str, float]:

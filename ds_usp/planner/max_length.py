@@ -34,7 +34,7 @@ class MaxLength:
 
 
 def min_workload(model: ModelShape, config: ParallelConfig) -> Workload:
-    """What any configuration must take: a token a rank, micro batches that fill the stages."""
+    """The shortest workload: a token for each rank, micro batches that fill the stages."""
     return _workload(model, config, config.sp * config.tp)
 
 

@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def formula(self) -> float:
-        """All that has a formula: the total without the workspace, the one fitted number."""
+        """Bytes that have a formula: the total without the workspace, the one fitted number."""
         return self.total - self.workspace
 
     @property
@@ -102,7 +102,7 @@ def memory(
 
 
 def _stages(config: ParallelConfig) -> tuple[int, ...]:
-    """Those that can be the worst: most in flight, embedding, head."""
+    """The pipeline stages that can need the most: most in flight, embedding, head."""
     return tuple(sorted({0, min(1, config.pp - 1), config.pp - 1}))
 
 

@@ -120,7 +120,7 @@ class ParallelConfig:
 
     @property
     def gpus(self) -> int:
-        """All ranks."""
+        """The number of all ranks: the product of the degrees."""
         return self.tp * self.sp * self.pp * self.dp
 
     @property

@@ -235,7 +235,7 @@ def comm_text(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionB
 
 
 def tokens_per_s(result: SearchResult, plan: Plan) -> float:
-    """Of one GPU."""
+    """Predicted tokens per second of one GPU."""
     work = result.work
     return work.global_batch * work.seq_len / plan.config.gpus / plan.time.total
 

@@ -200,7 +200,7 @@ class _Collector:
                     self._zero_and_stages(config.replace(order=order), stages, chunks)
 
     def _distinct_orders(self, config: ParallelConfig, orders: Sequence[str]) -> list[str]:
-        """Without orders that take as long as the one before: they are the same plan."""
+        """The orders, less those that take as long as the one before: they are the same plan."""
         times = [self._micro_batch(config.replace(order=order)) for order in orders]
         return [order for n, order in enumerate(orders) if not n or times[n] != times[n - 1]]
 
@@ -379,7 +379,7 @@ class _Collector:
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """By MFU; among equals (0.01 % of the peak) the simpler one, with more free memory."""
+    """Sort key of plans: by MFU; among equals (0.01 % of the peak) the simpler one."""
     config = plan.config
     simple = (RECOMPUTE.index(config.recompute), config.zero, config.tp, config.pp)
     saves = config.offload_ratio, config.fused_loss

@@ -50,7 +50,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return sum(self.components().values())
 
     def components(self) -> dict[str, float]:

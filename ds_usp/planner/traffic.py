@@ -38,12 +38,12 @@ class AttentionBytes:
 
     @property
     def forward(self) -> int:
-        """All of forward."""
+        """All bytes sent forward."""
         return self.all_to_all_forward + self.ring_kv_forward + self.ring_kv_outer
 
     @property
     def backward(self) -> int:
-        """All of backward."""
+        """All bytes sent backward."""
         ring = self.ring_kv_backward + self.ring_dkv_backward
         return self.all_to_all_backward + ring + self.ring_kv_outer + self.ring_dkv_outer
 
@@ -204,7 +204,7 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
 
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
-    """What a pipeline boundary sends for one micro batch, each direction: ``x h / (t sp)``."""
+    """Bytes over a pipeline boundary for one micro batch, each direction: ``x h / (t sp)``."""
     tokens = work.rank_tokens(config)
     shards = config.tp if config.tp_sequence else 1
     return tokens * work.model.hidden * config.param_bytes / shards
@@ -219,7 +219,7 @@ class StepBytes:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Bytes of gradients and parameters."""
         return self.gradients + self.parameters
 
 

@@ -171,7 +171,7 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Of hidden, reduced over the vocabulary shards, and of the weight, in fp32."""
+        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight

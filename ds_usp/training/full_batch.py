@@ -49,7 +49,7 @@ class FullBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Labels that count."""
+        """The number of labels that count in the loss."""
         return int((self.sharded[SHIFTED] != IGNORE_INDEX).sum())
 
     def digest(self) -> bytes:

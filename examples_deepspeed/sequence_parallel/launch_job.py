@@ -156,7 +156,7 @@ class Job:
         self.master_addr = self.master_addr or socket.gethostname()
 
     def _output(self, *command: str) -> str:
-        """What a command prints; nothing if it is not installed or fails."""
+        """The output of a command; "" if it is not installed or fails."""
         if not shutil.which(command[0], path=self.environment.get("PATH")):
             return ""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

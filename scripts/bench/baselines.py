@@ -42,7 +42,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From ``seq_len:heads:kv_heads:head_dim``."""
+        """A shape from the text ``seq_len:heads:kv_heads:head_dim``."""
         return cls(*map(int, text.split(":")))
 
     @property

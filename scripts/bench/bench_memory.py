@@ -61,7 +61,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """From the text of ``--policies``."""
+        """A policy from the text of ``--policies``."""
         recompute, _, ratio = text.partition("+")
         return cls(recompute, float(ratio or 0))
 

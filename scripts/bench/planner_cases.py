@@ -36,7 +36,7 @@ class Case:
 
     @property
     def workload(self) -> tuple[str, int, int]:
-        """What is trained; its cuts are compared with each other."""
+        """What is trained; its parallel configurations are compared with each other."""
         return self.model, self.layers, self.seq_len
 
     def shape(self) -> ModelShape:

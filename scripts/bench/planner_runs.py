@@ -245,7 +245,7 @@ def step_row(cluster: Cluster, run: Measured) -> MeasuredStep:
 
 
 def workspace_bytes(runs: Sequence[Measured]) -> float:
-    """What no formula sees, in the mean."""
+    """The mean memory that no formula explains."""
     return statistics.fmean(run.memory_bytes - memory(*run.case.plan()).formula for run in runs)
 
 

@@ -43,7 +43,7 @@ class Evaluated:
 
     @property
     def memory_error(self) -> float | None:
-        """The same of the memory; None where none was measured."""
+        """The relative error of the predicted memory; None where none was measured."""
         measured = self.run.memory_bytes
         return self.memory_bytes / measured - 1 if measured else None
 

@@ -56,7 +56,7 @@ def check() -> None:
 
 
 def world_size() -> int | None:
-    """All ranks of the launcher; None without one."""
+    """The number of the launcher's ranks; None without a launcher."""
     return _number("WORLD_SIZE", 1) if under_launcher() else None
 
 
