@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ds_usp.attention.plan import AttentionPlan, RingCall, stages_return
+from ds_usp.attention.plan import AttentionPlan, RingCall
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores, check_score_mod
 from ds_usp.attention.tuning import AUTO_TUNING, ResolvedTuning, Tuning, check_tuning
 from ds_usp.attention.validation import (
@@ -30,7 +29,6 @@ from ds_usp.attention.validation import (
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.pipeline_schedule import Schedule, pipeline_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
@@ -158,17 +156,10 @@ def _new_plan(
     # The same on all ranks: the signature has these flags.
     grads = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
     staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=grads)
-    schedules, ulysses = [ring.schedule for ring in ring_calls], mesh.ulysses_degree > 1
-    forward = pipeline_schedule(schedules, ulysses=ulysses, backward=False, return_lse=return_lse)
-    backward: Schedule = ()
-    if grads:
-        stage = ulysses and all(stages_return(ring, q.dtype) for ring in ring_calls)
-        backward = pipeline_schedule(schedules, ulysses=ulysses, backward=True, stage_return=stage)
-    plan = AttentionPlan(
-        exchanges, ring_calls, forward, backward, return_lse, staging_bytes, score_mod
+    plan = AttentionPlan.of_chunks(
+        exchanges, ring_calls, return_lse, staging_bytes, score_mod, q.dtype, backward=grads
     )
-    digest = hashlib.sha256(plan.exchange_order.encode()).hexdigest()[:8]
-    signature.append(f"schedule {digest}")
+    signature.append(f"schedule {plan.digest}")
     return ", ".join(signature), plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
-from ds_usp.geometry.pipeline_schedule import Schedule, exchange_order
+from ds_usp.geometry.pipeline_schedule import Schedule, exchange_order, pipeline_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
@@ -100,6 +101,35 @@ class AttentionPlan:
     staging_bytes: Mapping[str, int]
     score_mod: ScoreMod = PLAIN
 
+    @classmethod
+    def of_chunks(
+        cls,
+        chunks: tuple[ChunkExchanges, ...],
+        ring_calls: tuple[RingCall, ...],
+        return_lse: bool,
+        staging_bytes: Mapping[str, int],
+        score_mod: ScoreMod,
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+    ) -> AttentionPlan:
+        """Write the schedules of a plan.
+
+        Args:
+            dtype: of q, k and v.
+            backward: there may be a backward pass.
+        """
+        rings = [ring.schedule for ring in ring_calls]
+        ulysses = ring_calls[0].mesh.ulysses_degree > 1
+        stage = ulysses and all(stages_return(ring, dtype) for ring in ring_calls)
+        schedules = (
+            pipeline_schedule(rings, ulysses=ulysses, backward=False, return_lse=return_lse),
+            pipeline_schedule(rings, ulysses=ulysses, backward=True, stage_return=stage)
+            if backward
+            else (),
+        )
+        return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes, score_mod)
+
     @cached_property
     def mesh(self) -> SequenceMesh:
         """The ranks."""
@@ -121,9 +151,10 @@ class AttentionPlan:
         return self.score_mod != PLAIN
 
     @cached_property
-    def exchange_order(self) -> str:
-        """The exchanges of both passes, in the order in which every rank posts them."""
-        return f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
+    def digest(self) -> str:
+        """Of the exchanges of both passes, in the order in which every rank posts them."""
+        text = f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def reserve_resources(self, device: torch.device) -> None:
         """Open the process groups of a double ring, reserve staging buffers of copy engines and
