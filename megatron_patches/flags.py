@@ -97,7 +97,7 @@ def add_attention_flags(
 
 
 def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagType = int) -> None:
-    """``--usp-recompute``, ``--usp-offload-ratio`` and ``--usp-loss-chunks``.
+    """Add ``--usp-recompute``, ``--usp-offload-ratio`` and ``--usp-loss-chunks`` to a parser.
 
     Args:
         ratio_type, chunks_type: argparse types of the last two.

@@ -134,7 +134,8 @@ def _underlying_function(obj: Any) -> Any:
 
 
 def _canonical(node: Any) -> str:
-    """A node as text, without empty fields: which of them exist depends on Python's version."""
+    """An AST node as text, without docstrings, positions and empty fields, which differ between
+    versions of Python: equal text is equal code."""
     if isinstance(node, ast.AST):
         fields = [
             f"{name}={_canonical(value)}"

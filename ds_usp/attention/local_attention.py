@@ -168,7 +168,8 @@ def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Sco
 
 
 def _flash_self_attention(module: Any) -> LocalAttention:
-    """``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package."""
+    """The inspector of ``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package,
+    whose window of -1 is an open side and whose ``causal`` bounds the right side at 0."""
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is not None and getattr(slopes, "ndim", 0) != 1:
         raise UnsupportedAttentionError(
@@ -187,13 +188,15 @@ def _flash_self_attention(module: Any) -> LocalAttention:
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
-    """``FlashSelfAttentionTriton`` of Megatron-DeepSpeed, which passes no scale or dropout."""
+    """The inspector of Megatron-DeepSpeed's ``FlashSelfAttentionTriton``, which passes no scale or
+    dropout."""
     mask = MaskSpec.causal() if module.causal else MaskSpec.full()
     return LocalAttention(mask, None, 0.0, flat_output=True)
 
 
 def _core_attention(module: Any) -> LocalAttention:
-    """``CoreAttention`` of Megatron-DeepSpeed: layer scaling divides and multiplies back."""
+    """The inspector of Megatron-DeepSpeed's ``CoreAttention``: layer scaling divides scores and
+    multiplies them back."""
     factor = float(module.norm_factor)
     if module.apply_query_key_layer_scaling:
         factor /= module.layer_number
@@ -203,7 +206,8 @@ def _core_attention(module: Any) -> LocalAttention:
 
 
 def _dot_product_attention(module: Any) -> LocalAttention:
-    """``DotProductAttention`` of megatron-core, which computes attention in plain torch.
+    """The inspector of megatron-core's ``DotProductAttention``, which computes attention in plain
+    torch.
 
     Its ``window_size`` (left, right) replaces the mask of ``attn_mask_type``, and is refused with
     an open side: the class takes -1 as a distance (hiding all keys), not as no bound.

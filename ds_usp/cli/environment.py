@@ -90,7 +90,7 @@ def collect() -> dict[str, Any]:
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    """The facts for a reader."""
+    """The facts as text: a line for each name, indented below its section."""
     lines: list[str] = []
     for section, content in facts.items():
         lines.append(section)

@@ -100,7 +100,8 @@ def _block(
     stop: int,
     results: dict[str, torch.Tensor],
 ) -> None:
-    """Query rows ``start:stop`` of the heads that share one key/value head, into the results."""
+    """Compute query rows ``start:stop`` of the heads that share key/value head ``group``, and write
+    or add them to the results."""
     per_group = tensors.q.shape[2] // tensors.k.shape[2]
     heads = slice(group * per_group, (group + 1) * per_group)
     q = tensors.q[:, start:stop, heads].double()
@@ -141,7 +142,7 @@ def _block(
 
 
 def _visible(params: AttentionParams, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``[B or 1, rows, S]`` bool."""
+    """Which keys the query rows see, bool ``[B or 1, rows, S]``."""
     distance = key - query
     visible = torch.ones_like(distance, dtype=torch.bool)
     if params.left is not None:

@@ -283,7 +283,9 @@ def _errors(
     rows: torch.Tensor,
 ) -> list[TensorErrors]:
     """Each result's relative error on this rank's shard, and that of the kernel run dense there."""
-    # The first token of a causal document sees itself alone, and may be the only one of a rank.
+    # dq and dk of queries that see one key are 0, and nearly so with few keys: their errors are
+    # relative to a fraction of dout then. The first token of a causal document sees itself alone,
+    # and may be the only one of a rank.
     lengths = (length for sample in case.documents for length in sample)
     fewest_keys = min(len(rows), *lengths, _FEW_KEYS)
     left, right, _ = case.mask

@@ -50,7 +50,8 @@ class StagingBuffer:
         self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
     def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
-        """:func:`split_features` of it; with ``tokens_first``, as ``[all rows, B, features]``."""
+        """Views of the buffer, one for each tensor (:func:`split_features`), cached; with
+        ``tokens_first`` of it as ``[all rows, B, features]``."""
         key = shapes, tokens_first
         views = self._views.get(key)
         if views is None:

@@ -295,7 +295,10 @@ class ConsistencyChecker:
             self._exchanges_at_abort = self.num_exchanges()
 
     def _ended_ranks_error(self) -> MeshError | None:
-        """The error that names ranks whose process ended without one; None if none is known."""
+        """The error for a lost comparison: which ranks' processes have ended, after how many calls.
+
+        They leave a last record in the exit mailbox; None where no rank has left one.
+        """
         if self._exit_mailbox is None or self.group is None:
             return None
         data = {rank: self._exit_mailbox.read(1, rank) for rank in range(self.group.size())}

@@ -119,7 +119,8 @@ class _CallBuilder:
         self._widest = (0, 0)
 
     def can_add(self, sample: int, tile: Tile, window: Bounds) -> bool:
-        """Whether the tile comes after the others, not far off, and under one window with them."""
+        """Whether a tile fits into the call: after its sample's last tile with a gap within the
+        limits, and with bounds that one window of all tiles can express."""
         if self._tiles[sample]:
             last = self._tiles[sample][-1]
             gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
@@ -142,14 +143,18 @@ class _CallBuilder:
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
     def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:
-        """The window with the tile, and how wide it must be for tiles that a side does not bind."""
+        """The call's state after adding a tile: its window, and the widest unbound tile.
+
+        Returns:
+            (left, right) of the window, a side None while no tile is bound by it; and for each side
+            the least bound that hides no pair of the tiles which that side does not bind.
+        """
         reach = tile.columns - 1, tile.rows - 1
         left, right = (
             new if old is None else old for old, new in zip(self._window, window, strict=True)
         )
-        widths = (
+        widest_left, widest_right = (
             max(limit, needed) if new is None else limit
             for limit, needed, new in zip(self._widest, reach, window, strict=True)
         )
-        widest_left, widest_right = widths
         return (left, right), (widest_left, widest_right)

@@ -92,7 +92,7 @@ def _total_pairs(documents: Sequence[int], runs: Iterable[Run]) -> int:
 
 
 def _merge_adjacent(documents: Sequence[int], runs: Sequence[Run]) -> list[Run]:
-    """Runs in order; those that a split inside of a document made of one are one again."""
+    """The runs in order; two that a split inside of a document made of one run are joined again."""
     borders, merged = set(documents), list[Run]()
     for start, stop in sorted(runs):
         if merged and merged[-1][1] == start and start not in borders:

@@ -248,7 +248,7 @@ class _Collector:
         return states_bytes + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 
     def _virtual_stage_layers(self, base: ParallelConfig, micro_batch: int) -> list[int]:
-        """Layers of a virtual stage; 0: a full stage."""
+        """Numbers of layers of a virtual stage to try; 0: all layers of a stage."""
         work = self._result.work
         micro_batches = work.global_batch // (base.dp * micro_batch)
         per_stage = base.layers_per_stage(work.model)

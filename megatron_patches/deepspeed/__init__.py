@@ -37,7 +37,8 @@ class Settings(MeshSettings):
 
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
-    """DeepSpeed's class replaced by ``USPAttention``, bound to the settings.
+    """The patch that replaces DeepSpeed's ``DistributedAttention`` by ``USPAttention``, bound to
+    the settings.
 
     Raises:
         ConfigError: a keyword that is no setting.

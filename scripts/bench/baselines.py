@@ -361,6 +361,7 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
             )
             group: object = dist.group.WORLD
             if kind == "a2a+p2p":
+                # Of a 2 x 2 grid of ranks: [this rank's a2a group, its p2p group].
                 pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
                 rank = dist.get_rank()
                 group = [pairs[rank // 2], pairs[2 + rank % 2]]

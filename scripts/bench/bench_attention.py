@@ -135,7 +135,7 @@ def errors_or_reason(
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     shape_flags(parser, "32768:32:32:128", "131072:32:32:128")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all; none on CPUs")

@@ -101,7 +101,7 @@ def compare_documents(
 
 
 def compare_windows(session: Session, args: argparse.Namespace, table: Table, shape: Shape) -> None:
-    """ds_usp with a sliding window and with a full causal mask."""
+    """Time ds_usp with a sliding window and with a full causal mask."""
     left = args.window
     full = shape.seq_len * (shape.seq_len + 1) // 2
     masked = max(shape.seq_len - 1 - left, 0)
@@ -157,7 +157,7 @@ PROBES: dict[str, Callable[[Session, Shape], None]] = {
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     parser.add_argument("--shape", default="131072:32:32:128", help="seq_len:heads:kv_heads:dim")
     parser.add_argument("--documents", default="2048:32768", help="shortest:longest, in tokens")

@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     parser.add_argument(
         "--sizes", nargs="+", type=float, default=[1, 4, 16, 64, 256], help="MiB of a message"

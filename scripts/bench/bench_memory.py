@@ -215,7 +215,7 @@ def run(session: Session, stack: Stack, args: argparse.Namespace, tables: Sequen
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     parser.add_argument(
         "--shapes",

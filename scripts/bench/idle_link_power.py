@@ -113,7 +113,7 @@ def measure(
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     shape_flags(parser, "32768:32:32:128")
     parser.add_argument(

@@ -151,7 +151,7 @@ def mean(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = common_flags(__doc__)
     shape_flags(parser, "32768:32:32:128")
     parser.add_argument("--peers", nargs="*", default=[], choices=PEERS)
