@@ -43,6 +43,7 @@ from ds_usp.warn_once import warn_once
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
 _MAX_CACHED_DOCUMENT_PLANS = 32
+_DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 1 warns of them
 
 
 class AttentionOptions(NamedTuple):
@@ -85,7 +86,7 @@ def plan_call(
         (q.shape, q.dtype, q.device, q.requires_grad),
         (k.shape, k.dtype, k.device, k.requires_grad),
         (v.shape, v.dtype, v.device, v.requires_grad),
-        (torch.is_grad_enabled(), _is_deterministic(), capturing),
+        (torch.is_grad_enabled(), torch.get_deterministic_debug_mode(), capturing),
         options.key,
     )
     try:
@@ -131,7 +132,7 @@ def _new_plan(
         documents=bool(mask.documents),
         value_dim=v.shape[3],
         score_mod=score_mod,
-        deterministic=_is_deterministic(),
+        deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
     )
     check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)
@@ -267,9 +268,3 @@ def _warn_slow_path(
         )
     for text in filter(None, messages):
         warn_once(text, rank=dist.get_rank() if dist.is_initialized() else 0)
-
-
-def _is_deterministic() -> bool:
-    """Whether torch is to refuse, not only to warn of, nondeterministic kernels."""
-    requested = torch.are_deterministic_algorithms_enabled()
-    return requested and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from ds_usp.errors import MeshError
 
 # Signatures may differ from step to step, by the seed of dropout or by documents.
 _MAX_VERIFIED = 1024
+# Records of calls recur; those of backward passes, with their number, do not.
+_encode = lru_cache(maxsize=_MAX_VERIFIED)(CallRecord.encode)
 _EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for the other ranks' records
 
 
@@ -242,7 +244,7 @@ class ConsistencyChecker:
         record = self._record(text, kind, deferred=not wait)
         if not wait:
             self.number += 1
-            self._pending.append((self._transport, self._transport.post(record.encode())))
+            self._pending.append((self._transport, self._transport.post(_encode(record))))
             return
         self._compare_and_wait(self._transport, record, error)
         # Not if it failed: over a group the record may have met another mesh's, and ranks that
@@ -263,7 +265,7 @@ class ConsistencyChecker:
         """
         try:
             declared = record if error is None else _error_record(error)
-            data = transport.gather(transport.post(declared.encode()))
+            data = transport.gather(transport.post(_encode(declared)))
         except MeshError as unreachable:
             self._fail(unreachable)
             raise

@@ -141,9 +141,13 @@ class UniformAllToAll:
                 packed again.
         """
         sizes, outs_per_rank = self._views_per_rank(outs)
+        _, tokens, batch, features = sizes.shape
         if not self._copies:
-            packed = _as_send_buffer(sources, sizes)
-            if packed is None:
+            source = sources[0]
+            is_dense = isinstance(source, torch.Tensor) and source.is_contiguous()
+            if isinstance(source, torch.Tensor) and is_dense and len(sources) == batch == 1:
+                packed = source
+            else:
                 staging = prealloc[1] if prealloc else StagingBuffer(outs[0].new_empty(sizes.shape))
                 packed = staging.tensor
                 views = staging.views(sizes.shapes, tokens_first=True)
@@ -156,7 +160,6 @@ class UniformAllToAll:
             channel, staging = prealloc.channel, prealloc.staging
         else:
             channel, staging = self._acquire_slot(outs[0], sizes)
-        _, tokens, batch, features = sizes.shape
         row_stride = batch * features
         offset = self._rank * tokens * row_stride
         send_tensors, recvs_per_tensor = [], []
@@ -237,16 +240,6 @@ def _strides_per_rank(
         (heads.stride * head, token, sample, head, feature),
         heads.first * head,
     )
-
-
-def _as_send_buffer(
-    sources: Sequence[torch.Tensor | DeferredSum], sizes: _BufferSizes
-) -> torch.Tensor | None:
-    """The source as what is sent, if it is one dense tensor of one sample; else None."""
-    source = sources[0]
-    if len(sources) > 1 or sizes.shape[2] > 1 or not isinstance(source, torch.Tensor):
-        return None
-    return source if source.is_contiguous() else None
 
 
 def _write_received(
