@@ -21,10 +21,7 @@ SCRIPTS = {
 }
 GPUS = {"1.3B": "4", "30B": "16", "6.7B": "8", "tiny": "4"}
 # The program that is started -> the environment that selects it.
-PROGRAMS = {
-    "trainer": {},
-    "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)},
-}
+PROGRAMS = {"trainer": {}, "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)}}
 if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))
 

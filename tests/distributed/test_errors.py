@@ -123,12 +123,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
         WAYS,
         heads(1, 1),
         "ConfigError",
-        [
-            "needs at least",
-            "query heads",
-            "there are 1",
-            "Use one of 1 (ring 4)",
-        ],
+        ["needs at least", "query heads", "there are 1", "Use one of 1 (ring 4)"],
     ),
     "kv heads": (WAYS, heads(8, 3), "ConfigError", ["8 query heads", "3 key/value heads"]),
     "more kv heads": (WAYS, heads(4, 8), "ConfigError", ["4 query heads", "8 key/value heads"]),
@@ -243,11 +238,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, str, str]
         {"q": (2, 8, 8, 16), "k": (2, 8, 4, 16), "v": (2, 8, 4, 16)},
         ("batch: ", "1", "2"),
     ),
-    "dtype": (
-        WAYS,
-        {"dtype": torch.bfloat16},
-        ("dtype: ", "torch.float32", "torch.bfloat16"),
-    ),
+    "dtype": (WAYS, {"dtype": torch.bfloat16}, ("dtype: ", "torch.float32", "torch.bfloat16")),
     "query heads": (WAYS, heads(4, 4), ("query heads: ", "8", "4")),
     "kv heads": (WAYS, heads(8, 8), ("kv heads: ", "4", "8")),
     "head dim": (

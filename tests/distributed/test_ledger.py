@@ -68,12 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "ulysses", "kv_heads", "dtype", "tuning"), CASES, ids=str)
 def test_bytes_equal_the_formulas(
-    pool: WorkerPool,
-    world: int,
-    ulysses: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    tuning: Tuning,
+    pool: WorkerPool, world: int, ulysses: int, kv_heads: int, dtype: torch.dtype, tuning: Tuning
 ) -> None:
     heads, seq_len, ring = 8, 64, world // ulysses
     local, chunk = seq_len // world, seq_len // ring // 2

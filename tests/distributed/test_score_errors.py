@@ -18,11 +18,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "ConfigError",
         ["dropout_p=1.0", "below 1"],
     ),
-    "dropout in words": (
-        {"dropout": "some"},
-        "ConfigError",
-        ["dropout_p='some'", "below 1"],
-    ),
+    "dropout in words": ({"dropout": "some"}, "ConfigError", ["dropout_p='some'", "below 1"]),
     "dropout on a kernel without": (
         {"dropout": 0.1, "scores": Scores(dropout_seed=1), "kernel": "sdpa"},
         "UnsupportedAttentionError",

@@ -49,9 +49,7 @@ def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "block",
-    [block for block in ALL if block.language in SHELLS and not block.reason],
-    ids=str,
+    "block", [block for block in ALL if block.language in SHELLS and not block.reason], ids=str
 )
 def test_commands_exist_and_take_their_flags(block: Block) -> None:
     if block.language:

@@ -138,9 +138,7 @@ def test_a_damaged_metrics_file_is_repaired_and_what_is_done_is_said(
     metadata.write_text(json.dumps(facts | {"format": 1}))
     resume = f"{SP2} --load {folder}/save"
     (error, printed), (no_error, done) = outcomes(
-        f"{resume} --train-iters 4 --save {folder}/save",
-        f"{resume} --train-iters 4",
-        folder=folder,
+        f"{resume} --train-iters 4 --save {folder}/save", f"{resume} --train-iters 4", folder=folder
     )[0]
     assert error is no_error is None
     assert "metrics.jsonl: dropped line 3 of 3, which cannot be read" in printed

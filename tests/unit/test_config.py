@@ -54,14 +54,8 @@ def test_a_hosts_arguments(given: dict[str, Any], expected: USPConfig) -> None:
 @pytest.mark.parametrize(
     ("settings", "messages"),
     [
-        (
-            {"sp_degree": 8, "ulysses_degree": 3},
-            ["3 does not divide", "8", "4 (ring 2), 2"],
-        ),
-        (
-            {"sp_degree": 2, "ulysses_degree": 4},
-            ["4 does not divide", "2", "of 2 (ring 1)"],
-        ),
+        ({"sp_degree": 8, "ulysses_degree": 3}, ["3 does not divide", "8", "4 (ring 2), 2"]),
+        ({"sp_degree": 2, "ulysses_degree": 4}, ["4 does not divide", "2", "of 2 (ring 1)"]),
         ({"sp_degree": 0}, ["--ds-sequence-parallel-size 0 must be"]),
         ({"sp_degree": None}, ["--ds-sequence-parallel-size None must be"]),
         ({"sp_degree": 4.0}, ["--ds-sequence-parallel-size 4.0"]),

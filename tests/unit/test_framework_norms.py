@@ -28,11 +28,7 @@ def random_gradients(device: str, dtype: torch.dtype = torch.float32) -> list[Te
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_norm_is_deepspeeds(
-    dtype: torch.dtype,
-    rank: int,
-    norm_type: float,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, rank: int, norm_type: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With padding, which does not count, and parameters sharded over ranks or replicated."""
     from deepspeed.runtime.zero import stage_1_and_2

@@ -77,10 +77,7 @@ def test_an_output_is_the_softmax_over_what_covers_each_row(
     st.integers(0, TOKENS - 1),
 )
 def test_a_gradient_is_the_sum_of_what_covers_each_row(
-    dtype: torch.dtype,
-    fp32_grads: bool,
-    calls: list[tuple[list[tuple[int, int]], str]],
-    first: int,
+    dtype: torch.dtype, fp32_grads: bool, calls: list[tuple[list[tuple[int, int]], str]], first: int
 ) -> None:
     """Spans of a call may overlap: tiles have rows of their own, but may attend to the same keys.
     What is summed at once may be overwritten; what is deferred may not."""

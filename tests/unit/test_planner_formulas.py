@@ -19,13 +19,7 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.memory import (
-    logits_bytes,
-    memory,
-    offload_needed,
-    stage_memory,
-    states_bytes,
-)
+from ds_usp.planner.memory import logits_bytes, memory, offload_needed, stage_memory, states_bytes
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
@@ -243,14 +237,8 @@ def test_step_traffic() -> None:
             {"pp": 2, "layers_per_virtual_stage": 1, "schedule": "deepspeed"},
             "DeepSpeed's pipeline has no virtual stages",
         ),
-        (
-            {"pp": 4, "dp": 2, "layers_per_virtual_stage": 1},
-            None,
-        ),
-        (
-            {"pp": 2, "dp": 4, "layers_per_virtual_stage": 1},
-            "multiples of pp=2, there are 1",
-        ),
+        ({"pp": 4, "dp": 2, "layers_per_virtual_stage": 1}, None),
+        ({"pp": 2, "dp": 4, "layers_per_virtual_stage": 1}, "multiples of pp=2, there are 1"),
     ],
 )
 def test_impossible_cuts_name_the_constraint(options: dict[str, object], says: str | None) -> None:

@@ -93,11 +93,7 @@ def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, .
         mask = ds_usp.MaskSpec.causal(documents)
         ds_usp.usp_attention(q, q, q, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
         name = attention_kernel(
-            kernel,
-            device=q.device,
-            dtype=q.dtype,
-            head_dim=4,
-            documents=bool(documents),
+            kernel, device=q.device, dtype=q.dtype, head_dim=4, documents=bool(documents)
         )
         ((text, _),) = mesh.plans.values()
         assert f"kernel {name}" in text
