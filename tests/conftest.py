@@ -50,18 +50,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fail a case of the fast tier that is not fast."""
     report = yield
-    if (
-        item.config.getoption("-m") == fast_tier.MARK
-        and report.passed
-        and report.when == "call"
-        and report.duration > fast_tier.CASE_S
-    ):
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{item.nodeid} took {report.duration:.1f} s in the fast tier, at most "
-            f"{fast_tier.CASE_S:g} are allowed: make it faster, or record what all tests take "
-            "(scripts/test.sh --write-durations)"
-        )
+    if item.config.getoption("-m") == fast_tier.MARK:
+        fast_tier.fail_if_slow(report)
     return report
 
 

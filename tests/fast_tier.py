@@ -49,6 +49,17 @@ def mark_fast(items: Iterable[pytest.Item]) -> None:
                 cases[index].add_marker(MARK)
 
 
+def fail_if_slow(report: pytest.TestReport) -> None:
+    """Have a case that passed fail if it took longer than ``CASE_S``."""
+    if report.passed and report.when == "call" and report.duration > CASE_S:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{report.nodeid} took {report.duration:.1f} s in the fast tier, at most {CASE_S:g} "
+            "are allowed: make it faster, or record what all tests take "
+            "(scripts/test.sh --write-durations)"
+        )
+
+
 class Durations:
     """Adds up what the cases of each function take; the process that reports writes the file."""
 

@@ -15,19 +15,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--seq-len", "32", "--heads", "4", "--head-dim", "8")
-# What is changed in a copy of the package: file, text, its replacement, and who is found wrong.
+RING, ULYSSES = ("--ulysses", "1", "--ring", "2"), ("--ulysses", "2", "--ring", "1")
+# What is changed in a copy of the package: file, text, its replacement, who is found wrong, and
+# the mesh.
 PLANTED = {
     "chunks of zigzag swapped": (
         "ds_usp/geometry/layout.py",
         "(ring_rank, chunks - 1 - ring_rank)",
         "(ring_rank, ring_rank + layout.ring)",
-        "WRONG positions: rank 1 holds token ",
+        "WRONG positions: rank 0 holds token ",
+        RING,
     ),
     "causal mask off by one": (
         "ds_usp/geometry/masks.py",
         "return cls(None, 0, documents)",
         "return cls(None, 1, documents)",
         "error <= 1e-05  WRONG",
+        RING,
     ),
     "query heads of other ranks": (
         "ds_usp/geometry/heads.py",
@@ -35,6 +39,7 @@ PLANTED = {
         "        first, last = self.kv_range(self.ulysses - 1 - rank)\n"
         "        if self.kv_heads >= self.ulysses:\n            return first * group",
         "error <= 1e-05  WRONG",
+        ULYSSES,
     ),
 }
 
@@ -52,14 +57,14 @@ def run_verify(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
-    file, text, replacement, message = PLANTED[name]
+    file, text, replacement, message, degrees = PLANTED[name]
     shutil.copytree(
         ROOT / "ds_usp", tmp_path / "ds_usp", ignore=shutil.ignore_patterns("__pycache__")
     )
     source = (tmp_path / file).read_text(encoding="utf-8")
     assert source.count(text) == 1, f"{file} has changed: plant this error elsewhere"
     (tmp_path / file).write_text(source.replace(text, replacement), encoding="utf-8")
-    done = run_verify(tmp_path, *TINY)
+    done = run_verify(tmp_path, *TINY, *degrees)
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout and done.stdout.splitlines()[-1] == "WRONG"
 
