@@ -50,7 +50,8 @@ class MaskSpec:
                     f"window {name}={bound!r} must be a whole number of tokens, 0 or more; "
                     "None leaves that side open (a library's -1 is None here)"
                 )
-        object.__setattr__(self, "documents", borders_of(self.documents))
+        if not isinstance(self.documents, tuple) or self.documents:
+            object.__setattr__(self, "documents", borders_of(self.documents))
         if isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or self.prefix < 0:
             raise ConfigError(f"prefix={self.prefix!r} must be a whole number of tokens, 0 or more")
         if self.prefix and self.documents:
