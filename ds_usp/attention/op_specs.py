@@ -281,7 +281,8 @@ def layout_spec(
 
 
 def is_valid_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, keys: int) -> bool:
-    """Whether these are a call that no op has to check."""
+    """Whether q, k and v fit together and have these numbers of tokens, so that a call that
+    exchanges nothing needs no op to refuse it."""
     return (
         q.shape[1] == tokens
         and k.shape[1] == keys

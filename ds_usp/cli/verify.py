@@ -167,7 +167,7 @@ def _common(reports: Sequence[Report]) -> str:
 
 
 def _summary(reports: Sequence[Report]) -> list[str]:
-    """A line for each call of a sweep."""
+    """One line for each call of a sweep: mesh, layout, mask, verdict and the largest error."""
     names = [(r.case.mesh_name, r.case.layout, r.case.mask_name) for r in reports]
     widths = [max(map(len, column)) for column in zip(*names, strict=True)]
     lines = []

@@ -203,7 +203,8 @@ class _Layer:
         self._state = _State.ON_DEVICE
 
     def start_offload(self) -> None:
-        """Start the copies to the host."""
+        """Start the copies to the host of as many bytes as the offload ratio leaves for this layer,
+        the largest storages first."""
         items, counts = self.items, self._offload.counts
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
             return

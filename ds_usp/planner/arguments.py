@@ -46,7 +46,7 @@ _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 
 
 def add_flags(parser: ArgumentParser, command: Any) -> None:
-    """The flags of a command, in the order of its fields."""
+    """Add a flag to the parser for each field of a command, in the order of its fields."""
     for f in fields(command):
         options = dict(f.metadata)
         if f.type == "bool":

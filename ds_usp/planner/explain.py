@@ -105,7 +105,7 @@ def _sequence_parallel_lines(result: SearchResult, best: Plan) -> Iterator[str]:
 
 
 def _limit(result: SearchResult, config: ParallelConfig, axis: str) -> str:
-    """The limit that heads set to a degree, if they do."""
+    """A clause about the limit that the model's heads set to a degree; "" if they set none."""
     model = result.work.model
     heads, kv = model.heads // config.tp, model.kv_heads // config.tp
     if axis == "ulysses" and config.ulysses == heads:

@@ -115,7 +115,7 @@ class _LengthSearch:
         return not self._evaluate(seq_len).limit
 
     def find(self) -> MaxLength:
-        """Double until it fails, then halve the gap."""
+        """The longest length that trains: doubles until one fails, then halves the gap."""
         low, high = 0, STEP
         while high < _MAX_TOKENS and self.fits(high):
             low, high = high, 2 * high

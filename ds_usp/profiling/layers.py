@@ -54,7 +54,7 @@ class ReferenceLayer:
         return cls(model, tp, group, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` in and out."""
+        """The layer's output for ``x``, both ``[tokens, hidden]``, tokens of this rank."""
         w, model = self.weights, self.model
         qkv = F.linear(self._reduce_input_grad(self._norm(x, w["norm1"])), w["qkv"])
         core = qkv[:, : model.q_width // self.tp].contiguous()
@@ -116,7 +116,7 @@ def layers(
     tp: int,
     group: dist.ProcessGroup | None,
 ) -> Iterator[MeasuredLayer]:
-    """Rows of a model's layers."""
+    """Measured rows of a model's layer, one for each number of tokens of ``ProblemSizes``."""
     layer = ReferenceLayer.make(timer, sizes, model, tp, group)
     shape = model.hidden, model.ffn, model.q_width, model.kv_width, model.gated, tp
     for tokens in sizes.layer_tokens:

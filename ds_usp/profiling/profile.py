@@ -118,7 +118,7 @@ def _gemm_rates(state: Profile) -> list[tuple[int, float]]:
 def _kernel_efficiencies(
     state: Profile, products: list[tuple[int, float]], attention: list[tuple[int, float]]
 ) -> None:
-    """The efficiency curves, as fractions of the peak."""
+    """Record the efficiency curves of GEMMs and attention, as fractions of the peak."""
     peak = state.peak_flop_per_s
     if peak is None:
         peak = max(rate for _, rate in (*products, *attention))
@@ -284,7 +284,7 @@ def _layers(state: Profile, models: Sequence[ModelShape]) -> None:
 
 
 def _finalize(state: Profile, world: int) -> dict[str, Any]:
-    """The numbers, with the machine in every source."""
+    """The content of the file: all recorded numbers, with the machine in every source."""
     gpu = torch.cuda.get_device_name(state.timer.device) if state.timer.on_gpu else "CPU"
     versions = f"torch {torch.__version__}"
     if state.timer.on_gpu:

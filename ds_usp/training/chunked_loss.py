@@ -180,7 +180,7 @@ class _Gradients:
 def _validate(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden ``[T, h]``, weight, labels ``[T]``."""
+    """Check the arguments; returns hidden as ``[T, h]``, the weight, and labels as ``[T]``."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r} must be a whole number of 1 or more")
     if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:

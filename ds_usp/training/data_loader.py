@@ -131,7 +131,7 @@ class SequenceParallelDataLoader:
         return len(cast(Sized, self._loader))
 
     def __iter__(self) -> Iterator[ShardedBatch]:
-        """One pass over the loader."""
+        """One pass over the loader, as sharded batches; collective."""
         batches = iter(self._loader) if self.mesh.rank == 0 and self._loader is not None else None
         while True:
             local = self._read(batches)

@@ -159,7 +159,7 @@ def _rows(borders: Any) -> Any:
 def _shifted_labels(
     entries: dict[str, Any], documents: tuple[Borders, ...], num_real_tokens: list[int]
 ) -> Tensor:
-    """Labels of the next token, without those of padding."""
+    """The label of each token: the next token; ``IGNORE_INDEX`` for padding."""
     if LABELS in entries and SHIFTED in entries:
         raise DataError(f"the batch has {LABELS!r} and {SHIFTED!r}: leave one of the two out")
     tokens = entries[TOKENS]
@@ -192,7 +192,7 @@ def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
 
 
 def _sharded(entries: dict[str, Any], whole: Sequence[str], tokens: Tensor) -> dict[str, Tensor]:
-    """The entries that go along the sequence."""
+    """The tensors ``[b, seq_len, ...]`` among the entries, which are sharded along the sequence."""
     tensors = {
         name: value
         for name, value in entries.items()

@@ -57,7 +57,8 @@ def _refuse(layer: TransformerLayer) -> None:
 
 
 def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor | None]:
-    """``MLP.forward`` of a dense layer."""
+    """``MLP.forward`` of a dense layer, whose activation function is recomputed before fc2's
+    backward."""
     names = [name for name, value in unsupported.items() if value is not None]
     if names:
         raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")

@@ -13,7 +13,7 @@ _ROPE = "megatron.core.models.common.embeddings"
 
 
 def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
-    """Process groups and attention."""
+    """The patches of megatron-core's process groups and attention."""
     return (
         wrap(
             f"{_GROUPS}:initialize_model_parallel",

@@ -41,7 +41,7 @@ def parse_args(
     *,
     settings: MeshSettings,
 ) -> Any:
-    """``parse_args`` with the added flags."""
+    """Megatron's ``parse_args`` with the flags that the patches add."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         add_flags(parser, settings)

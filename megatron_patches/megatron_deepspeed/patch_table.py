@@ -32,7 +32,7 @@ _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
 def start(settings: MeshSettings) -> tuple[Patch, ...]:
-    """Arguments, the script and the data set index."""
+    """The patches of argument parsing, the script's start and the data set's index."""
     return (
         wrap(
             "megatron.arguments:parse_args",
@@ -64,7 +64,7 @@ def start(settings: MeshSettings) -> tuple[Patch, ...]:
 
 
 def rank_groups() -> tuple[Patch, ...]:
-    """Process groups and their getters."""
+    """The patches of process groups and of the functions that return them."""
     queries = (("group", lambda group: group), ("rank", dist.get_rank), ("world_size", _size))
     getters = tuple(
         add(
@@ -102,7 +102,7 @@ def rank_groups() -> tuple[Patch, ...]:
 
 
 def model() -> tuple[Patch, ...]:
-    """Attention, positions, loss and dropout."""
+    """The patches of attention, positions, loss and dropout."""
     return (
         wrap(
             f"{_LAYER}:ParallelAttention.__init__",
@@ -153,7 +153,7 @@ def model() -> tuple[Patch, ...]:
 
 
 def layers() -> tuple[Patch, ...]:
-    """Tensors that layers and the loss save for backward."""
+    """The patches of what layers and the loss save for backward."""
     return (
         wrap(
             f"{_LAYER}:ParallelTransformerLayer.__init__",
@@ -227,7 +227,7 @@ def engine() -> tuple[Patch, ...]:
 
 
 def script_functions() -> tuple[Patch, ...]:
-    """Functions that the stock script defines."""
+    """The patches of functions that the stock script defines."""
     return (
         wrap(
             f"{startup.SCRIPT}:get_batch",

@@ -85,7 +85,7 @@ class Baseline:
         return f"{self.name}, {self.kernel}"
 
     def make(self, shape: Shape, device: torch.device, forward_only: bool) -> Step:
-        """A step on fresh random tensors."""
+        """A step (forward, and backward unless ``forward_only``) on fresh random tensors."""
         attend, share, tokens = self.attend(shape)
         q, k, v, dout = share.random(device, tokens)
         for x in (q, k, v):

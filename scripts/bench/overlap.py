@@ -84,7 +84,7 @@ def record_events(session: Session, step: Step, steps: int) -> list[Event]:
 
 
 def kernel_table(events: Sequence[Event], max_rows: int) -> str:
-    """The kernels with the largest total time."""
+    """The kernels with the largest total time, as lines of a table."""
     total: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for name, start, stop in events:
@@ -133,7 +133,7 @@ def main() -> None:
 def breakdown_of_ranks(
     session: Session, events: Sequence[Event], steps: int
 ) -> list[dict[str, float]]:
-    """Breakdown of one mean step on every rank."""
+    """For each rank the milliseconds of one mean step, by kind of work; collective."""
     local = breakdown_ms(events)
     rows = [[0.0] * len(PARTS) for _ in range(session.world)]
     rows[session.rank] = [local[name] / steps for name in PARTS]

@@ -56,7 +56,7 @@ class Case:
         return Workload(self.shape(), self.seq_len), config
 
     def flags(self, device: str) -> list[str]:
-        """The trainer's command line."""
+        """The trainer's command line for this run."""
         shape = self.shape()
         values = {
             "tensor-model-parallel-size": self.tp,

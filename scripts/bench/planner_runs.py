@@ -116,7 +116,7 @@ class FrameworkRun:
         return gpt
 
     def run(self, case: Case, steps: int) -> Measured:
-        """Train for some steps after two that warm up."""
+        """Train so many steps after two to warm up; their median seconds and the peak memory."""
         from usp_trainer.engine import Trainer
 
         session = self._session

@@ -118,7 +118,7 @@ COLUMNS = (
 
 
 def write(path: Path, comment: Sequence[str], evaluations: Iterable[Evaluated]) -> None:
-    """The table, with the summary above it."""
+    """Write the table of predicted and measured runs, with the summary above it."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {line}\n" for line in comment)
         table = csv.writer(file, lineterminator="\n")

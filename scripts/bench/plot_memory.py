@@ -21,7 +21,7 @@ Row = dict[str, str]
 
 
 def draw(head: Sequence[str], rows: Sequence[Row], out: Path) -> None:
-    """Stacked areas over the moments of a step."""
+    """Draw stacked areas of device and host bytes over the moments of a step."""
     policies: dict[str, list[Row]] = {}
     for row in rows:
         policies.setdefault(row["policy"], []).append(row)

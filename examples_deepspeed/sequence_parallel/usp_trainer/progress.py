@@ -96,7 +96,7 @@ class StepLine:
         return speed | ({"mfu": flop_per_s / self._peak} if self._peak else {})
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """The line, without the remaining time."""
+        """The progress line of a step's row: loss, rates, memory; without the remaining time."""
         parts = [f"loss {row['loss']:.3f}"]
         if "valid_loss" in row:
             parts.append(f"validation loss {row['valid_loss']:.3f}")

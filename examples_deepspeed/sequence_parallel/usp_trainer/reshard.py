@@ -59,7 +59,7 @@ class SavedParameters:
     def _add_states(
         self, rank: int, states: Mapping[int, Mapping[str, Any]], names: list[list[str]]
     ) -> None:
-        """ZeRO-0: one state per parameter, by its number."""
+        """Add ZeRO-0's optimizer states, one for each parameter, by its number."""
         for number, name in enumerate(name for group in names for name in group):
             self._fragments[rank][name, MASTER] = [self._models[rank]["module"][name].flatten()]
             for key, value in states.get(number, {}).items():

@@ -67,7 +67,7 @@ def multi_tensor_scale(overflow: Tensor, tensors: Sequence[Sequence[Tensor]], sc
 
 
 def modules() -> dict[str, ModuleType]:
-    """The modules by name, ready for ``sys.modules``."""
+    """Replacements of apex's modules by name, ready for ``sys.modules``."""
     contents: dict[str, dict[str, Any]] = {
         "apex": {"__path__": []},
         "apex.normalization": {"__path__": [], "MixedFusedRMSNorm": MixedFusedRMSNorm},
