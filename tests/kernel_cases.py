@@ -209,13 +209,13 @@ def check_grad_buffers(
             assert buffer is None or torch.equal(buffer, same)
 
 
-def check(got: Tensors, want: Tensors, tolerance: float) -> None:
+def check(actual: Tensors, want: Tensors, tolerance: float) -> None:
     """Relative errors; where the reference is zero (a diagonal's dq and dk) the absolute ones."""
     for name in RESULTS:
         if want[name].abs().max() > 1e-9:
-            error = oracle.relative_error(got[name], want[name])
+            error = oracle.relative_error(actual[name], want[name])
         else:
-            error = float(got[name].abs().max()) / 10
+            error = float(actual[name].abs().max()) / 10
         assert error <= tolerance, f"{name}: {error:.2e}"
 
 
@@ -227,10 +227,10 @@ def check_block(
     want_of: Mapping[str, Any] | None = None,
 ) -> Tensors:
     """One tile against the oracle, whose score modifiers are ``want_of``; its results."""
-    got = run_tile(kernel, x, block.tile, 0.3)
+    actual = run_tile(kernel, x, block.tile, 0.3)
     want = reference(x, block.allowed, 0.3, block.q_slice, block.k_slice, **(want_of or {}))
-    check(got, want, tolerance)
-    return got
+    check(actual, want, tolerance)
+    return actual
 
 
 # ------------------------------------------------------------------ several calls, merged
@@ -333,20 +333,20 @@ def check_packed(
         return
     q_at, k_at = list(case.queries.positions), list(case.keys.positions)
     x = tensors(HEADS["GQA"], (32, value_dim), dtype, len(q_at), len(k_at))
-    got = attend(kernel, x, {(0, len(k_at)): case.calls(kernel)}, 0.3)
+    actual = attend(kernel, x, {(0, len(k_at)): case.calls(kernel)}, 0.3)
     for sample in range(2):
         allowed = torch.tensor(
             [[case.mask.allows(i, j, sample) for j in k_at] for i in q_at], dtype=torch.bool
         )
         rows = allowed.any(1)
-        assert not got["out"][sample, ~rows].any() and not got["dq"][sample, ~rows].any()
-        assert bool((got["lse"][sample, :, ~rows] == float("-inf")).all())
+        assert not actual["out"][sample, ~rows].any() and not actual["dq"][sample, ~rows].any()
+        assert bool((actual["lse"][sample, :, ~rows] == float("-inf")).all())
         if not rows.any():
-            assert not got["dk"][sample].any() and not got["dv"][sample].any()
+            assert not actual["dk"][sample].any() and not actual["dv"][sample].any()
             continue
         one = {name: tensor[sample : sample + 1] for name, tensor in x.items()}
         one |= {name: one[name][:, rows] for name in ("q", "dout")}
-        results = {name: tensor[sample : sample + 1] for name, tensor in got.items()}
+        results = {name: tensor[sample : sample + 1] for name, tensor in actual.items()}
         results |= {name: results[name][:, rows] for name in ("out", "dq")}
         results["lse"] = results["lse"][:, :, rows]
         check(results, reference(one, allowed[rows], 0.3, **score_mods), tolerance)

@@ -131,12 +131,12 @@ def packed(
         mock.patch.object(SequenceMesh, "channel", channel),
         mock.patch.object(PullingChannel, "acquire_staging", room),
     ):
-        got = attend(mesh, case)
+        actual = attend(mesh, case)
     for slots in PullingChannel.slots.values():
         for _ in slots.memory:
             slots.published = True
             slots.acquire(0)
-    errors = errors_of(mesh, case, got)
+    errors = errors_of(mesh, case, actual)
     mesh.plans.clear()  # they are for copies
     return max(errors.values()), reserved, used
 

@@ -103,8 +103,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_meant_is_refused_everywhere(pool: WorkerPool, name: str) -> None:
     changes, text = REFUSED[name]
-    for said in pool.run(refused, 4, changes=changes):
-        assert said.startswith(text), said
+    for message in pool.run(refused, 4, changes=changes):
+        assert message.startswith(text), message
 
 
 def other_keys(ctx: RankContext) -> str:
@@ -128,8 +128,8 @@ def other_keys(ctx: RankContext) -> str:
 
 
 def test_too_many_keys_on_one_rank_stop_all(pool: WorkerPool) -> None:
-    for said in pool.run(other_keys, 4):
-        assert "rank 3 holds 5 tokens of the keys" in said and "gives it 4" in said
+    for message in pool.run(other_keys, 4):
+        assert "rank 3 holds 5 tokens of the keys" in message and "gives it 4" in message
 
 
 def test_mask_text_has_the_prefix() -> None:

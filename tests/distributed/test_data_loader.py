@@ -42,10 +42,10 @@ def sharded(ctx: RankContext, *, ulysses: int, ring: int, layout: str) -> list[A
         loader = samples(dp.rank, 3)
     shards = []
     for batch in SequenceParallelDataLoader(loader, mesh, layout):
-        whole = {
+        full_batch = {
             name: batch.layout.positions(mesh.rank) for name in ("tokens", "labels", "positions")
         }
-        shards.append((dp.rank, batch, whole["tokens"]))
+        shards.append((dp.rank, batch, full_batch["tokens"]))
     return shards
 
 

@@ -34,8 +34,8 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
     def compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         torch._dynamo.reset()
         attend = torch.compile(attention(), backend="aot_eager", fullgraph=True)
-        found: torch.Tensor = attend(q, k, v)
-        return found
+        out: torch.Tensor = attend(q, k, v)
+        return out
 
     modes: dict[str, tuple[str, int, Callable[..., torch.Tensor]]] = {
         "default": (kind, TOKENS, attention()),
@@ -45,30 +45,30 @@ def attempts(ctx: RankContext, ulysses: int, kind: str) -> dict[str, str]:
         "another length": (kind, 2 * TOKENS, attention()),
         "a later batch": ("contiguous", TOKENS, attention()),
     }
-    said = {}
+    message_of = {}
     for mode, (layout, tokens, attend) in modes.items():
         list(SequenceParallelDataLoader([batch], mesh, layout))
         q, k, v = (torch.randn(2, tokens // ctx.world, 4, 16) for _ in range(3))
         try:
             attend(q, k, v)
-            said[mode] = ""
+            message_of[mode] = ""
         except ds_usp.LayoutError as error:
-            said[mode] = str(error)
-    return said
+            message_of[mode] = str(error)
+    return message_of
 
 
 def test_a_default_layout_is_checked_against_the_loaders(pool: WorkerPool) -> None:
-    for said in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
-        wrong = [said.pop(mode) for mode in ("default", "compiled")]
+    for message_of in pool.run(attempts, WORLD, ulysses=2, kind="zigzag"):
+        wrong = [message_of.pop(mode) for mode in ("default", "compiled")]
         assert all("in the layout 'zigzag'" in text and "'contiguous'" in text for text in wrong)
-        assert not any(said.values()), said
+        assert not any(message_of.values()), message_of
 
 
 def test_layouts_of_equal_positions_are_no_difference(pool: WorkerPool) -> None:
-    for said in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
-        assert not any(said.values()), said
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="zigzag"):
+        assert not any(message_of.values()), message_of
 
 
 def test_without_a_ring_the_order_matters_where_it_differs(pool: WorkerPool) -> None:
-    for said in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
-        assert said["default"] and said["compiled"] and not said["named"]
+    for message_of in pool.run(attempts, WORLD, ulysses=4, kind="context_parallel"):
+        assert message_of["default"] and message_of["compiled"] and not message_of["named"]

@@ -132,13 +132,13 @@ def drop_in(ctx: RankContext, *, case: Case, ulysses: int, batch_dim: int) -> li
     attention = ds_usp.USPAttention(
         Causal(), mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.causal(), dropout_p=0.0
     )
-    mine = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
-    given = (x.transpose(0, 1) if batch_dim else x for x in mine)
-    out = attention(*given, batch_dim, documents=case.mask_spec.documents)
+    local_qkv = [layout.shard(full[name], 1, mesh.rank).requires_grad_() for name in "qkv"]
+    qkv = (x.transpose(0, 1) if batch_dim else x for x in local_qkv)
+    out = attention(*qkv, batch_dim, documents=case.mask_spec.documents)
     out = out.transpose(0, 1) if batch_dim else out
-    grads = torch.autograd.grad(out, mine, layout.shard(full["dout"], 1, mesh.rank))
-    got = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
-    return list(errors_of(mesh, case, got).values())
+    grads = torch.autograd.grad(out, local_qkv, layout.shard(full["dout"], 1, mesh.rank))
+    actual = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+    return list(errors_of(mesh, case, actual).values())
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])

@@ -159,7 +159,7 @@ def test_masks_are_handed_through_wherever_they_stand(pool: WorkerPool, gather_i
 
 def many_calls(ctx: RankContext) -> list[str]:
     """Errors of later calls with other KV heads, for a layout by name and by value."""
-    said = []
+    messages = []
     for layout in ("zigzag", TokenLayout("zigzag", 32, WORLD)):
         attention = USPAttention(
             Local(0), ctx.group, gather_idx=1, num_kv_heads=8, layout=layout, ulysses_degree=WORLD
@@ -168,13 +168,13 @@ def many_calls(ctx: RankContext) -> list[str]:
         attention(q, q, q, 0)
         with pytest.raises(ValueError) as caught:
             attention(q, q[:, :, :4], q[:, :, :4], 0)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_num_kv_heads_is_checked_at_every_call(pool: WorkerPool) -> None:
-    for said in pool.run(many_calls, WORLD):
-        assert all("num_kv_heads=8" in text and "[2, 8, 4, 16]" in text for text in said)
+    for messages in pool.run(many_calls, WORLD):
+        assert all("num_kv_heads=8" in text and "[2, 8, 4, 16]" in text for text in messages)
 
 
 def uneven_tokens(ctx: RankContext, seq_len: int) -> float:
@@ -220,8 +220,8 @@ class _Product(torch.nn.Module):
 
 def test_a_second_derivative_is_right_or_refused(pool: WorkerPool) -> None:
     assert pool.run(second_derivative, WORLD, ulysses=WORLD) == ["True"] * WORLD
-    for said in pool.run(second_derivative, WORLD, ulysses=2):
-        assert "create_graph=True" in said
+    for message in pool.run(second_derivative, WORLD, ulysses=2):
+        assert "create_graph=True" in message
 
 
 def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
@@ -235,7 +235,7 @@ def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"scatter_idx": 1}, "scatter_idx=1"),
         ({"layout": "zig"}, "unknown token layout 'zig'"),
@@ -244,7 +244,7 @@ def construct(ctx: RankContext, arguments: dict[str, Any]) -> str:
     ],
 )
 def test_one_rank_that_is_constructed_wrongly_stops_all(
-    pool: WorkerPool, arguments: dict[str, Any], said: str
+    pool: WorkerPool, arguments: dict[str, Any], message: str
 ) -> None:
     for text in pool.run(construct, WORLD, arguments=arguments):
-        assert said in text
+        assert message in text

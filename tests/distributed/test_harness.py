@@ -67,13 +67,13 @@ def state_of(pid: int) -> str:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_answers_in_order(pool: WorkerPool, world: int) -> None:
-    got = pool.run(describe, world, offset=10)
-    assert [g["rank"] for g in got] == [10 + r for r in range(world)]
-    assert [g["env"] for g in got] == [100 * r + world for r in range(world)]
+    ranks = pool.run(describe, world, offset=10)
+    assert [g["rank"] for g in ranks] == [10 + r for r in range(world)]
+    assert [g["env"] for g in ranks] == [100 * r + world for r in range(world)]
     for key in ("world", "group", "default"):
-        assert [g[key] for g in got] == [world] * world
-    assert [g["threads"] for g in got] == [1] * world
-    assert len({g["pid"] for g in got} | {os.getpid()}) == world + 1
+        assert [g[key] for g in ranks] == [world] * world
+    assert [g["threads"] for g in ranks] == [1] * world
+    assert len({g["pid"] for g in ranks} | {os.getpid()}) == world + 1
 
 
 def test_ranks_are_started_once(pool: WorkerPool) -> None:

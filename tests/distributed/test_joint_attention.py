@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_everywhere(pool: WorkerPool, name: str) -> None:
     changes, text = REFUSED[name]
-    for said in pool.run(refused, 4, changes=changes, odd=(0, 1, 2, 3)):
-        assert said.startswith(text), said
+    for message in pool.run(refused, 4, changes=changes, odd=(0, 1, 2, 3)):
+        assert message.startswith(text), message
 
 
 def test_a_layout_of_documents_takes_no_joint_tokens() -> None:
@@ -114,5 +114,5 @@ LONGER = torch.randn(1, 7, 2, 8)
     ids=["end", "tokens"],
 )
 def test_ranks_that_differ_hear_of_it(pool: WorkerPool, changes: dict[str, Any]) -> None:
-    for said in pool.run(refused, 4, changes=changes, odd=(2,)):
-        assert said.startswith("MeshError: the ranks"), said
+    for message in pool.run(refused, 4, changes=changes, odd=(2,)):
+        assert message.startswith("MeshError: the ranks"), message

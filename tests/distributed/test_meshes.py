@@ -102,8 +102,8 @@ def ask_for_lse(ctx: RankContext) -> str:
 
 
 def test_ranks_must_agree_on_the_lse_too(pool: WorkerPool) -> None:
-    for said in pool.run(ask_for_lse, 4):
-        assert "lse: without on ranks 1-3, with on rank 0" in said
+    for message in pool.run(ask_for_lse, 4):
+        assert "lse: without on ranks 1-3, with on rank 0" in message
 
 
 both_transports = pytest.mark.parametrize("use_mailbox", [False, True], ids=["group", "mailbox"])
@@ -122,15 +122,15 @@ def late_difference(ctx: RankContext, use_mailbox: bool) -> tuple[list[str], int
     for text in ("a", "b", "a"):
         checker.check_call(text, wait=False)
     checker.check_call("b" if ctx.rank == 1 else "a", wait=False)
-    said: list[str] = []
+    messages: list[str] = []
     calls = 0
-    while len(said) < 2 and calls < 9:
+    while len(messages) < 2 and calls < 9:
         calls += 1
         try:
             checker.check_call("a", wait=False)
         except ds_usp.MeshError as error:
-            said.append(str(error))
-    return said, calls
+            messages.append(str(error))
+    return messages, calls
 
 
 def after_passes(ctx: RankContext, how: str) -> list[int]:
@@ -164,9 +164,9 @@ def test_stream_waits_are_aborted_where_a_pass_was_aborted(
 def test_a_verified_call_that_differs_raises_a_few_calls_later(
     pool: WorkerPool, use_mailbox: bool
 ) -> None:
-    for said, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
-        assert len(said) == 2 and said[0] == said[1]
-        assert "a on ranks 0, 2, b on rank 1" in said[0]
+    for messages, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
+        assert len(messages) == 2 and messages[0] == messages[1]
+        assert "a on ranks 0, 2, b on rank 1" in messages[0]
         assert calls == 5  # four comparisons are under way at a time; then every call says so
 
 
@@ -186,8 +186,8 @@ def difference_in_backward(ctx: RankContext, use_mailbox: bool) -> str:
 def test_a_backward_pass_does_not_begin_before_the_ranks_have_agreed(
     pool: WorkerPool, use_mailbox: bool
 ) -> None:
-    for said in pool.run(difference_in_backward, 3, use_mailbox=use_mailbox):
-        assert "a on ranks 0, 2, b on rank 1" in said
+    for message in pool.run(difference_in_backward, 3, use_mailbox=use_mailbox):
+        assert "a on ranks 0, 2, b on rank 1" in message
 
 
 def error_meets_a_known_call(ctx: RankContext, use_mailbox: bool) -> str:
@@ -257,16 +257,16 @@ def come_late(ctx: RankContext, known: bool) -> list[str]:
     checker.mailbox.timeout_s = 0.4
     checker.check_now("together")
     checker.check_call("a", wait=False)
-    said = []
+    messages = []
     for call in range(8):
         if ctx.rank == 1 and call == 1:
             time.sleep(1.2)
         try:
             checker.check_call("a", wait=not known)
-            said.append("")
+            messages.append("")
         except ds_usp.MeshError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["waits", "looks later"])
@@ -274,8 +274,8 @@ def test_a_late_rank_does_not_continue_without_those_that_aborted(
     pool: WorkerPool, known: bool
 ) -> None:
     first, late, third = pool.run(come_late, 3, known=known)
-    for said in (first, late, third):
-        assert not said[0] and said[-1] and (not known or said.count(said[-1]) > 1)
+    for messages in (first, late, third):
+        assert not messages[0] and messages[-1] and (not known or messages.count(messages[-1]) > 1)
     assert "rank 1" in first[-1] + third[-1] and "have aborted" in late[-1]
     assert bool(late[1]) or known  # before anything moves
 
@@ -310,7 +310,7 @@ def unsorted(ctx: RankContext) -> str:
     "sort_ranks" not in signature(dist.new_group).parameters, reason="this torch sorts all groups"
 )
 def test_a_group_out_of_order_is_refused(pool: WorkerPool) -> None:
-    assert all("[1, 0, 2]" in said for said in pool.run(unsorted, 3))
+    assert all("[1, 0, 2]" in message for message in pool.run(unsorted, 3))
 
 
 def after_other_groups(ctx: RankContext) -> float:

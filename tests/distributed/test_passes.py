@@ -33,9 +33,9 @@ def backward_after_an_aborted_pass(ctx: RankContext, aborted: list[int]) -> str:
 def test_no_backward_pass_follows_one_that_one_rank_aborted(pool: WorkerPool) -> None:
     assert pool.run(backward_after_an_aborted_pass, 3, aborted=[]) == [""] * 3
     assert pool.run(backward_after_an_aborted_pass, 3, aborted=[0, 1, 2]) == [""] * 3
-    for said in pool.run(backward_after_an_aborted_pass, 3, aborted=[1]):
-        assert "aborted copy-engine passes: 0 on ranks 0, 2, " in said
-        assert "1, the last after 0 exchanges on rank 1" in said
+    for message in pool.run(backward_after_an_aborted_pass, 3, aborted=[1]):
+        assert "aborted copy-engine passes: 0 on ranks 0, 2, " in message
+        assert "1, the last after 0 exchanges on rank 1" in message
 
 
 def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
@@ -62,8 +62,8 @@ def many_passes(ctx: RankContext, odd: bool) -> tuple[str, int]:
 
 def test_passes_that_differ_on_gpus_are_found_a_few_passes_later(pool: WorkerPool) -> None:
     assert pool.run(many_passes, 3, odd=False) == [("", 8)] * 3
-    for said, count in pool.run(many_passes, 3, odd=True):
-        assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in said
+    for message, count in pool.run(many_passes, 3, odd=True):
+        assert "backward pass of call: 8 on ranks 0, 2, 7 on rank 1" in message
         assert count == 4
 
 
@@ -94,24 +94,24 @@ def test_a_verified_pass_waits_for_nobody(pool: WorkerPool) -> None:
 def skip_one(ctx: RankContext, calls: list[int]) -> list[str]:
     """The errors of a check after as many calls on each rank, and of the next check."""
     consistency = checker_of(ctx, False)
-    said = []
+    messages = []
     for _ in range(2):
         try:
             while consistency._calls < calls[ctx.rank]:
                 consistency.check_call("a call")
             consistency.check()
         except ds_usp.MeshError as error:
-            said.append(str(error))
+            messages.append(str(error))
             calls = [2] * ctx.world
-    return said
+    return messages
 
 
 def test_a_check_finds_a_call_that_one_rank_skipped(pool: WorkerPool) -> None:
     assert pool.run(skip_one, 3, calls=[3, 3, 3]) == [[]] * 3
-    for said in pool.run(skip_one, 3, calls=[3, 2, 3]):
-        assert len(said) == 1, said
-        assert "ranks 0, 2: a call\n" in said[0]
-        assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in said[0]
+    for messages in pool.run(skip_one, 3, calls=[3, 2, 3]):
+        assert len(messages) == 1, messages
+        assert "ranks 0, 2: a call\n" in messages[0]
+        assert "rank 1: a check of the mesh, after 2 calls, after 0 backward passes" in messages[0]
 
 
 def at_the_end(ctx: RankContext, mode: str) -> str:

@@ -81,7 +81,7 @@ def given_groups(ctx: RankContext) -> list[str]:
     """What is said to what is no group of the layout's ranks."""
     device_mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("sp",))
     half, _ = dist.new_subgroups(2)
-    local, said = torch.randn(1, LAYOUT.length(ctx.rank), 3), []
+    local, messages = torch.randn(1, LAYOUT.length(ctx.rank), 3), []
     attention = {"mask": ds_usp.MaskSpec.causal(), "dropout_p": 0.0, "ulysses_degree": 2}
     for call in (
         lambda: LAYOUT.gather(local, group=device_mesh, dim=1),
@@ -102,8 +102,8 @@ def given_groups(ctx: RankContext) -> list[str]:
     ):
         with pytest.raises(ds_usp.USPError) as caught:
             call()
-        said.append(f"{type(caught.value).__name__}: {caught.value}")
-    return said
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
 
 
 def two_dims(names: tuple[str, str] = ("ring", "ulysses")) -> DeviceMesh:
@@ -126,8 +126,8 @@ def test_what_is_no_group_is_refused_with_what_is(pool: WorkerPool) -> None:
         "order='ring-ulysses' were given, and the DeviceMesh has ulysses 2",
         "global ranks in the order [0, 2, 1, 3]",
     )
-    for said in pool.run(given_groups, WORLD):
-        for text, fragment in zip(said, wanted, strict=True):
+    for messages in pool.run(given_groups, WORLD):
+        for text, fragment in zip(messages, wanted, strict=True):
             assert fragment in text, text
 
 

@@ -62,7 +62,7 @@ def test_calls_are_made_and_none_hangs(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("code", "message"),
     [
         (NOTHING_SENT, "no message is under way"),
         (MISSED_WAKE_UP, "freed by a signal to the main threads"),
@@ -70,10 +70,10 @@ def test_calls_are_made_and_none_hangs(flags: tuple[str, ...]) -> None:
     ],
     ids=["nothing_sent", "missed_wake_up", "raises"],
 )
-def test_a_hang_is_found_and_its_cause_named(code: str, found: str) -> None:
+def test_a_hang_is_found_and_its_cause_named(code: str, message: str) -> None:
     flags = ("--calls", "1", "--calls-per-world", "1", "--worlds", "2", "--stall-s", "3", "--first")
     result = stress(*flags, code=code)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert found in result.stdout
+    assert message in result.stdout
     hung = "1 hangs" if code is not RAISES else "0 hangs"
     assert hung in result.stdout

@@ -60,9 +60,9 @@ class Calls:
         with torch.cuda.graph(graph):
             return graph, self.step(chunks)
 
-    def check(self, got: list[torch.Tensor]) -> None:
+    def check(self, actual: list[torch.Tensor]) -> None:
         torch.cuda.synchronize()
-        for one, other in zip(got, self.step(1), strict=True):
+        for one, other in zip(actual, self.step(1), strict=True):
             assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
 
 

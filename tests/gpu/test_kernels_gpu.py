@@ -61,9 +61,9 @@ def check_on_gpu(kernel, dtype, heads, head_dim, shape, limit):  # type: ignore[
     x = tensors(heads, head_dim, dtype, rows, columns)
     x = {name: tensor.cuda() for name, tensor in x.items()}
     want = results(EagerKernel(), {name: tensor.double() for name, tensor in x.items()}, shape)
-    for name, got in results(kernel, x, shape).items():
+    for name, actual in results(kernel, x, shape).items():
         if want[name].abs().max() > 1e-9:  # nothing flows back to q and k through a single pair
-            error = relative_error(got.cpu(), want[name].cpu())
+            error = relative_error(actual.cpu(), want[name].cpu())
             assert error <= (1e-5 if name == "lse" else limit), f"{name}: {error}"
 
 

@@ -31,9 +31,9 @@ def test_losses_and_gradient_are_those_in_fp64(dtype: torch.dtype, words: int) -
     (want,) = torch.autograd.grad(losses, wide, dlosses.double())
     logits = Logits(scores, labels, None)
     assert relative_error(logits.losses, losses.detach()) < 2e-6
-    got = logits.gradient(dlosses)
-    assert got.data_ptr() == scores.data_ptr() and got.dtype == dtype
-    assert relative_error(got, want) < LIMITS[dtype]
+    actual = logits.gradient(dlosses)
+    assert actual.data_ptr() == scores.data_ptr() and actual.dtype == dtype
+    assert relative_error(actual, want) < LIMITS[dtype]
 
 
 def test_what_is_no_number_stays_one() -> None:

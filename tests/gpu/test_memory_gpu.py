@@ -56,8 +56,8 @@ def test_offload_changes_no_bit_and_frees_memory(recompute: str) -> None:
         counts = moving.offload.counts  # of one micro batch: what is small stays
         assert abs(counts.offloaded - ratio * counts.saved) <= 2**20
         for _ in range(2):  # the second time from used host memory
-            got = moving.gradients(3)
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+            actual = moving.gradients(3)
+        assert all(torch.equal(g, w) for g, w in zip(actual, want, strict=True))
         assert moving.offload.bytes_away == 0
 
 
@@ -85,8 +85,8 @@ def test_a_graph_that_is_dropped_while_copies_run_corrupts_nothing() -> None:
     for _ in range(3):
         del_me = moving.loss()
         del del_me
-    got = moving.gradients()
-    for g, w in zip(got, want, strict=True):
+    actual = moving.gradients()
+    for g, w in zip(actual, want, strict=True):
         torch.testing.assert_close(g, w, rtol=2e-2, atol=1e-4)
 
 

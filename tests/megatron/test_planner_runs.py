@@ -97,8 +97,10 @@ def test_runs_judge_the_planner(tmp_path: Path) -> None:
     assert kept.case == fitted
     fork_world(waiting_step, 1, path=str(profile), run=kept)
     write(table, "a command\na machine", runs)
-    (back,) = read(table)
-    assert back.case == runs[0].case and back.seconds == pytest.approx(runs[0].seconds, rel=1e-3)
+    (reread,) = read(table)
+    assert reread.case == runs[0].case and reread.seconds == pytest.approx(
+        runs[0].seconds, rel=1e-3
+    )
     out = tmp_path / "validation.csv"
     planner_validation.main(["--profile", str(profile), "--out", str(out), str(table)])
     assert "# 1 held-out runs" in out.read_text()

@@ -29,9 +29,9 @@ def test_gradients_are_those_of_all_tokens_at_once(chunks: int) -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(H, FFN), nn.GELU(), nn.Linear(FFN, H))
     want, whole = gradients(mlp, 1)
-    got, part = gradients(mlp, chunks)
+    actual, part = gradients(mlp, chunks)
     assert part == whole // TOKENS * -(-TOKENS // chunks)
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(actual, want, strict=True):
         assert oracle.relative_error(g, w.double()) < 2e-5
 
 

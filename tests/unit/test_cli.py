@@ -49,8 +49,8 @@ def test_help_version_and_the_planner_start_without_torch() -> None:
 
 def test_version_has_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--version"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"ds-usp {ds_usp.__version__} (commit ")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"ds-usp {ds_usp.__version__} (commit ")
     assert _version.version(SHA) == f"{_version.BASE}+g{SHA[:9]}"
     assert _version.version(None) == _version.BASE
 

@@ -60,10 +60,10 @@ def test_other_soft_caps_are_in_the_graph_too() -> None:
 
     def attend(x: torch.Tensor, cap: float) -> torch.Tensor:
         scores = ds_usp.Scores(softcap=cap)
-        found: torch.Tensor = ds_usp.usp_attention(
+        out: torch.Tensor = ds_usp.usp_attention(
             x, x, x, mesh=mesh, layout=layout, mask=mask, kernel="eager", scores=scores
         )
-        return found
+        return out
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     x = torch.randn(1, 16, 2, 8)

@@ -112,8 +112,8 @@ def test_gradients_are_bitwise_the_same_and_no_product_runs_twice(
 ) -> None:
     mlp = MLP(linear, norm)
     want, flops, saved_plain = step(mlp, plain)
-    got, flops_again, saved = step(mlp, recompute_before)
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    actual, flops_again, saved = step(mlp, recompute_before)
+    assert all(torch.equal(g, w) for g, w in zip(actual, want, strict=True))
     assert flops_again == flops > 0
     # Of each layer x and the output of `up`; not those of the norm, silu and their product.
     assert saved == 2 * 2 * TOKENS * (H + 2 * FFN) * 4 <= saved_plain / 2
@@ -135,9 +135,9 @@ def test_a_link_between_two_modules() -> None:
     def join(producer: Any, consumer: Any, x: Tensor) -> Tensor:
         return consumer(produced(x) if producer is swiglu else producer(x))
 
-    got = step(mlp, join)
-    assert all(torch.equal(g, w) for g, w in zip(got[0], want[0], strict=True))
-    assert got[1] == want[1] and got[2] < 0.6 * want[2]
+    actual = step(mlp, join)
+    assert all(torch.equal(g, w) for g, w in zip(actual[0], want[0], strict=True))
+    assert actual[1] == want[1] and actual[2] < 0.6 * want[2]
 
 
 def test_a_consumer_that_is_handed_something_else_keeps_it() -> None:
@@ -213,8 +213,8 @@ def test_inside_an_activation_checkpoint() -> None:
 
             return checkpoint(run, x, use_reentrant=again)
 
-        got = step(mlp, layer)[0]
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-6)
+        actual = step(mlp, layer)[0]
+        torch.testing.assert_close(actual, want, rtol=2e-5, atol=1e-6)
 
 
 def test_what_cannot_be_computed_again_is_refused() -> None:

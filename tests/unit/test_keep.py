@@ -209,8 +209,8 @@ def test_an_attention_that_draws_random_numbers_leaves_them_as_the_first_run_did
         return x.grad
 
     want = gradient(run)
-    got = gradient(lambda x: checkpoint(keep_attention(run), x, use_reentrant=reentrant))
-    assert torch.equal(got, want)
+    actual = gradient(lambda x: checkpoint(keep_attention(run), x, use_reentrant=reentrant))
+    assert torch.equal(actual, want)
 
 
 def test_an_output_that_reaches_no_loss_is_as_it_is_without() -> None:

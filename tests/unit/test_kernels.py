@@ -58,9 +58,9 @@ def test_a_tile_is_the_oracles(subject: Subject, name: str) -> None:
     tile = block.tile
     assert (tile.window, tile.rows) == ((block.left, block.right), block.rows)
     for heads in HEADS.values():
-        got = check_block(kernel, tensors(heads, 16, dtype, TOKENS), block, tolerance)
-        assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
-        assert got["dk"].shape[1:3] == (tile.columns, heads[1])
+        actual = check_block(kernel, tensors(heads, 16, dtype, TOKENS), block, tolerance)
+        assert actual["lse"].dtype == torch.promote_types(dtype, torch.float32)
+        assert actual["dk"].shape[1:3] == (tile.columns, heads[1])
 
 
 @every_cpu_kernel
@@ -90,8 +90,8 @@ def test_views_give_the_same_as_copies(subject: Subject, view: str) -> None:
     x = tensors(HEADS["GQA"], 16, dtype, TOKENS)
     viewed = {name: VIEWS[view](tensor) for name, tensor in x.items()}
     assert not any(tensor.is_contiguous() for tensor in viewed.values())
-    got, want = (run_tile(kernel, t, BLOCKS["causal inside"].tile, 0.25) for t in (viewed, x))
-    check(got, want, tolerance)
+    actual, want = (run_tile(kernel, t, BLOCKS["causal inside"].tile, 0.25) for t in (viewed, x))
+    check(actual, want, tolerance)
 
 
 @every_cpu_kernel
@@ -116,9 +116,9 @@ def test_blocks_merged_are_dense_forward_and_backward(
         return
     x = tensors(HEADS["GQA"], 16, dtype, 24)
     want = reference(x, oracle.window(range(24), range(24), mask.left, mask.right), 0.25)
-    got = attend(kernel, x, ring_blocks(kernel, 24, SPLITS[split], mask), 0.25)
-    assert got["out"].dtype == dtype
-    check(got, want, tolerance)
+    actual = attend(kernel, x, ring_blocks(kernel, 24, SPLITS[split], mask), 0.25)
+    assert actual["out"].dtype == dtype
+    check(actual, want, tolerance)
 
 
 @every_cpu_kernel
@@ -140,9 +140,9 @@ def test_scores_of_any_size_stay_exact(subject: Subject, exponent: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_have_the_inputs_dtype(subject: Subject, dtype: torch.dtype) -> None:
     x = tensors(HEADS["MQA"], 16, dtype, TOKENS)
-    got = check_block(subject.kernel, x, BLOCKS["causal"], TOLERANCE[dtype])
-    assert got["lse"].dtype == torch.float32
-    assert {got[name].dtype for name in ("out", "dq", "dk", "dv")} == {dtype}
+    actual = check_block(subject.kernel, x, BLOCKS["causal"], TOLERANCE[dtype])
+    assert actual["lse"].dtype == torch.float32
+    assert {actual[name].dtype for name in ("out", "dq", "dk", "dv")} == {dtype}
 
 
 @pytest.mark.parametrize("make", FLASH2)
@@ -151,9 +151,9 @@ def test_flash2_reads_tall_bands_wrongly_and_is_not_asked(machine: Machine, make
     kernel, block = make(machine), Block(10, 4, None, 6)
     assert block.tile == Tile(0, 10, 0, 4, -9, 0) and not serves(kernel, block)
     x = tensors(HEADS["MHA"], 16, torch.float32, TOKENS)
-    got = run_tile(kernel, x, block.tile, 0.3)
+    actual = run_tile(kernel, x, block.tile, 0.3)
     want = reference(x, block.allowed, 0.3, slice(10), slice(4))
-    assert oracle.relative_error(got["out"], want["out"]) > 0.1
+    assert oracle.relative_error(actual["out"], want["out"]) > 0.1
 
 
 # ------------------------------------------------------------------ documents
@@ -264,8 +264,8 @@ def test_backward_is_deterministic_where_torch_is(subject: Subject) -> None:
 def check_two_head_dims(
     kernel: Any, dims: tuple[int, int], block: Block, dtype: torch.dtype, tolerance: float
 ) -> None:
-    got = check_block(kernel, tensors((6, 2), dims, dtype, TOKENS), block, tolerance)
-    shapes = {name: got[name].shape[3] for name in ("dq", "dk", "out", "dv")}
+    actual = check_block(kernel, tensors((6, 2), dims, dtype, TOKENS), block, tolerance)
+    shapes = {name: actual[name].shape[3] for name in ("dq", "dk", "out", "dv")}
     assert shapes == {"dq": dims[0], "dk": dims[0], "out": dims[1], "dv": dims[1]}
 
 
@@ -295,12 +295,14 @@ def test_sinks_are_a_key_without_value() -> None:
     sinks = torch.linspace(-40.0, 40.0, 6, dtype=torch.float64, requires_grad=True)
     allowed = oracle.causal(range(TOKENS), range(TOKENS))
     out, lse = oracle.dense_attention(q, k, v, allowed, 0.3)
-    got, got_lse = apply_sinks(out.detach().clone(), lse.detach(), sinks.detach())
+    actual, got_lse = apply_sinks(out.detach().clone(), lse.detach(), sinks.detach())
     want, want_lse = oracle.dense_attention(q, k, v, allowed, 0.3, sinks=sinks)
-    assert oracle.relative_error(got, want) < 1e-14
+    assert oracle.relative_error(actual, want) < 1e-14
     assert oracle.relative_error(got_lse, want_lse) < 1e-14
     (want_grad,) = torch.autograd.grad(want, sinks, x["dout"])
-    assert oracle.relative_error(sink_gradient(x["dout"], got, got_lse, sinks), want_grad) < 1e-13
+    assert (
+        oracle.relative_error(sink_gradient(x["dout"], actual, got_lse, sinks), want_grad) < 1e-13
+    )
 
 
 def test_rows_that_attend_to_no_key_give_all_to_the_sink() -> None:

@@ -162,8 +162,8 @@ def test_gradients_flow_through_shard_and_gather(kind: str) -> None:
     weight = torch.randn(2, 19, 3)
     shards = [layout.shard(x, 1, rank) for rank in range(4)]
     # Each rank's factor marks whose gradient arrives.
-    whole = layout.gather([shard * (rank + 1) for rank, shard in enumerate(shards)], 1)
-    (grad,) = torch.autograd.grad((whole * weight).sum(), x)
+    gathered = layout.gather([shard * (rank + 1) for rank, shard in enumerate(shards)], 1)
+    (grad,) = torch.autograd.grad((gathered * weight).sum(), x)
     owner = torch.empty(19, 1)
     for rank in range(4):
         owner[layout.positions(rank)] = rank + 1

@@ -21,12 +21,12 @@ SPANS = st.just((0, TOKENS)) | BOUNDS.filter(lambda x: x[0] != x[1]).map(lambda 
 MAX_CALLS = 7
 
 
-def rounded_once(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+def rounded_once(actual: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
     """Each element is within half a unit in the last place of the reference, as one rounding leaves
     it, besides what sums in fp32 lose."""
     half = torch.finfo(dtype).eps / 2
     lost = 2e-6 if dtype != torch.float64 else 1e-13
-    return bool(((got.double() - want).abs() <= half * want.abs() + lost).all())
+    return bool(((actual.double() - want).abs() <= half * want.abs() + lost).all())
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
@@ -99,11 +99,11 @@ def test_a_gradient_is_the_sum_of_what_covers_each_row(
     sums["later"] = sums["later"][:, first:]
     total.write(sums["all"])
     total.write(sums["later"], first)
-    for name, got in sums.items():
-        expected = want[:, TOKENS - got.shape[1] :]
-        assert got.dtype == dtype and rounded_once(got, expected, dtype), name
-        assert oracle.relative_error(got, expected) < TOLERANCE[dtype]
-        assert torch.equal(got == 0, expected == 0)
+    for name, actual in sums.items():
+        expected = want[:, TOKENS - actual.shape[1] :]
+        assert actual.dtype == dtype and rounded_once(actual, expected, dtype), name
+        assert oracle.relative_error(actual, expected) < TOLERANCE[dtype]
+        assert torch.equal(actual == 0, expected == 0)
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -21,9 +21,9 @@ def test_dense_attention_is_torchs(kv_heads: int, left: int | None, right: int |
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=allowed, scale=0.3, enable_gqa=True
     ).transpose(1, 2)
     dout = torch.randn_like(out)
-    got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    actual = [out, *torch.autograd.grad(out, (q, k, v), dout)]
     want = [reference, *torch.autograd.grad(reference, (q, k, v), dout)]
-    assert max(oracle.relative_error(a, b) for a, b in zip(got, want, strict=True)) < 1e-13
+    assert max(oracle.relative_error(a, b) for a, b in zip(actual, want, strict=True)) < 1e-13
 
 
 def test_equal_scores_average_the_values() -> None:

@@ -99,11 +99,14 @@ def test_bytes_are_those_of_the_schedule_and_as_many_as_straight(
         assert kinds.items() <= sent.ledger().items()
     straight = [attention_bytes(work, config, rank) for rank in range(config.sp)]
     for way in ("forward", "backward"):
-        means = (fmean(getattr(each, way) for each in found) for found in (ranks, straight))
+        means = (
+            fmean(getattr(each, way) for each in sent_of_ranks)
+            for sent_of_ranks in (ranks, straight)
+        )
         assert len(set(means)) == 1
     outer = ring // inner
-    whole = sum(each.ring_kv_forward for each in straight)
-    assert sum(each.ring_kv_outer for each in ranks) * (ring - 1) == whole * (outer - 1)
+    total = sum(each.ring_kv_forward for each in straight)
+    assert sum(each.ring_kv_outer for each in ranks) * (ring - 1) == total * (outer - 1)
 
 
 def test_bytes_of_an_inner_ring_that_does_not_fit_are_refused() -> None:

@@ -107,8 +107,8 @@ def test_without_degrees_those_that_go_furthest_are_found(
         assert row["tp"] * row["ulysses"] * row["ring"] * row["pp"] == 4
     text = line.replace(" --json", "")
     assert main(text.split()) == 0
-    said = capsys.readouterr().out
-    assert "each row with the degrees that go furthest" in said and "ulysses x ring" in said
+    printed = capsys.readouterr().out
+    assert "each row with the degrees that go furthest" in printed and "ulysses x ring" in printed
 
 
 def test_searched_degrees_leave_those_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:

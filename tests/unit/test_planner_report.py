@@ -101,10 +101,10 @@ def test_the_loss_is_in_chunks_where_its_logits_do_not_fit() -> None:
         assert best.fused_loss and not best.offload_ratio
         assert search_result_json(result, 1)["plans"][0]["fused_loss"]
         assert any(line.startswith("chunked loss: the full logits") for line in explain(result))
-        whole = search(load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)).plans[
-            0
-        ]
-        assert not whole.config.fused_loss
+        unchunked = search(
+            load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)
+        ).plans[0]
+        assert not unchunked.config.fused_loss
     for how in ("megatron-deepspeed", "megatron-core"):
         plans = search(load_cluster("h100"), work, 16, framework_caps(how)).plans
         chunked = [plan.config for plan in plans if plan.config.fused_loss]

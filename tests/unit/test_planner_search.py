@@ -71,13 +71,13 @@ def test_every_plan_is_possible_and_fits(run: tuple[str, int, int, int], how: st
 
 def test_what_is_left_out_is_slower() -> None:
     """The best plan of each degree is found by asking for it alone, without any short cut."""
-    whole = find("llama3-8b", 65536, 4, 8)
+    result = find("llama3-8b", 65536, 4, 8)
     for axis in ("tp", "ulysses", "ring", "pp", "zero", "recompute", "order"):
-        for (name, value), best in whole.best_with.items():
+        for (name, value), best in result.best_with.items():
             if name == axis:
                 alone = find("llama3-8b", 65536, 4, 8, **{axis: value})
                 assert alone.plans[0].mfu == pytest.approx(best.mfu, abs=5e-5), (axis, value)
-                assert alone.plans[0].mfu <= whole.plans[0].mfu + 1e-12
+                assert alone.plans[0].mfu <= result.plans[0].mfu + 1e-12
 
 
 def test_dp_before_sp() -> None:

@@ -48,9 +48,9 @@ def test_the_table_is_what_is_predicted(evaluated: list[Evaluated]) -> None:
     page = (BENCH.parents[1] / "docs" / "planner.md").read_text(encoding="utf-8")
     times = [abs(each.time_error) for each in evaluated]
     close = sum(error <= 0.05 for error in times)
-    said = " ".join(page.split())
-    assert f"time {100 * fmean(times):.1f} % off in the mean" in said
-    assert f"{close} of 19 within 5 %, the worst {100 * max(times):.1f} %" in said
+    text = " ".join(page.split())
+    assert f"time {100 * fmean(times):.1f} % off in the mean" in text
+    assert f"{close} of 19 within 5 %, the worst {100 * max(times):.1f} %" in text
 
 
 def test_no_length_is_in_the_profile(evaluated: list[Evaluated]) -> None:

@@ -106,16 +106,25 @@ def test_a_spent_budget_leaves_one_held_lap(machine: Machine) -> None:
 
 def test_backward_is_what_both_take_beyond_forward(machine: Machine) -> None:
     forward, both = machine.step(1e-3, 2e-3), machine.step(4e-3, 7e-3)
-    there, back = timer_of(machine).forward_backward(forward, both, 0.05)
-    assert (there.device_s, there.host_s) == (pytest.approx(1e-3), pytest.approx(2e-3))
-    assert (back.device_s, back.host_s) == (pytest.approx(3e-3), pytest.approx(5e-3))
+    forward_times, backward_times = timer_of(machine).forward_backward(forward, both, 0.05)
+    assert (forward_times.device_s, forward_times.host_s) == (
+        pytest.approx(1e-3),
+        pytest.approx(2e-3),
+    )
+    assert (backward_times.device_s, backward_times.host_s) == (
+        pytest.approx(3e-3),
+        pytest.approx(5e-3),
+    )
 
 
 def test_backward_takes_a_tenth_of_forward_at_the_least(machine: Machine) -> None:
     """Noise must not make it free, or less."""
     forward, both = machine.step(1e-3, 2e-3), machine.step(0.9e-3, 1.9e-3)
-    _, back = timer_of(machine).forward_backward(forward, both, 0.05)
-    assert (back.device_s, back.host_s) == (pytest.approx(1e-4), pytest.approx(2e-4))
+    _, backward_times = timer_of(machine).forward_backward(forward, both, 0.05)
+    assert (backward_times.device_s, backward_times.host_s) == (
+        pytest.approx(1e-4),
+        pytest.approx(2e-4),
+    )
 
 
 def test_a_layers_times_are_device_there_and_back_then_host(machine: Machine) -> None:

@@ -36,18 +36,18 @@ def test_queries_and_keys_are_rotated_as_complex_numbers(
 ) -> None:
     q, k = (heads(n, token_dim, device, dtype).requires_grad_() for n in (5, 2))
     dq, dk = (torch.randn_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
-    got = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
-    assert device == "cpu" or "Rotation" in type(got[0].grad_fn).__name__  # in one kernel
-    gradients = torch.autograd.grad(got, (q, k), (dq, dk))
-    for x, dx, y, back in zip((q, k), (dq, dk), got, gradients, strict=True):
-        assert y.dtype == back.dtype == dtype
+    actual = apply_rotary((q, k), *table(dim, device), token_dim=token_dim)
+    assert device == "cpu" or "Rotation" in type(actual[0].grad_fn).__name__  # in one kernel
+    gradients = torch.autograd.grad(actual, (q, k), (dq, dk))
+    for x, dx, y, gradient in zip((q, k), (dq, dk), actual, gradients, strict=True):
+        assert y.dtype == gradient.dtype == dtype
         wide = x.detach().double().requires_grad_()
         want = oracle.rotated(wide, POSITIONS, dim, 1e4, token_dim)
         (want_back,) = torch.autograd.grad(want, wide, dx.double())
         assert oracle.relative_error(y.detach(), want.detach()) < LIMITS[dtype]
-        assert oracle.relative_error(back, want_back) < LIMITS[dtype]
+        assert oracle.relative_error(gradient, want_back) < LIMITS[dtype]
         assert torch.equal(y[..., dim:], x[..., dim:]) and torch.equal(
-            back[..., dim:], dx[..., dim:]
+            gradient[..., dim:], dx[..., dim:]
         )
 
 

@@ -45,13 +45,13 @@ def test_a_batch_of_unequal_shapes_is_refused() -> None:
 
 
 def test_rotary_frequencies_follow_the_positions() -> None:
-    whole = rotary_frequencies(torch.arange(16), dim=8, base=100.0)
-    assert whole.shape == (16, 1, 1, 8)
-    assert torch.equal(whole[..., :4], whole[..., 4:])
+    full = rotary_frequencies(torch.arange(16), dim=8, base=100.0)
+    assert full.shape == (16, 1, 1, 8)
+    assert torch.equal(full[..., :4], full[..., 4:])
     expected = [position * 100.0 ** -(2 * i / 8) for position in range(16) for i in range(4)]
-    torch.testing.assert_close(whole[:, 0, 0, :4].flatten(), torch.tensor(expected))
+    torch.testing.assert_close(full[:, 0, 0, :4].flatten(), torch.tensor(expected))
     some = torch.tensor([3, 4, 15, 0])
-    assert torch.equal(rotary_frequencies(some, dim=8, base=100.0), whole[some])
+    assert torch.equal(rotary_frequencies(some, dim=8, base=100.0), full[some])
 
 
 def test_the_weighted_losses_of_all_ranks_sum_to_the_scaled_mean() -> None:
