@@ -97,6 +97,7 @@ class _Backward(Pass[_BackwardChunk]):
         super().__init__(plan, scores, chunks, dout)
         self._dout, self._shapes = dout, shapes
         self._grads: Grads | None = None
+        self._dkv: dict[int, KVGrads] = {}  # that chunks of one KV group share
         sinks = scores.sinks
         trained = sinks is not None and sinks.requires_grad
         self.dsinks = torch.zeros_like(sinks) if trained and sinks is not None else None
@@ -122,7 +123,10 @@ class _Backward(Pass[_BackwardChunk]):
     def _begin(self, chunk: _BackwardChunk, dout: torch.Tensor) -> None:
         q, k, v = chunk.saved[:3]
         chunk.dout, chunk.dq = dout, GradAccumulator(q)
-        chunk.dkv = {0: (GradAccumulator(k), GradAccumulator(v))}
+        group = chunk.exchanges.kv_chunk
+        if group not in self._dkv:
+            self._dkv[group] = GradAccumulator(k), GradAccumulator(v)
+        chunk.dkv = {0: self._dkv[group]}
 
     def wait_outer_kv(self, chunk: _BackwardChunk, number: int, call: int) -> None:
         """Also start the sums of the block's gradients."""
@@ -202,15 +206,23 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.step_grads = ()
         del chunk.dout
 
+    def _sums_of(self, chunk: _BackwardChunk) -> tuple[GradAccumulator, ...]:
+        """The gradients of a chunk, which are complete, and no longer kept here."""
+        if chunk.exchanges.has_kv:
+            del self._dkv[chunk.index]
+        return chunk.dq, *chunk.dkv.pop(0)
+
     def _post_return(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        sources = chunk.dq, *chunk.dkv.pop(0)
-        exchange = chunk.exchanges.qkv
-        chunk.exchange = exchange.post_to_sequence(sources, self.grads, chunk.staging)
+        exchange, sources = chunk.exchanges.qkv, self._sums_of(chunk)
+        count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
+        chunk.exchange = exchange.post_to_sequence(
+            sources[:count], self.grads[:count], chunk.staging
+        )
         chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
         del chunk.dq
 
     def _store(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        sources = chunk.dq, *chunk.dkv.pop(0)
+        sources = self._sums_of(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)
             self._grads = dq, dk, dv

@@ -218,7 +218,9 @@ def _staging_bytes(
     sizes = {
         "all_to_all": max(
             max(
-                chunk.qkv.staging_bytes(batch, (dim, dim, value_dim), q.element_size()),
+                chunk.qkv.staging_bytes(
+                    batch, (dim, dim, value_dim)[: len(chunk.qkv.ranges)], q.element_size()
+                ),
                 chunk.out.staging_bytes(batch, (value_dim,), q.element_size()),
                 chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
             )

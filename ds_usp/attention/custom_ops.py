@@ -103,7 +103,7 @@ def _attention(
     if save and plan.local_heads and lse is None:
         results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
     if save and not plan.local_heads:
-        results += [x for chunk in saved for x in chunk]
+        results += plan.pack_saved(saved)
     if save:
         results.append(torch.tensor(call_number, device="cpu"))
     return _fresh_contiguous(results, (q, k, v))
@@ -137,7 +137,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
         return [*results, q.new_empty(q.shape), call_number]
     for chunk in plan.chunks:
-        qkv = _exchanged(chunk.qkv, (q, k, v), mesh)
+        qkv = _exchanged(chunk.qkv, (q, k, v)[: len(chunk.qkv.ranges)], mesh)
         _, rows, width, _ = qkv[0].shape
         out, lse = (batch, rows, width, v.shape[3]), (batch, width, rows)
         results += [*qkv, q.new_empty(out), q.new_empty(lse, dtype=lse_dtype)]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_usp.attention.kv_exchange import KV
 from ds_usp.attention.plan import AttentionPlan, SavedChunk
-from ds_usp.attention.runtime import DONE, KV_HANDLERS, ChunkState, Pass
+from ds_usp.attention.runtime import DONE, KV_HANDLERS, NO_KV, ChunkState, Pass
 from ds_usp.attention.score_mod import Scores
 from ds_usp.geometry.pipeline_schedule import Op
 from ds_usp.kernels.merge import OutputAccumulator
@@ -60,6 +61,7 @@ class _Forward(Pass[_ForwardChunk]):
         ]
         super().__init__(plan, scores, chunks, q)
         self._qkv, self._save = qkv, save
+        self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
         self.saved: list[SavedChunk] = []
         self.lse: torch.Tensor | None = None
         if not plan.single_shot:
@@ -70,7 +72,8 @@ class _Forward(Pass[_ForwardChunk]):
                 self.lse = self._lse_out.squeeze(-1).transpose(1, 2)
 
     def _post_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
-        chunk.exchange = chunk.exchanges.qkv.post_to_heads(self._qkv)
+        exchange = chunk.exchanges.qkv
+        chunk.exchange = exchange.post_to_heads(self._qkv[: len(exchange.ranges)])
 
     def _wait_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
         self._begin(chunk, chunk.exchange.wait())
@@ -80,9 +83,11 @@ class _Forward(Pass[_ForwardChunk]):
         self._begin(chunk, chunk.exchanges.qkv.to_heads(self._qkv))
 
     def _begin(self, chunk: _ForwardChunk, qkv: Sequence[torch.Tensor]) -> None:
-        chunk.q, k, v = qkv
-        chunk.local_kv = k, v
-        chunk.accumulator = OutputAccumulator(chunk.q, v.shape[3])
+        chunk.q, *kv = qkv
+        if kv:
+            self._group_kv = kv[0], kv[1]
+        chunk.local_kv = self._group_kv
+        chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
 
     def _attend(self, chunk: _ForwardChunk, step: int, number: int) -> None:
         if chunk.step != step:
@@ -98,6 +103,8 @@ class _Forward(Pass[_ForwardChunk]):
         if self.scores.sinks is not None:
             sinks = self.score_mod_of(chunk).slice_heads(self.scores.sinks)
             result = apply_sinks(*result, sinks)
+        if chunk.index + 1 == len(self.plan.chunks) or self.plan.chunks[chunk.index + 1].has_kv:
+            self._group_kv = NO_KV
         if self._save or self.plan.single_shot:
             self.saved.append(SavedChunk(chunk.q, k, v, *result))
         chunk.result = result

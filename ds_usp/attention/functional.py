@@ -85,8 +85,9 @@ class UnifiedAttention(torch.autograd.Function):
         tensors = [sinks]
         if plan.local_heads:  # a chunk's tensors are views of these
             tensors += q, k, v, out
-        for chunk in saved:
-            tensors += chunk[-1:] if plan.local_heads else chunk
+            tensors += [chunk.lse for chunk in saved]
+        else:
+            tensors += plan.pack_saved(saved)
         ctx.save_for_backward(*tensors)
         return out, lse
 

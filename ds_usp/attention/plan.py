@@ -121,7 +121,11 @@ class AttentionPlan:
         """
         rings = [ring.schedule for ring in ring_calls]
         ulysses = ring_calls[0].mesh.ulysses_degree > 1
-        stage = ulysses and all(stages_return(ring, dtype) for ring in ring_calls)
+        stage = (
+            ulysses
+            and all(stages_return(ring, dtype) for ring in ring_calls)
+            and all(chunk.has_kv for chunk in chunks)
+        )
         schedules = (
             pipeline_schedule(rings, ulysses=ulysses, backward=False, return_lse=return_lse),
             pipeline_schedule(rings, ulysses=ulysses, backward=True, stage_return=stage)
@@ -177,10 +181,25 @@ class AttentionPlan:
         chunk = self.chunks[index]
         return ChunkScoreMod(self.mesh, chunk, self.score_mod, scores, x.shape[0], x.device)
 
+    def pack_saved(self, saved: Sequence[SavedChunk]) -> list[torch.Tensor]:
+        """The saved tensors of all chunks one after the other; chunks that share keys and values
+        have them once. Not for local heads."""
+        tensors: list[torch.Tensor] = []
+        for chunk, (q, k, v, out, lse) in zip(self.chunks, saved, strict=True):
+            tensors += (q, k, v, out, lse) if chunk.has_kv else (q, out, lse)
+        return tensors
+
     def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
-        """The saved tensors of each chunk, from those of all chunks one after the other, or,
-        without a head exchange, from q, k, v and out of all heads and each chunk's lse."""
+        """The saved tensors of each chunk, from :meth:`pack_saved`, or, without a head exchange,
+        from q, k, v and out of all heads and each chunk's lse."""
         if not self.local_heads:
-            return [SavedChunk._make(tensors[i : i + 5]) for i in range(0, len(tensors), 5)]
+            saved, start = list[SavedChunk](), 0
+            for chunk in self.chunks:
+                stop = start + (5 if chunk.has_kv else 3)
+                q, *kv, out, lse = tensors[start:stop]
+                k, v = kv or saved[chunk.kv_chunk][1:3]
+                saved.append(SavedChunk(q, k, v, out, lse))
+                start = stop
+            return saved
         views = ((*x.qkv.to_heads(tensors[:3]), *x.out.to_heads(tensors[3:4])) for x in self.chunks)
         return [SavedChunk._make((*x, lse)) for x, lse in zip(views, tensors[4:], strict=True)]

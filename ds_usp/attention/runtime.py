@@ -29,7 +29,7 @@ from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN
 
 Handler = Callable[[Any, Any, int, int], None]
-_NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
 DONE = PendingExchange(tuple)
 
 
@@ -69,8 +69,8 @@ class ChunkState:
     def free_kv(self) -> None:
         """Drop keys and values and the receive buffers."""
         self.kv_exchange = self.outer_kv_exchange = None
-        self.kv = self.local_kv = self.received_kv = self.relayed_kv = _NO_KV
-        self.packed = self.relayed = _NO_KV[0]
+        self.kv = self.local_kv = self.received_kv = self.relayed_kv = NO_KV
+        self.packed = self.relayed = NO_KV[0]
 
     def open_kv(self) -> KVExchange:
         """Pack the local keys and values, and allocate receive buffers, once."""

@@ -159,7 +159,7 @@ class ChunkScoreMod:
 
     def _global_positions(self, step: RingStep) -> GlobalPositions:
         """Global indices of samples, heads, queries and keys of one ring step's kernel calls."""
-        layout, kv_layout, _ = self.exchanges.qkv.layouts
+        layout, kv_layout = self.exchanges.qkv.layouts[0], self.exchanges.kv_layout
         rank = self.mesh.ring_rank
         slopes = self.scores.alibi_slopes
         return GlobalPositions(

@@ -31,8 +31,9 @@ class Tuning:
 
     Args:
         chunks: head chunks. While one is computed, the exchange of the next one and the return of
-            the one before are in flight, and buffers hold one chunk only. ``"auto"``: by the work
-            of a chunk on GPUs, one on CPUs.
+            the one before are in flight, and buffers hold one chunk only. At most the KV heads of
+            a rank; without a ring its query heads. ``"auto"``: by the work of a chunk, its bytes
+            and the links on GPUs, one on CPUs.
         gather: True all-gathers the keys and values of the ring, chunk by chunk: large kernel calls
             and no sums over blocks. False receives them stepwise, in memory that does not grow with
             the ring. ``"auto"``: all-gathered where that takes no more memory, or little.
@@ -83,11 +84,15 @@ class Tuning:
             ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
                 inner ring that does not divide the ring.
         """
-        max_chunks = split.max_chunks
+        # Smaller than a KV group only without a ring, which would exchange the group's KV again.
+        in_groups = layout.ring == 1 and split.ulysses > 1
+        max_chunks = split.max_chunks_in_groups if in_groups else split.max_chunks
         if self.chunks != "auto" and self.chunks > max_chunks:
+            what = "query heads" if max_chunks > split.max_chunks else "key/value heads"
             raise ConfigError(
-                f"chunks={self.chunks}, but a rank has only {max_chunks} key/value heads "
-                f"({split.kv_heads} among {split.ulysses} Ulysses ranks). Use at most {max_chunks}"
+                f"chunks={self.chunks}, but a rank has only {max_chunks} {what} "
+                f"({split.heads} query and {split.kv_heads} key/value heads among {split.ulysses} "
+                f"Ulysses ranks). Use at most {max_chunks}"
             )
         batch, _, heads, dim = q.shape
         keys = keys or layout.seq_len
@@ -96,7 +101,14 @@ class Tuning:
         if not no_overlap:
             pairs = visible_pairs(mask, layout.seq_len, keys)
             flop = 4 * batch * heads * dim * pairs / layout.degree
-            chunks = num_head_chunks(flop, max_chunks, split.ulysses)
+            chunks = num_head_chunks(
+                flop,
+                split.max_chunks,
+                split.ulysses,
+                _exchange_bytes(split, layout, q, keys),
+                max_chunks,
+                in_node=mesh.ulysses_in_node,
+            )
         if self.chunks != "auto":
             chunks = self.chunks
         token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
@@ -151,6 +163,14 @@ class Tuning:
                 "Tuning(copies=False) here and in the calls that come before the capture"
             )
         return use_copy_engines
+
+
+def _exchange_bytes(split: HeadSplit, layout: TokenLayout, q: torch.Tensor, keys: int) -> float:
+    """Bytes that a rank sends in the all-to-alls of forward: queries, keys, values, output."""
+    batch, _, _, dim = q.shape
+    elements = 2 * split.heads * layout.seq_len + 2 * max(split.kv_heads, split.ulysses) * keys
+    remote = (split.ulysses - 1) / split.ulysses
+    return remote * batch * dim * q.element_size() * elements / layout.degree
 
 
 class ResolvedTuning(NamedTuple):

@@ -100,10 +100,21 @@ def exchange_label(to_heads: bool) -> str:
 
 @dataclass(frozen=True)
 class ChunkExchanges:
-    """The head exchanges (all-to-all) of q, k, v and of the output of one head chunk."""
+    """The head exchanges (all-to-all) of one head chunk.
+
+    Args:
+        qkv: of q, and of k and v if they are exchanged with this chunk.
+        out: of the output.
+        kv_layout: where the keys are.
+        kv_chunk: the chunk with which its k and v are exchanged.
+        has_kv: it is this one.
+    """
 
     qkv: HeadAllToAll
     out: HeadAllToAll
+    kv_layout: TokenLayout
+    kv_chunk: int = 0
+    has_kv: bool = True
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
@@ -131,19 +142,22 @@ def plan_head_exchanges(
     use_copy_engines: bool = False,
 ) -> tuple[ChunkExchanges, ...]:
     """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk."""
-    head_chunks = (split.chunk(chunks, index) for index in range(chunks))
-    return tuple(
-        ChunkExchanges(
-            HeadAllToAll(
-                mesh,
-                (layout, kv_layout, kv_layout),
-                (chunk.queries, chunk.keys, chunk.keys),
-                use_copy_engines,
-            ),
-            HeadAllToAll(mesh, (layout,), (chunk.queries,), use_copy_engines),
+    exchanges = []
+    for index in range(chunks):
+        chunk = split.chunk(chunks, index)
+        has_kv = chunk.kv_chunk == index
+        layouts = (layout, kv_layout, kv_layout) if has_kv else (layout,)
+        ranges = (chunk.queries, chunk.keys, chunk.keys) if has_kv else (chunk.queries,)
+        exchanges.append(
+            ChunkExchanges(
+                HeadAllToAll(mesh, layouts, ranges, use_copy_engines),
+                HeadAllToAll(mesh, (layout,), (chunk.queries,), use_copy_engines),
+                kv_layout,
+                chunk.kv_chunk,
+                has_kv,
+            )
         )
-        for chunk in head_chunks
-    )
+    return tuple(exchanges)
 
 
 def plan_local_attention(

@@ -26,6 +26,7 @@ from ds_usp.comm.process_groups import (
     count_ring_ranks_per_node,
     node_ids,
     subgroup,
+    ulysses_ranks_share_node,
 )
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
 from ds_usp.errors import ConfigError, MeshError
@@ -60,6 +61,7 @@ class SequenceMesh:
         consistency: compares what the ranks are about to do.
         ledger: calls and bytes that this rank has sent through the mesh.
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
+        ulysses_in_node: all-to-alls cross no network.
         ring_ranks_per_node: consecutive ranks of the ring that share a node; the ring degree if
             the nodes hold different numbers.
         copy_engines: those in use, by kind of traffic.
@@ -86,6 +88,7 @@ class SequenceMesh:
     ledger: CommLedger = field(default_factory=CommLedger, repr=False)
     copy_engine_unavailable: str | None = "one process has no peer to exchange with"
     ring_ranks_per_node: int = 1
+    ulysses_in_node: bool = True
     copy_engines: dict[str, CopyEngine] = field(default_factory=dict, repr=False)
     outer_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -94,7 +97,7 @@ class SequenceMesh:
 
     def __post_init__(self) -> None:
         # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
-        text = f"{self}, {self.order}, ds_usp {__version__}, ops 3"
+        text = f"{self}, {self.order}, ds_usp {__version__}, ops 4"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -226,6 +229,7 @@ class SequenceMesh:
             consistency=ConsistencyChecker.for_mesh(group, nodes),
             copy_engine_unavailable=copy_engine_unavailable_reason(group, nodes),
             ring_ranks_per_node=count_ring_ranks_per_node(nodes, grid),
+            ulysses_in_node=ulysses_ranks_share_node(nodes, grid),
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         # Streams that wait for a rank that raised are released with the error.
@@ -346,12 +350,9 @@ class SequenceMesh:
         """The process group of a kind of exchange; None for an outer kind without a double ring."""
         if kind in OUTER_KINDS:
             return self.outer_groups.get(kind)
-        groups = {
-            "all_to_all": self.ulysses_group,
-            "ring_kv": self.kv_group,
-            "ring_dkv": self.dkv_group,
-        }
-        return groups[kind]
+        if kind == "all_to_all":
+            return self.ulysses_group
+        return {"ring_kv": self.kv_group, "ring_dkv": self.dkv_group}[kind]
 
     def layout(self, kind: str, seq_len: int, documents: Any = ()) -> TokenLayout:
         """The :class:`TokenLayout` of a kind for the degrees and rank order of this mesh."""

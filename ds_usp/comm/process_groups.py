@@ -83,6 +83,12 @@ def node_ids(group: dist.ProcessGroup) -> list[bytes]:
     return all_gather_bytes(hashlib.sha256(node.encode()).digest(), group)
 
 
+def ulysses_ranks_share_node(nodes: Sequence[bytes], grid: RankGrid) -> bool:
+    """Whether the Ulysses ranks of each ring rank are on one node."""
+    peers = (grid.group_of(rank, "ulysses") for rank in range(len(nodes)))
+    return all(len({nodes[rank] for rank in ranks}) == 1 for ranks in peers)
+
+
 def count_ring_ranks_per_node(nodes: Sequence[bytes], grid: RankGrid) -> int:
     """How many consecutive ranks of every ring share a node; the ring degree if the nodes hold
     different numbers.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ds_usp.geometry.heads import exposed_fraction
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ChunkPosition
 from ds_usp.geometry.tiles import Tile
@@ -15,6 +16,9 @@ from ds_usp.geometry.tiles import Tile
 # need less beside the tensors than one exchange of all heads takes. In a pure ring the local block
 # overlaps the receives. Measured on 4 H200 at 32K and 128K tokens.
 _CHUNK_FLOP, _RING_CHUNK_FLOP, _MAX_CHUNKS = 1.1e12, 3e12, 16
+# A GPU's links: pulls over NVLink, measured at 275 to 364 GB/s on 4 H200; a NIC of 400 Gbit/s. What
+# one more chunk costs: launches, and the ends of kernels that do not fill a GPU. A kernel's speed.
+_NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.2e-3, 600e12
 # Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
 # copy engines: what counts is the number of calls.
 _LAUNCH_BOUND_FLOP = 0.4e12
@@ -28,16 +32,37 @@ ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 _RELAY_BYTES = 2**20
 
 
-def num_head_chunks(flop: float, max_chunks: int, ulysses: int) -> int:
-    """Number of head chunks of a call.
+def num_head_chunks(
+    flop: float,
+    max_chunks: int,
+    ulysses: int,
+    exchange_bytes: float = 0.0,
+    max_chunks_in_groups: int = 1,
+    *,
+    in_node: bool = True,
+) -> int:
+    """Number of head chunks of a call: as many of whole KV groups as its work fills, or more, where
+    exchanges would be exposed for longer than one more chunk costs.
 
     Args:
         flop: of forward attention on one rank.
         max_chunks: :attr:`HeadSplit.max_chunks`.
         ulysses: degree.
+        exchange_bytes: that a rank sends in the all-to-alls of forward.
+        max_chunks_in_groups: :attr:`HeadSplit.max_chunks_in_groups`, where chunks may be smaller
+            than a group.
+        in_node: the all-to-alls cross no network.
     """
     chunk_flop = _RING_CHUNK_FLOP if ulysses == 1 else _CHUNK_FLOP
-    return max(1, min(max_chunks, _MAX_CHUNKS, round(flop / chunk_flop)))
+    by_flop = min(max_chunks, _MAX_CHUNKS, round(flop / chunk_flop))
+    exchange_s = exchange_bytes / (_NODE_BYTES_PER_S if in_node else _NETWORK_BYTES_PER_S)
+
+    def cost_s(chunks: int) -> float:
+        exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
+        return exposed_s + chunks * _CHUNK_S
+
+    most = min(max(max_chunks, max_chunks_in_groups), _MAX_CHUNKS)
+    return max(by_flop, min(range(1, max(most, 1) + 1), key=cost_s))
 
 
 def is_launch_bound(flop: float) -> bool:

@@ -11,10 +11,16 @@ from ds_usp.geometry.segments import even_split
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Half-open ranges of heads, one for each Ulysses rank."""
+    """Half-open ranges of heads, one for each Ulysses rank.
+
+    Attributes:
+        kv_chunk: the chunk with which the keys and values are exchanged: itself, or, inside a KV
+            group, the group's first one.
+    """
 
     queries: tuple[tuple[int, int], ...]
     keys: tuple[tuple[int, int], ...]
+    kv_chunk: int
 
 
 @dataclass(frozen=True)
@@ -48,26 +54,56 @@ class HeadSplit:
         ranges = (self.kv_range(rank) for rank in range(self.ulysses))
         return min(end - begin for begin, end in ranges)
 
+    @property
+    def max_chunks_in_groups(self) -> int:
+        """Most head chunks that may be smaller than a KV group; :attr:`max_chunks` where ranks use
+        different numbers of KV heads."""
+        ranks = range(self.ulysses)
+        if len({end - begin for begin, end in map(self.kv_range, ranks)}) > 1:
+            return self.max_chunks
+        return min(end - begin for begin, end in map(self.query_range, ranks))
+
     def chunk(self, count: int, index: int) -> HeadChunk:
-        """The heads of every rank in chunk ``index`` of ``count``.
+        """The heads of every rank in chunk ``index`` of ``count``: whole KV groups, or, with more
+        chunks than groups, a part of the query heads of one group.
 
         The first and, of more than two, the last chunk are small: the exchange before the first
         and the return of the last are exposed.
 
         Raises:
-            ConfigError: more chunks than :attr:`max_chunks`.
+            ConfigError: more chunks than :attr:`max_chunks_in_groups`.
         """
-        if not 0 <= index < count <= self.max_chunks:
-            raise ConfigError(f"no head chunk {index} of {count}, at most {self.max_chunks}")
+        most = self.max_chunks_in_groups
+        if not 0 <= index < count <= most:
+            raise ConfigError(f"no head chunk {index} of {count}, at most {most}")
+        ranks = range(self.ulysses)
         if count == 1:
-            ranks = range(self.ulysses)
-            return HeadChunk(tuple(map(self.query_range, ranks)), tuple(map(self.kv_range, ranks)))
+            queries, keys = map(self.query_range, ranks), map(self.kv_range, ranks)
+            return HeadChunk(tuple(queries), tuple(keys), 0)
+        if count > self.max_chunks:
+            return self._chunk_in_group(count, index)
         group, spans = self.heads // self.kv_heads, []
         for rank in range(self.ulysses):
             begin, end = self.kv_range(rank)
             edges = _chunk_edges(end - begin, count)
             spans.append((begin + edges[index], begin + edges[index + 1]))
-        return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans))
+        return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans), index)
+
+    def _chunk_in_group(self, count: int, index: int) -> HeadChunk:
+        """A chunk inside a KV group; every rank uses as many KV heads."""
+        groups = self.max_chunks
+        chunks = [even_split(count, groups, group) for group in range(groups)]
+        group = next(i for i, (_, stop) in enumerate(chunks) if index < stop)
+        first, stop = chunks[group]
+        queries, keys = [], []
+        for rank in range(self.ulysses):
+            (begin, end), (kv_begin, _) = self.query_range(rank), self.kv_range(rank)
+            heads = (end - begin) // groups
+            edges = _chunk_edges(heads, stop - first, equal=groups > 1)
+            start = begin + group * heads
+            queries.append((start + edges[index - first], start + edges[index - first + 1]))
+            keys.append((kv_begin + group, kv_begin + group + 1))
+        return HeadChunk(tuple(queries), tuple(keys), first)
 
     def query_range(self, rank: int) -> tuple[int, int]:
         """Half-open range of the query heads of one Ulysses rank."""
@@ -108,9 +144,9 @@ def _chunk_sizes(count: int) -> tuple[int, ...]:
     return few.get(count) or (1, *[3] * (count - 2), 1)
 
 
-def _chunk_edges(heads: int, count: int) -> list[int]:
+def _chunk_edges(heads: int, count: int, *, equal: bool = False) -> list[int]:
     """Bounds of ``count`` chunks of at least one head."""
-    sizes, edges = _chunk_sizes(count), [0]
+    sizes, edges = (1,) * count if equal else _chunk_sizes(count), [0]
     for index in range(1, count):
         ideal = round(heads * sum(sizes[:index]) / sum(sizes))
         edges.append(min(max(ideal, edges[-1] + 1), heads - (count - index)))

@@ -104,6 +104,24 @@ def test_ranks_may_lie_ring_first(pool: WorkerPool, ulysses: int, ring: int) -> 
     check(pool, cases, ulysses, ring, order="ring-ulysses")
 
 
+@pytest.mark.parametrize("ulysses", [2, 3, 4])
+def test_chunks_may_be_smaller_than_a_kv_group(pool: WorkerPool, ulysses: int) -> None:
+    """K and V are exchanged with the group's first chunk, and so are their gradients."""
+    heads = {2: [(8, 2), (12, 4), (7, 1)], 3: [(12, 3), (9, 1)], 4: [(8, 2), (16, 4), (14, 2)]}
+    cases = []
+    for (query_heads, kv_heads), layout in product(heads[ulysses], ("zigzag", "contiguous")):
+        split = HeadSplit(query_heads, kv_heads, ulysses)
+        base = Case(layout=layout, seq_len=67, heads=query_heads, kv_heads=kv_heads)
+        for chunks in range(split.max_chunks + 1, split.max_chunks_in_groups + 1):
+            cases.append(replace(base, tuning=ds_usp.Tuning(chunks=chunks)))
+        cases.append(
+            replace(cases[-1], mask="window", sinks=True, kernel="eager", documents=((40, 27),))
+        )
+        cases.append(replace(cases[-1], alibi=True, softcap=5.0, documents=()))
+        cases.append(replace(cases[0], dtype=torch.float64, value_dim=8))
+    check(pool, cases, ulysses, 1)
+
+
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (1, 7), (7, 1)])
 def test_degrees_need_not_be_powers_of_two(

@@ -94,12 +94,30 @@ def test_parts_hold_every_head_of_every_rank_once_in_order() -> None:
                     ], (split, count)
 
 
+def test_chunks_inside_a_group_hold_every_query_head_once_beside_its_kv_head() -> None:
+    for split in SPLITS:
+        group, ranks = split.heads // split.kv_heads, range(split.ulysses)
+        for count in range(split.max_chunks + 1, split.max_chunks_in_groups + 1):
+            chunks = [split.chunk(count, index) for index in range(count)]
+            for rank in ranks:
+                queries = [heads_of(chunk.queries[rank]) for chunk in chunks]
+                assert list(chain(*queries)) == heads_of(split.query_range(rank)), (split, count)
+                for index, (heads, chunk) in enumerate(zip(queries, chunks, strict=True)):
+                    assert heads, (split, count)
+                    assert {head // group for head in heads} == set(heads_of(chunk.keys[rank]))
+                    # Exchanged with the first chunk that uses the KV head.
+                    users = [other for other in chunks if other.keys[rank] == chunk.keys[rank]]
+                    assert chunk.kv_chunk == chunks.index(users[0]) <= index
+
+
 def test_there_are_as_many_parts_as_the_poorest_rank_has_kv_heads() -> None:
     for split in SPLITS:
         counts = [len(heads_of(split.kv_range(rank))) for rank in range(split.ulysses)]
         assert split.max_chunks == min(counts) == max(split.kv_heads // split.ulysses, 1), split
     assert HeadSplit(8, 1, 1).max_chunks == 1  # MQA: its one KV head is not cut
     assert HeadSplit(8, 2, 4).max_chunks == 1
+    assert HeadSplit(8, 2, 4).max_chunks_in_groups == 2
+    assert HeadSplit(9, 3, 2).max_chunks_in_groups == 1  # ranks of two groups and of one
 
 
 # KV heads of a rank, and what each part of them has.

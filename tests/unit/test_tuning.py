@@ -53,11 +53,18 @@ def resolve(
     mask: MaskSpec = CAUSAL,
     node: int = 1,
     no_copies: str | None = NO_COPIES,
+    in_node: bool = True,
 ) -> ResolvedTuning:
-    """``tuning`` for one call; ``node`` ring ranks are on a node."""
+    """``tuning`` for one call; ``node`` ring ranks are on a node, and ``in_node`` all Ulysses
+    ranks of a ring rank."""
     layout = TokenLayout(kind, seq_len, ulysses, ring)
     mesh = SequenceMesh(
-        ulysses, ring, rank=0, ring_ranks_per_node=node, copy_engine_unavailable=no_copies
+        ulysses,
+        ring,
+        rank=0,
+        ring_ranks_per_node=node,
+        ulysses_in_node=in_node,
+        copy_engine_unavailable=no_copies,
     )
     split = HeadSplit(heads, kv_heads or heads, ulysses)
     return tuning.resolve(split, layout, tensor(layout.length(rank), heads, device), mesh, mask)
@@ -83,8 +90,33 @@ def test_more_chunks_than_heads_are_refused_with_the_numbers(device: str) -> Non
     assert resolve(Tuning(chunks=4), device=device, **sizes).chunks == 4  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         resolve(Tuning(chunks=5), device=device, **sizes)  # type: ignore[arg-type]
-    for fragment in ("chunks=5", "only 4 key/value heads", "8 among 2 Ulysses", "Use at most 4"):
+    for fragment in ("chunks=5", "only 4 key/value heads", "8 key/value heads among 2 Ulysses"):
         assert fragment in str(caught.value)
+    assert "Use at most 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "message"),
+    [
+        (4, 1, "only 8 query heads .32 query and 4 key/value heads among 4 Ulysses.* at most 8"),
+        (2, 2, "only 2 key/value heads"),
+        (1, 1, "only 4 key/value heads"),
+    ],
+)
+def test_chunks_are_smaller_than_a_kv_group_without_a_ring(
+    ulysses: int, ring: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(Tuning(chunks=9), kv_heads=4, ulysses=ulysses, ring=ring)
+
+
+def test_exchanges_that_would_be_exposed_have_more_chunks() -> None:
+    """Llama-3-8B at Ulysses 8: one KV head a rank, four query heads."""
+    tokens = [8 * K, 32 * K, 128 * K, 1024 * K]
+    sizes: Any = {"kv_heads": 8, "ulysses": 8, "ring": 1}
+    in_node = [resolve(seq_len=n, **sizes).chunks for n in tokens]
+    network = [resolve(seq_len=n, **sizes, in_node=False).chunks for n in tokens]
+    assert (in_node, network) == ([1, 1, 3, 3], [1, 3, 3, 3])
 
 
 @pytest.mark.parametrize("seq_len", [2 * K, 128 * K])
@@ -112,7 +144,8 @@ def test_long_sequences_have_more_chunks(ulysses: int, ring: int) -> None:
     # At most as many chunks as key/value heads of a rank.
     for kv_heads in (1, 2, 4, 8):
         auto = resolve(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)
-        assert auto.chunks == max(kv_heads // ulysses, 1)
+        most = max(kv_heads // ulysses, 1)
+        assert auto.chunks == (max(most, 3) if ring == 1 else most)
 
 
 FIRST, MERGED, LAST = "local_first", "local_merged", "local_last"
@@ -155,7 +188,7 @@ def test_chunks_follow_the_visible_pairs() -> None:
         MaskSpec.full(): 16,
         MaskSpec.causal(documents): 4,
         MaskSpec.causal([documents, [0, 128 * K]]): 16,
-        MaskSpec.window(4 * K): 2,
+        MaskSpec.window(4 * K): 3,  # the exchanges take half as long as the kernels
         MaskSpec.window(64): 1,
     }
     for mask, expected in chunks.items():
