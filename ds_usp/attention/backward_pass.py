@@ -8,6 +8,7 @@ relay rank sums its node's gradients of the relayed block and sends the owner th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -88,10 +89,8 @@ class _Backward(Pass[_BackwardChunk]):
         shapes: Sequence[torch.Size],
         saved_chunks: Sequence[SavedChunk],
     ) -> None:
-        chunks = [
-            _BackwardChunk(plan, index, ring.schedule.backward_steps, ring.backward_transfers)
-            for index, ring in enumerate(plan.ring_calls)
-        ]
+        indices = range(len(plan.chunks))
+        chunks = list(map(partial(_BackwardChunk, plan, backward=True), indices))
         for chunk, saved in zip(chunks, saved_chunks, strict=True):
             chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
         super().__init__(plan, scores, chunks, dout)

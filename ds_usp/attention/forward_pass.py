@@ -6,6 +6,7 @@ Online softmax over KV blocks as in Ring Attention (arXiv 2310.01889).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -55,10 +56,7 @@ class _Forward(Pass[_ForwardChunk]):
         self, plan: AttentionPlan, scores: Scores, qkv: Sequence[torch.Tensor], *, save: bool
     ) -> None:
         q, _, v = qkv
-        chunks = [
-            _ForwardChunk(plan, index, ring.schedule.steps, ring.forward_transfers)
-            for index, ring in enumerate(plan.ring_calls)
-        ]
+        chunks = list(map(partial(_ForwardChunk, plan), range(len(plan.chunks))))
         super().__init__(plan, scores, chunks, q)
         self._qkv, self._save = qkv, save
         self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any

@@ -150,15 +150,16 @@ class AttentionPlan:
         return self.local_heads and len(self.chunks) == 1
 
     @cached_property
-    def binds_scores(self) -> bool:
-        """The kernel modifies scores."""
-        return self.score_mod != PLAIN
-
-    @cached_property
     def digest(self) -> str:
         """Of the exchanges of both passes, in the order in which every rank posts them."""
         text = f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @cached_property
+    def needs_resources(self) -> bool:
+        """Passes need process groups or staging buffers: :meth:`reserve_resources` must be called
+        before, :meth:`mark_pass_done` after a pass."""
+        return bool(self.staging_bytes or self.ring_calls[0].schedule.outer_steps)
 
     def reserve_resources(self, device: torch.device) -> None:
         """Open the process groups of a double ring, reserve staging buffers of copy engines and

@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ds_usp.attention.kv_exchange import KV, KVExchange, KVTransfer, pack_kv
+from ds_usp.attention.kv_exchange import KV, KVExchange, pack_kv
 from ds_usp.attention.plan import AttentionPlan
 from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.comm.channel import Channel, PendingExchange
 from ds_usp.geometry.pipeline_schedule import Op, Schedule
-from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN
 
@@ -48,23 +47,25 @@ class ChunkState:
         kv_exchange, outer_kv_exchange: None until the first is posted, and at the end.
     """
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        index: int,
-        steps: Sequence[RingStep],
-        transfers: Sequence[KVTransfer],
-    ) -> None:
-        self.index, self.steps, self.transfers = index, steps, transfers
-        self.exchanges, self.ring = plan.chunks[index], plan.ring_calls[index]
-        self.exchange = DONE
+    def __init__(self, plan: AttentionPlan, index: int, *, backward: bool = False) -> None:
+        ring, self.index = plan.ring_calls[index], index
+        self.exchanges, self.ring = plan.chunks[index], ring
+        self.steps = ring.schedule.backward_steps if backward else ring.schedule.steps
+        self.transfers = ring.backward_transfers if backward else ring.forward_transfers
+        self.kernel: AttentionKernel = ring.kernel
         self.channels: list[Channel] = []
-        self.score_mod: ChunkScoreMod | None = None
-        self.kernel: AttentionKernel = self.ring.kernel
-        self.step = -1
-        self.kv_exchange: KVExchange | None = None
-        self.outer_kv_exchange: KVExchange | None = None
-        self.free_kv()
+
+    exchange: PendingExchange = DONE
+    step: int = -1
+    score_mod: ChunkScoreMod | None = None
+    kv: KV = NO_KV
+    local_kv: KV = NO_KV
+    received_kv: KV = NO_KV
+    relayed_kv: KV = NO_KV
+    packed: torch.Tensor = NO_KV[0]
+    relayed: torch.Tensor = NO_KV[0]
+    kv_exchange: KVExchange | None = None
+    outer_kv_exchange: KVExchange | None = None
 
     def free_kv(self) -> None:
         """Drop keys and values and the receive buffers."""
@@ -120,7 +121,8 @@ class Pass(Generic[ChunkT]):
     def execute(self, schedule: Schedule) -> None:
         """Execute the schedule of this pass. After an error all in flight is waited for, or the
         next call would receive it."""
-        self.plan.reserve_resources(self._like.device)
+        if self.plan.needs_resources:
+            self.plan.reserve_resources(self._like.device)
         handlers, chunks = self.handlers, self._chunks
         try:
             for op, chunk, number, call in schedule:
@@ -132,7 +134,8 @@ class Pass(Generic[ChunkT]):
                     for channel in state.channels:
                         stack.callback(channel.drain)
             raise
-        self.plan.mark_pass_done()
+        if self.plan.needs_resources:
+            self.plan.mark_pass_done()
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
         """Before the first kernel call of a ring step: its keys and values, and its kernel."""

@@ -134,10 +134,9 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
         chunks=[None],
         ring_calls=[call],
         score_mod=PLAIN,
-        reserve_resources=lambda _: None,
-        mark_pass_done=lambda: None,
+        needs_resources=False,
     )
-    chunk = ChunkState(whole, 0, plan.steps, call.forward_transfers)
+    chunk = ChunkState(whole, 0)
     chunk.local_kv = k, k
     schedule = pipeline_schedule([plan], ulysses=False, backward=False)
     executed = tuple(instr for instr in schedule if instr.op in Walk.handlers)
