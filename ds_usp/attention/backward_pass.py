@@ -113,19 +113,18 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,))
 
     def _wait_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        self._begin(chunk, *chunk.exchange.wait())
+        (chunk.dout,) = chunk.exchange.wait()
         chunk.exchange = DONE
-
-    def _slice_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        self._begin(chunk, *chunk.exchanges.out.to_heads((self._dout,)))
-
-    def _begin(self, chunk: _BackwardChunk, dout: torch.Tensor) -> None:
         q, k, v = chunk.saved[:3]
-        chunk.dout, chunk.dq = dout, GradAccumulator(q)
+        chunk.dq = GradAccumulator(q)
         group = chunk.exchanges.kv_chunk
         if group not in self._dkv:
             self._dkv[group] = GradAccumulator(k), GradAccumulator(v)
         chunk.dkv = {0: self._dkv[group]}
+
+    def _slice_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+        self._post_heads(chunk, 0, 0)
+        self._wait_heads(chunk, 0, 0)
 
     def wait_outer_kv(self, chunk: _BackwardChunk, number: int, call: int) -> None:
         """Also start the sums of the block's gradients."""

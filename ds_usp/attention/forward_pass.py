@@ -74,18 +74,16 @@ class _Forward(Pass[_ForwardChunk]):
         chunk.exchange = exchange.post_to_heads(self._qkv[: len(exchange.ranges)])
 
     def _wait_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
-        self._begin(chunk, chunk.exchange.wait())
+        chunk.q, *kv = chunk.exchange.wait()
         chunk.exchange = DONE
-
-    def _slice_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
-        self._begin(chunk, chunk.exchanges.qkv.to_heads(self._qkv))
-
-    def _begin(self, chunk: _ForwardChunk, qkv: Sequence[torch.Tensor]) -> None:
-        chunk.q, *kv = qkv
         if kv:
             self._group_kv = kv[0], kv[1]
         chunk.local_kv = self._group_kv
         chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
+
+    def _slice_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+        self._post_heads(chunk, 0, 0)
+        self._wait_heads(chunk, 0, 0)
 
     def _attend(self, chunk: _ForwardChunk, step: int, number: int) -> None:
         if chunk.step != step:

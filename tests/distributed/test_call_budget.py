@@ -24,8 +24,8 @@ PACKAGE = os.path.dirname(ds_usp.__file__) + os.sep
 WARM_UP = 3
 BUDGETS = [  # world, Ulysses degree, Python calls forward and backward
     (4, 2, 120, 300),
-    (4, 4, 68, 100),
-    (2, 2, 68, 100),
+    (4, 4, 60, 100),
+    (2, 2, 60, 100),
 ]
 
 
