@@ -1,7 +1,8 @@
 """Attention implementations to compare: each builds a step on this rank's shard of the tokens.
 
-A step is a forward (and backward) pass over q ``[1, s_local, h, d]`` and k, v
-``[1, s_local, h_kv, d]``, bf16, causal. A library that is not installed raises ImportError.
+A step is a forward (and backward) pass over q ``[b, s_local, h, d]`` and k, v
+``[b, s_local, h_kv, d]``, bf16. A library that is not installed raises ImportError, and one that
+cannot compute a shape's mask ValueError.
 """
 
 from __future__ import annotations
@@ -16,51 +17,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from bench_harness import Session, Step, Table, warm_up_seconds
+from bench_harness import Session, Step, Table, steps_in_a_row, warm_up_seconds
 from flash2_shim import torch_flash_attn
+from local_kernels import BACKENDS, Attend, local_kernel, torch_attend, usp_attend
+from plain_all_to_all import AllToAll
+from shapes import SHAPE_SETS, SHAPE_SYNTAX, Shape
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_usp
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
-CAUSAL = ds_usp.MaskSpec.causal()
 COLUMNS = ("contender", "ms", "tflop_per_s_per_gpu", "share_of_kernel", "extra_gib")
 KERNELS = {"cuda": ("flash4", "cudnn", "flash2"), "cpu": ("sdpa",)}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape of the full sequence, before sharding."""
-
-    seq_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """A shape from the text ``seq_len:heads:kv_heads:head_dim``."""
-        return cls(*map(int, text.split(":")))
-
-    @property
-    def tflop(self) -> float:
-        """TFLOP of forward and backward, causal half only: 2 + 5 matrix products."""
-        return 3.5 * 2 * self.seq_len**2 * self.heads * self.head_dim / 1e12
-
-    def random(self, device: torch.device, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Random bf16 q, k, v and dout of ``tokens`` tokens."""
-        return tuple(
-            torch.randn(1, tokens, heads, self.head_dim, device=device, dtype=torch.bfloat16)
-            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        )
-
-    def __str__(self) -> str:
-        kilo, rest = divmod(self.seq_len, 1024)
-        tokens = str(self.seq_len) if rest else f"{kilo}K"
-        return f"{tokens} {self.heads}/{self.kv_heads} d{self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -84,26 +51,26 @@ class Baseline:
         """Value of the column ``contender``."""
         return f"{self.name}, {self.kernel}"
 
-    def make(self, shape: Shape, device: torch.device, forward_only: bool) -> Step:
-        """A step (forward, and backward unless ``forward_only``) on fresh random tensors."""
+    def make(self, shape: Shape, device: torch.device) -> Step:
+        """A step (forward, and backward unless the shape says forward) on fresh random tensors."""
         attend, share, tokens = self.attend(shape)
         q, k, v, dout = share.random(device, tokens)
         for x in (q, k, v):
-            x.requires_grad_(not forward_only)
+            x.requires_grad_(not shape.forward)
 
         def step() -> None:
-            with self.around():
+            with self.around(), torch.set_grad_enabled(not shape.forward):
                 out = attend(q, k, v)
-                if not forward_only:
+                if not shape.forward:
                     torch.autograd.grad(out, (q, k, v), dout)
 
         return step
 
-    def prepared(self, session: Session, shape: Shape, forward_only: bool) -> Step | None:
+    def prepared(self, session: Session, shape: Shape) -> Step | None:
         """The warmed-up step; None, with a printed reason, if a rank cannot build it."""
 
         def make() -> Step:
-            step = self.make(shape, session.device, forward_only)
+            step = self.make(shape, session.device)
             for _ in range(3):
                 step()
             return step
@@ -129,8 +96,9 @@ def baseline_flags(parser: argparse.ArgumentParser) -> None:
 
 def shape_flags(parser: argparse.ArgumentParser, *shapes: str) -> None:
     """The flag ``--shapes``, by default ``shapes``, and :func:`baseline_flags`."""
+    sets = ", ".join(SHAPE_SETS)
     parser.add_argument(
-        "--shapes", nargs="+", default=shapes, help="seq_len:heads:kv_heads:head_dim"
+        "--shapes", nargs="+", default=shapes, help=f"{SHAPE_SYNTAX}; or sets of them: {sets}"
     )
     baseline_flags(parser)
 
@@ -163,44 +131,31 @@ def all_meshes() -> list[ds_usp.SequenceMesh]:
     return [ds_usp.SequenceMesh.from_group(None, u) for u in ulysses_degrees()]
 
 
-def usp_attend(
-    mesh: ds_usp.SequenceMesh,
-    layout: ds_usp.TokenLayout,
-    kernel: str,
-    mask: ds_usp.MaskSpec = CAUSAL,
-) -> Attend:
-    """usp_attention as a function of q, k and v."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
-
-    return attend
-
-
 def ds_usp_baseline(
     mesh: ds_usp.SequenceMesh,
     kernel: str,
-    mask: ds_usp.MaskSpec = CAUSAL,
-    kind: str = "zigzag",
+    mask: ds_usp.MaskSpec | None = None,
+    kind: str | None = None,
     documents: Sequence[int] = (),
 ) -> Baseline:
-    """ds_usp over one mesh, in the token layout ``kind``."""
+    """ds_usp over one mesh; mask and token layout are the shape's unless given."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
-        layout = mesh.layout(kind, shape.seq_len, documents)
-        return usp_attend(mesh, layout, kernel, mask), shape, layout.length(mesh.rank)
+        borders = documents if kind else shape.borders
+        layout = mesh.layout(kind or shape.layout_kind, shape.seq_len, borders)
+        return usp_attend(mesh, layout, kernel, mask or shape.mask), shape, layout.length(mesh.rank)
 
     return Baseline(f"ds_usp {mesh.ulysses_degree}x{mesh.ring_degree}", kernel, attend, mesh)
 
 
-def single_gpu_baseline(kernel: str, mask: ds_usp.MaskSpec = CAUSAL) -> Baseline:
+def single_gpu_baseline(kernel: str, mask: ds_usp.MaskSpec | None = None) -> Baseline:
     """The kernel without communication: full sequence, 1/world of the heads. The upper limit."""
 
     def attend(shape: Shape) -> tuple[Attend, Shape, int]:
         world, mesh = dist.get_world_size(), ds_usp.SequenceMesh.single()
         local = replace(shape, heads=shape.heads // world, kv_heads=max(shape.kv_heads // world, 1))
         layout = mesh.layout("contiguous", shape.seq_len)
-        return usp_attend(mesh, layout, kernel, mask), local, shape.seq_len
+        return usp_attend(mesh, layout, kernel, mask or shape.mask), local, shape.seq_len
 
     return Baseline("one GPU", kernel, attend)
 
@@ -213,19 +168,19 @@ def time_baselines(
     baselines: Sequence[Baseline],
     *,
     workload: str,
-    tflop: float,
-    forward_only: bool = False,
+    tflop: float | None = None,
     graphs: bool = False,
 ) -> None:
     """Time baselines interleaved and add a row for each: :data:`COLUMNS` after the workload.
 
     Args:
-        tflop: of all ranks.
+        tflop: of all ranks; by default the shape's.
         graphs: time the replay of each step, captured in a CUDA graph.
     """
+    tflop = shape.tflop if tflop is None else tflop
     steps, extra = {}, {}
     for baseline in baselines:
-        step = baseline.prepared(session, shape, forward_only)
+        step = baseline.prepared(session, shape)
         if step is None:
             continue
         extra[baseline.label] = baseline.extra_gib(session, step)
@@ -234,7 +189,8 @@ def time_baselines(
             session.print0(f"{workload}  {baseline.label}: left out, no CUDA graph of it: {replay}")
         else:
             steps[baseline.label] = replay
-    medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
+    repeats = steps_in_a_row(args, tflop / session.world)
+    medians = session.medians(steps, args.rounds, repeats, warm_up_seconds(args))
     for name, seconds in medians.items():
         rate = tflop / session.world / seconds
         fraction = medians.get(f"one GPU, {name.split(', ')[-1]}", float("nan")) / seconds
@@ -246,17 +202,19 @@ def time_baselines(
         )
 
 
-def _sdpa(kernel: str) -> Attend:
-    """Torch's causal attention of [batch, tokens, heads, dim] by one of its backends."""
+def even_tokens(shape: Shape) -> int:
+    """Tokens of each rank of a library that shards evenly; ValueError if they do not divide."""
+    tokens, rest = divmod(shape.seq_len, dist.get_world_size())
+    if rest:
+        raise ValueError(f"{shape.seq_len} tokens do not divide among {dist.get_world_size()}")
+    return tokens
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(BACKENDS[kernel]):
-            out = F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-            )
-        return out.transpose(1, 2)
 
-    return attend
+def causal_tokens(shape: Shape) -> int:
+    """:func:`even_tokens` of a library that is called with a causal mask alone."""
+    if shape.mask != ds_usp.MaskSpec.causal():
+        raise ValueError("this comparison is causal")
+    return even_tokens(shape)
 
 
 def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
@@ -269,14 +227,32 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
 
             if not deepspeed.comm.is_initialized():
                 deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
-            single = ds_usp.SequenceMesh.single()
-            layout = single.layout("contiguous", shape.seq_len)
-            local = _sdpa(kernel) if kernel in BACKENDS else usp_attend(single, layout, kernel)
-            attention = DistributedAttention(local, dist.group.WORLD, 2, 1)
-            tokens = shape.seq_len // dist.get_world_size()
-            return lambda q, k, v: attention(q, k, v, 0), shape, tokens
+            attention = DistributedAttention(local_kernel(shape, kernel), dist.group.WORLD, 2, 1)
+            return lambda q, k, v: attention(q, k, v, 0), shape, even_tokens(shape)
 
         yield Baseline("DeepSpeed ulysses", kernel, attend)
+
+
+def plain_all_to_alls(kernels: Sequence[str]) -> Iterator[Baseline]:
+    """Ulysses as one writes it by hand: q, k and v each packed by torch and exchanged by one
+    all_to_all_single, the kernel, and one back. Uneven tokens are allowed, heads must divide."""
+    for kernel in kernels:
+
+        def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
+            world = dist.get_world_size()
+            if shape.heads % world or shape.kv_heads % world:
+                raise ValueError(f"{shape.heads}/{shape.kv_heads} heads do not divide by {world}")
+            tokens, rest = divmod(shape.seq_len, world)
+            lengths = [tokens + (rank < rest) for rank in range(world)]
+            local = local_kernel(shape, kernel)
+
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                heads = [AllToAll.apply(x, lengths, True) for x in (q, k, v)]
+                return AllToAll.apply(local(*heads), lengths, False)
+
+            return run, shape, lengths[dist.get_rank()]
+
+        yield Baseline("plain all-to-all", kernel, attend)
 
 
 @lru_cache(maxsize=1)
@@ -304,7 +280,7 @@ def torch_context_parallel(kernels: Sequence[str]) -> Iterator[Baseline]:
         for method in ("allgather", "alltoall"):
 
             def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
-                return _sdpa(kernel), shape, shape.seq_len // dist.get_world_size()
+                return torch_attend(kernel), shape, causal_tokens(shape)
 
             around = partial(torch_rotation, method)
             yield Baseline(f"torch {method}", kernel, attend, around=around)
@@ -322,7 +298,7 @@ def yunchang(kernels: Sequence[str]) -> Iterator[Baseline]:
 
             set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
             attention = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
-            return lambda q, k, v: attention(q, k, v, causal=True), shape, shape.seq_len // world
+            return lambda q, k, v: attention(q, k, v, causal=True), shape, causal_tokens(shape)
 
         yield Baseline(f"yunchang {ulysses}x{world // ulysses}", "flash2", attend)
 
@@ -370,7 +346,7 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attention(q, k, v).unflatten(2, (shape.heads, -1))
 
-            return run, shape, shape.seq_len // world
+            return run, shape, causal_tokens(shape)
 
         yield Baseline(f"TransformerEngine {kind}", "cudnn", attend)
 
@@ -384,13 +360,14 @@ def ring_flash_attn(kernels: Sequence[str]) -> Iterator[Baseline]:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
 
-        return run, shape, shape.seq_len // dist.get_world_size()
+        return run, shape, causal_tokens(shape)
 
     yield Baseline("ring-flash-attn zigzag", "flash2", attend)
 
 
 PEERS = {
     "deepspeed": deepspeed_ulysses,
+    "plain": plain_all_to_alls,
     "torch": torch_context_parallel,
     "yunchang": yunchang,
     "te": transformer_engine,

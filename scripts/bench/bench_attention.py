@@ -1,12 +1,15 @@
-"""Attention on several GPUs: every ulysses x ring mesh, the single-GPU kernel and other libraries.
+r"""Attention on several GPUs: every ulysses x ring mesh, the single-GPU kernel and other libraries.
 
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --out results.csv
     torchrun --nproc-per-node 4 scripts/bench/bench_attention.py --errors --out errors.csv
+    torchrun --nproc-per-node 2 scripts/bench/bench_attention.py --shapes short inference \
+        --kernels flash4 cudnn --peers deepspeed plain --rounds 5 --out short.csv
 
 The baselines of one shape run interleaved, round after round, so that a drifting clock affects
 all of them; a number is the median over rounds of the slowest rank. In each round a baseline first
 runs for --settle seconds to warm up the clock, then --in-a-row steps, whose mean is recorded. FLOPs
-count the causal half; forward + backward is 3.5 x the forward.
+count the visible pairs; forward + backward is 3.5 x the forward. The sets of shapes are in
+shapes.py; `python scripts/bench/tables.py --compare short.csv` prints the rows as a table.
 
 With --graphs every step is captured in a CUDA graph and the replay is timed: short passes are
 launch-bound without a graph.
@@ -28,7 +31,6 @@ import reference
 from baselines import (
     COLUMNS,
     PEERS,
-    Shape,
     all_baselines,
     all_meshes,
     parse_baseline_args,
@@ -36,6 +38,7 @@ from baselines import (
     time_baselines,
 )
 from bench_harness import Session, Table, common_flags, comparison_flags
+from shapes import Shape, requested_shapes
 
 import ds_usp
 
@@ -47,7 +50,7 @@ def main() -> None:
     """Measure or check what the flags ask for; rank 0 prints and writes."""
     args = parse()
     session = Session.start(args.device)
-    shapes = [Shape.parse(text) for text in args.shapes]
+    shapes = requested_shapes(args)
     passed = check(session, args, shapes) if args.errors else compare(session, args, shapes)
     session.close()
     sys.exit(not passed)
@@ -55,8 +58,8 @@ def main() -> None:
 
 def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape]) -> bool:
     """Time all baselines on each shape."""
-    note = "bf16, causal, batch 1" + (
-        ", in CUDA graphs; extra_gib of the calls that they hold" if args.graphs else ""
+    note = "bf16; causal, batch 1, forward + backward unless the shape has a word for another" + (
+        "; in CUDA graphs; extra_gib of the calls that they hold" if args.graphs else ""
     )
     table = Table(session, args.out, ("shape", *COLUMNS), note)
     baselines = all_baselines(args.kernels, args.peers)
@@ -69,8 +72,6 @@ def compare(session: Session, args: argparse.Namespace, shapes: Sequence[Shape])
             shape,
             baselines,
             workload=str(shape),
-            tflop=shape.tflop * (1 / 3.5 if args.forward else 1.0),
-            forward_only=args.forward,
             graphs=args.graphs,
         )
         session.print0(f"{shape}  took {time.monotonic() - start:.0f} s")
@@ -146,6 +147,8 @@ def parse() -> argparse.Namespace:
     args = parse_baseline_args(parser)
     if args.graphs and (args.errors or args.device == "cpu"):
         parser.error("--graphs times CUDA graphs: not with --errors or --device cpu")
+    if args.errors and any(s.forward or not s.mask.is_causal for s in requested_shapes(args)):
+        parser.error("--errors checks causal shapes, forward and backward")
     if args.peers is None:
         args.peers = list(PEERS) if args.device == "cuda" else []
     return args

@@ -14,7 +14,6 @@ interleaved, as in bench_attention.py. Smallest run, on CPUs: --device cpu --sha
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +23,6 @@ from baselines import (
     COLUMNS,
     PEERS,
     Baseline,
-    Shape,
     all_meshes,
     baseline_flags,
     ds_usp_baseline,
@@ -33,6 +31,7 @@ from baselines import (
     time_baselines,
 )
 from bench_harness import Session, Table, common_flags, comparison_flags
+from shapes import Shape, packed
 
 import ds_usp
 
@@ -55,15 +54,6 @@ def main() -> None:
         session.print0(f"documents  {name:32} takes no documents: {reason}")
     compare_windows(session, args, table, shape)
     session.close()
-
-
-def packed(tokens: int, shortest: int, longest: int, seed: int) -> list[int]:
-    """Cumulative log-uniform document lengths (``cu_seqlens``), the last cut at ``tokens``."""
-    draw, borders = random.Random(seed), [0]
-    while borders[-1] < tokens:
-        length = int(shortest * (longest / shortest) ** draw.random())
-        borders.append(min(tokens, borders[-1] + length))
-    return borders
 
 
 def tflop(shape: Shape, pairs: int) -> float:

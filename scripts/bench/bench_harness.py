@@ -190,10 +190,21 @@ def warm_up_seconds(args: argparse.Namespace) -> float:
     return (0.3 if args.device == "cuda" else 0.0) if requested is None else requested
 
 
+def steps_in_a_row(args: argparse.Namespace, tflop_per_gpu: float = math.inf) -> int:
+    """Steps of a round: ``--in-a-row``; default 4, on GPUs up to 40 of a step below 5 ms."""
+    requested: int | None = args.in_a_row
+    if requested is not None:
+        return requested
+    steps = 0.02 / (tflop_per_gpu / 500) if args.device == "cuda" else 0  # 20 ms at 500 TFLOP/s
+    return min(max(math.ceil(steps), 4), 40)
+
+
 def comparison_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of timed comparisons: rounds, steps of a round, warm-up."""
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--in-a-row", type=int, default=4, help="steps of a round")
+    parser.add_argument(
+        "--in-a-row", type=int, help="steps of a round (default: 4, more of short steps on GPUs)"
+    )
     warm_up_flag(parser)
 
 

@@ -17,9 +17,18 @@ from contextlib import closing
 from functools import partial
 
 import torch
-from baselines import Shape, parse_baseline_args, shape_flags, single_gpu_baseline
-from bench_harness import Session, Step, Table, common_flags, comparison_flags, warm_up_seconds
+from baselines import parse_baseline_args, shape_flags, single_gpu_baseline
+from bench_harness import (
+    Session,
+    Step,
+    Table,
+    common_flags,
+    comparison_flags,
+    steps_in_a_row,
+    warm_up_seconds,
+)
 from bench_links import DTYPE, empty, peer_buffer
+from shapes import Shape, requested_shapes
 
 _BYTES = 4096
 
@@ -83,9 +92,9 @@ def main() -> None:
     note = f"bf16, causal, batch 1, forward + backward; {_BYTES} bytes a pull; the slowest rank"
     table = Table(session, args.out, columns, note)
     with closing(BackgroundPulls(session)) as pulls:
-        for shape in map(Shape.parse, args.shapes):
+        for shape in requested_shapes(args):
             for kernel in args.kernels:
-                step = single_gpu_baseline(kernel).prepared(session, shape, False)
+                step = single_gpu_baseline(kernel).prepared(session, shape)
                 if step is not None:
                     measure(
                         session, args, table, (shape, kernel), partial(running_beside, pulls, step)
@@ -103,7 +112,7 @@ def measure(
     """Rows of one shape and kernel; ``step`` takes the interval of the background reads in ms."""
     shape, kernel = case
     steps = {f"{every_ms:g}": partial(step, every_ms) for every_ms in (0, *args.every)}
-    medians = session.medians(steps, args.rounds, args.in_a_row, warm_up_seconds(args))
+    medians = session.medians(steps, args.rounds, steps_in_a_row(args), warm_up_seconds(args))
     for every, seconds in medians.items():
         rate, share = shape.tflop / seconds / session.world, medians["0"] / seconds
         interval = "never" if every == "0" else every

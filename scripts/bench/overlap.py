@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from baselines import PEERS, Shape, all_baselines, parse_baseline_args, shape_flags
+from baselines import PEERS, all_baselines, parse_baseline_args, shape_flags
 from bench_harness import Session, Step, Table, common_flags, warm_up_flag, warm_up_seconds
+from shapes import requested_shapes
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[int, int]
@@ -102,11 +103,11 @@ def main() -> None:
     args = parse()
     session = Session.start(args.device)
     columns = ("shape", "contender", *PARTS)
-    table = Table(session, args.out, columns, "bf16, causal, batch 1; milliseconds")
+    table = Table(session, args.out, columns, "bf16; milliseconds")
     baselines = all_baselines(args.kernels, args.peers)
-    for shape in map(Shape.parse, args.shapes):
+    for shape in requested_shapes(args):
         for baseline in baselines:
-            step = baseline.prepared(session, shape, args.forward)
+            step = baseline.prepared(session, shape)
             if step is None:
                 continue
             session.warm_up_clock(step, warm_up_seconds(args))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from baselines import Shape, usp_attend
 from bench_harness import Session
+from local_kernels import usp_attend
+from shapes import Shape
 
 import ds_usp
 
@@ -59,7 +60,7 @@ def errors(
     layout = mesh.layout("zigzag", inputs[0].shape[1])
     shards = [layout.shard(x, dim=1, rank=mesh.rank).detach() for x in inputs]
     q, k, v = (x.requires_grad_() for x in shards[:3])
-    out = usp_attend(mesh, layout, kernel)(q, k, v)
+    out = usp_attend(mesh, layout, kernel, ds_usp.MaskSpec.causal())(q, k, v)
     results = (out.detach(), *torch.autograd.grad(out, (q, k, v), shards[3]))
     if {x.dtype for x in results} != {q.dtype}:  # a wider dtype would hide rounding errors
         raise TypeError(f"{[x.dtype for x in results]} returned for {q.dtype} inputs")

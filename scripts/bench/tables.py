@@ -2,6 +2,7 @@
 
     python scripts/bench/tables.py            # rewrite the tables in place
     python scripts/bench/tables.py --check    # exit 1 if one of them differs from its file
+    python scripts/bench/tables.py --compare FILE...   # print files of bench_attention.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is a key of
 :data:`TABLES`.
@@ -46,12 +47,13 @@ NAMES = {
     "torch allgather": "torch context parallel, all-gather",
     "torch alltoall": "torch context parallel, all-to-all",
 }
+ALONE = "one GPU"
 KERNELS = {"flash4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "FlashAttention-2 (torch)"}
 
 
-def read(name: str) -> list[dict[str, str]]:
-    """The rows of a results file, without the comments at its head."""
-    with (RESULTS / name).open(newline="") as file:
+def read(name: str | Path) -> list[dict[str, str]]:
+    """The rows of a results file, or of the file at a path, without the comments at its head."""
+    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
@@ -83,6 +85,32 @@ def _measured(row: Mapping[str, str] | None) -> list[str]:
         return ["", "", ""]
     share = f"{100 * float(row['share_of_kernel']):.0f} %"
     return [f"{float(row['ms']):.1f}", share, f"{float(row['extra_gib']):.2f} GiB"]
+
+
+def comparison_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Milliseconds of each baseline, a line for each shape and kernel.
+
+    The last column is the time of the fastest other library over that of the fastest ds_usp mesh:
+    above 1, ds_usp is faster.
+    """
+    runs: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        method, _, kernel = row["contender"].rpartition(", ")
+        runs.setdefault((row["shape"], kernel), {})[method] = float(row["ms"])
+    methods = list(dict.fromkeys(method for times in runs.values() for method in times))
+    meshes = sorted(method for method in methods if method.startswith("ds_usp"))[::-1]
+    libraries = [method for method in methods if method not in (*meshes, ALONE)]
+    columns = [*meshes, *libraries, *(method for method in methods if method == ALONE)]
+    lines = []
+    for (shape, kernel), times in runs.items():
+        fastest = [
+            min(filter(None, map(times.get, names)), default=0.0) for names in (meshes, libraries)
+        ]
+        ratio = f"{fastest[1] / fastest[0]:.3f}" if all(fastest) else ""
+        cells = [f"{times[name]:.3f}" if name in times else "" for name in columns]
+        lines.append([shape, KERNELS.get(kernel, kernel), *cells, ratio])
+    names = ["kernel alone" if name == ALONE else name for name in columns]
+    return markdown(["shape", "kernel", *names, "best peer / best ds_usp"], lines)
 
 
 def factor_table(results: str) -> str:
@@ -136,7 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check the documents; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    check = parser.parse_args(argv).check
+    parser.add_argument("--compare", nargs="+", type=Path, default=[], help="print, write nothing")
+    args = parser.parse_args(argv)
+    for path in args.compare:
+        print(comparison_table(read(path.resolve())))
+    if args.compare:
+        return 0
+    check: bool = args.check
     stale = []
     for name in DOCUMENTS:
         path = ROOT / name

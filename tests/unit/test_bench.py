@@ -21,6 +21,7 @@ import bench_documents
 import bench_harness
 import overlap
 import reference
+import shapes
 import tables
 
 SESSION = bench_harness.Session(torch.device("cpu"), rank=0, world=4)
@@ -106,6 +107,46 @@ def test_document_lengths_are_in_range_and_equal_in_every_run() -> None:
     lengths = [end - start for start, end in pairwise(borders)]
     assert borders[0] == 0 and borders[-1] == 1 << 17
     assert min(lengths[:-1]) >= 2048 and max(lengths) <= 32768
+
+
+@pytest.mark.parametrize("name", shapes.SHAPE_SETS)
+def test_a_set_names_distinct_shapes(name: str) -> None:
+    requested = shapes.requested_shapes(Namespace(shapes=[name, "64:2:2:16"]))
+    assert len(set(map(str, requested))) == len(shapes.SHAPE_SETS[name]) + 1
+    assert str(requested[-1]) == "64 2/2 d16"
+    forward = shapes.requested_shapes(Namespace(shapes=[name], forward=True))
+    assert all(shape.forward and not str(shape).endswith("d128") for shape in forward)
+
+
+@pytest.mark.parametrize(
+    "text", ["64:2:2:16:banded", "64:2:2:16:full:window=4", "64:2:2:16:full:documents=4-8"]
+)
+def test_a_shape_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected seq_len:heads"):
+        shapes.Shape.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["64:4:2:16", "64:4:2:16:full:batch=3", "64:4:2:16:window=8", "99:4:2:16:documents=4-16"],
+)
+def test_work_counts_the_pairs_of_the_mask(text: str) -> None:
+    shape = shapes.Shape.parse(text)
+    positions = range(shape.seq_len)
+    pairs = sum(shape.mask.allows(query, key) for query in positions for key in positions)
+    flop = 3.5 * 4 * pairs * shape.batch * shape.heads * shape.head_dim
+    diagonal = 3.5 * 2 * shape.seq_len * shape.batch * shape.heads * shape.head_dim
+    assert 0 <= flop - shape.tflop * 1e12 <= 1.01 * diagonal
+
+
+def test_short_steps_run_more_often_in_a_round() -> None:
+    def steps(text: str, tflop: float) -> int:
+        parser = bench_harness.common_flags("")
+        bench_harness.comparison_flags(parser)
+        return bench_harness.steps_in_a_row(parser.parse_args(text.split()), tflop)
+
+    assert [steps("", tflop) for tflop in (0.01, 1.0, 1e3)] == [40, 10, 4]
+    assert (steps("--device cpu", 0.01), steps("--in-a-row 2", 0.01)) == (4, 2)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -91,6 +91,52 @@ def test_attention_and_its_errors(pool: WorkerPool, tmp_path: Path) -> None:
     assert "0 checked: FAILED" in run(pool, "bench_attention", *nothing, code=1)
 
 
+PLAIN_SHAPES = {
+    "65:4:2:16": "65 4/2 d16",  # uneven shards
+    "64:4:4:16:full:forward:batch=2": "64 4/4 d16 b2 full forward",
+    "64:4:2:16:window=8": "64 4/2 d16 window 8",
+    "64:4:2:16:documents=4-16": "64 4/2 d16 documents 4-16",
+}
+
+
+def test_attention_beside_plain_all_to_alls(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    flags = ("--kernels", "eager", "--peers", "plain", "--rounds", "1", "--out", str(path))
+    run(pool, "bench_attention", "--shapes", *PLAIN_SHAPES, *flags)
+    methods = ["one GPU", "ds_usp 2x1", "ds_usp 1x2", "plain all-to-all"]
+    expected = [(label, f"{name}, eager") for label in PLAIN_SHAPES.values() for name in methods]
+    assert [(row["shape"], row["contender"]) for row in read(path)] == expected
+
+
+def plain_results(ctx: RankContext, *, text: str) -> list[torch.Tensor]:
+    """Out, dq, dk and dv of the plain baseline: errors against the kernel on the full sequence."""
+    sys.path.append(str(BENCH))
+    import baselines
+    from shapes import Shape
+
+    shape = Shape.parse(text)
+    (baseline,) = baselines.plain_all_to_alls(["eager"])
+    attend, _, tokens = baseline.attend(shape)
+    start = 0 if ctx.rank == 0 else shape.seq_len - tokens
+    full = [x.double() for x in shape.random(torch.device("cpu"), shape.seq_len)]
+    local = [x[:, start : start + tokens].clone() for x in full]
+    results = []
+    for run_attend, tensors in (
+        (attend, local),
+        (baselines.local_kernel(shape, "eager"), full),
+    ):
+        inputs = [x.requires_grad_() for x in tensors[:3]]
+        out = run_attend(*inputs)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, tensors[3])])
+    return [a - b[:, start : start + tokens] for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("text", ["64:4:2:16", "65:4:2:16:batch=3", "65:4:4:16:full"])
+def test_plain_all_to_alls_compute_the_kernel(pool: WorkerPool, text: str) -> None:
+    for differences in pool.run(plain_results, 2, text=text):
+        assert max(x.abs().max().item() for x in differences) < 1e-12
+
+
 def test_documents_and_windows(pool: WorkerPool, tmp_path: Path) -> None:
     sizes = ("--shape", "64:2:2:16", "--documents", "4:16", "--window", "8", "--kernels", "eager")
     path = tmp_path / "documents.csv"

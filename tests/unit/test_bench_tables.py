@@ -27,3 +27,24 @@ def test_a_changed_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert tables.main(["--check"]) == 1
     assert tables.main([]) == 0
     assert tables.main(["--check"]) == 0
+
+
+def test_a_comparison_names_the_ratio_of_the_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.csv"
+    rows = [
+        '8K 32/8 d128,"one GPU, flash4",2.5,1,1,0',
+        '8K 32/8 d128,"ds_usp 1x2, flash4",3.5,1,1,0',
+        '8K 32/8 d128,"ds_usp 2x1, flash4",3.0,1,1,0',
+        '8K 32/8 d128,"DeepSpeed ulysses, flash4",3.3,1,1,0',
+        '8K 32/8 d128,"plain all-to-all, flash4",3.15,1,1,0',
+        '8K 32/8 d128,"ds_usp 2x1, cudnn",2.0,1,1,0',
+    ]
+    path.write_text("\n".join(["# a run", "shape,contender,ms,a,b,c", *rows]), encoding="utf-8")
+    assert tables.main(["--compare", str(path)]) == 0
+    head, _, flash4, cudnn, *_ = capsys.readouterr().out.splitlines()
+    names = ["ds_usp 2x1", "ds_usp 1x2", "DeepSpeed ulysses", "plain all-to-all", "kernel alone"]
+    assert [cell.strip() for cell in head.split("|")][3:8] == names
+    assert flash4.endswith("| 3.000 | 3.500 | 3.300 | 3.150 | 2.500 | 1.050 |")
+    assert cudnn.endswith("| cuDNN | 2.000 |  |  |  |  |  |")

@@ -1,0 +1,158 @@
+"""Shapes of the timed attention calls: what a shape says, its work, and named sets of them."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+import ds_usp
+
+SHAPE_SYNTAX = "seq_len:heads:kv_heads:head_dim, then any of :full :forward :batch=N :window=LEFT"
+# The name of each set can stand among the arguments of --shapes.
+SHAPE_SETS = {
+    # Causal, forward and backward: what a training step of a short or long sequence calls.
+    "short": (
+        "8192:32:8:128",
+        "16384:16:16:128",
+        "24576:40:8:128",
+        "32768:32:32:128",
+        "131072:16:4:128",
+    ),
+    # Full attention without gradients, as image and video diffusion transformers call it.
+    "inference": (
+        "4608:24:24:128:full:forward",  # Flux, 1024 px
+        "4608:24:24:128:full:forward:batch=2",
+        "17776:48:48:64:full:forward",  # CogVideoX
+        "32760:40:40:128:full:forward",  # Wan 14B, 480p
+        "75600:40:40:128:full:forward",  # Wan 14B, 720p
+    ),
+    # What neither of them has: uneven shards, heads that do not divide, head dims, masks.
+    "held-out": (
+        "8191:32:8:128",
+        "12345:24:24:128:full:forward",
+        "16384:40:5:128",
+        "16384:32:32:64",
+        "16384:32:8:96",
+        "16384:16:16:192",
+        "4096:16:4:128:batch=3",
+        "2049:24:24:64:full:forward:batch=3",
+        "32768:32:8:128:window=4096",
+        "32768:32:8:128:documents=1024-8192",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention call over the full sequence, before sharding.
+
+    Attributes:
+        full: every token sees every other one; else the mask is causal.
+        forward: no backward pass, and no gradients.
+        window: tokens to the left that a token sees; 0: all.
+        documents: ``shortest-longest`` length of packed documents in tokens; empty: one document.
+    """
+
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    full: bool = False
+    forward: bool = False
+    window: int = 0
+    documents: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From :data:`SHAPE_SYNTAX`, or ``:documents=SHORTEST-LONGEST`` for packed documents."""
+        words = text.split(":")
+        options = dict(word.partition("=")[::2] for word in words[4:])
+        shape = cls(
+            *map(int, words[:4]),
+            batch=int(options.pop("batch", 1)),
+            full=options.pop("full", None) is not None,
+            forward=options.pop("forward", None) is not None,
+            window=int(options.pop("window", 0)),
+            documents=options.pop("documents", ""),
+        )
+        if options or (shape.full and (shape.window or shape.documents)):
+            raise ValueError(f"shape {text!r}: expected {SHAPE_SYNTAX}; full excludes other masks")
+        return shape
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Cumulative lengths of the documents; empty without documents."""
+        if not self.documents:
+            return ()
+        return tuple(packed(self.seq_len, *map(int, self.documents.split("-")), seed=0))
+
+    @property
+    def mask(self) -> ds_usp.MaskSpec:
+        """Full, or causal with the window and documents."""
+        if self.full:
+            return ds_usp.MaskSpec.full()
+        return ds_usp.MaskSpec.window(self.window or None, documents=self.borders)
+
+    @property
+    def layout_kind(self) -> str:
+        """Token layout that balances the work of a ring."""
+        if self.documents:
+            return "balanced"
+        return "contiguous" if self.full or self.window else "zigzag"
+
+    @property
+    def tflop(self) -> float:
+        """TFLOP of the visible pairs: 2 matrix products forward, 5 backward."""
+        pairs = sum(self._pairs(b - a) for a, b in pairwise(self.borders or (0, self.seq_len)))
+        passes = 1.0 if self.forward else 3.5
+        return passes * 4 * pairs * self.batch * self.heads * self.head_dim / 1e12
+
+    def _pairs(self, tokens: int) -> float:
+        """Visible (query, key) pairs of a document, without the diagonal's half."""
+        if self.full:
+            return tokens**2
+        masked = max(tokens - 1 - self.window, 0) if self.window else 0
+        return (tokens**2 - masked**2) / 2
+
+    def random(self, device: torch.device, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Random bf16 q, k, v and dout of ``tokens`` tokens."""
+        return tuple(
+            torch.randn(
+                self.batch, tokens, heads, self.head_dim, device=device, dtype=torch.bfloat16
+            )
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        )
+
+    def __str__(self) -> str:
+        kilo, rest = divmod(self.seq_len, 1024)
+        words = [
+            str(self.seq_len) if rest else f"{kilo}K",
+            f"{self.heads}/{self.kv_heads} d{self.head_dim}",
+            f"b{self.batch}" if self.batch > 1 else "",
+            "full" if self.full else "",
+            f"window {self.window}" if self.window else "",
+            f"documents {self.documents}" if self.documents else "",
+            "forward" if self.forward else "",
+        ]
+        return " ".join(filter(None, words))
+
+
+def packed(tokens: int, shortest: int, longest: int, seed: int) -> list[int]:
+    """Cumulative log-uniform document lengths (``cu_seqlens``), the last cut at ``tokens``."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        length = int(shortest * (longest / shortest) ** draw.random())
+        borders.append(min(tokens, borders[-1] + length))
+    return borders
+
+
+def requested_shapes(args: argparse.Namespace) -> list[Shape]:
+    """The shapes of ``--shapes``, sets expanded; with ``--forward`` all without backward pass."""
+    texts = [text for name in args.shapes for text in SHAPE_SETS.get(name, (name,))]
+    shapes = [Shape.parse(text) for text in texts]
+    return [replace(s, forward=True) for s in shapes] if vars(args).get("forward") else shapes
