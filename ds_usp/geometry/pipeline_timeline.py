@@ -79,11 +79,13 @@ class Timeline:
         compute: seconds of the compute lane's work, had nothing else been in flight.
         exposed: the seconds beyond, by what they are spent on: a wait for a kind of channel,
             ``contention`` (slower kernels while exchanges are in flight), ``launch``.
+        alone: seconds of the exchanges of each kind, had each been alone on its link.
     """
 
     events: tuple[Event, ...]
     compute: float
     exposed: Mapping[str, float]
+    alone: Mapping[str, float]
 
     @property
     def total(self) -> float:
@@ -125,7 +127,8 @@ def simulate(
         clock.compute(instr, compute)
         if instr.op in KIND_OF and instr.op not in POST_OF:
             clock.post(instr, exchange)
-    return Timeline(tuple(clock.events), clock.work, MappingProxyType(clock.exposed))
+    exposed, alone = MappingProxyType(clock.exposed), MappingProxyType(clock.alone)
+    return Timeline(tuple(clock.events), clock.work, exposed, alone)
 
 
 class _Clock:
@@ -141,6 +144,7 @@ class _Clock:
         self._posted: set[Instr] = set()
         self.events: list[Event] = []
         self.exposed: dict[str, float] = {}
+        self.alone = dict.fromkeys(EXCHANGES, 0.0)
 
     def launched(self, second: float) -> None:
         """Idle until the CPU has launched the next instruction."""
@@ -152,6 +156,7 @@ class _Clock:
         """Start an exchange, behind those of its kind."""
         kind = KIND_OF[instr.op]
         self._posted.add(instr)
+        self.alone[kind] += seconds
         if seconds <= 0 and kind not in self._left:
             return
         self._in_flight.add(instr)

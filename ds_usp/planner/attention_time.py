@@ -1,4 +1,4 @@
-"""Seconds of attention on ulysses x ring: kernels, exchanges, and how much of them overlaps."""
+"""Seconds of attention on ulysses x ring: the simulation of its schedule, or what was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import log
 
 from ds_usp.geometry.chunking import inner_ring_size, num_head_chunks, should_all_gather_kv
-from ds_usp.geometry.heads import exposed_fraction
+from ds_usp.planner.attention_schedule import mean_costs, pass_seconds, sent_by_operation
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import kv_features
@@ -21,14 +21,7 @@ from ds_usp.planner.profile_rows import (
     launch_seconds,
     select_rows,
 )
-from ds_usp.planner.topology import (
-    DIRECT,
-    RELAY,
-    RankGroup,
-    exchange_s,
-    group_of,
-    ring_ranks_per_node,
-)
+from ds_usp.planner.topology import DIRECT, RELAY, group_of, inside_node, ring_ranks_per_node
 from ds_usp.planner.traffic import layer_traffic
 
 
@@ -62,7 +55,7 @@ class AttentionTime:
     Args:
         kernel: the attention kernels alone.
         merge: merges of partial outputs.
-        exposed: exchanges that nothing hides, and what hidden ones cost the kernels.
+        exposed: exchanges that nothing hides, packing, and what hidden ones cost the kernels.
         ulysses, ring: the exchanges alone, hidden or not.
         launch_s: of the CPU to launch the call; 0: not known.
         chunks: head chunks.
@@ -166,44 +159,78 @@ def _rank_flop(work: Workload, config: ParallelConfig) -> float:
 def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
-    """One direction of a call, from the cluster's rates alone, without its measured calls."""
-    traffic = layer_traffic(work, config, impl.relayed_ring)
-    tokens = work.rank_tokens(config)
+    """One direction of a call, from the cluster's rates alone, without its measured calls: the
+    simulation of its schedule."""
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
-    flop = _rank_flop(work, config) * (2.5 if backward else 1.0)
-    kernel = flop / (cluster.peak_flop_per_s * efficiency)
-    chunks = _num_chunks(work, config) if impl.chunks else 1
+    flop = _rank_flop(work, config)
+    kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
+    if config.sp == 1:
+        return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
+    chunks = _num_chunks(cluster, work, config) if impl.chunks else 1
     inner = double_ring(cluster, work, config) if impl.chunks else None
-    steps = config.ring - 1
-    if impl.chunks and steps and _all_gathers_kv(work, config, chunks, inner):
-        # In a double ring's later outer steps the relayed local block is a step too.
-        steps = 1 if inner is None else 2 * (config.ring // inner) - 1
-    ulysses = exchange_s(cluster, group_of(config, "ulysses"), traffic.ulysses, DIRECT, 2 * chunks)
-    sent = traffic.ring_backward if backward else traffic.ring_forward
-    if inner is None:
-        pattern = RELAY if impl.relayed_ring else DIRECT
-        ring = exchange_s(cluster, group_of(config, "ring"), sent, pattern, steps * chunks)
-    else:
-        ring = _double_ring_s(cluster, config, inner, sent, steps, chunks)
-    merge = tokens * work.model.q_width / config.tp * steps * impl.merge_bytes_per_element
-    merge_s = merge / cluster.hbm_bytes_per_s
-    end_fraction = exposed_fraction(chunks)
-    hideable = ulysses * (1 - end_fraction) + ring
-    # A relayed ring overlaps all steps but the last one, block after block.
-    overlap = kernel * (steps / (steps + 1) if impl.relayed_ring else 1.0)
-    exposed = ulysses * end_fraction + max(0.0, hideable - overlap)
-    exposed += cluster.contention * min(hideable, overlap)
-    return AttentionTime(kernel, merge_s, exposed, ulysses, ring, chunks=chunks)
+    costs, ring_steps = mean_costs(
+        *_rank_heads(work, config),
+        chunks,
+        config.ring,
+        inner,
+        ulysses=config.ulysses > 1,
+        gather=impl.chunks and _all_gathers_kv(work, config, chunks, inner),
+        backward=backward,
+    )
+    traffic = layer_traffic(work, config, impl.relayed_ring)
+    nodes = config.ring // inner if inner else 1
+    ring_outer = traffic.ring_forward * (nodes - 1) / max(1, config.ring - 1)
+    out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
+    seconds = pass_seconds(
+        cluster,
+        config,
+        kernel=kernel,
+        merge_bytes=out_elements * impl.merge_bytes_per_element,
+        sent=sent_by_operation(
+            work,
+            config,
+            all_to_all=traffic.ulysses,
+            ring=traffic.ring_forward - ring_outer,
+            ring_outer=ring_outer,
+            backward=backward,
+        ),
+        inner=inner,
+        pattern=RELAY if impl.relayed_ring else DIRECT,
+        ring_steps=ring_steps,
+    )
+    timeline = costs.simulate(seconds, cluster.contention)
+    merge = seconds.merge * costs.mean_merges
+    alone = timeline.alone
+    ring = max(
+        alone["ring_kv"] + alone["ring_dkv"], alone["ring_kv_outer"] + alone["ring_dkv_outer"]
+    )
+    exposed = max(0.0, timeline.total - kernel - merge)
+    return AttentionTime(kernel, merge, exposed, alone["all_to_all"], ring, chunks=chunks)
 
 
-def _num_chunks(work: Workload, config: ParallelConfig) -> int:
+def _num_chunks(cluster: Cluster, work: Workload, config: ParallelConfig) -> int:
     """Head chunks of the pipeline, by the rule that ``usp_attention`` uses; 1 without a group."""
     if config.sp == 1:
         return 1
-    max_chunks = max(1, int(work.model.kv_heads / config.tp / config.ulysses))
-    return num_head_chunks(_rank_flop(work, config), max_chunks, config.ulysses)
+    heads, kv_heads = _rank_heads(work, config)
+    in_groups = config.ring == 1 and config.ulysses > 1
+    return num_head_chunks(
+        _rank_flop(work, config),
+        kv_heads,
+        config.ulysses,
+        layer_traffic(work, config).ulysses,
+        heads if in_groups else kv_heads,
+        in_node=inside_node(cluster, group_of(config, "ulysses")),
+    )
+
+
+def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
+    """Query and KV heads that every rank computes at least, in whole KV groups."""
+    ranks, model = config.tp * config.ulysses, work.model
+    kv_heads = max(1, int(model.kv_heads / ranks))
+    return kv_heads * max(1, int(model.heads / ranks / kv_heads)), kv_heads
 
 
 def _all_gathers_kv(work: Workload, config: ParallelConfig, chunks: int, inner: int | None) -> bool:
@@ -219,21 +246,5 @@ def _kv_bytes(work: Workload, config: ParallelConfig) -> int:
 
 def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int | None:
     """Ranks of the inner ring where ``Tuning`` takes a double ring, else None."""
-    block_bytes = _kv_bytes(work, config) // _num_chunks(work, config)
+    block_bytes = _kv_bytes(work, config) // _num_chunks(cluster, work, config)
     return inner_ring_size(config.ring, ring_ranks_per_node(cluster, config), block_bytes)
-
-
-def _double_ring_s(
-    cluster: Cluster, config: ParallelConfig, inner: int, sent_bytes: float, steps: int, chunks: int
-) -> float:
-    """Seconds of a double ring: inter-node and intra-node transfers run in parallel."""
-    outer, stride = config.ring // inner, group_of(config, "ring").stride
-    inter_bytes = sent_bytes * (outer - 1) / (config.ring - 1)
-    inter_messages = (outer - 1) * chunks
-    inter_group, intra_group = RankGroup(outer, stride * inner), RankGroup(inner, stride)
-    return max(
-        exchange_s(cluster, inter_group, inter_bytes, DIRECT, inter_messages),
-        exchange_s(
-            cluster, intra_group, sent_bytes - inter_bytes, DIRECT, steps * chunks - inter_messages
-        ),
-    )

@@ -28,6 +28,7 @@ from ds_usp.planner.profile_rows import (
 
 VERSION = 1  # of the files
 ORIGINS = ("datasheet", "measured", "assumed", "given")
+HBM_FRACTION = 0.8  # of the memory bandwidth that elementwise kernels and copies reach
 Curve = tuple[tuple[float, float], ...]
 
 

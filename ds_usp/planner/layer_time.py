@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ds_usp.planner.attention_time import AttentionTime, attention_s
 from ds_usp.planner.formulas import layer_bytes
-from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import interpolate_curve, layer_rows, nearest_tp
@@ -15,7 +15,6 @@ from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
 from ds_usp.planner.traffic import layer_traffic
 
 _GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
-_HBM_FRACTION = 0.8  # of the bandwidth that elementwise kernels reach
 COMPONENTS = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
 
 
@@ -193,7 +192,7 @@ def _unfused_bytes(work: Workload, config: ParallelConfig) -> float:
 
 def elementwise_s(cluster: Cluster, moved_bytes: float) -> float:
     """Elementwise kernels that read and write so much."""
-    return moved_bytes / (_HBM_FRACTION * cluster.hbm_bytes_per_s)
+    return moved_bytes / (HBM_FRACTION * cluster.hbm_bytes_per_s)
 
 
 def gemm_s(cluster: Cluster, tokens: float, multiplications: float) -> float:

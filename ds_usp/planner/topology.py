@@ -114,6 +114,11 @@ def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic
     return DomainTraffic(max(loads.values()), busiest, even, max(loads.values()) == 0)
 
 
+def inside_node(cluster: Cluster, group: RankGroup) -> bool:
+    """Whether every such group lies in one node."""
+    return domain_traffic(group, cluster.gpus_per_node, RELAY).inside
+
+
 def exchange_s(
     cluster: Cluster, group: RankGroup, sent_bytes: float, pattern: str, messages: float = 1
 ) -> float:
@@ -137,7 +142,7 @@ def exchange_s(
 @lru_cache(maxsize=65536)
 def _measured(cluster: Cluster, group: RankGroup, pattern: str) -> tuple[MeasuredExchange, ...]:
     """The profiled exchanges of a group of this size; none for a group over several nodes."""
-    if not domain_traffic(group, cluster.gpus_per_node, RELAY).inside:
+    if not inside_node(cluster, group):
         return ()
     kind, ranks = _COLLECTIVES[pattern], group.size
     return tuple(select_rows(cluster.exchanges, "sent_bytes", collective=kind, ranks=ranks))

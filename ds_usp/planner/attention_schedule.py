@@ -1,0 +1,272 @@
+"""Seconds of each instruction of an attention call's schedule, from a cluster's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ds_usp.geometry.chunking import chunk_positions
+from ds_usp.geometry.double_ring import total_length
+from ds_usp.geometry.heads import HeadChunk, HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Op, Schedule, pipeline_schedule
+from ds_usp.geometry.pipeline_timeline import KIND_OF, POST_OF, Cost, Timeline, simulate
+from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.planner.hardware import HBM_FRACTION, Cluster
+from ds_usp.planner.memory import kv_features
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.topology import DIRECT, RankGroup, exchange_s, group_of
+
+# Exchanges across nodes and inside of them use other links.
+_LINKS: Mapping[str, str] = MappingProxyType(
+    {"ring_kv_outer": "network", "ring_dkv_outer": "network"}
+)
+# Ring ranks, and nodes of a double ring, whose steps are priced one by one. A step of a longer ring
+# stands for several of its steps.
+_MAX_RING, _MAX_NODES = 16, 4
+
+
+class SentBytes(NamedTuple):
+    """Bytes that a rank sends in one kind of exchange, of all head chunks: those that are divided
+    as query heads are, and as key/value heads are."""
+
+    queries: float = 0.0
+    keys: float = 0.0
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """What one pass of a call spends on one rank, all its heads and ring steps together.
+
+    Args:
+        kernel: seconds of all kernel calls.
+        merge: seconds of merging one partial result of all heads.
+        pack: seconds for each byte that an all-to-all sends.
+        sent: bytes by the operation that posts the exchange.
+        exchange: seconds of one exchange: its kind of channel, bytes sent.
+    """
+
+    kernel: float
+    merge: float
+    pack: float
+    sent: Mapping[Op, SentBytes]
+    exchange: Callable[[str, float], float]
+
+
+def pass_seconds(
+    cluster: Cluster,
+    config: ParallelConfig,
+    *,
+    kernel: float,
+    merge_bytes: float,
+    sent: Mapping[Op, SentBytes],
+    inner: int | None,
+    pattern: str = DIRECT,
+    ring_steps: float = 1,
+) -> PassSeconds:
+    """The seconds of a pass on a cluster.
+
+    Args:
+        merge_bytes: memory traffic of merging one partial result of all heads.
+        inner: ring ranks of a node in a double ring.
+        pattern: of the ring's exchanges.
+        ring_steps: that one step of the schedule stands for; each is a message and a merge.
+    """
+    hbm_bytes_per_s = HBM_FRACTION * cluster.hbm_bytes_per_s
+    # Read and written once, also the rank's own slice, which is not sent.
+    pack = 2 / hbm_bytes_per_s * config.ulysses / max(1, config.ulysses - 1)
+    exchange = partial(_exchange_s, cluster, config, inner, pattern, ring_steps)
+    merge = ring_steps * merge_bytes / cluster.hbm_bytes_per_s
+    return PassSeconds(kernel, merge, pack, sent, exchange)
+
+
+def _exchange_s(
+    cluster: Cluster,
+    config: ParallelConfig,
+    inner: int | None,
+    pattern: str,
+    ring_steps: float,
+    kind: str,
+    sent_bytes: float,
+) -> float:
+    """Seconds of one exchange of a kind, alone."""
+    if kind == "all_to_all":
+        return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
+    group = group_of(config, "ring")
+    if inner and kind.endswith("outer"):
+        group = RankGroup(config.ring // inner, group.stride * inner)
+    elif inner:
+        group = RankGroup(inner, group.stride)
+    return exchange_s(cluster, group, sent_bytes, pattern, ring_steps)
+
+
+def sent_by_operation(
+    work: Workload,
+    config: ParallelConfig,
+    *,
+    all_to_all: float,
+    ring: float,
+    ring_outer: float,
+    backward: bool,
+) -> Mapping[Op, SentBytes]:
+    """Bytes of one pass by the operation that posts them.
+
+    Args:
+        all_to_all: of both directions.
+        ring, ring_outer: of keys and values; their gradients are as many.
+    """
+    queries = work.model.q_width / config.tp
+    keys = kv_features(work, config) * config.ulysses
+    out = all_to_all * queries / (2 * queries + 2 * keys)
+    qkv = SentBytes(out, all_to_all - 2 * out)
+    return {
+        Op.A2A_POST: SentBytes(out) if backward else qkv,
+        Op.RETURN_POST: qkv if backward else SentBytes(out),
+        **dict.fromkeys((Op.KV_POST, Op.DKV_POST), SentBytes(keys=ring)),
+        **dict.fromkeys((Op.OUTER_KV_POST, Op.OUTER_DKV_POST), SentBytes(keys=ring_outer)),
+    }
+
+
+@dataclass(frozen=True)
+class RelativeCosts:
+    """A rank's schedule of one pass, and what each instruction's fraction of the pass is.
+
+    Args:
+        heads: fraction of the query heads in each chunk.
+        kv_heads: fraction of the key/value heads that are exchanged with each chunk.
+        merges: partial results that each chunk merges.
+        calls: fraction of its chunk's (query, key) pairs in each kernel call.
+        exchanges: fraction of its chunk's tokens of that kind in each ring exchange.
+    """
+
+    schedule: Schedule
+    heads: tuple[float, ...]
+    kv_heads: tuple[float, ...]
+    merges: tuple[int, ...]
+    calls: Mapping[Instr, float]
+    exchanges: Mapping[Instr, float]
+
+    @property
+    def mean_merges(self) -> float:
+        """Partial results that are merged, in the mean over heads."""
+        return sum(x * merges for x, merges in zip(self.heads, self.merges, strict=True))
+
+    def cost(self, instr: Instr, seconds: PassSeconds) -> Cost:
+        """Of one instruction."""
+        op, fraction = instr.op, self.heads[instr.chunk]
+        if op is Op.ATTN:
+            return Cost(seconds.kernel * fraction * self.calls[instr])
+        if op is Op.END:
+            return Cost(seconds.merge * fraction * self.merges[instr.chunk])
+        if op in POST_OF or op not in KIND_OF:
+            return Cost()
+        queries, keys = seconds.sent.get(op, SentBytes())
+        sent = queries * fraction + keys * self.kv_heads[instr.chunk]
+        sent *= self.exchanges.get(instr, 1.0)
+        pack = seconds.pack * sent if op in EXCHANGES["all_to_all"][0] else 0.0
+        return Cost(pack, seconds.exchange(KIND_OF[op], sent))
+
+    def simulate(self, seconds: PassSeconds, contention: float) -> Timeline:
+        """The pass on these seconds."""
+        cost = partial(self.cost, seconds=seconds)
+        return simulate(self.schedule, cost, contention=contention, links=_LINKS)
+
+
+def relative_costs(
+    chunks: Sequence[RingSchedule],
+    heads: Sequence[HeadChunk],
+    *,
+    ulysses_rank: int = 0,
+    ulysses: bool,
+    backward: bool,
+) -> RelativeCosts:
+    """The schedule of one pass of one rank, with the relative costs of its instructions.
+
+    Args:
+        chunks: their ring schedules on this rank.
+        heads: their heads.
+    """
+    merges: list[int] = []
+    calls: dict[Instr, float] = {}
+    exchanges: dict[Instr, float] = {}
+    for index, chunk in enumerate(chunks):
+        steps = chunk.backward_steps if backward else chunk.steps
+        pairs = sum(step.pairs for step in steps) or 1
+        merges.append(max(0, sum(bool(step.calls) for step in steps) - 1))
+        for number, step in enumerate(steps):
+            for call, kernel_call in enumerate(step.calls):
+                calls[Instr(Op.ATTN, index, number, call)] = kernel_call.pairs / pairs
+        received = [
+            total_length(kv for kv in step.kv_ranges if kv.rank != chunk.ring_rank)
+            for step in steps
+            if not step.is_local
+        ]
+        outer = [step.num_kv_tokens for step in chunk.outer_steps]
+        for tokens, ops in (
+            (received, (Op.KV_POST, Op.DKV_POST)),
+            (outer, (Op.OUTER_KV_POST, Op.OUTER_DKV_POST)),
+        ):
+            total = sum(tokens) or 1
+            for number, count in enumerate(tokens):
+                exchanges.update({Instr(op, index, number): count / total for op in ops})
+    schedule = pipeline_schedule(chunks, ulysses=ulysses, backward=backward)
+    queries = [_count(chunk.queries[ulysses_rank]) for chunk in heads]
+    keys = [
+        _count(chunk.keys[ulysses_rank]) * (chunk.kv_chunk == index)
+        for index, chunk in enumerate(heads)
+    ]
+    fractions, kv_fractions = (
+        tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
+    )
+    return RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
+
+
+def _count(heads: tuple[int, int]) -> int:
+    return heads[1] - heads[0]
+
+
+@lru_cache(maxsize=4096)
+def mean_costs(
+    heads: int,
+    kv_heads: int,
+    chunks: int,
+    ring: int,
+    inner: int | None,
+    *,
+    ulysses: bool,
+    gather: bool,
+    backward: bool,
+) -> tuple[RelativeCosts, float]:
+    """A pass whose ring steps all have equal work, as those of a causal zigzag have in the mean
+    over ranks; and the number of ring steps that each of them stands for.
+
+    Args:
+        heads, kv_heads: of a rank.
+        inner: ring ranks of a node in a double ring.
+        gather: keys and values are all-gathered.
+    """
+    priced_nodes = min(ring // inner, _MAX_NODES) if inner else 1
+    priced_inner = min(inner or ring, _MAX_RING)
+    priced_ring = priced_nodes * priced_inner
+    plan = partial(
+        ring_schedule,
+        TokenLayout("contiguous", 2 * priced_ring, 1, priced_ring),  # 2: of which one half comes
+        MaskSpec.full(),  # first and one last, where there is one chunk
+        0,
+        gather=gather,
+        inner=priced_inner if inner else None,
+    )
+    split = HeadSplit(heads, kv_heads, 1)
+    head_chunks = [split.chunk(chunks, index) for index in range(chunks)]
+    schedules = []
+    # A launch-bound call has other positions, but its time is the CPU's.
+    for forward, last_first in chunk_positions([_count(chunk.keys[0]) for chunk in head_chunks]):
+        backward_steps = plan(position=last_first).backward_steps
+        schedules.append(replace(plan(position=forward), backward_steps=backward_steps))
+    costs = relative_costs(schedules, head_chunks, ulysses=ulysses, backward=backward)
+    nodes_per_step = ring / inner / priced_nodes if inner else 1.0
+    return costs, nodes_per_step if gather else ring / priced_ring

@@ -1,0 +1,79 @@
+"""The prices of a schedule's instructions: what a pass spends is divided among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+
+from ds_usp.geometry.pipeline_schedule import Op
+from ds_usp.planner.attention_schedule import PassSeconds, RelativeCosts, SentBytes, mean_costs
+from ds_usp.planner.attention_time import attention_s
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+
+POSTS = (Op.A2A_POST, Op.RETURN_POST, Op.KV_POST, Op.DKV_POST, Op.OUTER_KV_POST, Op.OUTER_DKV_POST)
+SENT = {op: SentBytes(10.0 + number, 3.0 * number) for number, op in enumerate(POSTS)}
+
+
+def posted(costs: RelativeCosts) -> dict[Op, float]:
+    """Bytes that the exchanges of a pass send, by the operation that posts them."""
+    sent: Counter[Op] = Counter()
+    for instr in costs.schedule:
+        seconds = PassSeconds(0, 0, 0, SENT, lambda _, sent_bytes: sent_bytes)
+        sent[instr.op] += costs.cost(instr, seconds).exchange
+    return {op: sent[op] for op in POSTS if op in sent}
+
+
+@given(
+    heads=st.sampled_from([(6, 6), (12, 6), (6, 1)]),
+    chunks=st.integers(1, 5),
+    ring=st.sampled_from([(1, None), (2, None), (5, None), (8, 4), (40, None), (64, 8)]),
+    ulysses=st.booleans(),
+    gather=st.booleans(),
+    backward=st.booleans(),
+)
+@examples(100)
+def test_a_pass_is_divided_among_its_instructions(
+    heads: tuple[int, int],
+    chunks: int,
+    ring: tuple[int, int | None],
+    ulysses: bool,
+    gather: bool,
+    backward: bool,
+) -> None:
+    costs, ring_steps = mean_costs(
+        *heads, chunks, *ring, ulysses=ulysses, gather=gather, backward=backward
+    )
+    exchanged = {Op.A2A_POST, Op.RETURN_POST} if ulysses else set()
+    degree, inner = ring
+    exchanged |= {Op.KV_POST} | ({Op.DKV_POST} if backward else set()) if degree > 1 else set()
+    if inner:
+        exchanged |= {Op.OUTER_KV_POST} | ({Op.OUTER_DKV_POST} if backward else set())
+    assert posted(costs) == pytest.approx({op: sum(SENT[op]) for op in exchanged})
+    timeline = costs.simulate(PassSeconds(7.0, 0.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
+    assert timeline.total == timeline.compute == pytest.approx(7)
+    packed = costs.simulate(PassSeconds(0.0, 0.0, 2.0, SENT, lambda *_: 0.0), contention=0.5)
+    sent = sum(sum(SENT[op]) for op in exchanged & {Op.A2A_POST, Op.RETURN_POST})
+    assert packed.total == pytest.approx(2 * sent)
+    merged = costs.simulate(PassSeconds(0.0, 3.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
+    assert merged.total == pytest.approx(3 * costs.mean_merges)
+    if not gather and degree > 1:  # a long ring is priced as a shorter one
+        steps = sum(instr.op is Op.KV_POST and instr.chunk == 0 for instr in costs.schedule)
+        steps += sum(instr.op is Op.OUTER_KV_POST and instr.chunk == 0 for instr in costs.schedule)
+        assert (steps + 1) * ring_steps == degree
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_takes_its_kernels_and_at_most_all_one_after_the_other(backward: bool) -> None:
+    cluster = load_cluster("h200").with_gpus_per_node(4)
+    shape = ModelShape("call", 1, 4096, 4096, 32, 8, 1)
+    for config in (ParallelConfig(ulysses=4), ParallelConfig(ulysses=2, ring=2)):
+        time = attention_s(cluster, Workload(shape, 65536), config, backward=backward)
+        assert time.chunks > 1 and time.ulysses > 0
+        one_after_the_other = time.kernel + time.merge + time.ulysses + time.ring
+        assert time.kernel + time.merge < time.total < one_after_the_other
