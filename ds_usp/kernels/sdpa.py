@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from packaging.version import Version
 
 from ds_usp.geometry.tiles import Tile, TileSupport
 from ds_usp.kernels.api import (
@@ -14,6 +15,7 @@ from ds_usp.kernels.api import (
     window_mask,
 )
 
+_MIN_TORCH = Version("2.9")  # before, grouped heads made it read and write beyond its tensors
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -29,6 +31,12 @@ class SdpaKernel(SingleTileKernel):
         tiles=TileSupport(rectangular=False, window=True),
         deterministic=True,
     )
+
+    def __init__(self) -> None:
+        if Version(torch.__version__) < _MIN_TORCH:
+            raise ImportError(
+                f"needs torch {_MIN_TORCH}, for grouped heads; not {torch.__version__}"
+            )
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         """See :meth:`SingleTileKernel.tile_forward`."""

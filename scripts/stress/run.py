@@ -75,12 +75,13 @@ class World:
         elif all(code == 0 for code in codes):
             self.failure = ""
         elif any(code not in (None, 0) for code in codes):
-            self.failure = f"{self}: ranks died, exit codes {codes}"
+            texts = [self._stacks(rank).read_text() for rank in range(self.size)]
+            self.failure = f"{self}: ranks died, exit codes {codes}\n" + "\n".join(texts)
         elif self._calls() != self._last:
             self._last, self._since = self._calls(), time.monotonic()
         elif time.monotonic() - self._since > self._args.stall_s:
             pids = [process.pid or 0 for process in self._processes]
-            stacks = [self._folder / f"stack{rank}" for rank in range(self.size)]
+            stacks = [self._stacks(rank) for rank in range(self.size)]
             verdict, report = diagnose(pids, stacks, self._calls)
             self.failure = f"HANG, {self}\n{verdict}\n{report}\nHANG, {self}: {verdict}"
 
@@ -94,10 +95,14 @@ class World:
     def _calls(self) -> tuple[int, ...]:
         return tuple(self.progress)
 
+    def _stacks(self, rank: int) -> Path:
+        return self._folder / f"stack{rank}"
+
     def _rank(self, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-        stacks = open(self._folder / f"stack{rank}", "w")  # noqa: SIM115 - open for life
+        stacks = open(self._stacks(rank), "w")  # noqa: SIM115 - open for life
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(stacks)  # for crashes
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # advice about layouts, of every rank
         torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,33 @@ def test_all_that_is_lacking_is_named() -> None:
     text = "head dim 16 (values 8) and a window(3, 0) mask, ALiBi, dropout 0.5, softcap 2.0"
     assert f"{text}, deterministic" in str(caught.value)
     assert "sdpa: has no ALiBi and no dropout and no softcap" in str(caught.value)
+
+
+@pytest.fixture
+def forget_kernels() -> Iterator[Callable[[], None]]:
+    def forget() -> None:
+        for cached in (registry._load, select_kernel, missing_libraries):
+            cached.cache_clear()
+
+    yield forget
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("version", "name"), [("2.6.0+cu124", "eager"), ("2.8.1", "eager"), ("2.9.0", "sdpa")]
+)
+def test_torch_without_grouped_heads_on_cpus_takes_the_eager_kernel(
+    version: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    forget_kernels: Callable[[], None],
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    forget_kernels()
+    assert select_kernel(request(torch.float32)).name == name
+    advice = missing_libraries(request(torch.float32)) or ""
+    reason = f"sdpa (needs torch 2.9, for grouped heads; not {version})"
+    assert (reason in advice) == (name == "eager")
 
 
 # ------------------------------------------------------------------ libraries
