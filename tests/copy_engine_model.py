@@ -20,7 +20,7 @@ from ds_usp.comm.copy_engine import CopyEngine, num_slots
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel
 from ds_usp.comm.cuda_driver import FlagOp
 from ds_usp.comm.ledger import CommLedger
-from ds_usp.geometry.pipeline_schedule import Op, pipeline_schedule
+from ds_usp.geometry.pipeline_schedule import Op, exposed_posts, pipeline_schedule
 
 KINDS = ("all_to_all", "ring_kv", "ring_dkv")
 POSTS = {
@@ -210,7 +210,7 @@ class FakeChannel:
         self.world.current.operations.append(("pack", where, (*name, self.rank)))
         return self
 
-    def post(self, pairs: set[tuple[int, int]], *cell: Any) -> None:
+    def post(self, pairs: set[tuple[int, int]], *cell: Any, overlapped: bool = True) -> None:
         def pieces(pair: tuple[int, int]) -> range:
             return range(random.Random(f"{pair} {self.name} {cell}").randint(1, self.most))
 
@@ -223,7 +223,7 @@ class FakeChannel:
         others = [pair for pair in sorted(pairs) if pair[0] == self.rank != pair[1]]
         leaving = [(pair[1], 0, 1) for pair in others for _ in pieces(pair)]
         arriving: Any = [(source, place, 0, 0) for source, place in self.places]
-        self.real.post(self.packed, leaving, arriving)
+        self.real.post(self.packed, leaving, arriving, overlapped=overlapped)
 
     def wait(self) -> None:
         self.real.wait()
@@ -265,9 +265,11 @@ class Call:
             return_lse=self.return_lse and not self.backward,
             stage_return=self.backward and not self.ring and self.stages_return(),
         )
-        for op, chunk, number, call in schedule:
+        exposed = exposed_posts(schedule)
+        for instr in schedule:
+            op, chunk, number, call = instr
             if op in POSTS:
-                self.post(*POSTS[op], chunk, number)
+                self.post(*POSTS[op], chunk, number, overlapped=instr not in exposed)
             elif op in WAITS:
                 self.open[WAITS[op], chunk].wait()
             elif op is Op.RETURN_STAGE:
@@ -329,7 +331,7 @@ class Call:
             channel.acquire_staging(*name)
         return channel
 
-    def post(self, kind: str, what: str, chunk: int, number: int) -> None:
+    def post(self, kind: str, what: str, chunk: int, number: int, *, overlapped: bool) -> None:
         staged = self.open.get((kind, chunk))
         if staged is None or staged.name[:1] != (what,) or kind == "ring_dkv":
             staged = self.channel(kind, what, chunk, number)
@@ -337,7 +339,7 @@ class Call:
         cell = number % 2 if kind == "ring_kv" else 0  # two receive buffers of KV
         own = kind == "ring_kv"
         pairs = some(self.world, self.draw_for(kind, what, chunk, number), share, own=own)
-        staged.post(pairs, what, self.name, chunk, cell)
+        staged.post(pairs, what, self.name, chunk, cell, overlapped=overlapped)
 
     def draw_for(self, *what: Any) -> random.Random:
         """The same on all ranks."""

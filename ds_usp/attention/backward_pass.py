@@ -93,7 +93,7 @@ class _Backward(Pass[_BackwardChunk]):
         chunks = list(map(partial(_BackwardChunk, plan, backward=True), indices))
         for chunk, saved in zip(chunks, saved_chunks, strict=True):
             chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
-        super().__init__(plan, scores, chunks, dout)
+        super().__init__(plan, scores, chunks, dout, plan.backward_exposed)
         self._dout, self._shapes = dout, shapes
         self._grads: Grads | None = None
         self._dkv: dict[int, KVGrads] = {}  # that chunks of one KV group share
@@ -110,7 +110,8 @@ class _Backward(Pass[_BackwardChunk]):
         return self._grads
 
     def _post_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,))
+        overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
+        chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,), overlapped=overlapped)
 
     def _wait_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
         (chunk.dout,) = chunk.exchange.wait()
@@ -213,8 +214,9 @@ class _Backward(Pass[_BackwardChunk]):
     def _post_return(self, chunk: _BackwardChunk, _: int, __: int) -> None:
         exchange, sources = chunk.exchanges.qkv, self._sums_of(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
+        overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
         chunk.exchange = exchange.post_to_sequence(
-            sources[:count], self.grads[:count], chunk.staging
+            sources[:count], self.grads[:count], chunk.staging, overlapped=overlapped
         )
         chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
         del chunk.dq

@@ -57,7 +57,7 @@ class _Forward(Pass[_ForwardChunk]):
     ) -> None:
         q, _, v = qkv
         chunks = list(map(partial(_ForwardChunk, plan), range(len(plan.chunks))))
-        super().__init__(plan, scores, chunks, q)
+        super().__init__(plan, scores, chunks, q, plan.forward_exposed)
         self._qkv, self._save = qkv, save
         self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
         self.saved: list[SavedChunk] = []
@@ -71,7 +71,9 @@ class _Forward(Pass[_ForwardChunk]):
 
     def _post_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
         exchange = chunk.exchanges.qkv
-        chunk.exchange = exchange.post_to_heads(self._qkv[: len(exchange.ranges)])
+        overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
+        tensors = self._qkv[: len(exchange.ranges)]
+        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def _wait_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
         chunk.q, *kv = chunk.exchange.wait()
@@ -108,7 +110,10 @@ class _Forward(Pass[_ForwardChunk]):
 
     def _post_return(self, chunk: _ForwardChunk, _: int, __: int) -> None:
         sources = chunk.result[:1]
-        chunk.exchange = chunk.exchanges.out.post_to_sequence(sources, (self.out,))
+        overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
+        chunk.exchange = chunk.exchanges.out.post_to_sequence(
+            sources, (self.out,), overlapped=overlapped
+        )
         if not self.plan.return_lse:
             del chunk.result
 

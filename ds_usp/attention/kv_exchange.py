@@ -106,15 +106,16 @@ class KVExchange:
         sizes = [max([x.num_tokens for x in transfers[i::2]], default=0) for i in range(2)]
         self._buffers = [k.new_empty(size, batch, features) for size in sizes]
 
-    def post(self, number: int, packed: torch.Tensor) -> None:
-        """Post an exchange; other ranks receive their blocks from ``packed``."""
+    def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
+        """Post an exchange; other ranks receive their blocks from ``packed``. See
+        :meth:`P2PChannel.post` for ``overlapped``."""
         transfer = self._transfers[number]
         block, stride = self._block(number), packed.stride(0)  # it is dense
         recvs = [
             RecvSpec(rank, block[start:stop], offset * stride)
             for rank, start, stop, offset in transfer.recvs
         ]
-        self.channel.post(packed, transfer.sends, recvs)
+        self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
     def wait(self, number: int) -> tuple[torch.Tensor, KV]:
         """Wait for an exchange: the block as it was received, and as keys and values."""

@@ -15,7 +15,13 @@ from ds_usp.attention.score_mod import ChunkScoreMod, Scores
 from ds_usp.attention.validation import ChunkExchanges
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import without_multicast
-from ds_usp.geometry.pipeline_schedule import Schedule, exchange_order, pipeline_schedule
+from ds_usp.geometry.pipeline_schedule import (
+    Instr,
+    Schedule,
+    exchange_order,
+    exposed_posts,
+    pipeline_schedule,
+)
 from ds_usp.geometry.ring_schedule import RingSchedule, RingStep
 from ds_usp.kernels.api import AttentionKernel
 from ds_usp.kernels.score_mod import PLAIN, ScoreMod
@@ -148,6 +154,16 @@ class AttentionPlan:
     def single_shot(self) -> bool:
         """One chunk and no head exchange: the inputs are used as they are."""
         return self.local_heads and len(self.chunks) == 1
+
+    @cached_property
+    def forward_exposed(self) -> frozenset[Instr]:
+        """See :func:`exposed_posts`."""
+        return exposed_posts(self.forward)
+
+    @cached_property
+    def backward_exposed(self) -> frozenset[Instr]:
+        """See :func:`exposed_posts`."""
+        return exposed_posts(self.backward)
 
     @cached_property
     def digest(self) -> str:

@@ -13,6 +13,7 @@ rank; d head dim, e that of values and outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -108,15 +109,22 @@ class Pass(Generic[ChunkT]):
     Args:
         chunks: their states.
         like: a tensor of the call, for batch and device.
+        exposed: posts that overlap nothing.
     """
 
     handlers: ClassVar[Mapping[Op, Handler]]
 
     def __init__(
-        self, plan: AttentionPlan, scores: Scores, chunks: Sequence[ChunkT], like: torch.Tensor
+        self,
+        plan: AttentionPlan,
+        scores: Scores,
+        chunks: Sequence[ChunkT],
+        like: torch.Tensor,
+        exposed: AbstractSet[tuple[Op, int, int, int]],
     ) -> None:
         self.plan, self.scores, self._like = plan, scores, like
         self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
+        self.exposed = exposed
 
     def execute(self, schedule: Schedule) -> None:
         """Execute the schedule of this pass. After an error all in flight is waited for, or the
@@ -156,7 +164,8 @@ class Pass(Generic[ChunkT]):
 
     def post_kv(self, chunk: ChunkT, number: int, _: int) -> None:
         """Post a KV exchange of the ring."""
-        chunk.open_kv().post(number, chunk.relayed)
+        overlapped = (Op.KV_POST, chunk.index, number, 0) not in self.exposed
+        chunk.open_kv().post(number, chunk.relayed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, number: int, _: int) -> None:
         """Wait for it."""
@@ -164,7 +173,7 @@ class Pass(Generic[ChunkT]):
 
     def post_outer_kv(self, chunk: ChunkT, number: int, _: int) -> None:
         """Post a KV exchange across nodes."""
-        chunk.open_outer_kv().post(number, chunk.packed)
+        chunk.open_outer_kv().post(number, chunk.packed, overlapped=True)
 
     def wait_outer_kv(self, chunk: ChunkT, number: int, _: int) -> None:
         """Wait for it; the block is relayed in the next outer step."""

@@ -49,7 +49,7 @@ class HeadAllToAll:
 
         The results may be views, dense in their features, of one tensor.
         """
-        return self.post_to_heads(tensors).wait()
+        return self.post_to_heads(tensors, overlapped=False).wait()
 
     def to_sequence(
         self, sources: Sequence[torch.Tensor | DeferredSum], outs: Sequence[torch.Tensor]
@@ -61,12 +61,14 @@ class HeadAllToAll:
             outs: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges overlap
                 all are, so they must be all of the tensor's.
         """
-        self.post_to_sequence(sources, outs).wait()
+        self.post_to_sequence(sources, outs, overlapped=False).wait()
 
-    def post_to_heads(self, tensors: Sequence[torch.Tensor]) -> PendingExchange:
-        """Start :meth:`to_heads`."""
+    def post_to_heads(
+        self, tensors: Sequence[torch.Tensor], *, overlapped: bool = True
+    ) -> PendingExchange:
+        """Start :meth:`to_heads`; see :meth:`P2PChannel.post` for ``overlapped``."""
         if self._uniform is not None:
-            return self._uniform.post_to_heads(tensors, self._all_to_all)
+            return self._uniform.post_to_heads(tensors, self._all_to_all, overlapped=overlapped)
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             local = []
@@ -99,10 +101,15 @@ class HeadAllToAll:
         sources: Sequence[torch.Tensor | DeferredSum],
         outs: Sequence[torch.Tensor],
         prealloc: PreallocatedSend | None = None,
+        *,
+        overlapped: bool = True,
     ) -> PendingExchange:
-        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
+        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for. See
+        :meth:`P2PChannel.post` for ``overlapped``."""
         if self._uniform is not None:
-            return self._uniform.post_to_sequence(sources, outs, self._all_to_all, prealloc)
+            return self._uniform.post_to_sequence(
+                sources, outs, self._all_to_all, prealloc, overlapped=overlapped
+            )
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             for out, source, heads in zip(outs, sources, self.ranges, strict=True):

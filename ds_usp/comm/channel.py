@@ -106,7 +106,12 @@ class Channel(Protocol):
         """A buffer to pack sends into, on all ranks; see :meth:`P2PChannel.acquire_staging`."""
 
     def post(
-        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+        self,
+        packed: torch.Tensor,
+        sends: Sequence[SendSlice],
+        recvs: Sequence[RecvSpec],
+        *,
+        overlapped: bool = True,
     ) -> None:
         """Start an exchange; see :meth:`P2PChannel.post`."""
 
@@ -144,7 +149,12 @@ class P2PChannel:
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
     def post(
-        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+        self,
+        packed: torch.Tensor,
+        sends: Sequence[SendSlice],
+        recvs: Sequence[RecvSpec],
+        *,
+        overlapped: bool = True,
     ) -> None:
         """Start an exchange; either side may be empty.
 
@@ -155,6 +165,8 @@ class P2PChannel:
             sends: what each rank receives of it.
             recvs: dense tensors; two ranks name the slices between them in the same order. Those
                 from this rank itself are copied.
+            overlapped: work follows before :meth:`wait`. If none does, copy engines pull in the
+                current stream, which costs no events.
 
         Raises:
             MeshError: the exchange before is still in flight, or this is a ring of one.

@@ -242,8 +242,14 @@ class CopyEngine:
         return buffer, slot
 
     def publish_and_pull(
-        self, slot: Slot, readers: Sequence[int], recvs: Sequence[RecvSpec], itemsize: int
-    ) -> torch.cuda.Event:
+        self,
+        slot: Slot,
+        readers: Sequence[int],
+        recvs: Sequence[RecvSpec],
+        itemsize: int,
+        *,
+        overlapped: bool = True,
+    ) -> torch.cuda.Event | None:
         """Signal the readers that the slot is packed, and pull from the same slot of other ranks.
         What comes from this rank's own slot is copied first, without flags.
 
@@ -252,13 +258,16 @@ class CopyEngine:
             readers: ranks that pull from it, each once: a flag is set once in an exchange.
             recvs: what is pulled.
             itemsize: bytes of an element.
+            overlapped: in the engine's stream, beside the current one; else in the current one.
 
         Returns:
-            The event after which all is received.
+            The event after which all is received; None: the current stream has received it.
         """
-        stream, current = self._stream, current_stream(self._device)
-        self._packed_event.record(current)
-        stream.wait_event(self._packed_event)
+        current = current_stream(self._device)
+        stream = self._stream if overlapped else current
+        if overlapped:
+            self._packed_event.record(current)
+            stream.wait_event(self._packed_event)
         local = [recv for recv in recvs if recv[0] == self.rank]
         remote = [recv for recv in recvs if recv[0] != self.rank] if local else recvs
         owners = tuple(dict.fromkeys([recv[0] for recv in remote]))
@@ -280,7 +289,7 @@ class CopyEngine:
             slot.done_events = {key: slot.done_events[key] for key in slot.done_events if not key}
         slot.done_events[graph] = done
         self.exchanges += 1
-        return done
+        return done if overlapped else None
 
     def _flag_batches_of(
         self, slot: Slot, readers: tuple[int, ...], owners: tuple[int, ...], *, local_first: bool

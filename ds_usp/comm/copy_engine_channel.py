@@ -43,7 +43,12 @@ class CopyEngineChannel:
         return buffer
 
     def post(
-        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+        self,
+        packed: torch.Tensor,
+        sends: Sequence[SendSlice],
+        recvs: Sequence[RecvSpec],
+        *,
+        overlapped: bool = True,
     ) -> None:
         """See :meth:`ds_usp.comm.channel.P2PChannel.post`; ``recvs`` need not be dense."""
         if self.in_flight or self._slot is None:
@@ -60,7 +65,9 @@ class CopyEngineChannel:
         for to, start, stop in sends:
             readers[to] = None
             rows += stop - start
-        self._done = self._engine.publish_and_pull(self._slot, list(readers), recvs, itemsize)
+        self._done = self._engine.publish_and_pull(
+            self._slot, list(readers), recvs, itemsize, overlapped=overlapped
+        )
         self.in_flight = True
         if sends:
             self._ledger.add(self._kind, rows * packed.stride(0) * itemsize)  # it is dense

@@ -89,7 +89,9 @@ class UniformAllToAll:
         self._peers = [(self._rank + step) % self._ranks for step in steps]
         self._sends = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
 
-    def post_to_heads(self, tensors: Sequence[torch.Tensor], post: PostAllToAll) -> PendingExchange:
+    def post_to_heads(
+        self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
+    ) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         sizes, per_rank = self._views_per_rank(tensors)
         ranks, tokens, *rest = sizes.shape
@@ -108,7 +110,7 @@ class UniformAllToAll:
             staging.tensor, self._rank, sizes.shapes, list(map(SendTensor, per_rank, local_outs))
         )
         recvs = [RecvSpec(peer, outs[peer], offset, 0) for peer in self._peers]
-        channel.post(staging.tensor, self._sends, recvs)
+        channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
         return PendingExchange(unpack, channel)
 
     def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
@@ -132,6 +134,8 @@ class UniformAllToAll:
         outs: Sequence[torch.Tensor],
         post: PostAllToAll,
         prealloc: PreallocatedSend | None = None,
+        *,
+        overlapped: bool = True,
     ) -> PendingExchange:
         """``[B, S, h, D] -> [B, s, H, D]``. Over NCCL and gloo one dense tensor of one sample is
         sent without a copy; copy engines write to ``outs`` directly.
@@ -178,7 +182,7 @@ class UniformAllToAll:
             staging.tensor, self._rank, sizes.shapes, send_tensors, already_packed=already_packed
         )
         recvs = [recv for of_peer in zip(*recvs_per_tensor, strict=True) for recv in of_peer]
-        channel.post(staging.tensor, self._sends, recvs)
+        channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
         return PendingExchange(tuple, channel)
 
     def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -308,6 +309,20 @@ def exchange_order(schedule: Schedule) -> str:
         if posted:
             lines.append(f"{kind}: {' '.join(posted)}")
     return "; ".join(lines)
+
+
+def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
+    """Posts that the wait for them follows at once: the exchanges overlap nothing."""
+    wait_of = {
+        post: wait
+        for posts, waits in EXCHANGES.values()
+        for post, wait in zip(posts, waits, strict=True)
+    }
+    return frozenset(
+        instr
+        for instr, following in pairwise(schedule)
+        if following.op is wait_of.get(instr.op) and following[1:] == instr[1:]
+    )
 
 
 def staging_slots(schedule: Schedule, kind: str) -> int:

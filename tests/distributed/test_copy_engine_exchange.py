@@ -59,7 +59,12 @@ class PullingChannel(P2PChannel):
         return self.staging
 
     def post(
-        self, packed: torch.Tensor, sends: Sequence[SendSlice], recvs: Sequence[RecvSpec]
+        self,
+        packed: torch.Tensor,
+        sends: Sequence[SendSlice],
+        recvs: Sequence[RecvSpec],
+        *,
+        overlapped: bool = True,
     ) -> None:
         peers: list[Any] = [None] * dist.get_world_size(self._group)
         slots = self.slots[self._kind]

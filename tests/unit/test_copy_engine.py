@@ -82,8 +82,10 @@ def clear_flags_late(engine: CopyEngine, *args: Any, **more: Any) -> Any:
     return _FlagBatches(*map(FakeFlagOpBatch, steps))  # type: ignore[arg-type]
 
 
-def publish_twice(engine: CopyEngine, slot: Any, readers: Sequence[int], *args: Any) -> Any:
-    return PUBLISH(engine, slot, [*readers, *readers], *args)
+def publish_twice(
+    engine: CopyEngine, slot: Any, readers: Sequence[int], *args: Any, **options: Any
+) -> Any:
+    return PUBLISH(engine, slot, [*readers, *readers], *args, **options)
 
 
 Mutant = tuple[type, str, Callable[..., Any]]
@@ -98,10 +100,7 @@ MUTANTS: dict[str, tuple[Mutant, Sequence[int]]] = {
     "own stream forgotten": ((CopyEngine, "acquire_slot", forget_own_stream), range(300)),
     "republished early": ((CopyEngine, "_flag_batches_of", republish_too_early), range(300)),
     "published twice": ((CopyEngine, "publish_and_pull", publish_twice), range(40)),
-    "flags cleared late": (
-        (CopyEngine, "_flag_batches_of", clear_flags_late),
-        (160,),
-    ),
+    "flags cleared late": ((CopyEngine, "_flag_batches_of", clear_flags_late), range(40)),
 }
 
 

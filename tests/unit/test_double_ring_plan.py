@@ -98,7 +98,9 @@ class Recorder:
     ) -> StagingBuffer:
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
-    def post(self, packed: object, sends: object, recvs: Sequence[RecvSpec]) -> None:
+    def post(
+        self, packed: object, sends: object, recvs: Sequence[RecvSpec], *, overlapped: bool
+    ) -> None:
         assert not self.in_flight
         self.in_flight = True
         self.filling = [recv_buffer for _, recv_buffer, _, _ in recvs]
@@ -140,7 +142,7 @@ def kv_blocks(mesh: Any, plan: RingSchedule) -> list[tuple[RingStep, torch.Tenso
     chunk.local_kv = k, k
     schedule = pipeline_schedule([plan], ulysses=False, backward=False)
     executed = tuple(instr for instr in schedule if instr.op in Walk.handlers)
-    Walk(whole, Scores(), [chunk], k).execute(executed)
+    Walk(whole, Scores(), [chunk], k, frozenset()).execute(executed)
     return seen
 
 

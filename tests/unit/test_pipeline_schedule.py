@@ -16,6 +16,7 @@ from ds_usp.geometry.pipeline_schedule import (
     Op,
     Schedule,
     exchange_order,
+    exposed_posts,
     parse,
     pipeline_schedule,
     render,
@@ -150,6 +151,11 @@ POST_OF = {
     for posts, waits in EXCHANGES.values()
     for post, wait in zip(posts, waits, strict=True)
 }
+
+
+def test_exchanges_that_overlap_nothing_are_known() -> None:
+    text = "0a2a 0a2a? 0kv0 0kv0? 0attn0.0 0end 0ret 1a2a 0ret? 1a2a?"
+    assert exposed_posts(parse(text)) == set(parse("0a2a 0kv0"))
 
 
 @given(modes())
