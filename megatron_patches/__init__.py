@@ -59,14 +59,19 @@ def patch_set(framework: str, **settings: Any) -> PatchSet:
 
 
 def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
-    """Patch a framework that is importable in this process.
+    """Patch a framework in this process: all of its patches, or on any error none.
+
+    It must be importable: of a checkout :func:`prepare` first. Functions that Megatron-DeepSpeed's
+    running script defines are patched later, once its arguments are parsed.
 
     Args:
+        framework: one of :func:`frameworks`.
         unchecked: proceed although versions or sources are not the known ones.
         settings: of the framework's ``Settings``, for example ``ulysses_degree=2``.
 
     Returns:
-        What was applied; its ``stale()`` names modules that hold an old object.
+        What was applied; its ``stale()`` lists ``module:name`` of every name in a loaded module
+        that still holds a replaced object.
 
     Raises:
         ConfigError: an unknown framework or setting.

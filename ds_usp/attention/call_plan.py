@@ -204,11 +204,16 @@ def _staging_bytes(
     *,
     backward: bool,
 ) -> dict[str, int]:
-    """Bytes that a rank packs at most at once for copy engines, by kind of exchange.
+    """Bytes of one staging slot of this rank, by kind of exchange: its largest exchange of a kind
+    in either pass.
 
     Args:
-        q, v: ``[b, s, h, d]``, ``[b, s, g, e]``.
+        q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
         backward: a backward pass follows.
+
+    Returns:
+        ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
+        pass ``ring_dkv`` (its gradients); empty where exchanges go by NCCL.
     """
     ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
     if not ring.use_copy_engines:
@@ -228,14 +233,16 @@ def _staging_bytes(
         )
     }
     if ring.schedule.ring_degree > 1:
-        token = max(chunk.qkv.local_heads[1] for chunk in chunks) * batch * (dim + value_dim)
-        sizes["ring_kv"] = ring.schedule.max_local_tokens * token * q.element_size()
+        kv_heads = max(chunk.qkv.local_heads[1] for chunk in chunks)
+        token_elements = batch * kv_heads * (dim + value_dim)  # keys and values of one token
+        sizes["ring_kv"] = ring.schedule.max_local_tokens * token_elements * q.element_size()
         if not backward:
             return sizes
         tokens = ring.schedule.max_recv_tokens
         if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
             tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
-        sizes["ring_dkv"] = tokens * token * ring.kernel.caps.grad_dtype(q.dtype).itemsize
+        grad_dtype = ring.kernel.caps.grad_dtype(q.dtype)
+        sizes["ring_dkv"] = tokens * token_elements * grad_dtype.itemsize
     return sizes
 
 

@@ -102,11 +102,19 @@ class AttentionOpSpec(NamedTuple):
         return Scores(self.softcap, slopes, sinks, self.dropout_seed)
 
     def plan(self, like: torch.Tensor, shapes: Shapes, scores: Scores) -> tuple[str, AttentionPlan]:
-        """See :func:`plan_call`.
+        """Plan the call by :func:`plan_call`, on stand-ins of q, k and v: one element each,
+        expanded to the shape.
 
         Args:
-            like: a tensor with the dtype and device of the call's.
+            like: any tensor with the call's dtype and device.
             shapes: of q, k and v.
+            scores: the score modifiers with this call's tensors (:meth:`score_options`).
+
+        Returns:
+            The call signature, with ``prefix_text`` before it, and the plan.
+
+        Raises:
+            USPError: a call that cannot be computed exactly.
         """
         layout, kv_layout = layouts_of(self)
         tuning = (self.chunks, self.gather, self.copies, self.inner_ring)

@@ -95,7 +95,7 @@ class AttentionPlan:
         ring_calls: the ring attention of each head chunk.
         forward, backward: the schedules of this rank.
         return_lse: the log-sum-exp is a result too.
-        staging_bytes: that copy engines need on each rank, by kind of exchange.
+        staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
         score_mod: what the kernel does to scores.
     """
 

@@ -41,17 +41,21 @@ def num_head_chunks(
     *,
     in_node: bool = True,
 ) -> int:
-    """Number of head chunks of a call: as many of whole KV groups as its work fills, or more, where
-    exchanges would be exposed for longer than one more chunk costs.
+    """Number of head chunks of a call, from 1 to ``_MAX_CHUNKS``: the larger of two numbers.
+
+    One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
+    ``max_chunks``. The other minimizes the seconds of exchange that no kernel hides plus
+    ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls, and at most the larger of
+    ``max_chunks`` and ``max_chunks_in_groups``.
 
     Args:
-        flop: of forward attention on one rank.
-        max_chunks: :attr:`HeadSplit.max_chunks`.
-        ulysses: degree.
-        exchange_bytes: that a rank sends in the all-to-alls of forward.
-        max_chunks_in_groups: :attr:`HeadSplit.max_chunks_in_groups`, where chunks may be smaller
-            than a group.
-        in_node: the all-to-alls cross no network.
+        flop: FLOP of the forward pass on one rank.
+        max_chunks: most chunks of whole KV groups, :attr:`HeadSplit.max_chunks`.
+        ulysses: Ulysses degree.
+        exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
+        max_chunks_in_groups: most chunks if they may be smaller than a KV group,
+            :attr:`HeadSplit.max_chunks_in_groups`; a number below ``max_chunks`` has no effect.
+        in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the network's.
     """
     chunk_flop = _RING_CHUNK_FLOP if ulysses == 1 else _CHUNK_FLOP
     by_flop = min(max_chunks, _MAX_CHUNKS, round(flop / chunk_flop))

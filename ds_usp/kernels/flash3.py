@@ -45,6 +45,7 @@ class Flash3Kernel(VarlenKernel):
     ) -> OutLse:
         """See :meth:`VarlenKernel.tile_forward`."""
         q, k, v = qkv
+        # num_splits: splits of the keys (flash decoding); 0 would leave it to a heuristic.
         out, lse, *_ = self._fwd(
             tile, scale, lengths, q=q, k=k, v=v, softcap=self.softcap, num_splits=1
         )

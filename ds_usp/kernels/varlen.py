@@ -57,13 +57,21 @@ class VarlenKernel(SingleTileKernel):
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
-        """See :meth:`SingleTileKernel.tile_forward`."""
+        """Attention of one tile, or, with ``lengths``, of all tiles of a call in one varlen call.
+
+        Shapes:
+            One tile: q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]`` -> out
+            ``[B, S, H, E]``, lse ``[B, H, S]``, where S and T are the tile's rows and columns.
+            With ``lengths``: q ``[N, H, D]``, k ``[N, G, D]``, v ``[N, G, E]`` -> out
+            ``[N, H, E]``, lse ``[H, N]``.
+        """
         raise NotImplementedError
 
     def tile_backward(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> QKV:
-        """See :meth:`SingleTileKernel.tile_backward`."""
+        """dq, dk and dv of one tile, or, with ``lengths``, of all tiles of a call in one varlen
+        call; shapes as in :meth:`tile_forward`."""
         raise NotImplementedError
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:

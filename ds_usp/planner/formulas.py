@@ -165,11 +165,17 @@ def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
 
 
-def chunks_in_flight(work: Workload, config: ParallelConfig, stage: int) -> int:
-    """Virtual stages whose activations a rank of a stage holds at its peak.
+def saved_virtual_stages(work: Workload, config: ParallelConfig, stage: int) -> int:
+    """Peak number of virtual stages whose activations one rank of a pipeline stage has saved, each
+    counted once for each micro batch that has passed it forward and not yet backward.
 
-    1F1B: ``min(p - rank, m)``; interleaved: ``min(m v, 2 (p - rank - 1) + (v - 1) p + 1)``
-    (Megatron's warm-up and one more); DeepSpeed: ``max(2, min(p - rank, m))`` (its pipe buffers).
+    p pipeline stages, m micro batches of a step, v virtual stages on a rank; 1 without a pipeline.
+    1F1B: ``min(p - stage, m)``; interleaved, where v > 1: ``min(m v, 2 (p - stage - 1) +
+    (v - 1) p + 1)`` (Megatron's warm-up and one more); DeepSpeed: ``max(2, min(p - stage, m))``
+    (its pipe buffers).
+
+    Args:
+        stage: index of the pipeline stage, from 0.
     """
     p, m, v = config.pp, config.micro_batches(work.global_batch), config.virtual_stages(work.model)
     if p == 1:

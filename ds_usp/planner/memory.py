@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, fields
 
 from ds_usp.planner.formulas import (
-    chunks_in_flight,
     layer_bytes,
     layer_elements,
+    saved_virtual_stages,
     stage_elements,
 )
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -164,11 +164,12 @@ def _stage(
 def _offload_units(
     work: Workload, config: ParallelConfig, stage: int, shared: ModelWideBytes
 ) -> tuple[int, int, float]:
-    """Units of offload in flight, those that always stay, and the bytes of one."""
-    layers, chunks = config.chunk_layers(work.model), chunks_in_flight(work, config, stage)
+    """Units of offload that are saved at the peak, those of them that always stay on the GPU, and
+    the bytes of one."""
+    layers, saved = config.chunk_layers(work.model), saved_virtual_stages(work, config, stage)
     if config.offload_unit == "chunk":
-        return chunks, min(4, chunks), layers * shared.per_layer
-    return chunks * layers, min(2, chunks * layers), shared.per_layer
+        return saved, min(4, saved), layers * shared.per_layer
+    return saved * layers, min(2, saved * layers), shared.per_layer
 
 
 def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float, float]:

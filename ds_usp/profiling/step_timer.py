@@ -54,12 +54,15 @@ class StepTimer:
         return time.perf_counter() - self._begin
 
     def seconds(self, step: Step, max_s: float = 0.3) -> float:
-        """One step's time on the slowest rank: the median of repeats of many steps in a row.
+        """Seconds of one step on the slowest rank: the median of ``_REPEATS``, each the mean of up
+        to ``_MAX_STEPS`` steps in a row, after 2 warm-up steps.
 
-        The CPU launches ahead of a GPU, as in training.
+        The CPU launches ahead of a GPU, as in training. Where the timer's budget is spent it is
+        the time of the second warm-up step.
 
         Args:
-            max_s: for all repeats, after a warm-up.
+            max_s: seconds for all repeats together. They take longer if not one step fits into
+                each: up to 4 ``max_s``; beyond that there is one repeat, of one step.
         """
         step_s, remaining_s = self._warm_up(step, max_s)
         if remaining_s <= 0:

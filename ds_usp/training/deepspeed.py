@@ -143,7 +143,11 @@ def _identity(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def prepare_deepspeed() -> None:
-    """Import DeepSpeed quietly and without its compiled shared-memory op; before any group."""
+    """Import DeepSpeed, set its logger to errors only and switch off its CPU shared-memory op.
+
+    Call it before ``deepspeed.init_distributed`` and ``deepspeed.initialize``, which compile that
+    op on a CPU (20 to 80 s); groups of ``torch.distributed`` may exist already.
+    """
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

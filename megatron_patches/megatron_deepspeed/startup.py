@@ -62,10 +62,14 @@ def patch_script() -> None:
 
 
 def verify_flag(flag: str) -> None:
-    """Compare the functions that a flag bypasses.
+    """Compare the source of the functions that have no effect once a flag is given (``Bypass``)
+    with the known fingerprints; nothing where the patches were applied unchecked.
+
+    Args:
+        flag: as on the command line, ``--usp-loss-chunks``.
 
     Raises:
-        PatchError: a checkout in which they do not match.
+        PatchError: with each of them that is not the known one.
     """
     for patches in _applied():
         patches.verify_flag(flag)
@@ -85,8 +89,12 @@ def pretrain(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``training.pretrain``, looking up the script's model provider when it is called: the script
-    is patched after it has passed the function."""
+    """Wrapper of ``training.pretrain``: looks up the script's ``model_provider`` by its name when
+    a model is built.
+
+    The script passes the function before :func:`patch_script` replaces it. A provider that its
+    module does not have under its name is called as it is.
+    """
     script = sys.modules.get(getattr(model_provider, "__module__", SCRIPT))
     name = getattr(model_provider, "__name__", "")
 

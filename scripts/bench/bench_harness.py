@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], object]
-ResultT = TypeVar("Made")
+ResultT = TypeVar("ResultT")
 
 # A program that dies while it uses NVLink multicast can leave all GPUs of its node unusable.
 NO_MULTICAST = {
@@ -238,7 +238,7 @@ def _launch(graph: torch.cuda.CUDAGraph, step: Step) -> None:
 
 
 def _gpu_seconds(step: Step, repeats: int) -> float:
-    """Seconds of all repeats by CUDA events."""
+    """Seconds of all repeats together on the current stream, by CUDA events; launch gaps count."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -249,7 +249,7 @@ def _gpu_seconds(step: Step, repeats: int) -> float:
 
 
 def _cpu_seconds(step: Step, repeats: int) -> float:
-    """Seconds of all repeats by the wall clock."""
+    """Seconds of all repeats together, by the wall clock."""
     begin = time.perf_counter()
     for _ in range(repeats):
         step()

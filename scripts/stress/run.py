@@ -137,7 +137,18 @@ class World:
 
 
 def run(args: argparse.Namespace) -> Counter[str]:
-    """Run worlds until enough calls have ended or time is up; counts of calls, hangs, errors."""
+    """Run ``--beside`` worlds at a time until ``--calls`` calls have ended, ``--seconds`` are over
+    or, with ``--first``, a world has failed.
+
+    Prints each failure, and the counts every ten seconds and at the end. Worlds that still run
+    at the end are killed; their calls count.
+
+    Args:
+        args: the flags of :func:`main`.
+
+    Returns:
+        Numbers of ``calls``, ``hangs``, ``errors`` and started ``worlds``.
+    """
     sizes = [int(size) for size in args.worlds.split(",")]
     totals: Counter[str] = Counter(calls=0, hangs=0, errors=0, worlds=0)
     start = time.monotonic()

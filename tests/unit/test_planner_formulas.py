@@ -12,10 +12,10 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import (
-    chunks_in_flight,
     hardware_flop_per_token,
     model_flop_per_token,
     saved_elements,
+    saved_virtual_stages,
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
@@ -108,12 +108,12 @@ def test_saved_elements(options: dict[str, object], cut: str, whole: str) -> Non
         (2, 1, "interleaved", 2, [4, 3]),
     ],
 )
-def test_chunks_in_flight(
+def test_saved_virtual_stages(
     pp: int, layers: int, schedule: str, micro_batches: int, expected: list[int]
 ) -> None:
     config = ParallelConfig(pp=pp, layers_per_virtual_stage=layers, schedule=schedule)
     work = Workload(SMALL, 512, micro_batches)
-    assert [chunks_in_flight(work, config, stage) for stage in range(pp)] == expected
+    assert [saved_virtual_stages(work, config, stage) for stage in range(pp)] == expected
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
