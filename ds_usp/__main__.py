@@ -23,6 +23,7 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
         "memory": "bytes that one GPU needs",
         "max-length": "the longest sequence that fits (also: longest)",
         "comm": "bytes that attention sends",
+        "explain": "what one rank does in an attention call, in which order, and when",
         "profile": "measure this machine for the planner, alone or under torchrun",
     }
 )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from ds_usp.planner.__main__ import main
 
@@ -27,7 +29,8 @@ def read(name: str) -> Iterator[tuple[str, str]]:
 def run(line: str) -> str:
     """What a command prints on both streams, JSON as one line, and an exit code other than 0."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    columns = mock.patch.dict(os.environ, COLUMNS="100")  # of a terminal
+    with columns, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(line.split())
     text = out.getvalue()
     if "--json" in line and text:

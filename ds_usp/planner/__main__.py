@@ -1,4 +1,4 @@
-"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan, comm, profile."""
+"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan, comm, explain, profile."""
 
 from __future__ import annotations
 

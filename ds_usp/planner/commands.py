@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,9 +17,18 @@ from ds_usp.planner.arguments import (
     lengths,
     tokens,
 )
+from ds_usp.planner.command_flags import (
+    BYTES,
+    DTYPES,
+    TOKENS,
+    ClusterFlags,
+    Command,
+    print_json,
+)
 from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.emit import KINDS as EMITTED
 from ds_usp.planner.explain import explain
+from ds_usp.planner.explain_command import ExplainCommand
 from ds_usp.planner.field_checks import (
     Count,
     CountOrZero,
@@ -30,7 +38,7 @@ from ds_usp.planner.field_checks import (
     ZeroStage,
 )
 from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps, framework_caps
-from ds_usp.planner.hardware import Cluster, load_cluster
+from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, max_lengths, min_workload
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
@@ -45,26 +53,11 @@ from ds_usp.planner.plot import draw
 from ds_usp.planner.search import AXES, GIB, SearchResult, search
 from ds_usp.planner.traffic import attention_bytes
 
-BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-DEFAULT_CLUSTER = "h800"
-_TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
-_DTYPES = tuple(BYTES)
 _EMIT = (
     "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
     'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, or a script beside '
     "those of examples_deepspeed/sequence_parallel"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command; its docstring is its help."""
-
-    json: bool = flag("print JSON, for programs", False)
-
-    def run(self) -> int:
-        """Print the result; the exit code."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +67,7 @@ class _ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _SequenceFlags(_ModelFlags):
-    seq_len: int = flag(f"of one sequence, {_TOKENS}", type=tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ClusterFlags:
-    """``--cluster``, of the commands that need the hardware's rates or memory."""
-
-    cluster: str | None = flag(
-        f"built-in name or a profile (JSON) (default: {DEFAULT_CLUSTER})", None
-    )
-
-    def load_cluster(self) -> tuple[Cluster, str]:
-        """The cluster, and its name as reports print it."""
-        cluster = load_cluster(self.cluster or DEFAULT_CLUSTER)
-        return cluster, f"cluster {cluster.name}" + ("" if self.cluster else " (default)")
+    seq_len: int = flag(f"of one sequence, {TOKENS}", type=tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +96,13 @@ class _FusionFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingFlags(_FusionFlags, _DegreeFlags, _ClusterFlags):
+class _TrainingFlags(_FusionFlags, _DegreeFlags, ClusterFlags):
     """One training configuration: degrees, pipeline schedule, gradient dtype and workspace."""
 
     gpus: Count | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
     layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
     schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
-    grad_dtype: str = flag("of summed gradients", "fp32", choices=_DTYPES)
+    grad_dtype: str = flag("of summed gradients", "fp32", choices=DTYPES)
     no_tp_sequence_parallel: bool = flag(
         "tensor parallelism without Megatron's sequence parallelism", False
     )
@@ -184,7 +163,7 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
             content = report.memory_json(shown)
             total = round(fullest.total)
             content["fullest_stage"] = {"pipeline_stage": fullest.stage, "total_bytes": total}
-            return _print_json(content)
+            return print_json(content)
         print(name, report.memory_text(shown), sep="\n")
         if fullest.total > shown.total:
             more = (fullest.total - shown.total) / GIB
@@ -219,7 +198,7 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
             configs = [config]
         rows = max_lengths(model, configs, cluster, budget, self.workspace_bytes(cluster))
         if self.json:
-            _print_json([report.max_length_json(row) for row in rows])
+            print_json([report.max_length_json(row) for row in rows])
         else:
             print(name)
             print(report.max_length_text(model, cluster.name, budget, rows, searched))
@@ -227,14 +206,14 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
+class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     """the fastest parallel configurations that fit"""
 
     gpus: Count = flag("GPUs of all nodes")
     gpus_per_node: Count | None = flag("in one node (default: the cluster's)", None)
     global_batch: Count = flag("sequences of a step", 1)
     documents: tuple[int, ...] | None = flag(
-        f"lengths of the packed documents, with commas, {_TOKENS}", None, type=lengths
+        f"lengths of the packed documents, with commas, {TOKENS}", None, type=lengths
     )
     top: Count = flag("number of plans to list", 5)
     memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
@@ -274,7 +253,7 @@ class PlanCommand(_FusionFlags, _ClusterFlags, _SequenceFlags, Command):
         if self.json:
             content = report.search_result_json(result, self.top)
             content |= {"explanation": explain(result)} if self.explain else {}
-            _print_json(content | ({"emitted": emitted} if emitted else {}))
+            print_json(content | ({"emitted": emitted} if emitted else {}))
         else:
             print(emitted or f"{name}\n{report.plans_text(result, self.top)}")
             if self.explain and plans:
@@ -315,9 +294,9 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
 
     layout: str = flag("which rank holds which token", "zigzag", choices=KINDS)
     order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
-    dtype: str = flag("of q, k, v", "bf16", choices=_DTYPES)
+    dtype: str = flag("of q, k, v", "bf16", choices=DTYPES)
     gradient_dtype: str | None = flag(
-        "of the ring's gradients (default: dtype)", None, choices=_DTYPES
+        "of the ring's gradients (default: dtype)", None, choices=DTYPES
     )
     inner_ring: int | None = flag("ring ranks of a node, in a double ring (default: none)", None)
 
@@ -339,7 +318,7 @@ class CommCommand(_DegreeFlags, _SequenceFlags, Command):
             for rank in range(config.sp)
         ]
         if self.json:
-            return _print_json(report.comm_json(work, config, ranks))
+            return print_json(report.comm_json(work, config, ranks))
         print(report.comm_text(work, config, ranks))
         return 0
 
@@ -386,12 +365,8 @@ COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
         "max-length": MaxLengthCommand,
         "plan": PlanCommand,
         "comm": CommCommand,
+        "explain": ExplainCommand,
         "profile": ProfileCommand,
     }
 )
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"max-length": ("longest",)})
-
-
-def _print_json(content: object) -> int:
-    print(json.dumps(content, indent=2))
-    return 0

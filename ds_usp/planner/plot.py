@@ -1,4 +1,4 @@
-"""Plots of plans, and how this repository writes SVG files: the same bytes for the same data."""
+"""Plots of plans and of timelines; how SVG files are written: the same bytes for the same data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.pipeline_schedule import EXCHANGES, Op
+from ds_usp.geometry.pipeline_timeline import COMPUTE, Timeline
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.search import GIB, Plan, SearchResult
 
@@ -104,3 +106,65 @@ def _name(plan: Plan) -> str:
     degrees.append(f"z{config.zero}")
     degrees += [config.recompute] if config.recompute != "none" else []
     return f"{' '.join(degrees)}: {plan.mfu:.1%}"
+
+
+def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
+    """Passes of a call as lanes over time: kernels and exchanges in the colour of their chunk with
+    its number, exposed waits hatched.
+
+    Args:
+        timelines: by the title of the pass.
+        path: ends in .svg, else a PNG is written.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    lanes = {
+        name: [lane for lane in (COMPUTE, *EXCHANGES) if _has_lane(timeline, lane)]
+        for name, timeline in timelines.items()
+    }
+    rows = sum(map(len, lanes.values()))
+    figure = new_figure(12, 1.3 + 0.9 * len(lanes) + 0.5 * rows)
+    note = "colour and number: head chunk; pale: packing, merges, returns; hatched: exposed waits"
+    figure.suptitle(f"{title}\n{note}", fontsize="medium")
+    heights = [len(names) for names in lanes.values()]
+    panels_of = figure.subplots(len(lanes), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, timeline) in zip(panels_of, timelines.items(), strict=True):
+        _draw_timeline(axes, timeline, lanes[name])
+        exposed = 1e3 * (timeline.total - timeline.compute)
+        axes.set_title(
+            f"{name}: {1e3 * timeline.total:.3g} ms, of which {exposed:.3g} ms exposed: waits, and "
+            "what exchanges slow kernels by",
+            loc="left",
+            fontsize="medium",
+        )
+        axes.set_xlabel("ms")
+    if path.suffix == ".svg":
+        save_svg(figure, path)
+    else:
+        figure.savefig(path, format="png", dpi=120)
+
+
+def _has_lane(timeline: Timeline, lane: str) -> bool:
+    return lane == COMPUTE or any(event.lane == lane for event in timeline.events)
+
+
+def _draw_timeline(axes: Any, timeline: Timeline, lanes: list[str]) -> None:
+    """One pass; a bar that is long enough has its chunk's number."""
+    for event in timeline.events:
+        row, start, width = lanes.index(event.lane), 1e3 * event.start, event.stop - event.start
+        chunk = event.instr.chunk
+        style: dict[str, Any] = {"color": f"C{chunk % 10}", "edgecolor": "white", "linewidth": 0.5}
+        if event.is_wait:
+            style = {"color": "white", "edgecolor": "black", "hatch": "////", "linewidth": 0.8}
+        elif event.instr.op in (Op.RETURN_POST, Op.LSE_POST) or (
+            event.lane == COMPUTE and event.instr.op is not Op.ATTN
+        ):
+            style["alpha"] = 0.5  # returns; packing and merges
+        axes.barh(row, 1e3 * width, left=start, height=0.7, **style)
+        if width > 0.012 * timeline.total and not event.is_wait:
+            axes.text(start + 500 * width, row, chunk, ha="center", va="center", fontsize="x-small")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1010 * timeline.total)

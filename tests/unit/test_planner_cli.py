@@ -98,6 +98,7 @@ LEGEND_OF = {
     "max-length": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
     "longest": (*COMPONENTS, "tokens", "GPU, host", "ends with"),
     "comm": (),
+    "explain": (),
     "profile": (),
 }
 
@@ -131,6 +132,27 @@ def test_the_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     best = json.loads(run(capsys, f"{line} --json"))["plans"][0]
     shown = [name for name, seconds in best["time_s"].items() if seconds]
     assert one == other and all(f">{name}<" in one for name in (*shown, "activations", "matrices"))
+
+
+def test_the_printed_example_of_a_schedule() -> None:
+    page = (ROOT / "docs" / "design" / "schedule.md").read_text(encoding="utf-8")
+    block = page.split("\n$ ds-usp ")[1].partition("\n```")[0]
+    line, _, printed = block.partition("\n")
+    assert planner_commands.run(line) == printed
+
+
+def test_timelines_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Lanes of the exchanges that a pass has, waits hatched; the same call makes the same file."""
+    pytest.importorskip("matplotlib")
+    line = "explain --seq-len 32K --heads 16 --ulysses-degree 2 --ring-degree 2 --plot"
+    files = [tmp_path / name for name in ("one.svg", "other.svg", "forward.svg", "one.png")]
+    for file, options in zip(files, ("", "", " --forward", ""), strict=True):
+        assert f"wrote {file}" in run(capsys, f"{line} {file}{options}")
+    one, other, forward = (file.read_text(encoding="utf-8") for file in files[:3])
+    assert one == other and "<pattern" in one
+    for lane, count in (("compute", 2), ("all_to_all", 2), ("ring_kv", 2), ("ring_dkv", 1)):
+        assert one.count(f">{lane}<") == count and forward.count(f">{lane}<") == count - 1
+    assert files[3].read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_names_the_extra(

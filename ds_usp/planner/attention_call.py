@@ -1,0 +1,219 @@
+"""One attention call on one rank: its chunks, ring schedules, and both passes simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import inf
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.chunking import (
+    chunk_positions,
+    inner_ring_size,
+    is_launch_bound,
+    num_head_chunks,
+    should_all_gather_kv,
+    visible_pairs,
+)
+from ds_usp.geometry.double_ring import validate_inner_ring
+from ds_usp.geometry.heads import HeadChunk, HeadSplit
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.pipeline_timeline import Timeline
+from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.planner.attention_schedule import (
+    RelativeCosts,
+    pass_seconds,
+    relative_costs,
+    sent_by_operation,
+)
+from ds_usp.planner.attention_time import DS_USP
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
+from ds_usp.planner.profile_rows import interpolate_curve
+from ds_usp.planner.topology import group_of, inside_node, ring_ranks_per_node
+from ds_usp.planner.traffic import attention_bytes, layer_traffic
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of ``usp_attention`` on GPUs of a cluster, as one rank executes it.
+
+    Args:
+        mask: of one sequence, without documents.
+        config: for the degrees, their order, the batch and the bytes of an element.
+        rank: of the sequence-parallel group.
+        chunks: head chunks; None: as the call chooses them.
+        gather: keys and values are all-gathered; None: as the call chooses.
+        inner: ring ranks of a node in a double ring; None: as the call chooses.
+
+    Raises:
+        ConfigError: heads that do not fit, no such rank, too many chunks, or an inner ring that
+            does not divide the ring.
+        LayoutError: a layout that does not take this length.
+    """
+
+    cluster: Cluster
+    layout: TokenLayout
+    mask: MaskSpec
+    heads: int
+    kv_heads: int
+    head_dim: int
+    config: ParallelConfig
+    rank: int = 0
+    chunks: int | None = None
+    gather: bool | None = None
+    inner: int | None = None
+
+    def __post_init__(self) -> None:
+        layout, most = self.layout, self._max_chunks
+        if not 0 <= self.rank < layout.degree:
+            raise ConfigError(
+                f"rank {self.rank} is outside the {layout.degree} ranks of ulysses "
+                f"{layout.ulysses} x ring {layout.ring}. Use 0 to {layout.degree - 1}"
+            )
+        if self.chunks is not None and self.chunks > most:
+            raise ConfigError(
+                f"chunks={self.chunks}, but a rank has heads for {most} "
+                f"({self.heads} query and {self.kv_heads} key/value heads among "
+                f"{layout.ulysses} Ulysses ranks). Use at most {most}"
+            )
+        validate_inner_ring(layout.ring, self.inner)
+
+    @cached_property
+    def split(self) -> HeadSplit:
+        """The heads of each Ulysses rank."""
+        return HeadSplit(self.heads, self.kv_heads, self.layout.ulysses)
+
+    @property
+    def _max_chunks(self) -> int:
+        in_groups = self.layout.ring == 1 and self.layout.ulysses > 1
+        return self.split.max_chunks_in_groups if in_groups else self.split.max_chunks
+
+    @cached_property
+    def _work(self) -> Workload:
+        width = self.heads * self.head_dim
+        model = ModelShape("call", 1, width, width, self.heads, self.kv_heads, 1, self.head_dim)
+        return Workload(model, self.layout.seq_len)
+
+    @cached_property
+    def _mean_flop(self) -> float:
+        """Forward FLOP of a rank, in the mean."""
+        pairs = visible_pairs(self.mask, self.layout.seq_len, self.layout.seq_len)
+        batch = self.config.micro_batch
+        return 4 * batch * self.heads * self.head_dim * pairs / self.layout.degree
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Number of head chunks."""
+        if self.chunks is not None or self.layout.degree == 1:
+            return self.chunks or 1
+        return num_head_chunks(
+            self._mean_flop,
+            self.split.max_chunks,
+            self.layout.ulysses,
+            layer_traffic(self._work, self.config).ulysses,
+            self._max_chunks,
+            in_node=inside_node(self.cluster, group_of(self.config, "ulysses")),
+        )
+
+    @cached_property
+    def _kv_bytes(self) -> int:
+        """Keys and values of all ring ranks, of one rank's heads."""
+        heads = max(self.kv_heads // self.layout.ulysses, 1)
+        token = 2 * self.config.micro_batch * heads * self.head_dim * self.config.param_bytes
+        return self.layout.seq_len * token
+
+    @cached_property
+    def inner_ring(self) -> int | None:
+        """Ring ranks of a node in a double ring; None in a plain ring."""
+        ring = self.layout.ring
+        if self.inner is not None:
+            return validate_inner_ring(ring, self.inner)
+        per_node = ring_ranks_per_node(self.cluster, self.config)
+        return inner_ring_size(ring, per_node, self._kv_bytes // self.num_chunks)
+
+    @cached_property
+    def gathers_kv(self) -> bool:
+        """Whether keys and values are all-gathered."""
+        ring = self.layout.ring
+        if ring == 1 or self.gather is not None:
+            return bool(self.gather) and ring > 1
+        ranks = self.inner_ring or ring
+        return should_all_gather_kv(self._kv_bytes * ranks // ring, self.num_chunks, ranks)
+
+    @cached_property
+    def head_chunks(self) -> tuple[HeadChunk, ...]:
+        """The heads of each chunk."""
+        return tuple(self.split.chunk(self.num_chunks, i) for i in range(self.num_chunks))
+
+    @cached_property
+    def ring_schedules(self) -> tuple[RingSchedule, ...]:
+        """The ring schedule of each chunk."""
+        plan = partial(
+            ring_schedule,
+            self.layout,
+            self.mask,
+            self.layout.coords(self.rank)[1],
+            gather=self.gathers_kv,
+            inner=self.inner_ring,
+        )
+        sizes = [stop - start for chunk in self.head_chunks for start, stop in chunk.keys[:1]]
+        ranks = self.config.tp * self.config.sp
+        copy_engines = self.inner_ring is None and ranks <= self.cluster.gpus_per_node
+        launch_bound = copy_engines and is_launch_bound(self._mean_flop)
+        return tuple(
+            replace(plan(position=forward), backward_steps=plan(position=backward).backward_steps)
+            for forward, backward in chunk_positions(sizes, launch_bound=launch_bound)
+        )
+
+    def schedule(self, *, backward: bool) -> RelativeCosts:
+        """The schedule of one pass."""
+        return relative_costs(
+            self.ring_schedules,
+            self.head_chunks,
+            ulysses_rank=self.layout.coords(self.rank)[0],
+            ulysses=self.layout.ulysses > 1,
+            backward=backward,
+        )
+
+    def simulate(self, *, backward: bool) -> Timeline:
+        """One pass on the cluster's rates."""
+        cluster, config, ring = self.cluster, self.config, self.layout.ring
+        ulysses_rank, ring_rank = self.layout.coords(self.rank)
+        start, stop = self.split.query_range(ulysses_rank)
+        queries = (stop - start) * self.head_dim * config.micro_batch
+        # Of a zigzag a kernel call is as long as a chunk; what a window hides is not in it.
+        length = self.layout.seq_len / (2 * ring if ring > 1 else 1)
+        window = inf if self.mask.left is None else self.mask.left + 1 + (self.mask.right or 0)
+        efficiency = interpolate_curve(cluster.attention_efficiency, min(length, window))
+        flop = 4 * queries * self.ring_schedules[0].pairs * (2.5 if backward else 1.0)
+        sent = attention_bytes(
+            self._work,
+            config,
+            self.rank,
+            self.layout.kind,
+            self.mask,
+            inner_ring=self.inner_ring,
+        )
+        # Of what a rank sends and what it receives, the more takes the time.
+        outer = max(sent.ring_kv_outer, sent.ring_dkv_outer)
+        seconds = pass_seconds(
+            cluster,
+            config,
+            kernel=flop / (cluster.peak_flop_per_s * efficiency),
+            merge_bytes=queries
+            * self.layout.ring_length(ring_rank)
+            * DS_USP.merge_bytes_per_element,
+            sent=sent_by_operation(
+                self._work,
+                config,
+                all_to_all=sent.all_to_all_forward,
+                ring=max(sent.ring_kv_forward, sent.ring_dkv_backward),
+                ring_outer=outer,
+                backward=backward,
+            ),
+            inner=self.inner_ring,
+        )
+        return self.schedule(backward=backward).simulate(seconds, cluster.contention)

@@ -1,0 +1,275 @@
+"""``ds-usp explain``: what one rank does in one attention call, in which order, and when."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.heads import HeadChunk
+from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.pipeline_schedule import (
+    EXCHANGES,
+    Schedule,
+    exchange_order,
+    render,
+    staging_slots,
+)
+from ds_usp.geometry.pipeline_timeline import Timeline
+from ds_usp.geometry.ring_schedule import RingSchedule
+from ds_usp.planner.arguments import flag, tokens
+from ds_usp.planner.attention_call import AttentionCall
+from ds_usp.planner.command_flags import (
+    BYTES,
+    DTYPES,
+    TOKENS,
+    ClusterFlags,
+    Command,
+    print_json,
+)
+from ds_usp.planner.field_checks import Count, CountOrZero
+from ds_usp.planner.parallel_config import ParallelConfig
+from ds_usp.planner.plot import draw_timelines
+
+# A balanced layout is of documents, which this command has none of.
+_LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
+_GATHER: Mapping[str, bool | None] = {"auto": None, "yes": True, "no": False}
+_LEGEND = """\
+CHUNK operation NUMBER: 1kv0 posts the first KV exchange of chunk 1, 1kv0? waits for it
+a2a  all-to-all, sequence to heads            slice  the chunk's heads, without Ulysses
+kv, dkv  KV of ring ranks; its gradients      outerkv, outerdkv  the same across nodes
+attn2.0  first kernel call of ring step 2     end  merges partial results, frees KV
+ret  all-to-all, heads to sequence            store  results to the outputs, without Ulysses"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainCommand(ClusterFlags, Command):
+    """what one rank does in one attention call: head chunks, ring steps, the order of exchanges and
+    kernel calls, and a simulation of both passes"""
+
+    schedule: bool = flag("print the ring steps, the instructions, exchange order, slots", False)
+    seq_len: int = flag(f"of one sequence, {TOKENS}", type=tokens)
+    heads: Count = flag("query heads")
+    kv_heads: Count | None = flag("key/value heads (default: as many as query heads)", None)
+    head_dim: Count = flag("features of a head", 128)
+    batch: Count = flag("sequences", 1)
+    dtype: str = flag("of q, k, v", "bf16", choices=DTYPES)
+    layout: str = flag("which rank holds which token", "zigzag", choices=_LAYOUTS)
+    order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
+    mask: str = flag("which pairs attend", "causal", choices=("causal", "full", "window"))
+    window: CountOrZero | None = flag("tokens before a query that it sees: --mask window", None)
+    ulysses_degree: Count = flag("Ulysses degree", 1)
+    ring_degree: Count = flag("ring degree", 1)
+    rank: CountOrZero = flag("of the sequence-parallel group", 0)
+    chunks: Count | None = flag("head chunks (default: as the call chooses)", None)
+    gather: str = flag("KV all-gathered, not stepwise", "auto", choices=tuple(_GATHER))
+    inner_ring: Count | None = flag(
+        "ring ranks of a node, in a double ring (default: as the call chooses)", None
+    )
+    forward: bool = flag("only the forward pass", False)
+    backward: bool = flag("only the backward pass", False)
+    plot: Path | None = flag("draw the simulated timelines: FILE.svg or FILE.png", None)
+
+    def run(self) -> int:
+        """Print the call, and draw it if ``--plot`` is given."""
+        cluster, name = self.load_cluster()
+        if self.plot and self.plot.suffix not in (".svg", ".png"):
+            raise ConfigError(f"--plot {self.plot} must end in .svg or .png")
+        config = ParallelConfig(
+            ulysses=self.ulysses_degree,
+            ring=self.ring_degree,
+            order=self.order,
+            micro_batch=self.batch,
+            param_bytes=BYTES[self.dtype],
+        )
+        call = AttentionCall(
+            cluster,
+            TokenLayout(
+                self.layout, self.seq_len, self.ulysses_degree, self.ring_degree, self.order
+            ),
+            self._mask_spec(),
+            self.heads,
+            self.kv_heads or self.heads,
+            self.head_dim,
+            config,
+            rank=self.rank,
+            chunks=self.chunks,
+            gather=_GATHER[self.gather],
+            inner=self.inner_ring,
+        )
+        passes = {
+            "backward" if backward else "forward": backward
+            for backward in (False, True)
+            if (self.backward if backward else self.forward) or self.forward == self.backward
+        }
+        timelines = {title: call.simulate(backward=x) for title, x in passes.items()}
+        schedules = {title: call.schedule(backward=x).schedule for title, x in passes.items()}
+        if self.plot:
+            self._draw(call, timelines)
+        if self.json:
+            return print_json(_json(call, schedules, timelines))
+        lines = [name, *_call_lines(call)]
+        if self.schedule:
+            lines += ["", *_ring_lines(call, [*passes])]
+            lines += [x for title in passes for x in _schedule_lines(call, title, schedules[title])]
+            lines += ["", *_LEGEND.splitlines()]
+        lines += ["", *(_timeline_line(title, timelines[title]) for title in passes)]
+        print("\n".join(lines))
+        if self.plot:
+            print(f"wrote {self.plot}")
+        return 0
+
+    def _mask_spec(self) -> MaskSpec:
+        """The mask.
+
+        Raises:
+            ConfigError: a window without its tokens, or tokens without a window.
+        """
+        if (self.mask == "window") != (self.window is not None):
+            raise ConfigError(
+                f"--mask {self.mask} with --window {self.window}: give --mask window --window "
+                "TOKENS, or neither"
+            )
+        if self.mask == "full":
+            return MaskSpec.full()
+        return MaskSpec.causal() if self.window is None else MaskSpec.window(self.window)
+
+    def _draw(self, call: AttentionCall, timelines: Mapping[str, Timeline]) -> None:
+        """Write the plot.
+
+        Raises:
+            ConfigError: a file that cannot be written.
+        """
+        path = self.plot or Path()
+        try:
+            draw_timelines(timelines, _title(call), path)
+        except OSError as error:
+            raise ConfigError(f"cannot write --plot {path}: {error.strerror}") from error
+
+
+def _title(call: AttentionCall) -> str:
+    """The call in one line."""
+    layout = call.layout
+    return (
+        f"{layout.seq_len} tokens, {layout.kind}, {call.mask}, {call.heads}/{call.kv_heads} heads "
+        f"of {call.head_dim}, ulysses {layout.ulysses} x ring {layout.ring}, rank {call.rank}, "
+        f"{call.cluster.name}"
+    )
+
+
+def _call_lines(call: AttentionCall) -> Iterator[str]:
+    """The call, and what was chosen for it."""
+    ulysses_rank, ring_rank = call.layout.coords(call.rank)
+    yield f"{_title(call)} (ulysses rank {ulysses_rank}, ring rank {ring_rank})"
+    chunks = call.head_chunks
+    sizes = " ".join(_heads(chunk, ulysses_rank) for chunk in chunks)
+    text = "1 head chunk" if len(chunks) == 1 else f"{len(chunks)} head chunks"
+    yield f"{text} of {sizes} query/KV heads" + (
+        ", KV with the first of their group"
+        if any(x.kv_chunk != i for i, x in enumerate(chunks))
+        else ""
+    )
+    if call.layout.ring > 1:
+        mode = "all-gathered" if call.gathers_kv else "stepwise"
+        inner = f", double ring of {call.inner_ring} ranks in a node" if call.inner_ring else ""
+        yield f"KV {mode}{inner}"
+
+
+def _heads(chunk: HeadChunk, ulysses_rank: int) -> str:
+    queries, keys = (
+        stop - start for start, stop in (chunk.queries[ulysses_rank], chunk.keys[ulysses_rank])
+    )
+    return f"{queries}/{keys}"
+
+
+def _ring_lines(call: AttentionCall, passes: list[str]) -> Iterator[str]:
+    """The ring steps of each pass, once for chunks with equal ones."""
+    for title in passes:
+        numbered = enumerate(call.ring_schedules)
+        for steps, chunks in groupby(numbered, key=lambda x: _steps(x[1], title)):
+            numbers = [index for index, _ in chunks]
+            span = f"chunk {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+            yield f"{title}, ring steps of {span}:"
+            yield from (f"  {index} {step}" for index, step in enumerate(steps))
+
+
+def _steps(schedule: RingSchedule, title: str) -> tuple[str, ...]:
+    steps = schedule.backward_steps if title == "backward" else schedule.steps
+    return tuple(map(str, steps))
+
+
+def _schedule_lines(call: AttentionCall, title: str, schedule: Schedule) -> Iterator[str]:
+    """A pass's instructions, wrapped, with exchange order and staging slots."""
+    width = max(40, shutil.get_terminal_size((100, 24)).columns)
+
+    def wrapped(head: str, text: str) -> Iterator[str]:
+        yield from textwrap.wrap(
+            f"{head}: {text}", width, subsequent_indent="  ", break_long_words=False
+        )
+
+    yield ""
+    yield from wrapped(f"{title}, {len(schedule)} instructions", render(schedule))
+    order = exchange_order(schedule)
+    yield from wrapped("posted in this order on every rank", order or "nothing")
+    slots = _pairs(_slots(call, schedule), "{}") or "none"
+    yield from wrapped("staging slots, if copy engines are used", slots)
+
+
+def _slots(call: AttentionCall, schedule: Schedule) -> dict[str, int]:
+    """Staging slots of each kind of exchange that the schedule has; none in a double ring, which is
+    relayed by NCCL."""
+    if call.inner_ring:
+        return {}
+    return {
+        kind: staging_slots(schedule, kind)
+        for kind, (posts, _) in EXCHANGES.items()
+        if any(instr.op in posts for instr in schedule)
+    }
+
+
+def _pairs(values: Mapping[str, float], form: str) -> str:
+    return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
+
+
+def _timeline_line(title: str, timeline: Timeline) -> str:
+    """The total of a pass, and what is exposed."""
+    exposed = {name: 1e3 * seconds for name, seconds in sorted(timeline.exposed.items())}
+    text = _pairs(exposed, "{:.3f}") or "nothing"
+    return (
+        f"{title}: {1e3 * timeline.total:.3f} ms simulated, {1e3 * timeline.compute:.3f} of "
+        f"kernels and packing; exposed: {text}"
+    )
+
+
+def _json(
+    call: AttentionCall, schedules: Mapping[str, Schedule], timelines: Mapping[str, Timeline]
+) -> dict[str, object]:
+    """The call, and both passes with the events of their timelines."""
+    ulysses_rank, _ = call.layout.coords(call.rank)
+    content: dict[str, object] = {
+        "cluster": call.cluster.name,
+        "chunks": [_heads(chunk, ulysses_rank) for chunk in call.head_chunks],
+        "gather": call.gathers_kv,
+        "inner_ring": call.inner_ring,
+    }
+    for title, timeline in timelines.items():
+        schedule = schedules[title]
+        content[title] = {
+            "ring_steps": [_steps(ring, title) for ring in call.ring_schedules],
+            "schedule": render(schedule),
+            "exchange_order": exchange_order(schedule),
+            "staging_slots": _slots(call, schedule),
+            "total_s": timeline.total,
+            "compute_s": timeline.compute,
+            "exposed_s": dict(timeline.exposed),
+            "events": [
+                {"lane": lane, "instruction": str(instr), "start_s": start, "stop_s": stop}
+                for lane, instr, start, stop in timeline.events
+            ],
+        }
+    return content
