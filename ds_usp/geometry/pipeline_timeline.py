@@ -190,8 +190,8 @@ class _Clock:
         if self._now > start:
             self.events.append(Event(COMPUTE, instr, start, self._now))
 
-    def _expose(self, what: str, seconds: float) -> None:
-        self.exposed[what] = self.exposed.get(what, 0.0) + seconds
+    def _expose(self, reason: str, seconds: float) -> None:
+        self.exposed[reason] = self.exposed.get(reason, 0.0) + seconds
 
     def _sharers(self) -> dict[str, int]:
         """Number of exchanges in flight on each link."""

@@ -67,17 +67,17 @@ class AttentionCall:
     inner: int | None = None
 
     def __post_init__(self) -> None:
-        layout, most = self.layout, self._max_chunks
+        layout, max_chunks = self.layout, self._max_chunks
         if not 0 <= self.rank < layout.degree:
             raise ConfigError(
                 f"rank {self.rank} is outside the {layout.degree} ranks of ulysses "
                 f"{layout.ulysses} x ring {layout.ring}. Use 0 to {layout.degree - 1}"
             )
-        if self.chunks is not None and self.chunks > most:
+        if self.chunks is not None and self.chunks > max_chunks:
             raise ConfigError(
-                f"chunks={self.chunks}, but a rank has heads for {most} "
+                f"chunks={self.chunks}, but a rank has heads for {max_chunks} "
                 f"({self.heads} query and {self.kv_heads} key/value heads among "
-                f"{layout.ulysses} Ulysses ranks). Use at most {most}"
+                f"{layout.ulysses} Ulysses ranks). Use at most {max_chunks}"
             )
         validate_inner_ring(layout.ring, self.inner)
 

@@ -155,15 +155,18 @@ def _draw_timeline(axes: Any, timeline: Timeline, lanes: list[str]) -> None:
     for event in timeline.events:
         row, start, width = lanes.index(event.lane), 1e3 * event.start, event.stop - event.start
         chunk = event.instr.chunk
-        style: dict[str, Any] = {"color": f"C{chunk % 10}", "edgecolor": "white", "linewidth": 0.5}
+        is_wide = width > 0.012 * timeline.total
+        colour = f"C{chunk % 10}"  # a thin bar's edge too, or it would not be seen
+        style: dict[str, Any] = {"color": colour, "linewidth": 0.6}
+        style["edgecolor"] = "white" if is_wide else colour
         if event.is_wait:
-            style = {"color": "white", "edgecolor": "black", "hatch": "////", "linewidth": 0.8}
+            style = {"color": "white", "edgecolor": "black", "hatch": "////", "linewidth": 0.6}
         elif event.instr.op in (Op.RETURN_POST, Op.LSE_POST) or (
             event.lane == COMPUTE and event.instr.op is not Op.ATTN
         ):
             style["alpha"] = 0.5  # returns; packing and merges
         axes.barh(row, 1e3 * width, left=start, height=0.7, **style)
-        if width > 0.012 * timeline.total and not event.is_wait:
+        if is_wide and not event.is_wait:
             axes.text(start + 500 * width, row, chunk, ha="center", va="center", fontsize="x-small")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()

@@ -171,13 +171,13 @@ def test_exchanges_that_take_no_time_expose_nothing(run: Run) -> None:
 @examples(200)
 def test_lanes_are_in_order_and_waits_end_with_their_exchange(run: Run) -> None:
     timeline = run.simulate()
-    at = {instr: index for index, instr in enumerate(run.schedule)}
+    index_of = {instr: index for index, instr in enumerate(run.schedule)}
     by_instr = {
         (lane == COMPUTE, instr): (start, stop) for lane, instr, start, stop in timeline.events
     }
     for lane in (COMPUTE, *EXCHANGES):
         of_lane = [event for event in timeline.events if event.lane == lane]
-        assert of_lane == sorted(of_lane, key=lambda event: at[event.instr])
+        assert of_lane == sorted(of_lane, key=lambda event: index_of[event.instr])
         for first, second in pairwise(of_lane):
             assert first.stop <= second.start * (1 + 1e-9)
     now = 0.0  # of the compute lane, in the order of the schedule

@@ -45,8 +45,8 @@ def test_ranks_take_in_the_mean_what_the_planner_predicts(
     config = ParallelConfig(ulysses=ulysses, ring=ring)
     predicted = attention_s(H200, work, config, backward=backward)
     calls = [call(131072, heads, ulysses, ring, rank=rank) for rank in range(config.sp)]
-    totals = [each.simulate(backward=backward).total for each in calls]
-    assert {each.num_chunks for each in calls} == {predicted.chunks}
+    totals = [x.simulate(backward=backward).total for x in calls]
+    assert {x.num_chunks for x in calls} == {predicted.chunks}
     assert fmean(totals) == pytest.approx(predicted.total, rel=0.02)
 
 
