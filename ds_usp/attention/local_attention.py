@@ -52,13 +52,13 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
         UnsupportedAttentionError: a known class that computes what the ring does not.
     """
     for cls in type(module).__mro__:
-        inspect = _INSPECTORS.get((cls.__module__.split(".")[0], cls.__name__))
+        detector = _DETECTORS.get((cls.__module__.split(".")[0], cls.__name__))
         own_forward = getattr(cls, "forward", None)
         if (
-            inspect is not None and type(module).forward is own_forward
+            detector is not None and type(module).forward is own_forward
         ):  # else it computes something different
             megatron = cls.__module__.split(".")[0] == "megatron"
-            return replace(inspect(module), true_means_masked=megatron)
+            return replace(detector(module), true_means_masked=megatron)
     return None
 
 
@@ -168,8 +168,12 @@ def _read_score_mod(module: Any, device: torch.device, **attributes: str) -> Sco
 
 
 def _flash_self_attention(module: Any) -> LocalAttention:
-    """The inspector of ``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package,
-    whose window of -1 is an open side and whose ``causal`` bounds the right side at 0."""
+    """What ``FlashSelfAttention`` of Megatron-DeepSpeed and of the flash-attn package computes: a
+    window of -1 is an open side, and ``causal`` bounds the right side at 0.
+
+    Raises:
+        UnsupportedAttentionError: ALiBi slopes that differ from sample to sample.
+    """
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is not None and getattr(slopes, "ndim", 0) != 1:
         raise UnsupportedAttentionError(
@@ -188,15 +192,21 @@ def _flash_self_attention(module: Any) -> LocalAttention:
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
-    """The inspector of Megatron-DeepSpeed's ``FlashSelfAttentionTriton``, which passes no scale or
-    dropout."""
+    """What Megatron-DeepSpeed's ``FlashSelfAttentionTriton`` computes: it passes no scale and no
+    dropout to its kernel."""
     mask = MaskSpec.causal() if module.causal else MaskSpec.full()
     return LocalAttention(mask, None, 0.0, flat_output=True)
 
 
 def _core_attention(module: Any) -> LocalAttention:
-    """The inspector of Megatron-DeepSpeed's ``CoreAttention``: layer scaling divides scores and
-    multiplies them back."""
+    """What Megatron-DeepSpeed's ``CoreAttention`` computes.
+
+    With ``apply_query_key_layer_scaling`` its ``norm_factor`` is ``sqrt(head_dim)`` times the layer
+    number, by which its softmax multiplies the scores again: the scale has no layer number.
+
+    Raises:
+        UnsupportedAttentionError: a mask type other than causal and ``no_mask``.
+    """
     factor = float(module.norm_factor)
     if module.apply_query_key_layer_scaling:
         factor /= module.layer_number
@@ -206,11 +216,13 @@ def _core_attention(module: Any) -> LocalAttention:
 
 
 def _dot_product_attention(module: Any) -> LocalAttention:
-    """The inspector of megatron-core's ``DotProductAttention``, which computes attention in plain
-    torch.
+    """What megatron-core's ``DotProductAttention`` computes, in plain torch.
 
-    Its ``window_size`` (left, right) replaces the mask of ``attn_mask_type``, and is refused with
-    an open side: the class takes -1 as a distance (hiding all keys), not as no bound.
+    Its ``window_size`` (left, right) replaces the mask of ``attn_mask_type``.
+
+    Raises:
+        UnsupportedAttentionError: a mask type other than causal and ``no_mask``, or a window with
+            an open side: the class takes -1 as a distance (hiding all keys), not as no bound.
     """
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
@@ -229,7 +241,11 @@ def _dot_product_attention(module: Any) -> LocalAttention:
 
 
 def _megatron_mask(kind: Any) -> MaskSpec:
-    """The mask of Megatron's ``AttnMaskType``: causal, or full for ``no_mask``."""
+    """The mask of Megatron's ``AttnMaskType``: causal, or full for ``no_mask``.
+
+    Raises:
+        UnsupportedAttentionError: any other type.
+    """
     name = getattr(kind, "name", str(kind))
     if name not in ("causal", "no_mask"):
         raise UnsupportedAttentionError(
@@ -239,8 +255,8 @@ def _megatron_mask(kind: Any) -> MaskSpec:
     return MaskSpec.causal() if name == "causal" else MaskSpec.full()
 
 
-# One row a class: (top-level package, class name) -> its inspector.
-_INSPECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
+# (top-level package, class name) -> what a module of that class computes.
+_DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingProxyType(
     {
         ("megatron", "FlashSelfAttention"): _flash_self_attention,
         ("megatron", "FlashSelfAttentionTriton"): _flash_self_attention_triton,

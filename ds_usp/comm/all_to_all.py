@@ -225,8 +225,14 @@ class HeadAllToAll:
 
 
 def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> None:
-    """Write what was received, the ranks' slices one after the other; ``add``: which of
-    each rank's are summed."""
+    """Copy the receive buffer of :meth:`HeadAllToAll._exchange` into the slices, or add it to them.
+
+    Args:
+        buffer: flat: rank after rank, each rank's slices one after the other, dense.
+        recvs: the views to write, for each rank.
+        add: for each slice of a rank, the same for all ranks, whether it is added to what the
+            slice holds; empty: all are copied.
+    """
     offset = 0
     for slices in recvs:
         for out, adds in zip(slices, add or [False] * len(slices), strict=True):

@@ -249,11 +249,12 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """A channel for one kind of traffic: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one of
-        the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates.
+        """A new channel for one kind of exchange: ``all_to_all``, ``ring_kv``, ``ring_dkv``, or one
+        of the last two with ``_outer``, whose groups :meth:`create_outer_groups` creates.
 
         Args:
-            copies: by copy engines, for which :meth:`reserve` has allocated memory.
+            copies: by copy engines (by P2P without a group, as in a ring of one rank); MeshError
+                where :meth:`reserve` has allocated no memory for the kind.
         """
         if not copies or (kind not in self.copy_engines and self._group_of(kind) is None):
             return P2PChannel(self._group_of(kind), self.ledger, kind)
@@ -262,8 +263,7 @@ class SequenceMesh:
         return CopyEngineChannel(self.copy_engines[kind], self.ledger, kind)
 
     def create_outer_groups(self) -> None:
-        """Create the communicators for what crosses the network in a double ring. Collective over
-        the mesh at the first call."""
+        """Create a double ring's communicators between nodes; collective at the first call."""
         if self.outer_groups or self.kv_group is None or self.sp_group is None:
             return
         align_group_counters(self.sp_group)

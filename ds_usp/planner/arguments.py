@@ -78,7 +78,10 @@ class OneLineParser(ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> Namespace:
-        """All arguments; an unknown flag is refused with the nearest known one.
+        """Parse the arguments of a program, and refuse unknown flags with the nearest known one.
+
+        Flags are checked against those of the named command before their values are, so that the
+        error is about the misspelt flag. Unambiguous beginnings of flags are accepted.
 
         Raises:
             ConfigError: an argument that is unknown, lacks its value, or has a wrong one.
@@ -101,7 +104,7 @@ class OneLineParser(ArgumentParser):
         return self
 
     def _refuse(self, unknown: Sequence[str]) -> None:
-        """Exit with the first unknown argument in one line, and the closest known one."""
+        """Raise ``ConfigError`` for the first of these arguments, with the nearest known one."""
         for name in unknown:
             near = get_close_matches(name, self._option_string_actions, n=1)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))

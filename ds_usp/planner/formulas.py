@@ -14,9 +14,12 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
 def mean_visible_keys(seq_len: int, documents: Sequence[int] = ()) -> float:
-    """Keys that a causal query attends to on average: half of its document.
+    """Mean number of keys to which a causal query attends: half of its document.
 
     Attention of packed documents costs as one of length ``sum(s_i ** 2) / sum(s_i)``.
+
+    Args:
+        documents: their lengths ``s_i``, which sum to ``seq_len``; empty: one document.
     """
     if not documents:
         return seq_len / 2

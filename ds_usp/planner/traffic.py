@@ -173,7 +173,8 @@ def _ring_tokens(
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that a rank sends in the mean, one layer, one micro batch, one direction each."""
+    """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
+    ``ulysses`` in either direction."""
 
     tp_forward: float
     tp_backward: float
@@ -183,14 +184,19 @@ class LayerBytes:
 
 
 def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False) -> LayerBytes:
-    """The sums in closed form, for lengths and heads that divide.
+    """Bytes that a rank sends in one layer for one micro batch, mean over ranks, in closed form:
+    for lengths and heads that divide. In elements, each times e bytes:
 
-    * tp: 2 all-reduces a direction ``4 (t-1)/t x h``; with Megatron's sequence parallelism 2
-      all-gathers and 2 reduce-scatters forward, ``4 (t-1)/t x h``, and 6 backward.
-    * ulysses: ``(u-1)/u x/(u r) (2 q + 2 k')/t``, k' with copies for a KV head's users.
-    * ring, causal zigzag: blocks go straight to those who see them, 3/4 of all:
+    * tp: 2 all-reduces a direction, ``4 (t-1)/t x/(u r) h``; with Megatron's sequence parallelism
+      2 all-gathers and 2 reduce-scatters forward, as many bytes, and 1.5 times that backward.
+    * ulysses, either direction: ``(u-1)/u x/(u r) (2 q + 2 k')/t``, k' the width of the keys with
+      a copy for each Ulysses rank that uses a KV head.
+    * ring, causal zigzag: blocks go straight to the ranks whose queries see them, 3/4 of all:
       ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients.
-      Relayed around the ring they are complete.
+
+    Args:
+        relayed: every block goes around the whole ring from neighbour to neighbour instead:
+            without the factor 3/4.
     """
     model, e, t = work.model, config.param_bytes, config.tp
     x = config.micro_batch * work.seq_len

@@ -96,8 +96,20 @@ def layer_times(
     x: Tensor,
     max_s: float,
 ) -> tuple[float, float, float, float]:
-    """Seconds of a layer forward, and backward for its input and weights: GPU forward and backward,
-    CPU launch forward and backward."""
+    """Seconds of a layer's forward pass, and of its backward pass for the input and the weights.
+
+    Collective over the timer's ranks.
+
+    Args:
+        weights: the tensors whose gradients backward computes.
+        x: the layer's input, ``[tokens, hidden]`` for :class:`ReferenceLayer`.
+        max_s: seconds for each of two measurements, forward alone and with backward; see
+            :meth:`StepTimer.seconds`.
+
+    Returns:
+        GPU seconds forward and backward, CPU launch seconds forward and backward (0 on a CPU): the
+        last four fields of ``MeasuredLayer``.
+    """
     dy = torch.randn_like(x)
     x = x.detach().requires_grad_()
     inputs = (x, *weights)

@@ -159,7 +159,17 @@ def _rows(borders: Any) -> Any:
 def _shifted_labels(
     entries: dict[str, Any], documents: tuple[Borders, ...], num_real_tokens: list[int]
 ) -> Tensor:
-    """The label of each token: the next token; ``IGNORE_INDEX`` for padding."""
+    """Labels ``[b, seq_len]`` of next tokens: the entry ``shift_labels``, or ``labels``, or without
+    either the tokens, shifted inside each document; ``IGNORE_INDEX`` for padding.
+
+    Args:
+        entries: of the batch; the labels are removed.
+        documents: borders; their last tokens get ``IGNORE_INDEX``.
+        num_real_tokens: of each sample, before its padding.
+
+    Raises:
+        DataError: both entries, or ``labels`` that are shifted already.
+    """
     if LABELS in entries and SHIFTED in entries:
         raise DataError(f"the batch has {LABELS!r} and {SHIFTED!r}: leave one of the two out")
     tokens = entries[TOKENS]

@@ -147,7 +147,12 @@ MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def misspelt_setting(variables: Iterable[str]) -> tuple[str, str] | None:
-    """The first variable of the environment that is nearly a setting's name, and that setting."""
+    """An environment variable that is probably meant as a setting, and that setting; None if there
+    is none.
+
+    It is Megatron's name of a setting (``MEGATRON_NAMES``), a misspelling or a beginning of one
+    (:func:`_similar_setting`), in upper case. Of several the first in alphabetical order.
+    """
     settings = [name.upper() for name in DEFAULTS]
     for variable in sorted(variables):
         if re.fullmatch("[A-Z][A-Z0-9_]+", variable) and variable not in settings:

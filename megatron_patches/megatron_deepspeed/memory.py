@@ -17,9 +17,10 @@ def check_flags(args: Any) -> None:
     """Check the memory flags in the validated arguments.
 
     Raises:
-        ConfigError: recomputation by Megatron-DeepSpeed too, or layers without GEMM-last.
+        ConfigError: recomputation by Megatron-DeepSpeed too, layers without GEMM-last, or flags
+            that ``--usp-loss-chunks`` does not support.
     """
-    _check_chunks(args)
+    _check_loss_chunks(args)
     if args.usp_recompute == "none":
         return
     own_checkpoint = {
@@ -44,8 +45,12 @@ def check_flags(args: Any) -> None:
             )
 
 
-def _check_chunks(args: Any) -> None:
-    """Refuse a negative ``--usp-loss-chunks``, and flags that chunks of the loss do not support."""
+def _check_loss_chunks(args: Any) -> None:
+    """Check ``--usp-loss-chunks``, the number of pieces in which logits and loss are computed.
+
+    Raises:
+        ConfigError: a negative number, or, unless it is 0, a flag that does not go with it.
+    """
     chunks = args.usp_loss_chunks
     if chunks < 0:
         raise ConfigError(f"--usp-loss-chunks {chunks}: must be 0 or more")

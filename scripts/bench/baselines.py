@@ -35,7 +35,8 @@ class Baseline:
     """One implementation on one kernel.
 
     Attributes:
-        attend: from the shape to the attention function, the local shape and the local tokens.
+        attend: from the shape of the whole problem to the attention of q, k and v, the shape that
+            gives this rank's heads and head dim, and the number of this rank's tokens.
         mesh: the mesh, for ds_usp only.
         around: context manager in which each forward and backward pass runs.
     """
@@ -317,13 +318,15 @@ def load_cudnn() -> None:
 
 
 def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
-    """TransformerEngine's DotProductAttention under context parallelism, on cuDNN."""
+    """TransformerEngine's DotProductAttention over all ranks, on cuDNN whatever ``kernels`` are:
+    one baseline for each kind of context parallelism, ``a2a+p2p`` on 4 ranks only."""
     world = dist.get_world_size()
-    everyone = list(range(world))
+    world_ranks = list(range(world))
     kinds = ["p2p", "a2a"] + (["a2a+p2p"] if world == 4 else [])
     for kind in kinds:
 
         def attend(shape: Shape, kind: str = kind) -> tuple[Attend, Shape, int]:
+            """See ``Baseline.attend``; collective for ``a2a+p2p``, which creates its groups."""
             load_cudnn()
             from transformer_engine.pytorch import DotProductAttention
 
@@ -341,7 +344,7 @@ def transformer_engine(kernels: Sequence[str]) -> Iterator[Baseline]:
                 pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
                 rank = dist.get_rank()
                 group = [pairs[rank // 2], pairs[2 + rank % 2]]
-            attention.set_context_parallel_group(group, everyone, torch.cuda.Stream(), kind)
+            attention.set_context_parallel_group(group, world_ranks, torch.cuda.Stream(), kind)
 
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attention(q, k, v).unflatten(2, (shape.heads, -1))
