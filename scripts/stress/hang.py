@@ -16,6 +16,7 @@ from pathlib import Path
 
 GRACE_S = 5.0  # for ranks that a signal may have freed
 _GDB_S = 60
+_SAMPLES = 10
 
 
 def diagnose(
@@ -52,6 +53,16 @@ def diagnose(
     return "no message is under way: a rank has not sent what others wait for", "\n".join(report)
 
 
+def is_working(pids: Sequence[int]) -> bool:
+    """Whether the main thread of a rank computes, or waits for a core to do so."""
+    counts = dict.fromkeys(pids, 0)
+    for _ in range(_SAMPLES):
+        for pid in pids:
+            counts[pid] += _state(Path(f"/proc/{pid}/task/{pid}")) in ("R", "D")
+        time.sleep(0.02)
+    return max(counts.values()) > _SAMPLES // 2
+
+
 def _send(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
@@ -65,12 +76,19 @@ def _threads(pid: int) -> list[str]:
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
         try:
-            name = (task / "comm").read_text().strip()
-            state = (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            lines.append(f"   {name:16} {state} {(task / 'wchan').read_text()}")
+            name, function = (task / "comm").read_text().strip(), (task / "wchan").read_text()
+            lines.append(f"   {name:16} {_state(task)} {function}")
         except OSError:  # it has ended, or this user may not look
             continue
     return lines
+
+
+def _state(task: Path) -> str:
+    """One letter, as of ps; "" if the thread has ended."""
+    try:
+        return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
 
 
 def _queued_bytes(pid: int) -> tuple[int, int]:
