@@ -159,8 +159,24 @@ def _rank_flop(work: Workload, config: ParallelConfig) -> float:
 def _predicted(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
 ) -> AttentionTime:
-    """One direction of a call, from the cluster's rates alone, without its measured calls: the
-    simulation of its schedule."""
+    """One direction of a call, from the cluster's rates alone, without its measured calls."""
+    attention_config = ParallelConfig(
+        tp=config.tp,
+        ulysses=config.ulysses,
+        ring=config.ring,
+        order=config.order,
+        micro_batch=config.micro_batch,
+        param_bytes=config.param_bytes,
+    )
+    return _simulated(cluster, work, attention_config, backward, impl)
+
+
+@lru_cache(maxsize=4096)
+def _simulated(
+    cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
+) -> AttentionTime:
+    """The simulation of a call's schedule; once for all configurations that differ in what no
+    attention call depends on."""
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
