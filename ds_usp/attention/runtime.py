@@ -69,7 +69,8 @@ class ChunkState:
     outer_kv_exchange: KVExchange | None = None
 
     def free_kv(self) -> None:
-        """Drop keys and values and the receive buffers."""
+        """Drop keys and values, the receive buffers, and the score modifiers' positions."""
+        self.kernel = self.ring.kernel
         self.kv_exchange = self.outer_kv_exchange = None
         self.kv = self.local_kv = self.received_kv = self.relayed_kv = NO_KV
         self.packed = self.relayed = NO_KV[0]
@@ -122,6 +123,9 @@ class Pass(Generic[ChunkT]):
         like: torch.Tensor,
         exposed: AbstractSet[tuple[Op, int, int, int]],
     ) -> None:
+        # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
+        if plan.needs_resources:
+            plan.reserve_resources(like.device)
         self.plan, self.scores, self._like = plan, scores, like
         self._chunks, self._binds_scores = chunks, plan.score_mod != PLAIN
         self.exposed = exposed
@@ -129,8 +133,6 @@ class Pass(Generic[ChunkT]):
     def execute(self, schedule: Schedule) -> None:
         """Execute the schedule of this pass. After an error all in flight is waited for, or the
         next call would receive it."""
-        if self.plan.needs_resources:
-            self.plan.reserve_resources(self._like.device)
         handlers, chunks = self.handlers, self._chunks
         try:
             for op, chunk, number, call in schedule:

@@ -12,8 +12,9 @@ import torch
 from cases import Case, attend, mesh_of, run_case
 from harness import RankContext, WorkerPool
 
-from ds_usp import Tuning
+from ds_usp import SequenceMesh, Tuning
 from ds_usp.attention import backward_pass, functional
+from ds_usp.attention.plan import AttentionPlan
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
@@ -145,3 +146,22 @@ def test_a_kernel_that_raises_leaves_no_exchange_in_flight(
         )
         assert [message for message, _ in results] == [MESSAGE] * WORLD, results
         assert max(error for _, error in results) < 1e-5, (at, results)
+
+
+def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
+    """With copy engines the other ranks wait on the GPU, and hear of it at the next comparison."""
+    mesh = SequenceMesh.single()
+    begins = mock.patch.object(
+        AttentionPlan, "reserve_resources", lambda *_: mesh.consistency.begin_pass()
+    )
+    needs = mock.patch.object(AttentionPlan, "needs_resources", True)
+    real = functional.attention_forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "new_empty", side_effect=RuntimeError(MESSAGE)):
+            return real(*args, **more)
+
+    starts = mock.patch.object(functional, "attention_forward", forward)
+    with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
+        attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
+    assert mesh.consistency._record("the next call").aborted_passes == 1
