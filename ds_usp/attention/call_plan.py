@@ -29,7 +29,7 @@ from ds_usp.attention.validation import (
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
-from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
+from ds_usp.geometry.ring_schedule import ChunkPosition, RingSchedule, ring_schedule
 from ds_usp.kernels.api import AttentionKernel, KernelRequest
 from ds_usp.kernels.merge import slow_path_notice
 from ds_usp.kernels.registry import (
@@ -150,10 +150,12 @@ def _new_plan(
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
     signature.append(f"{score_mod}, {sinks_text} sinks")
     signature += [str(resolved), "with lse" if return_lse else "without lse"]
-    ring_calls = tuple(
-        RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
-        for schedule in _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
-    )
+    schedules = _schedules(mesh, (layout, kv_layout), mask, chosen, resolved)
+    calls_by_position = {
+        position: RingCall(mesh_ref, schedule, chosen, scale, resolved.use_copy_engines)
+        for position, schedule in schedules.items()
+    }
+    ring_calls = tuple(calls_by_position[position] for position in resolved.chunk_positions)
     # The same on all ranks: the signature has these flags.
     grads = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
     staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=grads)
@@ -170,8 +172,9 @@ def _schedules(
     mask: MaskSpec,
     kernel: AttentionKernel,
     resolved: ResolvedTuning,
-) -> list[RingSchedule]:
-    """The ring schedule of each chunk. Backward goes from the last to the first."""
+) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
+    """The ring schedule of each position of a chunk, forward and backward: most chunks share one,
+    and what follows from it."""
     plan = partial(
         ring_schedule,
         layouts[0],
@@ -182,18 +185,15 @@ def _schedules(
         kv_layout=layouts[1],
         inner=resolved.inner_ring,
     )
-    pairs = [
-        (plan(position=forward), plan(position=backward))
-        for forward, backward in resolved.chunk_positions
-    ]
-    return [
-        replace(
+    schedules = {}
+    for position in dict.fromkeys(resolved.chunk_positions):
+        forward, backward = (plan(position=of_pass) for of_pass in position)
+        schedules[position] = replace(
             forward,
             backward_steps=backward.backward_steps,
             max_merged_tokens=backward.max_merged_tokens,
         )
-        for forward, backward in pairs
-    ]
+    return schedules
 
 
 def _staging_bytes(
