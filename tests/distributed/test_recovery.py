@@ -15,6 +15,7 @@ from harness import RankContext, WorkerPool
 from ds_usp import SequenceMesh, Tuning
 from ds_usp.attention import backward_pass, functional
 from ds_usp.attention.plan import AttentionPlan
+from ds_usp.comm.all_to_all import HeadAllToAll
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.kernels.sdpa import SdpaKernel
 
@@ -148,6 +149,32 @@ def test_a_kernel_that_raises_leaves_no_exchange_in_flight(
         assert max(error for _, error in results) < 1e-5, (at, results)
 
 
+def waits_after_an_error(ctx: RankContext, method: str) -> tuple[str, int, int]:
+    """How many all-to-alls a call has posted before a kernel raised, and has waited for."""
+    real, works = HeadAllToAll._all_to_all, []
+
+    def post(self: HeadAllToAll, *args: Any) -> Any:
+        works.append(mock.Mock(wraps=real(self, *args)))
+        return works[-1]
+
+    message = ""
+    with mock.patch.object(HeadAllToAll, "_all_to_all", post):
+        try:
+            kernel_calls(ctx, Case(kernel="sdpa", tuning=Tuning(chunks=4)), 2, method, stop=1)
+        except RuntimeError as error:
+            message = str(error)
+    return message, len(works), sum(work.wait.called for work in works)
+
+
+@pytest.mark.parametrize(("method", "posted"), [("tile_forward", 5), ("tile_backward", 16)])
+def test_all_to_alls_in_flight_are_waited_for_after_an_error(
+    pool: WorkerPool, method: str, posted: int
+) -> None:
+    """Nothing may be received into memory that is allocated again."""
+    results = pool.run(waits_after_an_error, 2, timeout=TIMEOUT_S, method=method)
+    assert results == [(MESSAGE, posted, posted)] * 2
+
+
 def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
     """With copy engines the other ranks wait on the GPU, and hear of it at the next comparison."""
     mesh = SequenceMesh.single()
@@ -163,5 +190,9 @@ def test_a_pass_that_finds_no_memory_for_its_output_is_an_aborted_one() -> None:
 
     starts = mock.patch.object(functional, "attention_forward", forward)
     with begins, needs, starts, pytest.raises(RuntimeError, match=MESSAGE):
+        attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
+    assert mesh.consistency._record("the next call").aborted_passes == 1
+    ends = mock.patch.object(AttentionPlan, "mark_pass_done", lambda _: mesh.consistency.end_pass())
+    with begins, needs, ends:  # none, where a call ends well
         attend(mesh, Case(kernel="eager", tuning=Tuning(chunks=2)))
     assert mesh.consistency._record("the next call").aborted_passes == 1
