@@ -86,7 +86,11 @@ def plan_call(
         (q.shape, q.dtype, q.device, q.requires_grad),
         (k.shape, k.dtype, k.device, k.requires_grad),
         (v.shape, v.dtype, v.device, v.requires_grad),
-        (torch.is_grad_enabled(), torch.get_deterministic_debug_mode(), capturing),
+        (
+            torch.is_grad_enabled(),
+            torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
+            capturing,
+        ),
         options.key,
     )
     try:
