@@ -200,7 +200,12 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[str]]] = {
         WAYS[:2],
         {"tuning": Tuning(chunks=3)},
         "ConfigError",
-        ["chunks=3", "only 2 key/value heads", "4 among 2 Ulysses ranks", "Use at most 2"],
+        [
+            "chunks=3",
+            "only 2 key/value heads",
+            "4 key/value heads among 2 Ulysses ranks",
+            "at most 2",
+        ],
     ),
     "no scale": (WAYS[:2], {"scale": 0.0}, "ConfigError", ["softmax_scale=0.0", "above 0"]),
     "negative scale": (WAYS[:2], {"scale": -1.0}, "ConfigError", ["softmax_scale=-1.0"]),
