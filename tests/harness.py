@@ -356,7 +356,7 @@ class WorkerPool:
             team.close()
             raise
         if failed:
-            team.close()  # messages of the broken case may still be under way in its groups
+            team.close()  # messages of the broken case may still be in flight in its groups
         else:
             self._teams[world] = team
         return outcomes

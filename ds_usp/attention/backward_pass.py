@@ -33,7 +33,7 @@ def attention_backward(
     saved_chunks: Sequence[SavedChunk],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
-    and, where sinks require a gradient, this rank's summand of theirs ``[h]``."""
+    and, where sinks require a gradient, this rank's summand of it ``[h]``."""
     run = _Backward(plan, scores, dout, shapes, saved_chunks)
     run.execute(plan.backward)
     return *run.grads, run.dsinks

@@ -167,7 +167,7 @@ def attention_backward(
 
     Shapes:
         dout ``[b, s, h, e]`` -> dq ``[b, s, h, d]``, dk ``[b, t, g, d]``, dv ``[b, t, g, e]`` and,
-        where sinks require a gradient, this rank's summand of theirs ``[h]``.
+        where sinks require a gradient, this rank's summand of it ``[h]``.
 
     Args:
         saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Last the call

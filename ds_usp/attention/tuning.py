@@ -84,16 +84,8 @@ class Tuning:
             ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
                 inner ring that does not divide the ring.
         """
-        # Smaller than a KV group only without a ring, which would exchange the group's KV again.
-        in_groups = layout.ring == 1 and split.ulysses > 1
-        max_chunks = split.max_chunks_in_groups if in_groups else split.max_chunks
-        if self.chunks != "auto" and self.chunks > max_chunks:
-            what = "query heads" if max_chunks > split.max_chunks else "key/value heads"
-            raise ConfigError(
-                f"chunks={self.chunks}, but a rank has only {max_chunks} {what} "
-                f"({split.heads} query and {split.kv_heads} key/value heads among {split.ulysses} "
-                f"Ulysses ranks). Use at most {max_chunks}"
-            )
+        if self.chunks != "auto":
+            split.check_chunks(self.chunks, layout.ring)
         batch, _, heads, dim = q.shape
         keys = keys or layout.seq_len
         no_overlap = q.device.type == "cpu" or layout.degree == 1
@@ -106,7 +98,7 @@ class Tuning:
                 split.max_chunks,
                 split.ulysses,
                 _exchange_bytes(split, layout, q, keys),
-                max_chunks,
+                split.chunk_limit(layout.ring),
                 in_node=mesh.ulysses_in_node,
             )
         if self.chunks != "auto":

@@ -63,6 +63,28 @@ class HeadSplit:
             return self.max_chunks
         return min(end - begin for begin, end in map(self.query_range, ranks))
 
+    def chunk_limit(self, ring: int) -> int:
+        """Most head chunks of a call on so many ring ranks. They are smaller than a KV group only
+        without a ring, which would exchange the group's KV again, and with Ulysses, whose
+        exchanges they overlap."""
+        in_groups = ring == 1 and self.ulysses > 1
+        return self.max_chunks_in_groups if in_groups else self.max_chunks
+
+    def check_chunks(self, count: int, ring: int) -> None:
+        """Check a number of head chunks that a user asks for.
+
+        Raises:
+            ConfigError: more than :meth:`chunk_limit`.
+        """
+        limit = self.chunk_limit(ring)
+        if count > limit:
+            what = "query heads" if limit > self.max_chunks else "key/value heads"
+            raise ConfigError(
+                f"chunks={count}, but a rank has only {limit} {what} "
+                f"({self.heads} query and {self.kv_heads} key/value heads among {self.ulysses} "
+                f"Ulysses ranks). Use at most {limit}"
+            )
+
     def chunk(self, count: int, index: int) -> HeadChunk:
         """The heads of every rank in chunk ``index`` of ``count``: whole KV groups, or, with more
         chunks than groups, a part of the query heads of one group.

@@ -67,29 +67,20 @@ class AttentionCall:
     inner: int | None = None
 
     def __post_init__(self) -> None:
-        layout, max_chunks = self.layout, self._max_chunks
+        layout = self.layout
         if not 0 <= self.rank < layout.degree:
             raise ConfigError(
                 f"rank {self.rank} is outside the {layout.degree} ranks of ulysses "
                 f"{layout.ulysses} x ring {layout.ring}. Use 0 to {layout.degree - 1}"
             )
-        if self.chunks is not None and self.chunks > max_chunks:
-            raise ConfigError(
-                f"chunks={self.chunks}, but a rank has heads for {max_chunks} "
-                f"({self.heads} query and {self.kv_heads} key/value heads among "
-                f"{layout.ulysses} Ulysses ranks). Use at most {max_chunks}"
-            )
+        if self.chunks is not None:
+            self.split.check_chunks(self.chunks, layout.ring)
         validate_inner_ring(layout.ring, self.inner)
 
     @cached_property
     def split(self) -> HeadSplit:
         """The heads of each Ulysses rank."""
         return HeadSplit(self.heads, self.kv_heads, self.layout.ulysses)
-
-    @property
-    def _max_chunks(self) -> int:
-        in_groups = self.layout.ring == 1 and self.layout.ulysses > 1
-        return self.split.max_chunks_in_groups if in_groups else self.split.max_chunks
 
     @cached_property
     def _work(self) -> Workload:
@@ -114,7 +105,7 @@ class AttentionCall:
             self.split.max_chunks,
             self.layout.ulysses,
             layer_traffic(self._work, self.config).ulysses,
-            self._max_chunks,
+            self.split.chunk_limit(self.layout.ring),
             in_node=inside_node(self.cluster, group_of(self.config, "ulysses")),
         )
 

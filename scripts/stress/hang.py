@@ -50,7 +50,7 @@ def diagnose(
         return "a message lies unread in a socket: its rank's gloo thread is stuck", "\n".join(
             report
         )
-    return "no message is under way: a rank has not sent what others wait for", "\n".join(report)
+    return "no message is in flight: a rank has not sent what others wait for", "\n".join(report)
 
 
 def is_working(pids: Sequence[int]) -> bool:

@@ -121,7 +121,7 @@ def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
         max(pool.run(chunks_peak_bytes, 4, ulysses=1, chunks=chunks, backward=backward))
         for chunks in (1, 8)
     )
-    # 0.35 forward, 0.43 with backward; 0.70 and 0.64 if chunks keep theirs until the pass ends.
+    # 0.35 forward, 0.43 with backward; 0.70 and 0.64 if buffers are kept until the pass ends.
     assert eight <= 0.55 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
 
 
@@ -131,5 +131,5 @@ def test_a_chunk_frees_its_output_when_it_is_returned(pool: WorkerPool) -> None:
         min(min(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for _ in range(6))
         for chunks in (1, 8)
     )
-    # 0.40; 0.50 if chunks keep theirs until the pass ends.
+    # 0.40; 0.50 if outputs are kept until the pass ends.
     assert eight <= 0.45 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"

@@ -167,7 +167,7 @@ def test_a_verified_call_that_differs_raises_a_few_calls_later(
     for messages, calls in pool.run(late_difference, 3, use_mailbox=use_mailbox):
         assert len(messages) == 2 and messages[0] == messages[1]
         assert "a on ranks 0, 2, b on rank 1" in messages[0]
-        assert calls == 5  # four comparisons are under way at a time; then every call says so
+        assert calls == 5  # four comparisons are in flight at a time; then every call says so
 
 
 def difference_in_backward(ctx: RankContext, use_mailbox: bool) -> str:

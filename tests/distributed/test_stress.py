@@ -64,7 +64,7 @@ def test_calls_are_made_and_none_hangs(flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (NOTHING_SENT, "no message is under way"),
+        (NOTHING_SENT, "no message is in flight"),
         (MISSED_WAKE_UP, "freed by a signal to the main threads"),
         (RAISES, "ValueError: of rank 1"),
     ],
