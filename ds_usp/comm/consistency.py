@@ -90,8 +90,7 @@ class ConsistencyChecker:
         self._transport: _Transport | None = mailbox
         if group is not None:
             if mailbox is None:
-                self._transport = over_group = GroupTransport(group)
-                weakref.finalize(self, over_group.drain)
+                self._transport = GroupTransport(group)
             at_exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(at_exit)
             weakref.finalize(self, atexit.unregister, at_exit).atexit = False

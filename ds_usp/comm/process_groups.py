@@ -3,10 +3,13 @@ or asynchronously, and which ranks are on one node."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import hashlib
+import os
 import platform
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.comm.call_record import RECORD_BYTES
 from ds_usp.geometry.ranks import RankGrid
 
-_DRAIN_TIMEOUT_S = 5.0
+_EXIT_TIMEOUT_S = 5.0  # how long a process that ends waits for its all-gathers, all together
+
+# All-gathers of records that nobody has waited for, of transports that are gone too.
+_unfinished: set[dist.Work] = set()
 
 
 def subgroup(
@@ -120,7 +126,9 @@ class GroupTransport:
             buffer = bytearray(RECORD_BYTES)
             received.append(buffer)
             out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        self._works[self._seq] = self._group.allgather([out], [local]), received
+        work = self._group.allgather([out], [local])
+        _unfinished.add(work)
+        self._works[self._seq] = work, received
         return self._seq
 
     def all_equal(self, seq: int) -> bool:
@@ -130,11 +138,20 @@ class GroupTransport:
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
         """Wait for the record of every rank."""
         work, received = self._works.pop(seq)
+        _unfinished.discard(work)
         work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
         return received
 
-    def drain(self) -> None:
-        """At the end of the process: torch aborts one that leaves a collective behind."""
-        for work, _ in self._works.values():
-            with contextlib.suppress(RuntimeError):
-                work.wait(datetime.timedelta(seconds=_DRAIN_TIMEOUT_S))
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for all-gathers that other ranks may still join: torch aborts a process that ends and
+    leaves a collective behind. Not when a transport is collected, which may be in mid-training."""
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    for work in _unfinished:
+        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):
+            work.wait(left)
+
+
+os.register_at_fork(after_in_child=_unfinished.clear)  # they are the parent's to wait for

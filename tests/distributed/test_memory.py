@@ -43,7 +43,7 @@ def forward_peak_bytes(ctx: RankContext, requires_grad: bool) -> int:
                 q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.full(), tuning=tuning
             )
 
-    return peak_of(step)
+    return peak_of(step, repeats=8)
 
 
 def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: bool) -> int:
@@ -59,12 +59,17 @@ def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: boo
         if backward:
             torch.autograd.grad(out, (q, k, v), out.detach())
 
-    return peak_of(step)
+    return peak_of(step, repeats=8)
 
 
-def peak_of(step: Callable[[], None]) -> int:
-    """Peak of torch's own allocations in a step that has run before, above what there was."""
+def peak_of(step: Callable[[], None], repeats: int = 1) -> int:
+    """Peak of torch's own allocations in a step that has run before, above what there was. It is
+    the smallest of several where gloo's threads may free late what an all-to-all has sent."""
     step()
+    return min(measured_peak(step) for _ in range(repeats))
+
+
+def measured_peak(step: Callable[[], None]) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -127,9 +132,8 @@ def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
 
 def test_a_chunk_frees_its_output_when_it_is_returned(pool: WorkerPool) -> None:
     kwargs = {"ulysses": 2, "backward": False}
-    one, eight = (  # gloo's threads free what they have sent a little later
-        min(min(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for _ in range(6))
-        for chunks in (1, 8)
+    one, eight = (
+        max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8)
     )
     # 0.40; 0.50 if outputs are kept until the pass ends.
     assert eight <= 0.45 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from dataclasses import replace
 
 import pytest
@@ -179,6 +181,27 @@ def test_ranks_can_continue_together_or_none_can(
         # Without gradients ranks that had started it would find out some calls later.
         assert call == "" or (rank == 1 and shown in call)
         assert shown in backward and backward == check
+
+
+def collected_with_a_comparison_in_flight(ctx: RankContext) -> float:
+    """How long rank 0 takes to free a mesh's checker whose last comparison nobody answers yet."""
+    checker = checker_of(replace(ctx, group=dist.new_group()), False)
+    checker.check_call("a", wait=False)
+    seconds = 0.0
+    if ctx.rank == 0:
+        checker.check_call("a", wait=False)
+        start = time.perf_counter()
+        del checker
+        gc.collect()
+        seconds = time.perf_counter() - start
+    dist.barrier(ctx.group)
+    if ctx.rank == 1:
+        checker.check_call("a", wait=False)
+    return seconds
+
+
+def test_a_mesh_that_is_collected_waits_for_nobody(pool: WorkerPool) -> None:
+    assert pool.run(collected_with_a_comparison_in_flight, 2)[0] < 2.0
 
 
 def exit_ahead(ctx: RankContext) -> str:
