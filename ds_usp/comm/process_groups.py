@@ -7,10 +7,9 @@ import atexit
 import contextlib
 import datetime
 import hashlib
-import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -21,10 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_usp.comm.call_record import RECORD_BYTES
 from ds_usp.geometry.ranks import RankGrid
 
-_EXIT_TIMEOUT_S = 5.0  # how long a process that ends waits for its all-gathers, all together
-
-# All-gathers of records that nobody has waited for, of transports that are gone too.
-_unfinished: set[dist.Work] = set()
+_EXIT_TIMEOUT_S = 5.0  # how long a process that ends waits for the all-gathers of one transport
 
 
 def subgroup(
@@ -116,6 +112,9 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks, self._seq = group, group.size(), 0
         self._works: dict[int, tuple[dist.Work, list[bytearray]]] = {}
+        # torch aborts a process that ends and leaves a collective behind. Not when the transport is
+        # garbage collected, which may be in mid-training.
+        atexit.register(_wait_for, self._works)
 
     def post(self, data: bytes) -> int:
         """Start the all-gather of a record; returns its number for :meth:`gather`."""
@@ -126,9 +125,7 @@ class GroupTransport:
             buffer = bytearray(RECORD_BYTES)
             received.append(buffer)
             out.append(torch.frombuffer(buffer, dtype=torch.uint8))
-        work = self._group.allgather([out], [local])
-        _unfinished.add(work)
-        self._works[self._seq] = work, received
+        self._works[self._seq] = self._group.allgather([out], [local]), received
         return self._seq
 
     def all_equal(self, seq: int) -> bool:
@@ -138,20 +135,14 @@ class GroupTransport:
     def gather(self, seq: int, timeout_s: float | None = None) -> list[bytearray]:
         """Wait for the record of every rank."""
         work, received = self._works.pop(seq)
-        _unfinished.discard(work)
         work.wait() if timeout_s is None else work.wait(datetime.timedelta(seconds=timeout_s))
         return received
 
 
-@atexit.register
-def _wait_at_exit() -> None:
-    """Wait for all-gathers that other ranks may still join: torch aborts a process that ends and
-    leaves a collective behind. Not when a transport is collected, which may be in mid-training."""
+def _wait_for(works: Mapping[int, tuple[dist.Work, list[bytearray]]]) -> None:
+    """Wait for all-gathers that other ranks may still join."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    for work in _unfinished:
+    for work, _ in works.values():
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
         with contextlib.suppress(RuntimeError):
             work.wait(left)
-
-
-os.register_at_fork(after_in_child=_unfinished.clear)  # they are the parent's to wait for
