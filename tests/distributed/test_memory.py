@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from harness import RankContext, WorkerPool
+from peak_memory import peak_of
 
 import ds_usp
 from ds_usp.attention.tuning import AUTO_TUNING
@@ -28,7 +27,8 @@ def peak_bytes(
         )
         torch.autograd.grad(out, (q, k, v), grad)
 
-    return peak_of(step)
+    step()
+    return peak_of(step, repeats=1)
 
 
 def forward_peak_bytes(ctx: RankContext, requires_grad: bool) -> int:
@@ -43,7 +43,8 @@ def forward_peak_bytes(ctx: RankContext, requires_grad: bool) -> int:
                 q, k, v, mesh=mesh, layout=layout, mask=ds_usp.MaskSpec.full(), tuning=tuning
             )
 
-    return peak_of(step, repeats=8)
+    step()
+    return peak_of(step)
 
 
 def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: bool) -> int:
@@ -59,28 +60,8 @@ def chunks_peak_bytes(ctx: RankContext, ulysses: int, chunks: int, backward: boo
         if backward:
             torch.autograd.grad(out, (q, k, v), out.detach())
 
-    return peak_of(step, repeats=8)
-
-
-def peak_of(step: Callable[[], None], repeats: int = 1) -> int:
-    """Peak of torch's own allocations in a step that has run before, above what there was. It is
-    the smallest of several where gloo's threads may free late what an all-to-all has sent."""
     step()
-    return min(measured_peak(step) for _ in range(repeats))
-
-
-def measured_peak(step: Callable[[], None]) -> int:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    live = peak = 0
-    for event in events:
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return peak_of(step)
 
 
 @pytest.mark.parametrize("local", [256, 1024])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import RankContext, fork_world
+from peak_memory import peak_of
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
@@ -119,7 +119,7 @@ def wider(_: str) -> ModelShape:
     return replace(TINY, vocab=VOCABULARY, hidden=256, ffn=1024, heads=8, kv_heads=8, head_dim=32)
 
 
-def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
+def peaks_on_rank(ctx: RankContext) -> list[float]:
     """Bytes that a step allocates at most beyond what it finds, over the planner's."""
     import planner_runs
     from bench_harness import Session
@@ -140,18 +140,11 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
             trainer = Trainer(args, model, host.groups, session.device, VOCABULARY)
             batch = host.batch(case)
             trainer.train([batch], 1e-5)  # makes the optimizer's states
-            with torch.profiler.profile(profile_memory=True) as profiler:
-                trainer.train([batch], 1e-5)
-            trace = Path(folder) / f"trace{ctx.rank}.json"
-            profiler.export_chrome_trace(str(trace))
-            events = json.loads(trace.read_text())["traceEvents"]
-            moments = [e for e in events if e["name"] == "[memory]"]
-            moments.sort(key=lambda event: event["ts"])
-            held = [event["args"]["Total Allocated"] for event in moments]
+            peak = peak_of(lambda t=trainer, b=batch: t.train([b], 1e-5), repeats=5)
             work, split = case.plan()
             needs = memory(work, split)
             states = sum(states_bytes(stage_elements(work, split, 0), split))
-            ratios.append((max(held) - held[0]) / (needs.total - states))
+            ratios.append(peak / (needs.total - states))
     return ratios
 
 
@@ -159,9 +152,9 @@ def peaks_on_rank(ctx: RankContext, folder: str) -> list[float]:
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     reason="this CPU has no instructions for bf16: the steps take minutes, and memory of their own",
 )
-def test_the_peak_of_a_real_step_is_the_formula(tmp_path: Path) -> None:
+def test_the_peak_of_a_real_step_is_the_formula() -> None:
     """The trainer under DeepSpeed's bf16 optimizer, by torch's own count of what it allocates."""
-    for ratios in fork_world(peaks_on_rank, 2, folder=str(tmp_path)):
+    for ratios in fork_world(peaks_on_rank, 2):
         assert ratios == pytest.approx([1.0] * len(PEAKS), abs=0.02)
 
 

@@ -126,6 +126,8 @@ def _init_process_group(args: Namespace, **rendezvous: Any) -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
+    if args.device != "cuda":  # else a rank that fails at once would end while others connect to it
+        dist.barrier()
 
 
 def broadcast_from_rank0(compute: Callable[[], Any]) -> Any:
