@@ -254,9 +254,9 @@ def come_late(ctx: RankContext, known: bool) -> list[str]:
     """What each call says when rank 1 is late for the second one by more than the others wait."""
     checker = checker_of(ctx, use_mailbox=True)
     assert checker.mailbox is not None
-    checker.mailbox.timeout_s = 0.4
     checker.check_now("together")
     checker.check_call("a", wait=False)
+    checker.mailbox.timeout_s = 0.4
     messages = []
     for call in range(8):
         if ctx.rank == 1 and call == 1:

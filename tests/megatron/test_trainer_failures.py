@@ -23,7 +23,7 @@ from argparse import Namespace
 
 import torch.distributed as dist
 from ds_usp import ConfigError
-from usp_trainer import launch, local_ranks
+from usp_trainer import launch
 
 def main(args):
     if args.mode == "refused":
@@ -34,7 +34,6 @@ def main(args):
         raise KeyError("a defect")
     dist.barrier()
 
-local_ranks.SHUTDOWN_TIMEOUT_S = 1.0
 device = launch.select_device("cpu")
 for mode in ("killed", "raises", "refused"):
     os.makedirs(f"{mode}/step_7")
@@ -136,7 +135,8 @@ def reports_of_rank(ctx: RankContext, *, folder: str, errors: list[str | None]) 
     """What each rank prints under a launcher; None: the rank is dead."""
     from usp_trainer import failures
 
-    failures.REPORT_TIMEOUT_S = 1.0
+    if None in errors:
+        failures.REPORT_TIMEOUT_S = 1.0
     text = errors[ctx.rank]
     if text is None:
         return ""
