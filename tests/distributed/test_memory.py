@@ -113,8 +113,6 @@ def test_a_chunk_frees_its_buffers_before_the_next_ones_are_computed(
 
 def test_a_chunk_frees_its_output_when_it_is_returned(pool: WorkerPool) -> None:
     kwargs = {"ulysses": 2, "backward": False}
-    one, eight = (
-        max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8)
-    )
+    one, eight = (max(pool.run(chunks_peak_bytes, 2, chunks=chunks, **kwargs)) for chunks in (1, 8))
     # 0.40; 0.50 if outputs are kept until the pass ends.
     assert eight <= 0.45 * one, f"1 chunk: {one} B, 8 chunks: {eight} B"
