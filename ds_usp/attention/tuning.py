@@ -11,13 +11,11 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.config import p2p_disabled_reason, single_hw_queue
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.chunking import (
+    CallSize,
     ChunkPositions,
+    attention_flop,
     chunk_positions,
-    inner_ring_size,
     is_launch_bound,
-    num_head_chunks,
-    should_all_gather_kv,
-    visible_pairs,
 )
 from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadSplit
@@ -86,45 +84,24 @@ class Tuning:
         """
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
-        batch, _, heads, dim = q.shape
-        keys = keys or layout.seq_len
-        no_overlap = q.device.type == "cpu" or layout.degree == 1
-        flop, chunks = 0.0, 1
-        if not no_overlap:
-            pairs = visible_pairs(mask, layout.seq_len, keys)
-            flop = 4 * batch * heads * dim * pairs / layout.degree
-            chunks = num_head_chunks(
-                flop,
-                split.max_chunks,
-                split.ulysses,
-                _exchange_bytes(split, layout, q, keys),
-                split.chunk_limit(layout.ring),
-                in_node=mesh.ulysses_in_node,
-            )
-        if self.chunks != "auto":
-            chunks = self.chunks
-        token = 2 * batch * max(split.kv_heads // split.ulysses, 1) * dim * q.element_size()
-        inner = self._resolve_inner_ring(layout.ring, mesh, keys * token // chunks)
+        size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
+        chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
+        if self.inner_ring == "auto":
+            inner = size.inner_ring(chunks)
+        else:
+            inner = validate_inner_ring(layout.ring, self.inner_ring)
         gather = self.gather
         if gather == "auto":
-            max_ranks_at_once = inner or layout.ring  # whose blocks are all-gathered at most
-            size = keys * token * max_ranks_at_once // layout.ring
-            gather = not no_overlap and should_all_gather_kv(size, chunks, max_ranks_at_once)
+            gather = size.flop > 0 and size.all_gathers_kv(chunks, inner)
         use_copy_engines = self._resolve_copy_engines(q, mesh, inner)
         sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
         positions = chunk_positions(
             [end - begin for begin, end in sizes],
-            launch_bound=use_copy_engines and is_launch_bound(flop),
+            launch_bound=use_copy_engines and is_launch_bound(size.flop),
         )
         return ResolvedTuning(
             chunks, gather and layout.ring > 1, use_copy_engines, inner, positions
         )
-
-    def _resolve_inner_ring(self, ring: int, mesh: SequenceMesh, kv_bytes: int) -> int | None:
-        """Ranks of an inner ring; None for a single ring."""
-        if self.inner_ring == "auto":
-            return inner_ring_size(ring, mesh.ring_ranks_per_node, kv_bytes)
-        return validate_inner_ring(ring, self.inner_ring)
 
     def _resolve_copy_engines(
         self, q: torch.Tensor, mesh: SequenceMesh, inner: int | None = None
@@ -157,12 +134,33 @@ class Tuning:
         return use_copy_engines
 
 
-def _exchange_bytes(split: HeadSplit, layout: TokenLayout, q: torch.Tensor, keys: int) -> float:
-    """Bytes that a rank sends in the all-to-alls of forward: queries, keys, values, output."""
-    batch, _, _, dim = q.shape
-    elements = 2 * split.heads * layout.seq_len + 2 * max(split.kv_heads, split.ulysses) * keys
-    remote = (split.ulysses - 1) / split.ulysses
-    return remote * batch * dim * q.element_size() * elements / layout.degree
+def _call_size(
+    split: HeadSplit,
+    layout: TokenLayout,
+    q: torch.Tensor,
+    mesh: SequenceMesh,
+    mask: MaskSpec,
+    keys: int,
+) -> CallSize:
+    """See :meth:`Tuning.resolve`. FLOP and bytes are 0 where nothing can be overlapped."""
+    batch, _, heads, dim = q.shape
+    flop = exchange_bytes = 0.0
+    token = batch * dim * q.element_size()  # of one head
+    if q.device.type != "cpu" and layout.degree > 1:
+        flop = attention_flop(mask, layout.seq_len, keys, batch * heads * dim) / layout.degree
+        sent = (split.ulysses - 1) / split.ulysses / layout.degree * token
+        # Queries and output, keys and values.
+        tokens = split.heads * layout.seq_len + max(split.kv_heads, split.ulysses) * keys
+        exchange_bytes = 2 * sent * tokens
+    return CallSize(
+        split,
+        flop,
+        exchange_bytes,
+        2 * keys * token * max(split.kv_heads // split.ulysses, 1),
+        layout.ring,
+        mesh.ring_ranks_per_node,
+        mesh.ulysses_in_node,
+    )
 
 
 class ResolvedTuning(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from ds_usp.geometry.heads import exposed_fraction
+from ds_usp.geometry.heads import HeadSplit, exposed_fraction
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ChunkPosition
 from ds_usp.geometry.tiles import Tile
@@ -32,41 +33,73 @@ ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 _RELAY_BYTES = 2**20
 
 
-def num_head_chunks(
-    flop: float,
-    max_chunks: int,
-    ulysses: int,
-    exchange_bytes: float = 0.0,
-    max_chunks_in_groups: int = 1,
-    *,
-    in_node: bool = True,
-) -> int:
-    """Number of head chunks of a call, from 1 to ``_MAX_CHUNKS``: the larger of two numbers.
+class CallSize(NamedTuple):
+    """What the defaults of a call depend on, the same on every rank.
 
-    One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
-    ``max_chunks``. The other minimizes the seconds of exchange that no kernel hides plus
-    ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls, and at most the larger of
-    ``max_chunks`` and ``max_chunks_in_groups``.
+    Attributes:
+        split: the heads of each Ulysses rank.
+        flop: FLOP of the forward pass on one rank; 0: nothing can be overlapped.
+        exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
+        kv_bytes: keys and values of the whole ring, of one rank's heads.
+        ring: its degree.
+        ring_ranks_per_node: adjacent ring ranks that share a node.
+        ulysses_in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the
+            network's.
+    """
+
+    split: HeadSplit
+    flop: float
+    exchange_bytes: float
+    kv_bytes: int
+    ring: int
+    ring_ranks_per_node: int
+    ulysses_in_node: bool = True
+
+    def num_chunks(self) -> int:
+        """Number of head chunks, from 1 to ``_MAX_CHUNKS``: the larger of two numbers.
+
+        One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
+        the chunks of whole KV groups. The other minimizes the seconds of exchange that no kernel
+        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls.
+        """
+        flop, max_chunks = self.flop, self.split.max_chunks
+        chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
+        by_flop = min(max_chunks, _MAX_CHUNKS, round(flop / chunk_flop))
+        bandwidth = _NODE_BYTES_PER_S if self.ulysses_in_node else _NETWORK_BYTES_PER_S
+        exchange_s = self.exchange_bytes / bandwidth
+
+        def cost_s(chunks: int) -> float:
+            exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
+            return exposed_s + chunks * _CHUNK_S
+
+        most = min(self.split.chunk_limit(self.ring), _MAX_CHUNKS)
+        return max(by_flop, min(range(1, most + 1), key=cost_s))
+
+    def inner_ring(self, chunks: int) -> int | None:
+        """Ranks of the inner ring of a double ring; None for a plain ring, which relays nothing.
+
+        Args:
+            chunks: head chunks of the call.
+        """
+        ring, per_node = self.ring, self.ring_ranks_per_node
+        spans = 1 < per_node < ring and ring % per_node == 0
+        return per_node if spans and self.kv_bytes // chunks // ring >= _RELAY_BYTES else None
+
+    def all_gathers_kv(self, chunks: int, inner_ring: int | None) -> bool:
+        """Whether the keys and values of a ring, or of its inner ring, are all-gathered: where that
+        takes no more memory than stepwise, or little."""
+        ranks = inner_ring or self.ring
+        return chunks >= ranks or self.kv_bytes * ranks // self.ring // chunks <= _GATHER_BYTES
+
+
+def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float:
+    """FLOP of a forward pass on all ranks.
 
     Args:
-        flop: FLOP of the forward pass on one rank.
-        max_chunks: most chunks of whole KV groups, :attr:`HeadSplit.max_chunks`.
-        ulysses: Ulysses degree.
-        exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
-        max_chunks_in_groups: most chunks if they may be smaller than a KV group,
-            :attr:`HeadSplit.max_chunks_in_groups`; a number below ``max_chunks`` has no effect.
-        in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the network's.
+        queries, keys: tokens of the two sequences.
+        width: features of all query heads of all samples.
     """
-    chunk_flop = _RING_CHUNK_FLOP if ulysses == 1 else _CHUNK_FLOP
-    by_flop = min(max_chunks, _MAX_CHUNKS, round(flop / chunk_flop))
-    exchange_s = exchange_bytes / (_NODE_BYTES_PER_S if in_node else _NETWORK_BYTES_PER_S)
-
-    def cost_s(chunks: int) -> float:
-        exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
-        return exposed_s + chunks * _CHUNK_S
-
-    most = min(max(max_chunks, max_chunks_in_groups), _MAX_CHUNKS)
-    return max(by_flop, min(range(1, max(most, 1) + 1), key=cost_s))
+    return 4 * width * visible_pairs(mask, queries, keys)
 
 
 def is_launch_bound(flop: float) -> bool:
@@ -119,25 +152,3 @@ def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:
         return sum(inside(n, n) for n in lengths) / len(mask.documents)
     beyond = queries * mask.prefix - inside(queries, mask.prefix) if mask.prefix else 0
     return inside(queries, keys) + beyond
-
-
-def should_all_gather_kv(kv_bytes: int, chunks: int, ring: int) -> bool:
-    """Whether the keys and values of the whole ring are gathered, where that takes no more memory
-    than stepwise, or little.
-
-    Args:
-        kv_bytes: of the whole ring and all heads of a rank.
-    """
-    return chunks >= ring or kv_bytes // chunks <= _GATHER_BYTES
-
-
-def inner_ring_size(ring: int, ring_per_node: int, kv_bytes: int) -> int | None:
-    """Ranks of the inner ring of a double ring; None for a plain ring, which relays nothing.
-
-    Args:
-        ring: degree.
-        ring_per_node: adjacent ring ranks that share a node.
-        kv_bytes: keys and values of the whole ring, of one head chunk.
-    """
-    spans = 1 < ring_per_node < ring and ring % ring_per_node == 0
-    return ring_per_node if spans and kv_bytes // ring >= _RELAY_BYTES else None

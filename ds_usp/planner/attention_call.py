@@ -7,14 +7,7 @@ from functools import cached_property, partial
 from math import inf
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.chunking import (
-    chunk_positions,
-    inner_ring_size,
-    is_launch_bound,
-    num_head_chunks,
-    should_all_gather_kv,
-    visible_pairs,
-)
+from ds_usp.geometry.chunking import CallSize, attention_flop, chunk_positions, is_launch_bound
 from ds_usp.geometry.double_ring import validate_inner_ring
 from ds_usp.geometry.heads import HeadChunk, HeadSplit
 from ds_usp.geometry.layout import TokenLayout
@@ -89,50 +82,39 @@ class AttentionCall:
         return Workload(model, self.layout.seq_len)
 
     @cached_property
-    def _mean_flop(self) -> float:
-        """Forward FLOP of a rank, in the mean."""
-        pairs = visible_pairs(self.mask, self.layout.seq_len, self.layout.seq_len)
-        batch = self.config.micro_batch
-        return 4 * batch * self.heads * self.head_dim * pairs / self.layout.degree
+    def _size(self) -> CallSize:
+        layout, config = self.layout, self.config
+        batch_width = config.micro_batch * self.head_dim
+        flop = attention_flop(self.mask, layout.seq_len, layout.seq_len, batch_width * self.heads)
+        kv_heads = max(self.kv_heads // layout.ulysses, 1)
+        return CallSize(
+            self.split,
+            flop / layout.degree if layout.degree > 1 else 0.0,
+            layer_traffic(self._work, config).ulysses,
+            2 * layout.seq_len * batch_width * config.param_bytes * kv_heads,
+            layout.ring,
+            ring_ranks_per_node(self.cluster, config),
+            inside_node(self.cluster, group_of(config, "ulysses")),
+        )
 
     @cached_property
     def num_chunks(self) -> int:
         """Number of head chunks."""
-        if self.chunks is not None or self.layout.degree == 1:
-            return self.chunks or 1
-        return num_head_chunks(
-            self._mean_flop,
-            self.split.max_chunks,
-            self.layout.ulysses,
-            layer_traffic(self._work, self.config).ulysses,
-            self.split.chunk_limit(self.layout.ring),
-            in_node=inside_node(self.cluster, group_of(self.config, "ulysses")),
-        )
-
-    @cached_property
-    def _kv_bytes(self) -> int:
-        """Keys and values of all ring ranks, of one rank's heads."""
-        heads = max(self.kv_heads // self.layout.ulysses, 1)
-        token = 2 * self.config.micro_batch * heads * self.head_dim * self.config.param_bytes
-        return self.layout.seq_len * token
+        return self._size.num_chunks() if self.chunks is None else self.chunks
 
     @cached_property
     def inner_ring(self) -> int | None:
         """Ring ranks of a node in a double ring; None in a plain ring."""
-        ring = self.layout.ring
         if self.inner is not None:
-            return validate_inner_ring(ring, self.inner)
-        per_node = ring_ranks_per_node(self.cluster, self.config)
-        return inner_ring_size(ring, per_node, self._kv_bytes // self.num_chunks)
+            return validate_inner_ring(self.layout.ring, self.inner)
+        return self._size.inner_ring(self.num_chunks)
 
     @cached_property
     def gathers_kv(self) -> bool:
         """Whether keys and values are all-gathered."""
-        ring = self.layout.ring
-        if ring == 1 or self.gather is not None:
-            return bool(self.gather) and ring > 1
-        ranks = self.inner_ring or ring
-        return should_all_gather_kv(self._kv_bytes * ranks // ring, self.num_chunks, ranks)
+        if self.layout.ring == 1 or self.gather is not None:
+            return bool(self.gather) and self.layout.ring > 1
+        return self._size.all_gathers_kv(self.num_chunks, self.inner_ring)
 
     @cached_property
     def head_chunks(self) -> tuple[HeadChunk, ...]:
@@ -153,7 +135,7 @@ class AttentionCall:
         sizes = [stop - start for chunk in self.head_chunks for start, stop in chunk.keys[:1]]
         ranks = self.config.tp * self.config.sp
         copy_engines = self.inner_ring is None and ranks <= self.cluster.gpus_per_node
-        launch_bound = copy_engines and is_launch_bound(self._mean_flop)
+        launch_bound = copy_engines and is_launch_bound(self._size.flop)
         return tuple(
             replace(plan(position=forward), backward_steps=plan(position=backward).backward_steps)
             for forward, backward in chunk_positions(sizes, launch_bound=launch_bound)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
-from ds_usp.geometry.chunking import inner_ring_size, num_head_chunks, should_all_gather_kv
+from ds_usp.geometry.chunking import CallSize
+from ds_usp.geometry.heads import HeadSplit
 from ds_usp.planner.attention_schedule import mean_costs, pass_seconds, sent_by_operation
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster
@@ -184,15 +185,16 @@ def _simulated(
     kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
     if config.sp == 1:
         return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
-    chunks = _num_chunks(cluster, work, config) if impl.chunks else 1
-    inner = double_ring(cluster, work, config) if impl.chunks else None
+    size = _call_size(cluster, work, config)
+    chunks = size.num_chunks() if impl.chunks else 1
+    inner = size.inner_ring(chunks) if impl.chunks else None
     costs, ring_steps = mean_costs(
         *_rank_heads(work, config),
         chunks,
         config.ring,
         inner,
         ulysses=config.ulysses > 1,
-        gather=impl.chunks and _all_gathers_kv(work, config, chunks, inner),
+        gather=impl.chunks and size.all_gathers_kv(chunks, inner),
         backward=backward,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
@@ -226,19 +228,18 @@ def _simulated(
     return AttentionTime(kernel, merge, exposed, alone["all_to_all"], ring, chunks=chunks)
 
 
-def _num_chunks(cluster: Cluster, work: Workload, config: ParallelConfig) -> int:
-    """Head chunks of the pipeline, by the rule that ``usp_attention`` uses; 1 without a group."""
-    if config.sp == 1:
-        return 1
-    heads, kv_heads = _rank_heads(work, config)
-    in_groups = config.ring == 1 and config.ulysses > 1
-    return num_head_chunks(
+def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> CallSize:
+    """What the choices of ``usp_attention`` depend on, for a rank's heads in the mean."""
+    heads, kv_heads = (count * config.ulysses for count in _rank_heads(work, config))
+    kv = kv_features(work, config)
+    return CallSize(
+        HeadSplit(heads, kv_heads, config.ulysses),
         _rank_flop(work, config),
-        kv_heads,
-        config.ulysses,
         layer_traffic(work, config).ulysses,
-        heads if in_groups else kv_heads,
-        in_node=inside_node(cluster, group_of(config, "ulysses")),
+        int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes),
+        config.ring,
+        ring_ranks_per_node(cluster, config),
+        inside_node(cluster, group_of(config, "ulysses")),
     )
 
 
@@ -249,18 +250,7 @@ def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:
     return kv_heads * max(1, int(model.heads / ranks / kv_heads)), kv_heads
 
 
-def _all_gathers_kv(work: Workload, config: ParallelConfig, chunks: int, inner: int | None) -> bool:
-    ranks = inner or config.ring
-    return should_all_gather_kv(_kv_bytes(work, config) * ranks // config.ring, chunks, ranks)
-
-
-def _kv_bytes(work: Workload, config: ParallelConfig) -> int:
-    """Keys and values of all ring ranks, of one rank's heads."""
-    kv = kv_features(work, config)
-    return int(work.seq_len * 2 * config.micro_batch * kv * config.param_bytes)
-
-
 def double_ring(cluster: Cluster, work: Workload, config: ParallelConfig) -> int | None:
     """Ranks of the inner ring where ``Tuning`` takes a double ring, else None."""
-    block_bytes = _kv_bytes(work, config) // _num_chunks(cluster, work, config)
-    return inner_ring_size(config.ring, ring_ranks_per_node(cluster, config), block_bytes)
+    size = _call_size(cluster, work, config)
+    return size.inner_ring(size.num_chunks())
