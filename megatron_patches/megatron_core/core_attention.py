@@ -8,15 +8,14 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import MeshError, UnsupportedAttentionError
-from megatron_patches.megatron_core.masks import check_dense_mask, packed_layout, packed_mask
+from megatron_patches.megatron_core.layer_options import layer_mask, refuse_inexact_options
+from megatron_patches.megatron_core.masks import check_dense_mask
+from megatron_patches.megatron_core.packed_documents import packed_documents
 
 
 class USPCoreAttention(torch.nn.Module):
@@ -29,8 +28,9 @@ class USPCoreAttention(torch.nn.Module):
         mesh, kernel: as for ``ds_usp.usp_attention``.
         layout: kind of token layout where every rank has equally many tokens; or a
             ``TokenLayout``, also of a sequence that does not divide.
-        config, layer_number, attn_mask_type, attention_dropout, softmax_scale: from megatron-core.
-        unused: megatron-core's further arguments of any core attention.
+        k_channels, v_channels, cp_comm_type: not needed: tensors have their head dims, and whether
+            a layer gets this class is decided before.
+        Others: megatron-core's, as of ``DotProductAttention`` and ``TEDotProductAttention``.
 
     Raises:
         UnsupportedAttentionError: what the configuration asks for cannot be computed exactly.
@@ -46,9 +46,14 @@ class USPCoreAttention(torch.nn.Module):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **unused: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
     ) -> None:
         super().__init__()
         if config.context_parallel_size != mesh.sp_degree:
@@ -58,14 +63,22 @@ class USPCoreAttention(torch.nn.Module):
                 f"{mesh.ring_degree}); they must be the same group"
             )
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _refuse_inexact_options(config, dropout, layer_number)
-        self.mesh, self.layout, self.kernel = mesh, layout, kernel
-        self.softmax_scale = softmax_scale
+        refuse_inexact_options(config, layer_number, attention_type, dropout, num_splits)
+        self.mesh, self.layout = mesh, layout
+        self._options: dict[str, Any] = {
+            "mesh": mesh,
+            "softmax_scale": softmax_scale,
+            "kernel": kernel,
+        }
         self.attn_mask_type = attn_mask_type
-        self.mask = _mask(attn_mask_type, config, layer_number)
+        self.mask = layer_mask(attn_mask_type, config, layer_number)
         self.softmax_type = config.softmax_type
+        self._tp_group = getattr(pg_collection, "tp", None)
+        self._scores: ds_usp.Scores | None = None
         if config.softmax_type == "learnable":
-            self.softmax_offset = _softmax_offset(config)
+            self.softmax_offset = _learnable_offset(config)
+        elif config.softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", _offset(config).zero_(), persistent=False)
 
     def forward(
         self,
@@ -82,51 +95,53 @@ class USPCoreAttention(torch.nn.Module):
 
         Args:
             attention_mask: None, or a dense mask that equals ``attn_mask_type``.
-            packed_seq_params: the documents of packed sequences (see :func:`packed_mask`).
+            packed_seq_params: the documents of packed sequences (see :func:`packed_documents`).
 
         Shapes:
-            query: ``[s_local, b, h, d]``; key, value: ``[s_local, b, h_kv, d]``, not repeated;
-            result: ``[s_local, b, h * d]``. Packed in format ``thd`` without ``b``, which is 1 in
-            the result.
+            query: ``[s_local, b, h, d]``; key: ``[s_local, b, h_kv, d]``, not repeated; value:
+            ``[s_local, b, h_kv, e]``; result: ``[s_local, b, h * e]``. Packed in format ``thd``,
+            and in megatron-core's MLA in any, without ``b``, which is 1 in the result.
         """
         if attention_bias is not None:
             raise UnsupportedAttentionError(
                 "attention_bias was given: the mask of USP attention is a rule over global "
                 f"positions ({self.mask}). Pass attention_bias=None"
             )
-        mask = self.mask
-        if packed_seq_params is not None:
-            mask = packed_mask(packed_seq_params, mask)
-        if attn_mask_type not in (None, self.attn_mask_type):
+        if attn_mask_type is not self.attn_mask_type and attn_mask_type is not None:
             raise UnsupportedAttentionError(
                 f"the call asks for mask {attn_mask_type}, the layer was built for "
                 f"{self.attn_mask_type}. Set attn_mask_type in the layer's spec"
             )
-        layout = self.layout
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            kind = layout if isinstance(layout, str) else layout.kind
-            layout = packed_layout(mask, kind, query.shape[0], self.mesh)
-            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        if isinstance(layout, str):
-            layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
+        mask, layout, padding = self.mask, self.layout, None
+        if packed_seq_params is not None:
+            documents = packed_documents(packed_seq_params, mask, layout, self.mesh, query)
+            mask, layout, padding = documents.mask, documents.layout, documents.padding
+            if query.ndim == 3:
+                query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attention_mask is not None:
+            if isinstance(layout, str):
+                layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
             check_dense_mask(attention_mask, mask, layout, self.mesh)
+        options = self._options
+        if self.softmax_type != "vanilla":
+            options = {**options, "scores": self._with_sinks()}
         out = ds_usp.usp_attention(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            mesh=self.mesh,
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
             layout=layout,
             mask=mask,
-            softmax_scale=self.softmax_scale,
-            kernel=self.kernel,
-            scores=ds_usp.Scores(sinks=self._sinks(query)),
+            **options,
         )
-        return out.transpose(0, 1).flatten(2)
+        out = out.transpose(0, 1).flatten(2)
+        # Whatever the program does with padding, nothing of it reaches a gradient.
+        return out if padding is None else out.masked_fill(padding, 0.0)
 
-    def _sinks(self, query: Tensor) -> Tensor | None:
-        """Attention sinks: extra logits in the softmax, ``[h]``; None without."""
-        if self.softmax_type == "learnable":
-            return self.softmax_offset
-        return query.new_zeros(query.shape[2]) if self.softmax_type == "off-by-one" else None
+    def _with_sinks(self) -> ds_usp.Scores:
+        """Attention sinks, extra logits in the softmax ``[h]``."""
+        if self._scores is None or self._scores.sinks is not self.softmax_offset:
+            self._scores = ds_usp.Scores(sinks=self.softmax_offset)
+        return self._scores
 
     def sharded_state_dict(
         self,
@@ -136,6 +151,8 @@ class USPCoreAttention(torch.nn.Module):
     ) -> Any:
         """The sink parameter for megatron-core's checkpoints, sharded by heads."""
         groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+        if groups and self._tp_group is not None:
+            groups["tp_group"] = self._tp_group
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -144,63 +161,30 @@ class USPCoreAttention(torch.nn.Module):
             **groups,
         )
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load the sink parameter, also from a checkpoint of ``TEDotProductAttention``, whose
+        extra state belongs to attention in FP8."""
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
-        return f"{self.mesh}, {self.layout}, {self.mask}, kernel {self.kernel}"
+        return f"{self.mesh}, {self.layout}, {self.mask}, kernel {self._options['kernel']}"
 
 
-def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter:
-    """Learnable attention sinks ``[heads of this tensor-parallel rank]``, initialized as
-    megatron-core does."""
+def _offset(config: TransformerConfig) -> Tensor:
+    """Memory for the sinks ``[heads of this tensor-parallel rank]``, where megatron-core has it."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
     device = torch.cuda.current_device() if on_gpu else "cpu"
-    offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    return torch.empty(heads, device=device, dtype=config.params_dtype)
+
+
+def _learnable_offset(config: TransformerConfig) -> torch.nn.Parameter:
+    """Learnable sinks, initialized as megatron-core does."""
+    offset = torch.nn.Parameter(_offset(config))
     set_tensor_model_parallel_attributes(offset, True, 0, 1)
     if config.perform_initialization:
         config.init_method(offset)
     return offset
-
-
-def _mask(
-    attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
-) -> ds_usp.MaskSpec:
-    """The mask rule of a layer: causal or full, with its window."""
-    right_of = {AttnMaskType.causal: 0, AttnMaskType.no_mask: None}
-    if attn_mask_type not in right_of:
-        raise UnsupportedAttentionError(
-            f"mask type {attn_mask_type} has no rule over global positions; USP attention serves "
-            "AttnMaskType.causal and AttnMaskType.no_mask, with or without a window"
-        )
-    left, right = None, right_of[attn_mask_type]
-    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        left, lookahead = (None if bound < 0 else bound for bound in config.window_size)
-        if right == 0 and lookahead:
-            raise UnsupportedAttentionError(
-                f"layer {layer_number}: window_size={config.window_size} looks {lookahead} tokens "
-                f"beyond a causal mask. Use window_size=({config.window_size[0]}, 0)"
-            )
-        right = lookahead if right is None else right
-    return ds_usp.MaskSpec.window(left, right)
-
-
-def _refuse_inexact_options(
-    config: TransformerConfig, attention_dropout: float, layer_number: int
-) -> None:
-    """Refuse options of the model that attention over ranks could not compute exactly.
-
-    Raises:
-        UnsupportedAttentionError: attention dropout, or a log of the largest attention logit.
-    """
-    refused = {
-        f"attention_dropout={attention_dropout}": (
-            attention_dropout > 0.0,
-            "ranks would drop different entries in forward and backward; set attention_dropout=0",
-        ),
-        "log_max_attention_logit / qk_clip": (
-            config.log_max_attention_logit or config.qk_clip,
-            "flash kernels do not return the largest logit; switch both off",
-        ),
-    }
-    for option, (is_set, fix) in refused.items():
-        if is_set:
-            raise UnsupportedAttentionError(f"layer {layer_number}: {option}: {fix}")

@@ -10,10 +10,9 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from cases import mesh_of
-from harness import RankContext, WorkerPool, fork_world
+from harness import RankContext, fork_world
 
-from ds_usp import MaskSpec, MeshError, SequenceMesh, UnsupportedAttentionError
+from ds_usp import MeshError, SequenceMesh, UnsupportedAttentionError
 
 S, B, H, G, D = 24, 2, 4, 2, 8
 SERVED = {
@@ -31,6 +30,15 @@ SERVED = {
 }
 REFUSED = {
     "dropout": ({"config": {"attention_dropout": 0.1}}, "set attention_dropout=0"),
+    "cross-attention": ({"slot": {"attention_type": "cross"}}, "with kv_layout="),
+    "splits of a kernel": ({"slot": {"num_splits": 1}}, "leave both out"),
+    "one result for all batches": (
+        {"config": {"batch_invariant_mode": True}, "backend": "flash"},
+        "leave both out",
+    ),
+    "attention in FP8": ({"config": {"fp8_dot_product_attention": True}}, "switch both off"),
+    "all of attention in FP8": ({"config": {"fp8_multi_head_attention": True}}, "switch both off"),
+    "another softmax": ({"config": {"softmax_type": "none"}}, "off-by-one or learnable"),
     "logged logits": ({"config": {"log_max_attention_logit": True}}, "switch both off"),
     "window into the future": ({"config": {"window_size": (5, 3)}}, "window_size=(5, 0)"),
     "padding mask": ({"mask": "padding"}, "AttnMaskType.causal"),
@@ -41,7 +49,6 @@ REFUSED = {
         {"packed": ("sbhd", [0, 9, S], [0, 8, S])},
         "must be the same documents",
     ),
-    "padded documents": ({"packed": ("sbhd", [0, 9, S], None, [0, 10, S])}, "needs padding here"),
     "another mask": ({"call": {"attn_mask_type": "no_mask"}}, "Set attn_mask_type"),
 }
 
@@ -51,7 +58,7 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_patches.megatron_core.core_attention import USPCoreAttention
@@ -65,6 +72,7 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
         num_query_groups=G,
         context_parallel_size=context_parallel_size,
         masked_softmax_fusion=False,
+        attention_backend=AttnBackend[case.get("backend", "auto")],
         **{"attention_dropout": 0.0, **case.get("config", {})},
     )
     common = {
@@ -73,6 +81,7 @@ def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) ->
         "attn_mask_type": AttnMaskType[case.get("mask", "causal")],
         "attention_type": "self",
         "softmax_scale": case.get("softmax_scale"),
+        **case.get("slot", {}),
     }
     if attention == "megatron-core":
         core = DotProductAttention(**common)
@@ -169,94 +178,3 @@ def test_another_group_than_megatron_cores_is_refused() -> None:
     (error,) = fork_world(refused, 1, case={}, context_parallel_size=2)
     assert isinstance(error, MeshError)
     assert "context_parallel_size=2" in str(error)
-
-
-BORDERS = [0, 4, 24, 32]
-
-
-def thd(ctx: RankContext, *, layout: str, borders: list[int]) -> list[torch.Tensor]:
-    """Out and gradients of this rank's tokens, sharded per document as megatron-core does."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_patches.megatron_core.core_attention import USPCoreAttention
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=H * D,
-        num_attention_heads=H,
-        num_query_groups=G,
-        context_parallel_size=ctx.world,
-        attention_dropout=0.0,
-    )
-    core = USPCoreAttention(
-        mesh=mesh_of(1),
-        layout=layout,
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-    )
-    params = PackedSeqParams("thd", torch.tensor(borders, dtype=torch.int32))
-    actual = [x[0, local_tokens(ctx, BORDERS)].requires_grad_() for x in thd_tensors()]
-    out = core(*actual[:3], None, packed_seq_params=params)
-    grads = torch.autograd.grad(out, actual[:3], actual[3].reshape(out.shape))
-    return [out.detach()[:, 0], *grads]
-
-
-def local_tokens(ctx: RankContext, borders: list[int]) -> list[int]:
-    """Chunks ``rank`` and ``2 * world - 1 - rank`` of each document."""
-    tokens: list[int] = []
-    for begin, end in pairwise(borders):
-        chunk = (end - begin) // (2 * ctx.world)
-        for index in (ctx.rank, 2 * ctx.world - 1 - ctx.rank):
-            tokens += range(begin + index * chunk, begin + (index + 1) * chunk)
-    return tokens
-
-
-def thd_tensors() -> list[torch.Tensor]:
-    """q, k, v and dout of the full sequence ``[1, tokens, heads, d]``."""
-    torch.manual_seed(3)
-    return [torch.randn(1, BORDERS[-1], heads, D) for heads in (H, G, G, H)]
-
-
-def test_documents_cut_one_by_one_are_the_oracles(pool: WorkerPool) -> None:
-    q, k, v, dout = (x.double().requires_grad_() for x in thd_tensors())
-    tokens = range(BORDERS[-1])
-    lengths = [b - a for a, b in pairwise(BORDERS)]
-    allowed = oracle.same_document(tokens, tokens, lengths) & oracle.causal(tokens, tokens)
-    out, _ = oracle.dense_attention(q, k, v, allowed)
-    want = [out.flatten(2), *torch.autograd.grad(out, (q, k, v), dout)]
-    for rank, results in enumerate(pool.run(thd, 2, layout="context_parallel", borders=BORDERS)):
-        local = local_tokens(RankContext(rank, 2, None), BORDERS)  # type: ignore[arg-type]
-        for actual, reference in zip(results, want, strict=True):
-            assert oracle.relative_error(actual, reference[0, local]) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("layout", "borders", "message"),
-    [
-        ("zigzag", BORDERS, "layout='context_parallel'"),
-        ("context_parallel", [0, 6, 24, 32], "of 6 tokens does not divide into 4 chunks"),
-    ],
-)
-def test_documents_sharded_in_another_way_are_refused(
-    pool: WorkerPool, layout: str, borders: list[int], message: str
-) -> None:
-    for error in pool.errors(thd, 2, layout=layout, borders=borders):
-        assert isinstance(error, ValueError) and message in str(error), error
-
-
-def test_documents_changed_in_place_are_read_again() -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_patches.megatron_core.masks import packed_mask
-
-    params = PackedSeqParams("sbhd", torch.tensor([0, 3, 8]))
-    rule = MaskSpec.causal()
-    assert packed_mask(params, rule) is packed_mask(params, rule)
-    assert packed_mask(params, rule).documents == ((0, 3, 8),)
-    params.cu_seqlens_q[1] = 5
-    assert packed_mask(params, rule).documents == ((0, 5, 8),)
-    params.cu_seqlens_q = torch.tensor([0, 6, 8])
-    assert packed_mask(params, rule).documents == ((0, 6, 8),)

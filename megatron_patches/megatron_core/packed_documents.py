@@ -1,0 +1,201 @@
+"""The documents of megatron-core's ``PackedSeqParams``, as attention over ranks takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_usp
+from ds_usp.errors import UnsupportedAttentionError
+
+_CACHE, _LAYOUT = "_usp_documents", "context_parallel"
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """The documents of one batch on one rank.
+
+    Args:
+        mask: the layer's rule within the documents; padding is a document of its own.
+        layout: of the tokens, or the kind of one.
+        padding: True for this rank's padding tokens, ``[s_local, 1 or b, 1]``; None without any.
+    """
+
+    mask: ds_usp.MaskSpec
+    layout: ds_usp.TokenLayout | str
+    padding: Tensor | None
+
+
+def packed_documents(
+    params: Any,
+    rule: ds_usp.MaskSpec,
+    layout: ds_usp.TokenLayout | str,
+    mesh: ds_usp.SequenceMesh,
+    query: Tensor,
+) -> PackedDocuments:
+    """The documents of a batch, read from the device once: all layers share ``params``, which keeps
+    the result.
+
+    In the format ``sbhd`` the sequence is sharded as without documents: they have any lengths, and
+    the offsets may be ``[b, documents + 1]``, the last one repeated where a sample has fewer. In
+    ``thd`` every document is sharded for itself. ``cu_seqlens_q_padded``, where it is given, says
+    where documents begin in the tensors; ``cu_seqlens_q`` how long they are without their padding.
+
+    Args:
+        layout: of the layer.
+        query: ``[s_local, ...]``.
+
+    Raises:
+        UnsupportedAttentionError: another format, other documents of keys than of queries, offsets
+            that do not fit together, or a group of its own for the batch.
+        LayoutError: documents of ``thd`` that do not divide into two chunks a rank.
+    """
+    offsets = [getattr(params, name, None) for name in _OFFSETS]
+    versions = [None if x is None or x.is_inference() else x._version for x in offsets]
+    documents: dict[Any, PackedDocuments]
+    cached_offsets, cached_versions, documents = getattr(params, _CACHE, ((), None, {}))
+    if cached_versions != versions or any(map(is_not, cached_offsets, offsets)):
+        documents = {}
+    key = rule, layout, mesh.name, query.shape[0], query.device
+    if key not in documents:
+        documents[key] = _read(params, offsets, rule, layout, mesh, query)
+        setattr(params, _CACHE, (offsets, versions, documents))
+    return documents[key]
+
+
+def _read(
+    params: Any,
+    tensors: Sequence[Tensor | None],
+    rule: ds_usp.MaskSpec,
+    layout: ds_usp.TokenLayout | str,
+    mesh: ds_usp.SequenceMesh,
+    query: Tensor,
+) -> PackedDocuments:
+    """:func:`packed_documents`, not from the cache."""
+    if getattr(params, "qkv_format", None) not in ("sbhd", "thd"):
+        raise UnsupportedAttentionError(
+            f"packed_seq_params of format {getattr(params, 'qkv_format', params)!r}. Pass "
+            "PackedSeqParams(qkv_format='sbhd', cu_seqlens_q=borders) with [s, b, h, d] tensors, "
+            "or 'thd' with [t, h, d]"
+        )
+    if getattr(params, "local_cp_size", None) is not None:
+        raise UnsupportedAttentionError(
+            f"packed_seq_params with local_cp_size={params.local_cp_size}: the mesh of this layer "
+            f"has {mesh.sp_degree} ranks in every batch. Switch hybrid context parallelism off "
+            "(--hybrid-context-parallel)"
+        )
+    lengths, places = _lengths_and_places(tensors)
+    tokens = query.shape[0] * mesh.sp_degree
+    if params.qkv_format == "thd":
+        layout = _layout_of_each_document(places, layout, tokens, mesh)
+    borders, padding = _separate_padding(lengths, places)
+    mask = ds_usp.MaskSpec.window(rule.left, rule.right, borders)
+    if not any(padding):
+        return PackedDocuments(mask, layout, None)
+    if isinstance(layout, str):
+        layout = mesh.layout(layout, tokens)
+    is_padding = torch.zeros(layout.seq_len, len(padding), 1, dtype=torch.bool)
+    for sample, ranges in enumerate(padding):
+        for start, stop in ranges:
+            is_padding[start:stop, sample] = True
+    shard = layout.shard(is_padding, 0, mesh.rank).to(query.device)
+    return PackedDocuments(mask, layout, shard)
+
+
+def _lengths_and_places(
+    tensors: Sequence[Tensor | None],
+) -> tuple[list[list[int]], list[list[int]]]:
+    """For each sample, or one for all: cumulative lengths without padding, and in the tensors.
+
+    Raises:
+        UnsupportedAttentionError: none given, other documents of keys, or a document that is longer
+            than its place.
+    """
+    queries, keys, placed_queries, placed_keys = (
+        None if tensor is None else tensor.tolist() for tensor in tensors
+    )
+    if queries is None or keys not in (None, queries):
+        raise UnsupportedAttentionError(
+            f"cu_seqlens_q {queries} and cu_seqlens_kv {keys} of packed_seq_params must be the "
+            "same documents; leave cu_seqlens_kv out"
+        )
+    if placed_queries is None:
+        placed_queries = queries
+    if placed_keys not in (None, placed_queries):
+        raise UnsupportedAttentionError(
+            f"cu_seqlens_q_padded {placed_queries} and cu_seqlens_kv_padded {placed_keys} of "
+            "packed_seq_params must be the same places; leave cu_seqlens_kv_padded out"
+        )
+    lengths, places = (
+        x if x and isinstance(x[0], list) else [x] for x in (queries, placed_queries)
+    )
+    if len(lengths) != len(places) or not all(map(_fits, lengths, places)):
+        raise UnsupportedAttentionError(
+            f"the documents of cu_seqlens_q {queries} do not fit into the places of "
+            f"cu_seqlens_q_padded {placed_queries}: both need an offset for each document and "
+            "for the end, and a place as many tokens as its document or more"
+        )
+    return lengths, places
+
+
+def _fits(lengths: list[int], places: list[int]) -> bool:
+    """Whether each document of one sample is at most as long as its place."""
+    return len(lengths) == len(places) and all(
+        stop - start <= end - begin
+        for (start, stop), (begin, end) in zip(pairwise(lengths), pairwise(places), strict=True)
+    )
+
+
+def _separate_padding(
+    lengths: list[list[int]], places: list[list[int]]
+) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """Borders in which each document's padding is one more document, and the ranges of padding, for
+    each sample."""
+    borders, padding = [], []
+    for sample_lengths, sample_places in zip(lengths, places, strict=True):
+        sample_borders, ranges = [*sample_places[:1]], []
+        for (start, stop), (begin, end) in zip(
+            pairwise(sample_lengths), pairwise(sample_places), strict=True
+        ):
+            last = begin + stop - start
+            sample_borders += last, end
+            if last < end:
+                ranges.append((last, end))
+        borders.append(sample_borders)
+        padding.append(ranges)
+    return borders, padding
+
+
+def _layout_of_each_document(
+    places: list[list[int]],
+    layout: ds_usp.TokenLayout | str,
+    tokens: int,
+    mesh: ds_usp.SequenceMesh,
+) -> ds_usp.TokenLayout:
+    """The layout of the format ``thd``: a zigzag over all ranks for each document.
+
+    Args:
+        layout: that megatron-core's groups were made for.
+        tokens: of the whole sequence.
+
+    Raises:
+        UnsupportedAttentionError: another layout than megatron-core's.
+        LayoutError: documents that do not divide into two chunks a rank.
+    """
+    if mesh.sp_degree == 1:
+        return mesh.layout("contiguous", tokens)
+    kind = layout if isinstance(layout, str) else layout.kind
+    if kind != _LAYOUT:
+        raise UnsupportedAttentionError(
+            f"packed_seq_params of format 'thd' shards every document for itself in the layout "
+            f"{_LAYOUT!r}, not in {kind!r}. Apply the patches with layout={_LAYOUT!r}, or pass "
+            "format 'sbhd'"
+        )
+    return mesh.layout(_LAYOUT, tokens, places)
