@@ -20,6 +20,14 @@ SCRIPTS = {
     "tiny": "ds_pretrain_gpt_tiny_usp_cpu.sh",
 }
 GPUS = {"1.3B": "4", "30B": "16", "6.7B": "8", "tiny": "4"}
+MEGATRON_LM_FOLDER = ROOT / "examples_deepspeed" / "megatron_lm"
+MEGATRON_LM_SCRIPTS = {
+    "lm-1.3B": "pretrain_gpt_1.3B_usp_32k.sh",
+    "lm-llama3": "llama3_8B_usp_128k.sh",
+    "lm-tiny": "pretrain_gpt_tiny_usp_cpu.sh",
+}
+PATHS = {size: FOLDER / name for size, name in SCRIPTS.items()}
+PATHS |= {size: MEGATRON_LM_FOLDER / name for size, name in MEGATRON_LM_SCRIPTS.items()}
 # The program that is started -> the environment that selects it.
 PROGRAMS = {"trainer": {}, "megatron_deepspeed": {"MEGATRON_DEEPSPEED_PATH": str(CHECKOUT)}}
 if str(FOLDER) not in sys.path:
@@ -39,7 +47,7 @@ def bash(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script."""
     return subprocess.run(
-        ["bash", str(FOLDER / SCRIPTS[size]), *arguments],
+        ["bash", str(PATHS[size]), *arguments],
         cwd=cwd or ROOT,
         env=environment(**settings),
         capture_output=True,
@@ -50,7 +58,7 @@ def bash(
 
 def variables(size: str) -> list[str]:
     """The variables of a script as ``launch.sh`` passes them on."""
-    lines = (FOLDER / SCRIPTS[size]).read_text().splitlines()
+    lines = PATHS[size].read_text().splitlines()
     return [shlex.split(line)[0] for line in lines if re.match(r"[a-z_]+=", line)]
 
 

@@ -1,12 +1,13 @@
 # shellcheck shell=bash
-# Starts a training with the settings of the ds_pretrain_gpt_*_usp_*.sh script that sources this.
-# launch_job.py checks them, builds the command and runs it:
+# Starts a training with the settings of the script that sources this: those of this folder, and of
+# ../megatron_lm. launch_job.py checks them, builds the command and runs it:
 #
 #   SEQ_LENGTH=65536 ULYSSES_DEGREE=2 bash ds_pretrain_gpt_1.3B_usp_32k.sh
 #
 # Every setting can be overridden by its name in capitals; launch_settings.py lists all with defaults.
 # Arguments of the script go to the training program unchanged. DRY_RUN=1 prints the command only.
 #
+# usp_framework=megatron_lm: pretrain_gpt.py of the checkout MEGATRON_LM_PATH, patched. Otherwise
 # MEGATRON_DEEPSPEED_PATH set: pretrain_gpt.py of that checkout of Megatron-DeepSpeed, patched.
 # Not set: the trainer of this folder, with the same flags.
 #

@@ -1,4 +1,4 @@
-"""Builds and runs the launcher's command from the settings of a ``ds_pretrain_gpt_*.sh`` script.
+"""Builds and runs the launcher's command from the settings of a script that sources ``launch.sh``.
 
 ``launch.sh`` passes the script's variables as ``NAME=VALUE``, then ``--``, then the script's
 arguments. A variable of the environment with a setting's name in capitals overrides the setting.
@@ -15,34 +15,20 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch_settings import (
-    CPU_FLAGS,
-    FLAGS,
-    MEGATRON_FLAGS,
-    OPTIONAL_FLAGS,
-    RECOMPUTE_FLAGS,
-    TENSORBOARD_FLAGS,
-    TOKENIZER_FLAGS,
-    in_settings_names,
-    read_settings,
-)
-from pretrain_gpt_usp import main as check_trainer
+from launch_programs import HERE, program_of
+from launch_settings import FLAGS, in_settings_names, read_settings
 from usp_trainer.arguments import build_parser
 from usp_trainer.environment import variables
-from usp_trainer.input_files import find_data
-from usp_trainer.trackers import check_packages
 from usp_trainer.validate_args import validate_flags
 
 from ds_usp import ConfigError, DataError, USPError
 from ds_usp.planner import AUTO
 
-HERE = Path(__file__).resolve().parent
 ENCODE = (
-    "Make it: python tools/preprocess_data.py (in Megatron-DeepSpeed) with --input text.jsonl "
+    "Make it: python tools/preprocess_data.py (in the checkout) with --input text.jsonl "
     "--output-prefix my --vocab-file VOCAB --merge-file MERGES --tokenizer-type GPT2BPETokenizer "
     "--append-eod --workers 8, then DATA_PATH=my_text_document"
 )
@@ -69,7 +55,7 @@ class Job:
     ) -> None:
         self.settings, self.arguments, self.environment = settings, arguments, environment
         self.is_dry_run = settings["dry_run"] == "1"
-        self.framework = settings["megatron_deepspeed_path"]
+        self.program = program_of(settings)
         self.is_on_cpu = settings["device"] == "cpu"
         sizes = (int(settings[name]) for name in ("mp_size", "sp_size", "pp_size"))
         self.ranks_per_replica = math.prod(sizes)
@@ -77,21 +63,22 @@ class Job:
         self._find_nodes()
         self._count_gpus()
         self._check_flags()
-        self.data = self._find_data()
-        self._check_program()
+        data = self.program.data()
+        self.program.check()
         s = settings
         name = (
             f"gpt_{s['model_size']}B_s{s['seq_length']}_gbs{s['global_batch_size']}"
             f"_mbs{s['batch_size']}_g{self.world_size}_z{s['zero_stage']}_sp{s['sp_size']}"
             f"_u{s['ulysses_degree']}_mp{s['mp_size']}_pp{s['pp_size']}_seed{s['seed']}"
         )
-        name += "_mds" if self.framework else ""  # the two programs write other checkpoints
+        name += self.program.suffix  # the programs write other checkpoints
         output = s["output_home"]
         node = "" if self.node_rank == "0" else f"_node{self.node_rank}"
         self.checkpoint, self.output = f"{output}/checkpoint/{name}", f"{output}/{name}"
         self.config, self.log = f"{output}/config/{name}.json", f"{output}/log/{name}{node}.log"
-        self.flags = [*self._common_flags(), *self._program_flags(), *arguments]
-        self.command = [*self._launcher(), *self._program(), *self.flags]
+        paths = {"checkpoint": self.checkpoint, "output": self.output, "config": self.config}
+        self.flags = [*self.program.flags(data, paths), *arguments]
+        self.command = [*self._launcher(), *self.program.command(), *self.flags]
 
     def _count_steps(self) -> None:
         """Convert tokens to steps: both programs count steps."""
@@ -110,15 +97,20 @@ class Job:
                 tokens_per_step = int(s["seq_length"]) * int(s["global_batch_size"])
                 s[iters] = str(int(s[tokens]) * unit // tokens_per_step)
         warmup, decay = int(s["lr_warmup_iters"]), int(s["lr_decay_iters"])
-        if self.framework and warmup >= decay:
+        if self.program.checkout and warmup >= decay:
             raise ConfigError(
                 f"LR_WARMUP_ITERS={warmup} must be below LR_DECAY_ITERS={decay} "
-                f"(Megatron-DeepSpeed). Use LR_WARMUP_ITERS={decay // 100}"
+                f"({self.program.title}). Use LR_WARMUP_ITERS={decay // 100}"
             )
 
     def _find_nodes(self) -> None:
         """Set the node's rank, the number of nodes and the master address from the settings."""
         s, launcher = self.settings, self.settings["launcher"]
+        if launcher not in self.program.launchers:
+            raise ConfigError(
+                f"LAUNCHER={launcher} does not start {self.program.title}. Use "
+                f"LAUNCHER={' or '.join(self.program.launchers)}"
+            )
         self.node_rank, self.nodes = s["node_rank"] or "0", int(s["nnodes"] or 1)
         self.master_addr = s["master_addr"] or "127.0.0.1"
         if launcher == "deepspeed":
@@ -205,47 +197,6 @@ class Job:
         validate_flags(args, self.world_size)
         s["ulysses_degree"] = degree or str(args.ulysses_degree)
 
-    def _find_data(self) -> list[str]:
-        """The values of ``--data-path``: texts or prefixes, each perhaps after its weight."""
-        text = self.settings["data_path"]
-        if not text:
-            return self._default_data()
-        is_one_path = Path(text).is_file() or Path(f"{text}.bin").is_file()
-        items = [text] if is_one_path else text.split()
-        paths, self.is_encoded = find_data(items)
-        if self.framework and not self.is_encoded:
-            raise DataError(f"Megatron-DeepSpeed reads encoded data, not {paths[0]!r}")
-        return items
-
-    def _default_data(self) -> list[str]:
-        """Data without DATA_PATH: none for the trainer on CPUs, a name for a dry run to show."""
-        self.is_encoded = bool(self.framework)
-        if self.framework and not self.is_dry_run:
-            raise DataError("Megatron-DeepSpeed reads encoded data: set DATA_PATH")
-        if not (self.framework or self.is_on_cpu or self.is_dry_run):
-            raise DataError("set DATA_PATH to a UTF-8 text file, or to data that Megatron encoded")
-        return ["my_text_document"] if self.framework else []  # shows its position in a dry run
-
-    def _check_program(self) -> None:
-        """Check that Megatron-DeepSpeed, if it runs, has its script, packages and tokenizer."""
-        s = self.settings
-        if not self.framework:
-            return
-        files = (s["vocab_path"], s["merge_path"])
-        is_gpt2 = s["tokenizer_type"] == "GPT2BPETokenizer" and not self.is_dry_run
-        if is_gpt2 and not all(file and Path(file).is_file() for file in files):
-            raise ConfigError(
-                "set VOCAB_PATH and MERGE_PATH to the two files of GPT-2's tokenizer, or "
-                "TOKENIZER_TYPE=NullTokenizer and VOCAB_SIZE"
-            )
-        if not Path(self.framework, "pretrain_gpt.py").is_file():
-            raise ConfigError(
-                f"MEGATRON_DEEPSPEED_PATH={self.framework} has no pretrain_gpt.py: give the folder "
-                "of a checkout, or unset it to use the trainer of this folder"
-            )
-        if not self.is_dry_run:
-            check_packages(Namespace(**s))
-
     def _launcher(self) -> list[str]:
         """Command of torchrun, srun or DeepSpeed that starts the ranks, without the program."""
         s, port = self.settings, self.settings["master_port"]
@@ -267,59 +218,12 @@ class Job:
                 command += ["--num_gpus", self.ranks_per_node]
         return list(map(str, command))
 
-    def _program(self) -> list[str]:
-        """The program of the command: the trainer, or Megatron's script under the patches."""
-        if not self.framework:
-            return [str(HERE / "pretrain_gpt_usp.py")]
-        module = "-m" if self.settings["launcher"] == "srun" else "--module"
-        return [module, "megatron_patches.run", f"{self.framework}/pretrain_gpt.py"]
-
-    def _common_flags(self) -> list[str]:
-        """The flags that have the same names in the trainer and in Megatron-DeepSpeed."""
-        s = self.settings
-        flags = [template.format(**s) for template in FLAGS.split()] + ["--save", self.checkpoint]
-        flags += ["--usp-cluster", s["usp_cluster"]] if s["usp_cluster"] else []
-        flags += ["--use-rotary-position-embeddings"] if s["rotary"] == "true" else []
-        flags += ["--bf16"] if s["precision"] == "bf16" else []
-        flags += ["--load", self.checkpoint] if Path(self.checkpoint, "latest").is_file() else []
-        flags += ["--data-path", *self.data] if self.data else []
-        for flag, name in re.findall(r"(--\S+) \{(\w+)\}", OPTIONAL_FLAGS):
-            flags += [flag, s[name]] if s[name] else []
-        if self.is_encoded and s["vocab_size"]:  # of encoded data; text has its own
-            flags += ["--vocab-size", s["vocab_size"]]
-        return flags
-
-    def _program_flags(self) -> list[str]:
-        """The flags of the one program that runs: the trainer's, or those of Megatron-DeepSpeed."""
-        s, recompute = self.settings, self.settings["activation_checkpoint"] == "true"
-        if not self.framework:
-            flags = ["--rotary-base", s["rope_theta"], "--device", s["device"], "--output-dir"]
-            return [*flags, self.output, *(["--usp-recompute", "full"] if recompute else [])]
-        templates = [
-            MEGATRON_FLAGS,
-            TOKENIZER_FLAGS if s["tokenizer_type"] == "GPT2BPETokenizer" else "",
-            TENSORBOARD_FLAGS if s["tensorboard_dir"] else "",
-            "--no-pipeline-parallel" if s["pp_size"] == "1" else "",
-            CPU_FLAGS if self.is_on_cpu else "",
-            RECOMPUTE_FLAGS if recompute else "",
-        ]
-        flags_to_fill = (flag for template in templates for flag in template.split())
-        return [flag.format(**s, config=self.config) for flag in flags_to_fill]
-
-    def deepspeed_config(self) -> str:
-        """The content of DeepSpeed's configuration file, for Megatron-DeepSpeed."""
-        text = (HERE / "ds_config_gpt_TEMPLATE.json").read_text()
-        bf16 = str(self.settings["precision"] == "bf16").lower()
-        for name, value in {**self.settings, "bf16": bf16}.items():
-            text = text.replace(f"@{name.upper()}@", value)
-        return text
-
     def create_files(self) -> None:
         """Create the output folders, DeepSpeed's configuration file and the header of the log."""
         for folder in (Path(self.log).parent, Path(self.config).parent, Path(self.checkpoint)):
             folder.mkdir(parents=True, exist_ok=True)
-        if self.framework:
-            Path(self.config).write_text(self.deepspeed_config())
+        if self.program.config():
+            Path(self.config).write_text(self.program.config())
         with Path(self.log).open("a") as log:  # logs of earlier starts are kept
             print("===", time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), file=log)
 
@@ -332,18 +236,14 @@ class Job:
             else:
                 lines.append(shlex.quote(argument))
         text = " \\\n    ".join(lines)
-        config = f"\n\n# {self.config}\n{self.deepspeed_config().rstrip()}"
-        return text + (config if self.framework else "")
+        config = self.program.config().rstrip()
+        return text + (f"\n\n# {self.config}\n{config}" if config else "")
 
     def exports(self) -> dict[str, str]:
         """Variables for the training processes; those that are set already stay."""
         # FlashAttention-4 compiles kernels at the first step; a disk cache saves later starts that.
         variables = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-        # One hardware queue: megatron-core's tensor-parallel all-reduce then starts before the GEMM
-        # that hides it, but copies overlapped with attention wait behind kernels. Under DeepSpeed,
-        # Megatron-DeepSpeed has no such all-reduce; its --sequence-parallel requires the variable.
-        tensor_parallel = not self.framework and int(self.settings["mp_size"]) > 1
-        if tensor_parallel or "--sequence-parallel" in self.arguments:
+        if self.program.needs_one_queue() or "--sequence-parallel" in self.arguments:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if self.is_on_cpu:
             variables["OMP_NUM_THREADS"] = "1"
@@ -387,10 +287,9 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     if not shutil.which(launcher, path=environment.get("PATH")):
         print(f"error: there is no {launcher} on PATH. Run: . scripts/env.sh", file=sys.stderr)
         return 2
-    if not job.framework:  # refused before a folder is created and a rank is started
-        code = check_trainer([*job.flags, "--check-only", "--num-processes", str(job.world_size)])
-        if code:
-            return code
+    code = job.program.check_flags(job.flags, job.world_size)
+    if code:
+        return code
     job.create_files()
     teed = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | tee -a "$0"', job.log, *job.command]
     return os.execvpe("bash", teed, {**environment, **job.exports()})

@@ -1,4 +1,4 @@
-"""Settings of the ``ds_pretrain_gpt_*.sh`` scripts: defaults, types, flags, and overrides."""
+"""Settings of the scripts that source ``launch.sh``: defaults, types, flags, and overrides."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
         launcher=deepspeed hostfile= nnodes= node_rank= master_addr= master_port=29500
         log_interval=10 eval_iters=10 eval_interval=100 save_interval=100 seed=1234
         data_path= split=949,50,1 num_workers=0 tokenizer_type=GPT2BPETokenizer
-        vocab_path=gpt2-vocab.json merge_path=gpt2-merges.txt vocab_size=
+        vocab_path=gpt2-vocab.json merge_path=gpt2-merges.txt tokenizer_model= vocab_size=
         output_home=usp_output tensorboard_dir= wandb_project= wandb_exp_name= wandb_save_dir=
-        megatron_deepspeed_path= dry_run=0
+        usp_framework= transformer_impl= megatron_deepspeed_path= megatron_lm_path= dry_run=0
         """,
         )
     )
@@ -87,6 +87,33 @@ CPU_FLAGS = """
     --no-bias-dropout-fusion
 """
 RECOMPUTE_FLAGS = "--checkpoint-activations --deepspeed-activation-checkpointing"
+MOCK_DATA = "mock"  # DATA_PATH that stands for Megatron-LM's --mock-data
+# A dense mask of 32K tokens is 1 GiB a sequence; the causal rule needs none.
+MEGATRON_LM_FLAGS = """
+    --tensor-model-parallel-size {mp_size} --pipeline-model-parallel-size {pp_size}
+    --context-parallel-size {sp_size} --ulysses-degree {ulysses_degree} --usp-kernel {usp_kernel}
+    --transformer-impl {transformer_impl} --overlap-grad-reduce --num-layers {num_layers}
+    --hidden-size {hidden_size} --num-attention-heads {num_attn_heads} --seq-length {seq_length}
+    --max-position-embeddings {seq_length} --init-method-std {init_std} --attention-dropout 0
+    --hidden-dropout 0 --micro-batch-size {batch_size} --global-batch-size {global_batch_size}
+    --train-iters {train_iters} --lr {lr} --min-lr {min_lr} --lr-decay-style {lr_decay_style}
+    --lr-decay-iters {lr_decay_iters} --lr-warmup-iters {lr_warmup_iters}
+    --weight-decay {weight_decay} --clip-grad {clip_grad} --adam-beta1 0.9 --adam-beta2 0.95
+    --log-interval {log_interval} --eval-interval {eval_interval} --eval-iters {eval_iters}
+    --save-interval {save_interval} --seed {seed} --split {split} --num-workers {num_workers}
+    --override-opt_param-scheduler --no-create-attention-mask-in-dataloader
+"""
+MEGATRON_LM_LOCAL_FLAGS = """
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion
+"""  # these kernels are of apex or TransformerEngine
+MEGATRON_LM_CPU_FLAGS = """
+    --distributed-backend gloo --no-bias-gelu-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion
+"""
+MEGATRON_LM_RECOMPUTE_FLAGS = """
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+"""
 SETTING_OF_FLAG: Mapping[str, str] = MappingProxyType(
     dict(re.findall(r"(--\S+) \{(\w+)\}", FLAGS + OPTIONAL_FLAGS + OTHER_FLAGS))
 )
@@ -105,7 +132,7 @@ class Choice:
 
     def __str__(self) -> str:
         *others, last = map(str, self.choices)
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(others)} or {last}" if others else last
 
 
 # Types of settings that are no value of a flag.
@@ -115,6 +142,8 @@ TYPES: Mapping[str, Any] = MappingProxyType(
         "activation_checkpoint": Choice(("true", "false")),
         "precision": Choice(("bf16", "fp32")),
         "launcher": Choice(("deepspeed", "torchrun", "srun")),
+        "usp_framework": Choice(("megatron_lm",)),
+        "transformer_impl": Choice(("transformer_engine", "local")),
         "dry_run": Choice("01"),
         "num_gpus": Integer(1),
         "nnodes": Integer(1),

@@ -150,7 +150,7 @@ SETTINGS: Doors = {
     "the model": "model_size num_layers hidden_size num_attn_heads num_kv_heads init_std rotary "
     "rope_theta vocab_size precision",
     "the whole sequences, before they are sharded": "seq_length global_batch_size batch_size "
-    "data_path split tokenizer_type vocab_path merge_path num_workers seed",
+    "data_path split tokenizer_type vocab_path merge_path tokenizer_model num_workers seed",
     "the optimizer": "lr min_lr clip_grad weight_decay train_tokens_in_billion train_iters "
     "lr_warmup_tokens_in_million lr_warmup_iters lr_decay_tokens_in_billion lr_decay_iters "
     "lr_decay_style",
@@ -158,7 +158,9 @@ SETTINGS: Doors = {
     "save_interval output_home exit_interval exit_duration_in_mins tensorboard_dir "
     "wandb_project wandb_exp_name wandb_save_dir",
     "where it runs": "device num_gpus launcher hostfile nnodes node_rank master_addr master_port "
-    "megatron_deepspeed_path dry_run",
+    "usp_framework megatron_deepspeed_path megatron_lm_path dry_run",
+    "whose linear layers and norms Megatron-LM takes: TransformerEngine's where there are some": ""
+    "transformer_impl",
 }
 
 

@@ -1,0 +1,174 @@
+"""The scripts of examples_deepspeed/megatron_lm: golden commands, refusals, the checkout's parser.
+
+``python tests/examples/test_megatron_lm_scripts.py`` writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pretrain_scripts import CHECKOUT, MEGATRON_LM_SCRIPTS, PATHS, ROOT, bash, start
+
+REAL_CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+GPUS = {"lm-1.3B": "4", "lm-llama3": "8", "lm-tiny": "4"}
+# The checkout is a stand-in that has a pretrain_gpt.py; the implementation is what a GPU machine
+# with TransformerEngine takes.
+CHECKED = {
+    "DRY_RUN": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MEGATRON_LM_PATH": str(CHECKOUT),
+    "TRANSFORMER_IMPL": "transformer_engine",
+}
+CPU = {**CHECKED, "TRANSFORMER_IMPL": ""}
+
+
+def settings_of(size: str) -> dict[str, str]:
+    return {**(CPU if size == "lm-tiny" else CHECKED), "NUM_GPUS": GPUS[size]}
+
+
+def golden(size: str) -> Path:
+    return Path(__file__).resolve().parent / "golden" / f"{size}.megatron_lm.txt"
+
+
+def printed(size: str, *arguments: str, **settings: str) -> str:
+    done = bash(size, *arguments, **{**settings_of(size), **settings})
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace(str(CHECKOUT), "/checkouts/Megatron-LM")
+    return text.replace(str(ROOT), "$ROOT")
+
+
+def flags(text: str) -> list[str]:
+    words = shlex.split(text.replace("\\\n", " "))
+    return words[1 + next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+
+
+@pytest.mark.parametrize("size", MEGATRON_LM_SCRIPTS)
+def test_a_dry_run_prints_the_golden_command(size: str) -> None:
+    assert printed(size) == golden(size).read_text()
+
+
+@pytest.mark.parametrize("size", MEGATRON_LM_SCRIPTS)
+def test_scripts_are_settings_only(size: str) -> None:
+    *lines, last = PATHS[size].read_text().replace("\\\n", "").splitlines()
+    assert last == '. "$(dirname "${BASH_SOURCE[0]}")/../sequence_parallel/launch.sh"'
+    for line in lines:
+        is_flags = line.startswith("set -- ") and line.endswith(' "$@"')
+        is_setting = re.fullmatch(r"[a-z_]+=\S*", line)
+        assert not line or line.startswith("#") or is_flags or is_setting, line
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.skipif(not REAL_CHECKOUT, reason="MEGATRON_LM_PATH is not set")
+def test_megatron_lm_knows_every_flag() -> None:
+    """Its own parser, with the flags that the patches add."""
+    program = (
+        "import json, sys; from pathlib import Path; import megatron_patches as m\n"
+        "m.prepare('megatron_lm', Path(sys.argv[1])); m.apply('megatron_lm')\n"
+        "from megatron.training.arguments import parse_args\n"
+        "for sys.argv[1:] in json.loads(sys.argv[2]):\n"
+        "    args = parse_args()\n"
+        "    print('parsed', args.num_layers, args.context_parallel_size, args.ulysses_degree)\n"
+    )
+    variants = (
+        {},
+        {"TRANSFORMER_IMPL": "local", "ACTIVATION_CHECKPOINT": "true", "ZERO_STAGE": "0"},
+        {"TENSORBOARD_DIR": "tb", "WANDB_PROJECT": "p", "EXIT_INTERVAL": "7", "MP_SIZE": "2"},
+    )
+    runs = [flags(printed(size)) for size in MEGATRON_LM_SCRIPTS]
+    runs += [flags(printed("lm-1.3B", **{**v, "NUM_GPUS": "8"})) for v in variants[1:]]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, REAL_CHECKOUT, json.dumps(runs)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    parsed = [line for line in done.stdout.splitlines() if line.startswith("parsed")]
+    sizes = ("24 4 2", "32 4 2", "2 4 2", "24 4 2", "24 4 2")
+    assert parsed == [f"parsed {size}" for size in sizes], done.stderr
+
+
+def test_settings_of_the_neighbours_hold_here() -> None:
+    """Local layers need no kernel of apex; recomputation, two nodes, data with weights."""
+    words = printed("lm-1.3B", TRANSFORMER_IMPL="local", ACTIVATION_CHECKPOINT="true", NUM_GPUS="8")
+    for flag in ("--no-gradient-accumulation-fusion", "--no-rope-fusion", "--recompute-method"):
+        assert flag in words and flag not in printed("lm-1.3B")
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0", "GLOBAL_BATCH_SIZE": "4"}
+    assert printed("lm-1.3B", **{**nodes, "NUM_GPUS": "8"}).startswith(
+        "torchrun \\\n    --nnodes 2 \\\n    --node-rank 1"
+    )
+    assert "python -m megatron_patches.run" in printed("lm-1.3B", **nodes, LAUNCHER="srun")
+    assert printed("lm-1.3B", "--log-throughput").endswith("--log-throughput\n")
+    assert "--sequence-parallel" in printed("lm-1.3B", MP_SIZE="2", NUM_GPUS="8")
+    assert "--use-distributed-optimizer" not in printed("lm-1.3B", ZERO_STAGE="0")
+
+
+REFUSED = [
+    ({"MEGATRON_LM_PATH": ""}, "set MEGATRON_LM_PATH to a checkout of Megatron-LM: git clone"),
+    ({"MEGATRON_LM_PATH": "/none"}, "MEGATRON_LM_PATH=/none has no pretrain_gpt.py"),
+    ({"ZERO_STAGE": "3"}, "ZERO_STAGE=3: Megatron-LM has its distributed optimizer"),
+    ({"SEQ_LENGTH": "1001"}, "is not a multiple of 2 x SP_SIZE = 8, which Megatron-LM requires"),
+    ({"USP_LAYOUT": "contiguous"}, "USP_LAYOUT=contiguous: Megatron-LM shards batches in an order"),
+    ({"LAUNCHER": "deepspeed"}, "LAUNCHER=deepspeed does not start Megatron-LM. Use LAUNCHER="),
+    ({"TRANSFORMER_IMPL": "te"}, "TRANSFORMER_IMPL='te' must be transformer_engine or local"),
+    ({"USP_FRAMEWORK": "mds"}, "USP_FRAMEWORK='mds' must be megatron_lm"),
+    ({"DATA_PATH": "mock", "VOCAB_SIZE": ""}, "mock data need VOCAB_SIZE"),
+    ({"DATA_PATH": __file__}, "Megatron-LM reads encoded data, not"),
+    ({"DRY_RUN": "0"}, "Megatron-LM reads encoded data: set DATA_PATH, or DATA_PATH=mock"),
+    (
+        {"DRY_RUN": "0", "DATA_PATH": "@data@", "TOKENIZER_TYPE": "HuggingFaceTokenizer"},
+        "TOKENIZER_TYPE=HuggingFaceTokenizer needs TOKENIZER_MODEL",
+    ),
+    ({"DRY_RUN": "0", "DATA_PATH": "@data@"}, "set VOCAB_PATH and MERGE_PATH"),
+    (
+        {"TRAIN_ITERS": "5", "LR_WARMUP_ITERS": "5"},
+        "must be below LR_DECAY_ITERS=5 (Megatron-LM)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[text[:50] for _, text in REFUSED])
+def test_bad_settings_are_refused_before_anything_starts(
+    settings: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data.bin", "data.idx"):
+        Path(name).write_text("tokens")
+    settings = {**settings_of("lm-1.3B"), **settings}
+    settings = {k: v.replace("@data@", str(tmp_path / "data")) for k, v in settings.items()}
+    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("it was started"))
+    assert start("lm-1.3B", **settings) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and errors.startswith("error: ") and message in errors, errors
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_hardware_queue_as_megatron_lm_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple] = []
+    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
+    for sequence, expected in (("4", "1"), ("1", None)):
+        settings = {**settings_of("lm-tiny"), "SP_SIZE": sequence, "ULYSSES_DEGREE": ""}
+        settings |= {"DRY_RUN": "0", "OUTPUT_HOME": str(tmp_path), "BATCH_SIZE": "1"}
+        settings |= {"GLOBAL_BATCH_SIZE": "4"}
+        assert start("lm-tiny", **settings) == 0
+        _, words, variables = started.pop()
+        assert words[4] == "torchrun"
+        assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+if __name__ == "__main__":
+    for script in MEGATRON_LM_SCRIPTS:
+        golden(script).write_text(printed(script))
