@@ -146,12 +146,30 @@ def _refuse_zero(config: ParallelConfig) -> None:
         )
 
 
+def megatron_lm(work: Workload, config: ParallelConfig) -> str:
+    """Flags of ``python -m megatron_patches.run`` for ``pretrain_gpt.py`` of Megatron-LM."""
+    flags = _megatron_lm(work, config, ["--ulysses-degree", str(config.ulysses)])
+    # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
+    return f"{flags} \\\n--no-create-attention-mask-in-dataloader"
+
+
 def megatron_core(work: Workload, config: ParallelConfig) -> str:
     """Flags of Megatron-LM, whose program calls ``megatron_patches.apply("megatron_core")``.
 
     The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
-    whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``. It fuses SwiGLU
-    by default.
+    whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``.
+    """
+    flags = ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
+    return _megatron_lm(work, config, [*flags, str(config.ulysses), str(config.ring)])
+
+
+def _megatron_lm(work: Workload, config: ParallelConfig, degree_flags: list[str]) -> str:
+    """Megatron-LM's own flags, with ``degree_flags`` where a sequence has several ranks.
+
+    Megatron-LM fuses SwiGLU by default.
+
+    Raises:
+        ConfigError: a plan or a model for which it has no flag.
     """
     model = work.model
     _refuse_facts(model, "Megatron-LM")
@@ -170,9 +188,7 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
     flags = ["--tensor-model-parallel-size", str(config.tp)]
     flags += ["--sequence-parallel"] if config.tp > 1 and config.tp_sequence else []
     flags += ["--context-parallel-size", str(config.sp)]
-    if config.sp > 1:
-        flags += ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
-        flags += [str(config.ulysses), str(config.ring)]
+    flags += degree_flags if config.sp > 1 else []
     flags += ["--pipeline-model-parallel-size", str(config.pp)]
     if config.virtual_stages(model) > 1:
         layers = str(config.chunk_layers(model))
@@ -287,11 +303,13 @@ def script(work: Workload, config: ParallelConfig) -> str:
 KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(
     {
         "megatron-deepspeed": megatron_deepspeed,
+        "megatron-lm": megatron_lm,
         "megatron-core": megatron_core,
         "ds-config": ds_config,
         "script": script,
     }
 )
 FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(KINDS, "megatron-deepspeed") | {"megatron-core": "megatron-core"}
+    dict.fromkeys(KINDS, "megatron-deepspeed")
+    | dict.fromkeys(("megatron-lm", "megatron-core"), "megatron-core")
 )

@@ -81,6 +81,20 @@ def test_what_a_plan_fits_with_is_emitted(capsys: pytest.CaptureFixture[str], ki
     assert "--reset-attention-mask" in packed and "--reset-position-ids" in packed
 
 
+def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() -> None:
+    """The first reads --ulysses-degree, the second the sizes of Megatron-LM's own parser."""
+    work = Workload(load_model("llama3-8b"), 131072)
+    config = ParallelConfig(ulysses=2, ring=4, tp_sequence=False)
+    flags = words(emit("megatron-lm", work, config))
+    assert after(flags, "--context-parallel-size") == ["8"]
+    assert after(flags, "--ulysses-degree") == ["2"] and "--cp-comm-type" not in flags
+    levels = words(emit("megatron-core", work, config))
+    assert after(levels, "--hierarchical-context-parallel-sizes", 2) == ["2", "4"]
+    assert after(levels, "--cp-comm-type") == ["usp"] and "--ulysses-degree" not in levels
+    alone = words(emit("megatron-lm", work, replace(config, ulysses=1, ring=1)))
+    assert "--ulysses-degree" not in alone
+
+
 def test_an_order_that_no_host_has_is_not_emitted() -> None:
     work = Workload(load_model("llama3-8b"), 131072)
     config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
@@ -100,6 +114,7 @@ def test_zero_0_is_not_emitted(kind: str) -> None:
 FACTS = {
     "script": ("qkv_bias", "qk_norm", "head_dim", "rope_theta", "other_facts"),
     "megatron-deepspeed": ("qkv_bias", "qk_norm", "rope_theta", "other_facts"),
+    "megatron-lm": ("rope_theta", "other_facts"),
     "megatron-core": ("rope_theta", "other_facts"),
 }
 CHANGED = {
@@ -133,15 +148,14 @@ def test_what_both_kinds_of_models_are_made_of_is_in_the_flags(kind: str) -> Non
     gpt = words(emit(kind, Workload(load_model("gpt-1.3b"), 8192), ParallelConfig()))
     for flag in ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"):
         assert flag in llama and flag not in gpt
-    epsilon = "--norm-epsilon" if kind == "megatron-core" else "--layernorm-epsilon"
+    is_megatron_lm = kind in ("megatron-lm", "megatron-core")
+    epsilon = "--norm-epsilon" if is_megatron_lm else "--layernorm-epsilon"
     assert [word.lower() for word in after(llama, "--normalization")] == ["rmsnorm"]
     assert [word.lower() for word in after(gpt, "--normalization")] == ["layernorm"]
     assert float(after(llama, epsilon)[0]) == 1e-5
     theta, vocabulary = {
         "script": ("rope_theta=500000", "vocab_size=128256"),
-        "megatron-deepspeed": ("500000", "128255"),
-        "megatron-core": ("500000", "128255"),
-    }[kind]
+    }.get(kind, ("500000", "128255"))
     assert theta in llama and vocabulary in llama and theta not in gpt
 
 
