@@ -84,7 +84,11 @@ class ContextParallel:
             ConfigError: a layer that asks for another kind of context parallelism.
             MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
         """
-        arguments = inspect.signature(original).bind(core, *args, **kwargs).arguments
+        signature = inspect.signature(original)
+        # MLA gives them to any core attention; megatron-core's local one does not take them.
+        head_dims = {x: kwargs[x] for x in ("k_channels", "v_channels") if x in kwargs}
+        taken = {x: kwargs[x] for x in kwargs if x not in head_dims or x in signature.parameters}
+        arguments = signature.bind(core, *args, **taken).arguments
         keep_original = (
             arguments["config"].context_parallel_size == 1 and not self._settings.everywhere
         )
@@ -172,3 +176,18 @@ def index_from_one(
     if isinstance(kinds, list) and not isinstance(kinds, ListByLayerNumber):
         config.cp_comm_type = ListByLayerNumber(kinds)
     original(layer, config, *args, **kwargs)
+
+
+def without_transformer_engine(
+    original: Callable[..., None], attention: Any, *args: Any, **kwargs: Any
+) -> None:
+    """``MultiLatentAttention.__init__``, which compares a layer with a mock for a class where
+    TransformerEngine is not installed."""
+    from megatron.core.transformer import multi_latent_attention as module
+
+    is_installed = module.HAVE_TE
+    module.HAVE_TE = is_installed and isinstance(module.TELinear, type)
+    try:
+        original(attention, *args, **kwargs)
+    finally:
+        module.HAVE_TE = is_installed

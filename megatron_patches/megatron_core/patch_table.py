@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from megatron_patches.guards import Guard
 from megatron_patches.megatron_core import cpu_fallbacks
-from megatron_patches.megatron_core.context_parallel import ContextParallel, index_from_one
+from megatron_patches.megatron_core.context_parallel import (
+    ContextParallel,
+    index_from_one,
+    without_transformer_engine,
+)
 from megatron_patches.patch import Patch, add, wrap
 
 _GROUPS = "megatron.core.parallel_state"
@@ -57,6 +61,12 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             guard=_mcore("550f56a2af65ecad"),
             reason="indexes a list cp_comm_type by a layer number that starts at 1",
             upstream="index error at the last layer; fixed after 0.16",
+        ),
+        wrap(
+            "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+            without_transformer_engine,
+            guard=_mcore("92f0ff254e442de1"),
+            reason="takes TransformerEngine for installed where it is not, and raises",
         ),
     )
 

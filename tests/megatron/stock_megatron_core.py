@@ -7,8 +7,10 @@ groups, batch slicing, rotary embedding and vocabulary-parallel loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
+import oracle
 import torch
 import torch.distributed as dist
 
@@ -26,18 +28,29 @@ def step(
     recompute: bool = False,
     comm_type: str | list[str] | None = None,
     dropout: float = 0.0,
+    mla: bool = False,
+    documents: tuple[list[int], list[int]] | None = None,
+    padding_token: int = 0,
+    alone: bool = False,
     core: Callable[[], Any] | None = None,
+    **config_fields: Any,
 ) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
 
     Args:
+        documents: their lengths, and those of their places in a packed sequence (``thd``).
+        alone: one pass for each of them instead, without packing and padding.
         core: gives what the layer spec names as core attention, once the groups exist.
+        config_fields: of the ``TransformerConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     parallel_state.initialize_model_parallel(
@@ -47,7 +60,7 @@ def step(
     )
     model_parallel_cuda_manual_seed(1)
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    config = TransformerConfig(
+    config = (MLATransformerConfig if mla else TransformerConfig)(
         num_layers=LAYERS,
         hidden_size=HEADS * HEAD_DIM,
         num_attention_heads=HEADS,
@@ -62,8 +75,11 @@ def step(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         **({**recomputing, "recompute_num_layers": 1} if recompute else {}),
+        **config_fields,
     )
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(
+        multi_latent_attention=mla, qk_layernorm=mla, normalization=config.normalization
+    )
     if core:
         spec.submodules.self_attention.submodules.core_attention = core()
     torch.manual_seed(1)
@@ -74,6 +90,11 @@ def step(
         max_sequence_length=S,
         position_embedding_type="rope" if rotary else "learned_absolute",
     )
+    if documents:
+        passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
+        tokens = sum(documents[0])
+        losses = [(model(**inputs) * weights).sum() / tokens for inputs, weights in passes]
+        return reduced(model, torch.stack(losses).sum())
     batch = get_batch_on_this_cp_rank(full_batch(dense_mask))
     losses = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
@@ -109,6 +130,85 @@ def full_batch(dense_mask: bool) -> dict[str, Any]:
         "position_ids": torch.arange(S).expand(B, S).contiguous(),
         "attention_mask": causal_mask() if dense_mask else None,
     }
+
+
+def alone_documents(lengths: list[int], places: list[int]) -> list[tuple[dict, torch.Tensor]]:
+    """The inputs of the model and the weights of its losses, for each document."""
+    text = full_batch(False)
+    passes = []
+    for begin, end in pairwise([0, *accumulate(lengths)]):
+        inputs = {
+            "input_ids": text["tokens"][:1, begin:end],
+            "position_ids": torch.arange(end - begin)[None],
+            "attention_mask": None,
+            "labels": text["labels"][:1, begin:end],
+        }
+        passes.append((inputs, torch.ones(1, end - begin)))
+    return passes
+
+
+def packed(
+    lengths: list[int], places: list[int], padding_token: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """The same in one sequence with padding, and this context-parallel rank's part of it, as
+    ``get_thd_batch_on_this_cp_rank`` and TransformerEngine's ``thd_get_partitioned_indices`` do."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    rank = parallel_state.get_context_parallel_rank()
+    chunks = 2 * parallel_state.get_context_parallel_world_size()
+    starts = [0, *accumulate(places)]
+    tokens, labels = torch.full((2, 1, starts[-1]), padding_token)
+    positions, weights = torch.zeros_like(tokens), torch.zeros(1, starts[-1])
+    index: list[int] = []
+    for start, (inputs, weight) in zip(starts, alone_documents(lengths, places), strict=False):
+        document = slice(start, start + weight.shape[1])
+        tokens[:, document], labels[:, document] = inputs["input_ids"], inputs["labels"]
+        positions[:, document], weights[:, document] = inputs["position_ids"], weight
+    for begin, end in pairwise(starts):
+        chunk = (end - begin) // chunks
+        for number in (rank, chunks - 1 - rank):
+            index += range(begin + number * chunk, begin + (number + 1) * chunk)
+    if chunks == 2:
+        index = list(range(starts[-1]))
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens_padded = torch.tensor(starts, dtype=torch.int32)
+    inputs = {
+        "input_ids": tokens[:, index],
+        "position_ids": positions[:, index],
+        "attention_mask": None,
+        "labels": labels[:, index],
+        "packed_seq_params": PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens_padded,
+            cu_seqlens_kv_padded=cu_seqlens_padded,
+            max_seqlen_q=max(places),
+            max_seqlen_kv=max(places),
+        ),
+    }
+    return inputs, weights[:, index]
+
+
+class DenseAttention(torch.nn.Module):
+    """A core attention in fp64, of whole sequences: megatron-core's local one refuses MLA."""
+
+    def __init__(self, *, softmax_scale: float | None = None, **unused: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **unused: Any
+    ) -> torch.Tensor:
+        """``[s, b, h, d]`` to ``[s, b, h * e]``."""
+        positions = range(query.shape[0])
+        out, _ = oracle.dense_attention(
+            *(x.transpose(0, 1) for x in (query, key, value)),
+            oracle.causal(positions, positions),
+            self.softmax_scale,
+        )
+        return out.transpose(0, 1).flatten(2).to(query.dtype)
 
 
 def causal_mask() -> torch.Tensor:
