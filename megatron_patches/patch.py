@@ -11,6 +11,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Final, Literal
 
+import torch
+
 from ds_usp.errors import ConfigError
 from megatron_patches.guards import NO_GUARD, Guard
 
@@ -66,6 +68,7 @@ class Patch:
         also_in: other targets that hold the same object, because they imported it by name.
         guard: what the target must be.
         needs: a package without which there is nothing to patch, and the patch is left out.
+        without_gpu: left out where there is a GPU.
         reason: why it is changed, for the table.
         purpose: heading of a table of its own; "": the framework's main table.
         upstream: issue or link of a defect of the framework.
@@ -80,6 +83,7 @@ class Patch:
     also_in: tuple[str, ...] = ()
     guard: Guard = NO_GUARD
     needs: str = ""
+    without_gpu: bool = False
     reason: str = ""
     upstream: str = ""
     purpose: str = ""
@@ -94,7 +98,9 @@ class Patch:
 
     @property
     def applies(self) -> bool:
-        """Whether the package that it needs is installed."""
+        """Whether the package that it needs is installed, and the GPU missing that it replaces."""
+        if self.without_gpu and torch.cuda.is_available():
+            return False
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def mismatches(self) -> Iterator[str]:

@@ -144,10 +144,12 @@ class PatchSet:
         )
 
     def markdown(self) -> str:
-        """One row a patch and one a group of bypassed functions; a table for each purpose."""
+        """One row for patches that differ in their target alone, and one for a group of bypassed
+        functions; a table for each purpose."""
         rows: dict[str, list[tuple[str, ...]]] = {}
-        for patch in (*self.patches, *self.later):
-            rows.setdefault(patch.purpose, []).append(_markdown_row(patch))
+        for (purpose, *cells), group in itertools.groupby((*self.patches, *self.later), _cells):
+            targets = (target for patch in group for target in (patch.target, *patch.also_in))
+            rows.setdefault(purpose, []).append((_code(*targets), *cells))
         if self.bypassed:
             rows[""].extend(_bypass_rows(self.bypassed))
         tables = (_markdown_table(purpose, rows) for purpose, rows in rows.items())
@@ -213,10 +215,10 @@ def _markdown_table(purpose: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([f"**{purpose}**\n", *lines] if purpose else lines)
 
 
-def _markdown_row(patch: Patch) -> tuple[str, ...]:
+def _cells(patch: Patch) -> tuple[str, ...]:
+    """The purpose of a patch, and its row of the table without the target."""
     guard = ", ".join(filter(None, (str(patch.guard), patch.needs and f"with {patch.needs}")))
-    targets = _code(patch.target, *patch.also_in)
-    return targets, patch.kind, patch.reason, guard or "-", patch.upstream or "-"
+    return patch.purpose, patch.kind, patch.reason, guard or "-", patch.upstream or "-"
 
 
 def _bypass_rows(bypassed: Iterable[Bypass]) -> Iterator[tuple[str, ...]]:

@@ -1,49 +1,189 @@
-"""megatron-core on machines without a GPU: its calls that name CUDA.
+"""megatron-core and Megatron-LM on machines without a GPU, where "cuda" means the CPU.
 
-Each function gets the original, and calls it where there is a GPU.
+Each replacement gets the function of torch, or of Megatron, as its first argument. None of them is
+applied where there is a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import ds_usp
+_CPU = torch.device("cpu")
 
 
-def current_device(original: Callable[[], int]) -> int | torch.device:
+def create(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A factory function of torch: the tensor is made on the CPU, in pageable memory."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = _without_cuda(kwargs["device"])
+    kwargs.pop("pin_memory", None)  # raises without a GPU
+    return original(*args, **kwargs)
+
+
+def to_cuda(original: Callable[..., Tensor], tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """``Tensor.cuda``, ``Tensor.pin_memory``: the tensor itself."""
+    return tensor
+
+
+def to(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``Tensor.to``."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = _without_cuda(kwargs["device"])
+    return original(tensor, *map(_without_cuda, args), **kwargs)
+
+
+def type_name(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.type``: the name of a type is CUDA's, which Megatron's optimizers compare."""
+    result = original(tensor, *args, **kwargs)
+    if isinstance(result, str) and not result.startswith("torch.cuda."):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
+
+
+def current_device(original: Callable[[], int]) -> torch.device:
     """The device on which megatron-core allocates."""
-    return original() if torch.cuda.is_available() else torch.device("cpu")
+    return _CPU
 
 
-def rotary_of_this_rank(
-    original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup
-) -> Tensor:
-    """Rotary angles of this context-parallel rank's tokens, in megatron-core's order."""
-    if torch.cuda.is_available():
-        return original(pos_emb, seq_dim, cp_group)
-    layout = ds_usp.TokenLayout("context_parallel", pos_emb.shape[seq_dim], cp_group.size())
-    angles: Tensor = layout.shard(pos_emb, seq_dim, cp_group.rank())
-    return angles
+def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """What has no meaning on the CPU, where every operation is complete when it returns."""
+
+
+def current_stream(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Stream:
+    """The stream of the CPU."""
+    return Stream()
+
+
+def stream_context(original: Callable[..., Any], stream: Any) -> Any:
+    """``torch.cuda.stream``, for :class:`Stream`."""
+    return nullcontext()
+
+
+class Event:
+    """``torch.cuda.Event`` of a device that is never behind."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing: see the class."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        """Nothing: see the class."""
+
+    def query(self) -> bool:
+        """True: all work is complete."""
+        return True
+
+
+class Stream:
+    """``torch.cuda.Stream`` of a device that has one order of execution."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing: see the class."""
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        """Nothing: see the class."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that is complete."""
+        return event or Event()
 
 
 def get_random_state(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The state of CUDA's generator; empty without a GPU, where the CPU's is the only one."""
-    return original(*args, **kwargs) if torch.cuda.is_available() else torch.empty(0)
+    """The state of the CPU's generator, from which "cuda" tensors are drawn."""
+    return torch.get_rng_state()
 
 
-def set_random_state(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def set_random_state(
+    original: Callable[..., None], state: Tensor, *args: Any, **kwargs: Any
+) -> None:
     """Restore a state of :func:`get_random_state`."""
-    if torch.cuda.is_available():
-        original(*args, **kwargs)
+    torch.set_rng_state(state)
 
 
-def causal_mask(original: Callable[[int], Tensor], sq: int) -> Tensor:
-    """True where a query must not look, ``[sq, sq]``."""
-    if torch.cuda.is_available():
-        return original(sq)
-    return torch.ones(sq, sq, dtype=torch.bool).triu(diagonal=1)
+def seed(original: Callable[[int], None], seed: int) -> None:
+    """Seed the CPU's generator."""
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def fork_random_state(
+    original: Callable[..., Any], tracker: Any, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """``CudaRNGStatesTracker.fork`` without its warning that the CPU's generator was used."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with original(tracker, *args, **kwargs):
+            yield
+    finally:
+        logger.disabled = disabled
+
+
+def p2p_ops(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """``_p2p_ops``: sends hold the memory of their tensors until they are complete.
+
+    The interleaved schedule replaces ``output.data`` while the send is in flight. CUDA's allocator
+    reuses such memory in stream order only, the CPU's at once.
+    """
+    for name in ("tensor_send_prev", "tensor_send_next"):
+        if kwargs[name] is not None:
+            kwargs[name] = kwargs[name].detach()
+    return original(**kwargs)
+
+
+def torch_norm(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kw: Any) -> Any:
+    """``WrappedTorchNorm`` under ``--sequence-parallel``.
+
+    Its weights see a shard of the tokens on every tensor-parallel rank. Megatron sums the gradients
+    of weights with the attribute ``sequence_parallel``, which Apex's norms set.
+    """
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kw)
+    sharded = copy(config)
+    sharded.sequence_parallel = False
+    norm = original(cls, sharded, *args, **kw)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
+
+
+def initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``initialize_megatron``, which refuses to start without CUDA."""
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+
+def architecture(original: Callable[[], int]) -> int:
+    """``get_device_arch_version``: one that needs no limit on concurrent kernels."""
+    return 10
+
+
+def with_one_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that leaves out groups or seeds where it counts no GPU."""
+    count = torch.cuda.device_count
+    torch.cuda.device_count = lambda: 1
+    try:
+        return original(*args, **kwargs)
+    finally:
+        torch.cuda.device_count = count
+
+
+def _without_cuda(device: Any) -> Any:
+    """The CPU for a CUDA device, by name or as ``torch.device``; anything else as it is."""
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        return _CPU
+    return _CPU if isinstance(device, torch.device) and device.type == "cuda" else device

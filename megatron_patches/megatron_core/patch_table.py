@@ -1,19 +1,20 @@
-"""The patches of megatron-core: for USP attention, and for machines without a GPU."""
+"""The patches of megatron-core for USP attention."""
 
 from __future__ import annotations
 
 from megatron_patches.guards import Guard
-from megatron_patches.megatron_core import cpu_fallbacks
 from megatron_patches.megatron_core.context_parallel import (
     ContextParallel,
     index_from_one,
     without_transformer_engine,
 )
+from megatron_patches.megatron_core.cpu_patch_table import without_gpu
 from megatron_patches.patch import Patch, add, wrap
+
+__all__ = ["usp", "without_gpu"]
 
 _GROUPS = "megatron.core.parallel_state"
 _TE = "megatron.core.extensions.transformer_engine"
-_ROPE = "megatron.core.models.common.embeddings"
 
 
 def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
@@ -67,47 +68,6 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             without_transformer_engine,
             guard=_mcore("92f0ff254e442de1"),
             reason="takes TransformerEngine for installed where it is not, and raises",
-        ),
-    )
-
-
-def without_gpu() -> tuple[Patch, ...]:
-    """Fallbacks where there is no GPU; with one they call the originals."""
-    return (
-        wrap(
-            "torch.cuda:current_device",
-            cpu_fallbacks.current_device,
-            also_in=("torch.cuda.random:current_device",),
-            reason="no GPU: buffers and rotary frequencies are allocated on this device",
-        ),
-        wrap(
-            f"{_ROPE}.rope_utils:get_pos_emb_on_this_cp_rank",
-            cpu_fallbacks.rotary_of_this_rank,
-            also_in=(
-                f"{_ROPE}.rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
-                f"{_ROPE}.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
-            ),
-            guard=_mcore("19b817c357778e2f"),
-            reason="no GPU: pins memory and copies to CUDA",
-        ),
-        wrap(
-            "torch.cuda.random:get_rng_state",
-            cpu_fallbacks.get_random_state,
-            also_in=("torch.cuda:get_rng_state",),
-            reason="no GPU: there is no CUDA generator; dropout and recomputation ask for it",
-        ),
-        wrap(
-            "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-            cpu_fallbacks.set_random_state,
-            guard=_mcore("3e3539caa0117e64"),
-            reason="no GPU: as above",
-        ),
-        wrap(
-            "megatron.core.transformer.utils:get_default_causal_mask",
-            cpu_fallbacks.causal_mask,
-            also_in=("megatron.core.fusions.fused_softmax:get_default_causal_mask",),
-            guard=_mcore("a575730f598fa571"),
-            reason="no GPU: makes the mask on CUDA (stock attention, context parallel 1)",
         ),
     )
 

@@ -176,10 +176,10 @@ def test_the_axes_are_megatron_cores_hierarchical_groups() -> None:
 
 
 def attributes() -> dict[tuple[str, str], Any]:
-    """Every attribute of megatron-core, of its classes, and of torch.cuda."""
+    """Every attribute of megatron-core, of torch's tensors and of CUDA, and of their classes."""
     values: dict[tuple[str, str], Any] = {}
     for name, module in list(sys.modules.items()):
-        if name == "torch.cuda" or name.split(".")[0] == "megatron":
+        if name in ("torch", "torch.cuda") or name.split(".")[0] == "megatron":
             values.update({(name, key): value for key, value in vars(module).items()})
             for cls in vars(module).values():
                 if isinstance(cls, type):

@@ -1,0 +1,172 @@
+"""The patches of machines without a GPU, for megatron-core and for Megatron-LM's training loop."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_patches.guards import Guard, source_guard
+from megatron_patches.megatron_core import cpu_fallbacks
+from megatron_patches.patch import Patch
+
+_PURPOSE = "Without a GPU"
+_wrap = partial(Patch, kind="wrap", without_gpu=True, purpose=_PURPOSE)
+_replace = partial(Patch, kind="replace", without_gpu=True, purpose=_PURPOSE)
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "eye", "linspace"),
+    *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like"),
+    *("full_like", "rand_like", "randn_like"),
+)
+_RANDOM = "megatron.core.tensor_parallel.random"
+_INITIALIZE = "megatron.training.initialize"
+
+
+def without_gpu() -> tuple[Patch, ...]:
+    """ "cuda" means the CPU: torch, and megatron-core's random states."""
+    p2p = _wrap(
+        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+        cpu_fallbacks.p2p_ops,
+        guard=_mcore("c1708840a6b63c32"),
+        reason="the schedule frees outputs whose sends are in flight, which gloo still reads",
+    )
+    return (*_tensors(), *_streams(), *_random_states(), p2p, *without_apex())
+
+
+def without_apex() -> tuple[Patch, ...]:
+    """Where Apex is not installed, with a GPU or without."""
+    return (
+        Patch(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            cpu_fallbacks.torch_norm,
+            kind="wrap",
+            guard=_mcore("5389554fe034f8f0"),
+            reason="without Apex: refuses --sequence-parallel, for which its weights have to be "
+            "marked",
+        ),
+    )
+
+
+def training_without_gpu() -> tuple[Patch, ...]:
+    """Megatron-LM's training loop, beside :func:`without_gpu`."""
+    return (
+        _wrap(
+            f"{_INITIALIZE}:initialize_megatron",
+            cpu_fallbacks.initialize_megatron,
+            guard=source_guard("45ba58a56c2e051f"),
+            also_in=(
+                "megatron.training.training:initialize_megatron",
+                "megatron.training:initialize_megatron",
+            ),
+            reason="asserts that there is a GPU",
+        ),
+        _wrap(
+            f"{_INITIALIZE}:_initialize_distributed",
+            cpu_fallbacks.with_one_device,
+            guard=source_guard("fef4857cb6c0eb47"),
+            reason="makes no groups where it counts no GPU",
+        ),
+        _wrap(
+            f"{_INITIALIZE}:_set_random_seed",
+            cpu_fallbacks.with_one_device,
+            guard=source_guard("a21efeb519781bd0"),
+            reason="seeds no random states where it counts no GPU",
+        ),
+        _wrap(
+            "megatron.training.utils:get_device_arch_version",
+            cpu_fallbacks.architecture,
+            guard=source_guard("40859c655bbed9e2"),
+            also_in=("megatron.training.arguments:get_device_arch_version",),
+            reason="asks CUDA; decides whether CUDA_DEVICE_MAX_CONNECTIONS=1 is demanded",
+        ),
+        _wrap(
+            "megatron.legacy.fused_kernels:load",
+            cpu_fallbacks.nothing,
+            guard=source_guard("923b6f4e4a433618"),
+            reason="asks nvcc for its version",
+        ),
+    )
+
+
+def _tensors() -> tuple[Patch, ...]:
+    return (
+        *(
+            _wrap(f"torch:{name}", cpu_fallbacks.create, reason="makes tensors on CUDA")
+            for name in _FACTORIES
+        ),
+        _wrap("torch:Tensor.to", cpu_fallbacks.to, reason="moves tensors to CUDA"),
+        _wrap("torch:Tensor.cuda", cpu_fallbacks.to_cuda, reason="moves tensors to CUDA"),
+        _wrap("torch:Tensor.pin_memory", cpu_fallbacks.to_cuda, reason="needs CUDA"),
+        _wrap(
+            "torch:Tensor.type",
+            cpu_fallbacks.type_name,
+            reason="Megatron's optimizers want weights whose type is torch.cuda.FloatTensor",
+        ),
+    )
+
+
+def _streams() -> tuple[Patch, ...]:
+    reason = "nothing to wait for"
+    return (
+        _wrap(
+            "torch.cuda:current_device",
+            cpu_fallbacks.current_device,
+            also_in=("torch.cuda.random:current_device",),
+            reason="the device of buffers and rotary frequencies",
+        ),
+        _wrap("torch.cuda:set_device", cpu_fallbacks.nothing, reason=reason),
+        _wrap("torch.cuda:synchronize", cpu_fallbacks.nothing, reason=reason),
+        _replace(
+            "torch.cuda:Stream",
+            cpu_fallbacks.Stream,
+            also_in=("torch.cuda.streams:Stream",),
+            reason=reason,
+        ),
+        _replace(
+            "torch.cuda:Event",
+            cpu_fallbacks.Event,
+            also_in=("torch.cuda.streams:Event",),
+            reason=reason,
+        ),
+        _wrap("torch.cuda:current_stream", cpu_fallbacks.current_stream, reason=reason),
+        _wrap("torch.cuda:default_stream", cpu_fallbacks.current_stream, reason=reason),
+        _wrap("torch.cuda:stream", cpu_fallbacks.stream_context, reason=reason),
+    )
+
+
+def _random_states() -> tuple[Patch, ...]:
+    reason = "there is no CUDA generator; initialization, dropout and recomputation ask for it"
+    return (
+        _wrap(
+            "torch.cuda.random:get_rng_state",
+            cpu_fallbacks.get_random_state,
+            also_in=("torch.cuda:get_rng_state",),
+            reason=reason,
+        ),
+        _wrap(
+            "torch.cuda.random:set_rng_state",
+            cpu_fallbacks.set_random_state,
+            also_in=("torch.cuda:set_rng_state",),
+            reason=reason,
+        ),
+        _wrap(
+            "torch.cuda.random:manual_seed",
+            cpu_fallbacks.seed,
+            also_in=("torch.cuda:manual_seed",),
+            reason=reason,
+        ),
+        _wrap(
+            f"{_RANDOM}:_set_cuda_rng_state",
+            cpu_fallbacks.set_random_state,
+            guard=_mcore("3e3539caa0117e64"),
+            reason=reason,
+        ),
+        _wrap(
+            f"{_RANDOM}:CudaRNGStatesTracker.fork",
+            cpu_fallbacks.fork_random_state,
+            guard=_mcore("7e6ef87700cf958d"),
+            reason="warns that the CPU's generator was used, which is the only one",
+        ),
+    )
+
+
+def _mcore(fingerprint: str) -> Guard:
+    return Guard("megatron-core", ">=0.16,<0.17", fingerprint)
