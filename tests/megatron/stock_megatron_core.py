@@ -22,35 +22,21 @@ def step(
     tp: int = 1,
     cp: int = 1,
     levels: list[int] | None = None,
-    kv_heads: int = HEADS,
-    rotary: bool = True,
     dense_mask: bool = False,
-    recompute: bool = False,
-    comm_type: str | list[str] | None = None,
-    dropout: float = 0.0,
-    mla: bool = False,
     documents: tuple[list[int], list[int]] | None = None,
     padding_token: int = 0,
     alone: bool = False,
-    core: Callable[[], Any] | None = None,
-    **config_fields: Any,
+    **model_options: Any,
 ) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
 
     Args:
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
-        core: gives what the layer spec names as core attention, once the groups exist.
-        config_fields: of the ``TransformerConfig``.
+        model_options: of :func:`gpt_model`.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     parallel_state.initialize_model_parallel(
@@ -59,6 +45,44 @@ def step(
         hierarchical_context_parallel_sizes=levels,
     )
     model_parallel_cuda_manual_seed(1)
+    model = gpt_model(tp=tp, cp=cp, **model_options)
+    if documents:
+        passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
+        tokens = sum(documents[0])
+    else:
+        batch = get_batch_on_this_cp_rank(full_batch(dense_mask))
+        weights = batch.pop("loss_mask")
+        passes, tokens = [({"input_ids": batch.pop("tokens"), **batch}, weights)], B * S
+    losses = [(model(**inputs) * weights).sum() / tokens for inputs, weights in passes]
+    return reduced(model, torch.stack(losses).sum())
+
+
+def gpt_model(
+    *,
+    tp: int,
+    cp: int,
+    kv_heads: int = HEADS,
+    rotary: bool = True,
+    recompute: bool = False,
+    comm_type: str | list[str] | None = None,
+    dropout: float = 0.0,
+    mla: bool = False,
+    core: Callable[[], Any] | None = None,
+    **config_fields: Any,
+) -> Any:
+    """The model.
+
+    Args:
+        core: gives what the layer spec names as core attention, once the groups exist.
+        config_fields: of the ``TransformerConfig``.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform"}
     config = (MLATransformerConfig if mla else TransformerConfig)(
         num_layers=LAYERS,
@@ -83,24 +107,13 @@ def step(
     if core:
         spec.submodules.self_attention.submodules.core_attention = core()
     torch.manual_seed(1)
-    model = GPTModel(
+    return GPTModel(
         config,
         spec,
         vocab_size=VOCAB,
         max_sequence_length=S,
         position_embedding_type="rope" if rotary else "learned_absolute",
     )
-    if documents:
-        passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
-        tokens = sum(documents[0])
-        losses = [(model(**inputs) * weights).sum() / tokens for inputs, weights in passes]
-        return reduced(model, torch.stack(losses).sum())
-    batch = get_batch_on_this_cp_rank(full_batch(dense_mask))
-    losses = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
-    )
-    loss = (losses * batch["loss_mask"]).sum() / (B * S)
-    return reduced(model, loss)
 
 
 def reduced(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -132,7 +145,9 @@ def full_batch(dense_mask: bool) -> dict[str, Any]:
     }
 
 
-def alone_documents(lengths: list[int], places: list[int]) -> list[tuple[dict, torch.Tensor]]:
+def alone_documents(
+    lengths: list[int], places: list[int]
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """The inputs of the model and the weights of its losses, for each document."""
     text = full_batch(False)
     passes = []

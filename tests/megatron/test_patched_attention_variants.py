@@ -1,4 +1,4 @@
-"""What GPTModel may ask of attention on a mesh: MLA, windows, sinks, packed and padded documents."""
+"""What GPTModel may ask of attention on a mesh: MLA, windows, sinks, packed documents."""
 
 from __future__ import annotations
 
