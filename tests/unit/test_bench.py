@@ -22,6 +22,7 @@ import bench_harness
 import overlap
 import reference
 import shapes
+import step_trace
 import tables
 
 SESSION = bench_harness.Session(torch.device("cpu"), rank=0, world=4)
@@ -74,6 +75,28 @@ def test_communication_is_exposed_where_no_kernel_computes() -> None:
         "exposed": 2.0,
         "idle": 1.0,
     }
+
+
+def test_kernels_are_counted_by_kind() -> None:
+    names = {
+        "ncclDevKernel_AllGather": "communication",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
+        "void multi_tensor_apply_kernel<AdamFunctor>": "optimizer",
+        "Memcpy HtoD (Pinned -> Device)": "copy",
+        "void at::native::vectorized_elementwise_kernel": "other",
+    }
+    assert {name: step_trace.kind_of(name) for name in names} == names
+    millisecond = 1_000_000
+    events = [  # two GEMMs overlap, and hide half of the communication; then one idle millisecond
+        ("gemm_a", 0, 2 * millisecond),
+        ("gemm_b", millisecond, 3 * millisecond),
+        ("ncclDevKernel_SendRecv", 2 * millisecond, 4 * millisecond),
+        ("adam", 5 * millisecond, 6 * millisecond),
+    ]
+    times = step_trace.kinds_ms(events)
+    expected = {"gemm": 3, "communication": 2, "optimizer": 1, "exposed": 1, "idle": 1, "span": 6}
+    assert times.items() >= {(name, float(value)) for name, value in expected.items()}
 
 
 def test_rank_0_alone_writes_a_table_that_reads_back(

@@ -1,0 +1,234 @@
+"""Training steps in megatron-core's loop: ds_usp beside TransformerEngine's context parallelism.
+
+    torchrun --nproc-per-node 2 scripts/bench/bench_megatron_lm.py --out megatron_lm.csv \\
+        --workloads gpt-1.3b:16K:2 gpt-1.3b:32K:1 gpt-1.3b:64K:1 llama3-8b/8:32K:1
+    torchrun --nproc-per-node 2 scripts/bench/bench_megatron_lm.py --device cpu \\
+        --workloads tiny:64:2                       # shows that it runs
+
+bf16, DistributedDataParallel, the distributed optimizer, gradient reduction and parameter gathering
+overlapped; context parallelism over all ranks. In one run, on the same model and weights (the
+learning rate is 0): in TransformerEngine's layers its own p2p and a2a and every mesh of ds_usp; in
+the local layers every mesh of ds_usp; "stock": each kind of layers as it is, every sequence on one
+rank, where the sequences divide among the ranks. --backend and --kernel choose the attention kernel
+of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine finds it).
+
+A row is the median of --iterations steps after --warm-up, over --rounds, in which the contenders of
+one model take turns. With --losses N a row is the loss and the gradient norm of one of N training
+steps instead, of a model that is built anew for each contender and each of --seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from bench_harness import Session, Table, common_flags
+from megatron_train import LAYERS, Training, Workload, destroy_groups, without_gpu
+from step_trace import COLUMNS, traced
+
+TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
+
+
+def contenders(layers: str, context: int) -> list[str]:
+    """What one model's layers can attend by, at a context-parallel size."""
+    if context == 1:
+        return ["stock"]
+    meshes = [f"ds_usp {u}x{context // u}" for u in range(context, 0, -1) if context % u == 0]
+    return [*(["TE p2p", "TE a2a"] if layers == "te" else []), *meshes]
+
+
+@contextmanager
+def training(
+    session: Session, args: argparse.Namespace, workload: Workload, layers: str, context: int,
+    **options: float,
+) -> Iterator[Training | str]:  # fmt: skip
+    """A model, or why a rank cannot build it; its memory is freed at the end."""
+    if context == 1 and workload.sequences % session.world:
+        yield f"{workload.sequences} sequences do not divide among {session.world} ranks"
+        return
+    built = session.try_all_ranks(
+        lambda: Training(
+            session,
+            workload,
+            layers=layers,
+            context=context,
+            kernel=args.kernel,
+            backend=args.backend,
+            bf16=args.precision == "bf16",
+            **options,
+        )
+    )
+    try:
+        yield built
+    finally:
+        if isinstance(built, Training):
+            built.release()
+        del built
+        destroy_groups()
+        gc.collect()
+        if session.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def prepared(session: Session, model: Training, name: str, steps: int) -> str | None:
+    """Warm a contender up; the reason if a rank cannot run it."""
+
+    def warm_up() -> None:
+        model.attend_by(name)
+        for _ in range(steps):
+            model.step()
+
+    model.release()
+    return session.try_all_ranks(warm_up)
+
+
+def peak_gib(session: Session, model: Training) -> float:
+    """Peak GiB since the last reset, with the staging buffers of the meshes, maximum over ranks."""
+    if not session.on_gpu:
+        return float("nan")
+    peak = torch.cuda.max_memory_allocated() + model.reserved_bytes()
+    return session.all_reduced([peak], torch.distributed.ReduceOp.MAX)[0] / 2**30
+
+
+def time_model(
+    session: Session, args: argparse.Namespace, tables: list[Table], model: Training, label: str
+) -> None:
+    """Time the contenders of one model in turns, and add their rows."""
+    workload, times = model.workload, {}
+    names = contenders(args.current_layers, model.config.context_parallel_size)
+    rows: dict[str, list[str]] = {}
+    for _ in range(args.rounds):
+        for name in names:
+            failed = prepared(session, model, name, args.warm_up)
+            if failed:
+                session.print0(f"{workload}  {name}, {label}: left out, {failed}")
+                continue
+            if session.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            seconds = [session.seconds(model.step) for _ in range(args.iterations)]
+            times.setdefault(name, []).extend(seconds)
+            rows[name] = [
+                f"{model.loss():.4f}",
+                f"{float(model.grad_norm):.4f}",
+                f"{peak_gib(session, model):.2f}",
+            ]
+    for name, measured in times.items():
+        median = statistics.median(measured)
+        rate = workload.sequences * workload.seq_len / median / session.world
+        table = [str(workload), f"{name}, {label}", f"{rate:.1f}", f"{median * 1e3:.2f}"]
+        tables[0].add([*table, *rows[name]])
+        session.print0(
+            f"{workload}  {name + ', ' + label:40} {rate:10,.0f} tokens/s per GPU "
+            f"{median * 1e3:9.2f} ms  loss {rows[name][0]}  {rows[name][2]} GiB"
+        )
+    if args.trace:
+        for name in times:
+            if prepared(session, model, name, 2) is None:
+                trace_contender(session, args, tables[1], model, name, label)
+
+
+def trace_contender(
+    session: Session,
+    args: argparse.Namespace,
+    table: Table,
+    model: Training,
+    name: str,
+    label: str,
+) -> None:
+    """Trace a warmed-up contender, and add its row."""
+    title = f"{model.workload} {name} {label}".translate(str.maketrans(" /'", "__ "))
+    path = args.trace / f"{title.replace(' ', '')}.json"
+    parts = traced(session, model.step, args.trace_steps, path)
+    table.add([str(model.workload), f"{name}, {label}", *(f"{parts[c]:.2f}" for c in COLUMNS)])
+    text = " ".join(f"{column} {parts[column]:.1f}" for column in COLUMNS)
+    session.print0(f"{model.workload}  {name + ', ' + label:40} {text} ms")
+
+
+def losses(
+    session: Session, args: argparse.Namespace, table: Table, workload: Workload, layers: str,
+    context: int,
+) -> None:  # fmt: skip
+    """Add the losses of every contender of one kind of layers, each from the same weights."""
+    for name in contenders(layers, context):
+        for seed in args.seeds:
+            with training(session, args, workload, layers, context, lr=args.lr, seed=seed) as model:
+                label = f"{name}, {LAYERS[layers]}"
+                failed = model if isinstance(model, str) else prepared(session, model, name, 0)
+                if failed:
+                    session.print0(f"{workload}  {label}: left out, {failed}")
+                    continue
+                for number in range(1, args.losses + 1):
+                    model.step()
+                    values = (f"{model.loss():.5f}", f"{float(model.grad_norm):.5f}")
+                    table.add([str(workload), label, str(seed), str(number), *values])
+                    session.print0(f"{workload}  {label:40} seed {seed} step {number} {values}")
+
+
+def main() -> None:
+    """Time, or train, every workload; rank 0 prints and writes."""
+    args = parse()
+    session = Session.start(args.device)
+    if not session.on_gpu:
+        without_gpu()
+    columns = ("seed", "step", "loss", "grad_norm") if args.losses else TIMES
+    kernel = f"{args.backend} of TransformerEngine, {args.kernel} of ds_usp"
+    note = f"{args.precision}, {kernel}"
+    tables = [Table(session, args.out, ("workload", "contender", *columns), note)]
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+        path = args.trace / "summary.csv"
+        tables.append(Table(session, path, ("workload", "contender", *COLUMNS), f"{note}; ms"))
+    for workload in map(Workload.parse, args.workloads):
+        for layers in args.layers:
+            for context in (session.world, 1):
+                args.current_layers = layers
+                if args.losses:
+                    losses(session, args, tables[0], workload, layers, context)
+                    continue
+                with training(session, args, workload, layers, context) as model:
+                    if isinstance(model, str):
+                        session.print0(
+                            f"{workload}  {LAYERS[layers]}, {context}: left out, {model}"
+                        )
+                    else:
+                        time_model(session, args, tables, model, LAYERS[layers])
+    session.close()
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = common_flags(__doc__)
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=["gpt-1.3b:16K:2", "gpt-1.3b:32K:1"],
+        metavar="MODEL[/LAYERS]:TOKENS[:SEQUENCES]",
+        help="models of the planner, or tiny",
+    )
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, help="default: all, local on CPUs")
+    parser.add_argument("--kernel", help="of ds_usp (default: cudnn, auto on CPUs)")
+    parser.add_argument("--backend", default="fused", choices=("fused", "flash", "auto"))
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16, fp32 on CPUs")
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--trace", type=Path, help="folder for traces and their summary.csv")
+    parser.add_argument("--trace-steps", type=int, default=2)
+    parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
+    parser.add_argument("--lr", type=float, default=1e-4, help="of --losses")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    args.layers = args.layers or (list(LAYERS) if on_gpu else ["local"])
+    args.precision = args.precision or ("bf16" if on_gpu else "fp32")
+    args.kernel = args.kernel or ("cudnn" if on_gpu else "auto")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The benchmark of megatron-core's training loop: its rows, losses and traces, on two CPU ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "scripts" / "bench"
+sys.path.insert(0, str(BENCH))
+
+from megatron_train import Workload  # noqa: E402
+from step_trace import COLUMNS  # noqa: E402
+
+CONTENDERS = ["ds_usp 2x1", "ds_usp 1x2", "stock"]
+TINY = "tiny 2 layers 64 x 2"
+
+
+def run(*arguments: str) -> str:
+    """The output of the script on two ranks that torchrun starts; its patches end with them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(BENCH / "bench_megatron_lm.py"), "--device", "cpu", "--workloads", "tiny:64:2"]
+    done = subprocess.run(
+        [*launcher, *script, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def test_a_workload_is_a_model_its_first_layers_tokens_and_sequences() -> None:
+    workload = Workload.parse("llama3-8b/8:64K:2")
+    assert (workload.model.layers, workload.model.kv_heads) == (8, 8)
+    assert (workload.seq_len, workload.sequences) == (65536, 2)
+    assert str(workload) == "llama3-8b 8 layers 64K x 2"
+    assert Workload.parse("tiny:100").sequences == 1
+    batch = Workload.parse("tiny:100").batch(seed=1)
+    assert batch["tokens"][0, 1:].equal(batch["labels"][0, :-1])
+
+
+@pytest.mark.slow
+def test_every_contender_is_timed_and_traced_on_the_same_weights(tmp_path: Path) -> None:
+    path = tmp_path / "megatron_lm.csv"
+    steps = ("--warm-up", "1", "--iterations", "2", "--rounds", "2", "--trace-steps", "1")
+    output = run(*steps, "--trace", str(tmp_path / "traces"), "--out", str(path))
+    rows = read(path)
+    assert [row["contender"] for row in rows] == [f"{name}, local layers" for name in CONTENDERS]
+    assert {row["workload"] for row in rows} == {TINY}
+    for row in rows:
+        seconds = float(row["ms"]) / 1e3
+        assert float(row["tokens_per_s_per_gpu"]) == pytest.approx(64 * 2 / 2 / seconds, rel=0.01)
+        assert float(row["loss"]) == pytest.approx(float(rows[-1]["loss"]), abs=1e-4)
+        assert float(row["grad_norm"]) == pytest.approx(float(rows[-1]["grad_norm"]), abs=1e-4)
+    summary = read(tmp_path / "traces" / "summary.csv")
+    assert [list(row) for row in summary] == [["workload", "contender", *COLUMNS]] * 3
+    for trace in (tmp_path / "traces").glob("*.json"):
+        assert json.loads(trace.read_text())["traceEvents"]
+    assert output.count("tokens/s per GPU") == 3
+
+
+@pytest.mark.slow
+def test_every_contender_trains_the_same_losses(tmp_path: Path) -> None:
+    """Stock layers, each sequence on one rank, are the reference. Rows have five digits."""
+    path = tmp_path / "losses.csv"
+    run("--losses", "4", "--seeds", "1", "2", "--lr", "1e-2", "--out", str(path))
+    rows = read(path)
+    losses = {
+        name: [float(row["loss"]) for row in rows if row["contender"] == f"{name}, local layers"]
+        for name in CONTENDERS
+    }
+    for name in CONTENDERS:
+        assert losses[name] == pytest.approx(losses["stock"], abs=5e-5), name
+    first = losses["stock"][:4]
+    assert len(losses["stock"]) == 8 and first[-1] < first[0] - 0.3
+    assert first != losses["stock"][4:]  # another seed
