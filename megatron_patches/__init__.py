@@ -1,8 +1,9 @@
-"""Run-time patches that use ds_usp in Megatron-DeepSpeed, megatron-core and DeepSpeed.
+"""Run-time patches that use ds_usp in Megatron-LM, Megatron-DeepSpeed, megatron-core and DeepSpeed.
 
 A framework is a subpackage with a function ``patches(settings) -> PatchSet``; where it is a
-checkout and no installed package, also ``prepare(checkout)``, which makes it importable; and where
-it has patches of a script, the name of that module: ``SCRIPT``.
+checkout and no installed package, also ``CHECKOUT``, which says how one is known, and
+``prepare(checkout)``, which makes it importable; and where it has patches of a script, the name of
+that module: ``SCRIPT``.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import importlib
 import pkgutil
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from megatron_patches.checkout import Checkout
 from megatron_patches.guards import Guard, fingerprint
 from megatron_patches.patch import Bypass, Patch
 from megatron_patches.patch_set import PatchSet, applied_sets
 
 __all__ = [
     "Bypass",
+    "Checkout",
     "Guard",
     "Patch",
     "PatchSet",
     "apply",
     "check",
+    "checkout_of",
     "fingerprint",
+    "framework_of",
     "frameworks",
     "hosts",
     "patch_set",
@@ -54,8 +60,38 @@ def patch_set(framework: str, **settings: Any) -> PatchSet:
     """
     if framework not in frameworks():
         raise ConfigError(f"unknown framework {framework!r}; there are {', '.join(frameworks())}")
-    patches: PatchSet = importlib.import_module(f"{__name__}.{framework}").patches(settings)
+    patches: PatchSet = _module(framework).patches(settings)
     return patches
+
+
+def checkout_of(framework: str) -> Checkout | None:
+    """How a checkout of a framework is known; None of one that is used as it is installed."""
+    return getattr(_module(framework), "CHECKOUT", None)
+
+
+def framework_of(path: Path) -> str:
+    """The framework whose checkout holds a path, the innermost one.
+
+    Raises:
+        ConfigError: a path that does not exist, or that is in the checkout of none or of several.
+    """
+    if not path.expanduser().exists():
+        raise ConfigError(f"{path} does not exist; give a script of a checkout")
+    checkouts = {name: found for name in frameworks() if (found := checkout_of(name))}
+    roots = {name: root for name, known in checkouts.items() if (root := known.root_of(path))}
+    if not roots:
+        wanted = " or of ".join(known.wanted for known in checkouts.values())
+        raise ConfigError(f"{path} is in no checkout of {wanted}")
+    innermost = max(roots.values(), key=lambda root: len(root.parts))
+    names = [name for name, root in roots.items() if root == innermost]
+    if len(names) > 1:
+        both = " and of ".join(
+            f"{checkouts[name].name} ({', '.join(checkouts[name].markers)})" for name in names
+        )
+        raise ConfigError(
+            f"{innermost} is a checkout of {both} at once; give a clone of one of them alone"
+        )
+    return names[0]
 
 
 def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchSet:
@@ -100,7 +136,7 @@ def check(framework: str, checkout: Path | None = None) -> str:
     """
     patches = patch_set(framework)
     prepare(framework, checkout)
-    script = getattr(importlib.import_module(f"{__name__}.{framework}"), "SCRIPT", "__main__")
+    script = getattr(_module(framework), "SCRIPT", "__main__")
     patched = (*patches.patches, *(patch.retarget("__main__", script) for patch in patches.later))
     bypassed = [bypass.retarget("__main__", script) for bypass in patches.bypassed_by("")]
     patches.verify((*patched, *bypassed))
@@ -111,7 +147,7 @@ def check(framework: str, checkout: Path | None = None) -> str:
         for line in bypass.mismatches()
     )
     location = f" at {checkout}" if checkout else ""
-    bypass_count = f", {len(bypassed)} functions that they bypass" if bypassed else ""
+    bypass_count = f", {len(bypassed)} functions that they bypass or rely on" if bypassed else ""
     return f"{framework}{location} matches: {len(patched)} patches{bypass_count}{''.join(notes)}"
 
 
@@ -121,9 +157,8 @@ def prepare(framework: str, checkout: Path | None) -> None:
     Raises:
         ConfigError: a path that is no checkout of it, or a framework that takes none.
     """
-    module = importlib.import_module(f"{__name__}.{framework}")
-    if hasattr(module, "prepare"):
-        module.prepare(checkout)
+    if checkout_of(framework):
+        _module(framework).prepare(checkout)
     elif checkout is not None:
         raise ConfigError(f"{framework} is used as it is installed; give no path, got {checkout}")
 
@@ -131,3 +166,7 @@ def prepare(framework: str, checkout: Path | None) -> None:
 def table(framework: str) -> str:
     """What :func:`apply` changes, why, and against which source, as a Markdown table."""
     return patch_set(framework).markdown()
+
+
+def _module(framework: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{framework}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -25,8 +24,9 @@ def main(argv: list[str] | None = None) -> int:
         nargs="?",
         const="",
         metavar="PATH",
-        help="whether the framework matches; PATH: a checkout of Megatron-DeepSpeed (default: "
-        "$MEGATRON_DEEPSPEED_PATH); other frameworks as they are installed",
+        help="whether the framework matches; PATH: a checkout of Megatron-DeepSpeed or Megatron-LM "
+        "(default: $MEGATRON_DEEPSPEED_PATH, $MEGATRON_LM_PATH); other frameworks as they are "
+        "installed",
     )
     args = parser.parse_args(argv)
     try:
@@ -46,9 +46,8 @@ def _checkout(framework: str, path: str) -> Path | None:
     Raises:
         ConfigError: a variable that names no folder.
     """
-    variable = getattr(
-        importlib.import_module(f"megatron_patches.{framework}"), "CHECKOUT_VARIABLE", ""
-    )
+    known = megatron_patches.checkout_of(framework)
+    variable = known.variable if known else ""
     from_environment = os.environ.get(variable, "")
     if not path and from_environment and not Path(from_environment).is_dir():
         raise ConfigError(

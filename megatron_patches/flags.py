@@ -1,7 +1,7 @@
-"""The ``--ulysses-degree`` and ``--usp-*`` flags, which the patched Megatron-DeepSpeed and the
-trainer share, and what the planner and the transformer layers get from them.
+"""The ``--ulysses-degree`` and ``--usp-*`` flags, which the patched Megatron-DeepSpeed and
+Megatron-LM and the trainer share, and what the planner and the transformer layers get from them.
 
-The parsed arguments have Megatron-DeepSpeed's names in both programs. Needs torch in
+The planner reads Megatron-DeepSpeed's names of the arguments in all programs. Needs torch in
 :func:`choose_degree` and :func:`layer_memory` alone, so that a parser starts without it.
 """
 
@@ -43,11 +43,13 @@ def add_degree_flags(
     cluster_type: FlagType = str,
     default: int | None = None,
     default_text: str = "all of them",
+    sp_flag: str = "--ds-sequence-parallel-size",
 ) -> None:
     """``--ulysses-degree`` and ``--usp-cluster``.
 
     Args:
         degree_type, cluster_type: argparse types of the two.
+        sp_flag: the program's flag for the ranks that share a sequence.
         default_text: what None means, for the help.
     """
     parser.add_argument(
@@ -55,8 +57,8 @@ def add_degree_flags(
         type=degree_type,
         default=default,
         metavar="U",
-        help="ranks of --ds-sequence-parallel-size that exchange heads; the ring takes the rest; "
-        f"{AUTO}: what the planner finds fastest (default: {default_text})",
+        help=f"ranks of {sp_flag} that exchange heads; the ring takes the rest; {AUTO}: what the "
+        f"planner finds fastest (default: {default_text})",
     )
     parser.add_argument(
         "--usp-cluster",
@@ -88,10 +90,21 @@ def add_attention_flags(
         default=settings.layout,
         help="which tokens a rank holds; zigzag balances causal work over the ring",
     )
+    add_kernel_flag(parser, kernels=kernels, default=settings.kernel)
+
+
+def add_kernel_flag(
+    parser: Parser, *, kernels: Sequence[str] | None = None, default: str = "auto"
+) -> None:
+    """Add ``--usp-kernel`` to a program's parser.
+
+    Args:
+        kernels: its choices; None: argparse accepts any text.
+    """
     parser.add_argument(
         "--usp-kernel",
         choices=kernels,
-        default=settings.kernel,
+        default=default,
         help="attention kernel; auto: the fastest that serves the dtype and the head dim here",
     )
 
@@ -102,13 +115,7 @@ def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagT
     Args:
         ratio_type, chunks_type: argparse types of the last two.
     """
-    parser.add_argument(
-        "--usp-recompute",
-        choices=framework_caps("megatron-deepspeed").recompute,
-        default="none",
-        help="what each layer computes again in backward: nothing, norms and activation functions "
-        "(gemm-last), all but attention and its exchanges (attention), or all (full)",
-    )
+    add_recompute_flag(parser)
     parser.add_argument(
         "--usp-offload-ratio",
         type=ratio_type,
@@ -123,6 +130,17 @@ def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagT
         default=0,
         metavar="N",
         help="compute the loss in N chunks of the tokens and never hold all logits; 0: in one",
+    )
+
+
+def add_recompute_flag(parser: Parser) -> None:
+    """Add ``--usp-recompute`` to a program's parser."""
+    parser.add_argument(
+        "--usp-recompute",
+        choices=framework_caps("megatron-deepspeed").recompute,
+        default="none",
+        help="what each layer computes again in backward: nothing, norms and activation functions "
+        "(gemm-last), all but attention and its exchanges (attention), or all (full)",
     )
 
 
@@ -147,12 +165,18 @@ class PlannedRun:
         zero: DeepSpeed's ZeRO stage.
         world_size: ranks of the program.
         default_vocab: entries of the vocabulary before the program has read it.
+        framework: whose abilities the planner assumes.
+        tp_sequence, layers_per_virtual_stage, overlap_gradients: as in ``ParallelConfig``.
     """
 
     args: Any
     zero: int
     world_size: int
     default_vocab: int
+    framework: str = "megatron-deepspeed"
+    tp_sequence: bool = False
+    layers_per_virtual_stage: int = 0
+    overlap_gradients: bool = False
 
     def model_shape(self) -> ModelShape:
         """The planner's :class:`ModelShape` of the program's arguments."""
@@ -196,8 +220,10 @@ class PlannedRun:
             micro_batch=args.micro_batch_size,
             offload_ratio=0.0 if ratio == AUTO else ratio,
             offload_unit="layer",
-            tp_sequence=False,
-            schedule="deepspeed",
+            tp_sequence=self.tp_sequence,
+            layers_per_virtual_stage=self.layers_per_virtual_stage,
+            schedule=framework_caps(self.framework).schedule,
+            overlap_gradients=self.overlap_gradients,
             fused_loss=args.usp_loss_chunks > 0,
             param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
         )
@@ -212,11 +238,14 @@ class PlannedRun:
 
         # "auto" is solved when the degrees are known; a ratio that the user gave stays.
         solves_ratio = self.args.usp_offload_ratio == AUTO
+        config = replace(self.parallel_config(), ulysses=1, ring=1)
+        caps = framework_caps(self.framework)
+        caps = replace(caps, offloads=solves_ratio, recompute=(*caps.recompute, config.recompute))
         return choose_ulysses(
             this_cluster(self.args.usp_cluster, self.world_size, on_gpu=on_gpu),
             self.workload(),
-            replace(framework_caps("megatron-deepspeed"), offloads=solves_ratio),
-            replace(self.parallel_config(), ulysses=1, ring=1),
+            caps,
+            config,
             self.world_size,
         )
 

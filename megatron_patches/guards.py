@@ -10,6 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from packaging.specifiers import SpecifierSet
@@ -17,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 # Fields that do not change what a node means, or that only newer Pythons write.
 _MEANINGLESS_FIELDS = ("kind", "type_comment")
 _FINGERPRINT_DIGITS = 16
+# Packages that a checkout hides on the import path, with the module that has their version.
+_VERSION_MODULES: Final = MappingProxyType({"megatron-core": "megatron.core.package_info"})
 
 
 @dataclass(frozen=True)
@@ -40,31 +43,25 @@ class Guard:
         known = self.source_sha256
         return ((known,) if known else ()) if isinstance(known, str) else known
 
-    def mismatches(self, original: Any) -> Iterator[str]:
-        """How this process differs from what the patch was written for, one sentence for each
-        difference.
+    def version_mismatches(self) -> Iterator[str]:
+        """The sentence that the distribution is missing or has another version, if so."""
+        if not self.distribution:
+            return
+        found = _version_of(self.distribution)
+        if found is None:
+            yield f"needs {self.distribution} {self.versions}, which is not installed"
+        elif not SpecifierSet(self.versions, prereleases=True).contains(found):
+            yield f"needs {self.distribution} {self.versions}, found {found}"
+
+    def source_mismatches(self, original: Any) -> Iterator[str]:
+        """The sentence that the original's source differs from all known fingerprints, if so.
 
         Args:
             original: the object, or its target ``package.module:Class.name`` where the object
                 has no source of its own, such as TorchScript.
         """
-        if self.distribution:
-            yield from self._version_mismatch()
-        if self.fingerprints:
-            yield from self._source_mismatch(original)
-
-    def _version_mismatch(self) -> Iterator[str]:
-        """The sentence that the distribution is missing or has another version, if so."""
-        try:
-            installed = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            yield f"needs {self.distribution} {self.versions}, which is not installed"
+        if not self.fingerprints:
             return
-        if not SpecifierSet(self.versions, prereleases=True).contains(installed):
-            yield f"needs {self.distribution} {self.versions}, found {installed}"
-
-    def _source_mismatch(self, original: Any) -> Iterator[str]:
-        """The sentence that the original's source differs from all known fingerprints, if so."""
         try:
             digest = (fingerprint_at if isinstance(original, str) else fingerprint)(original)
         except (OSError, TypeError) as error:
@@ -87,9 +84,26 @@ def source_guard(source_sha256: str) -> Guard:
     return Guard(source_sha256=source_sha256)
 
 
+def megatron_core_guard(source_sha256: str) -> Guard:
+    """A function or class of megatron-core, installed or in a checkout of Megatron-LM."""
+    return Guard("megatron-core", ">=0.16,<0.17", source_sha256)
+
+
 def deepspeed_guard(source_sha256: str) -> Guard:
     """A function or class of DeepSpeed."""
     return Guard("deepspeed", ">=0.19,<0.20", source_sha256)
+
+
+def _version_of(distribution: str) -> str | None:
+    """The version of a distribution: of the package that is imported, where a checkout of it may
+    hide an installed one; None: there is none."""
+    try:
+        if distribution in _VERSION_MODULES:
+            module = importlib.import_module(_VERSION_MODULES[distribution])
+            return str(module.__version__)
+        return importlib.metadata.version(distribution)
+    except (ImportError, AttributeError):
+        return None
 
 
 def fingerprint(obj: Any) -> str:

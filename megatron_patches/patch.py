@@ -11,8 +11,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Final, Literal
 
-import torch
-
 from ds_usp.errors import ConfigError
 from megatron_patches.guards import NO_GUARD, Guard
 
@@ -99,12 +97,15 @@ class Patch:
     @property
     def applies(self) -> bool:
         """Whether the package that it needs is installed, and the GPU missing that it replaces."""
-        if self.without_gpu and torch.cuda.is_available():
-            return False
+        if self.without_gpu:
+            import torch  # a parser of flags starts without it
+
+            if torch.cuda.is_available():
+                return False
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def mismatches(self) -> Iterator[str]:
-        """Why this patch does not fit the framework, one line each."""
+        """How the source differs from what this patch was written for, one line each."""
         try:
             original = PatchTarget.find(self.target).read()
             aliases = [(target, PatchTarget.find(target).read()) for target in self.also_in]
@@ -123,7 +124,9 @@ class Patch:
         for target, alias in aliases:
             if unwrap_descriptor(alias) is not unwrap_descriptor(original):
                 yield f"{target}: is not the same object as {self.target}"
-        yield from (f"{self.target}: {mismatch}" for mismatch in self.guard.mismatches(original))
+        yield from (
+            f"{self.target}: {mismatch}" for mismatch in self.guard.source_mismatches(original)
+        )
 
     def retarget(self, module: str, to: str) -> Patch:
         """This patch for a module that is loaded under another name."""
@@ -145,13 +148,16 @@ add = partial(Patch, kind="add")
 
 @dataclass(frozen=True)
 class Bypass:
-    """One function that is not replaced, and that a patched framework does not call, or not for all
-    that it computes; an edit of it is refused, because it would have no effect.
+    """One function that is not replaced, and whose edits are refused.
+
+    Of kind ``bypass`` a patched framework does not call it, or not for all that it computes: an
+    edit would have no effect. Of kind ``rely`` the patches compute what is right for its known
+    source alone, such as the order of tokens: an edit would make results wrong.
 
     Args:
         target: ``package.module:name`` or ``package.module:Class.name``.
-        reason: what computes the same instead.
-        guard: the source that was known, which the patches compute in another way.
+        reason: what computes the same instead; what the patches take from it.
+        guard: the source that was known.
         flag: the flag of the framework with which alone it is bypassed; "": always.
     """
 
@@ -159,13 +165,15 @@ class Bypass:
     reason: str
     guard: Guard
     flag: str = ""
+    kind: Literal["bypass", "rely"] = "bypass"
 
     applies = True
 
     def mismatches(self) -> Iterator[str]:
         """The differences from the known function, one sentence each."""
-        for line in self.guard.mismatches(self.target):
-            yield f"{self.target}: {line}. An edit has no effect: {self.reason}"
+        edit = "An edit has no effect" if self.kind == "bypass" else "The patches rely on it"
+        for line in self.guard.source_mismatches(self.target):
+            yield f"{self.target}: {line}. {edit}: {self.reason}"
 
     def retarget(self, module: str, to: str) -> Bypass:
         """This bypass for a module that is loaded under another name."""

@@ -25,9 +25,9 @@ class PatchSet:
         framework: the name that messages use.
         patches: in the order in which they are applied.
         later: patches of a script that runs as ``__main__``, for :meth:`apply_later`.
-        bypassed: functions that have no effect beside these patches, compared with their guards
-            as the patched ones are; those of ``__main__`` in :meth:`apply_later`, those that a
-            flag bypasses in :meth:`verify_flag`.
+        bypassed: functions that have no effect beside these patches, or that they rely on, compared
+            with their guards as the patched ones are; those of ``__main__`` in :meth:`apply_later`,
+            those that a flag bypasses in :meth:`verify_flag`.
 
     A set records itself as an attribute of each module that it changed, where
     :func:`applied_sets` finds it.
@@ -56,7 +56,9 @@ class PatchSet:
         """
         default: tuple[Guarded, ...] = (*self.patches, *self._bypassed(script=False))
         compared = default if targets is None else targets
-        mismatches = [line for item in compared if item.applies for line in item.mismatches()]
+        needed = [item for item in compared if item.applies]
+        versions = (line for item in needed for line in item.guard.version_mismatches())
+        mismatches = [*dict.fromkeys(versions), *(x for item in needed for x in item.mismatches())]
         if mismatches:
             raise PatchError(
                 f"{self.framework} is not the code that these patches were written for:\n"
@@ -223,11 +225,13 @@ def _cells(patch: Patch) -> tuple[str, ...]:
 
 def _bypass_rows(bypassed: Iterable[Bypass]) -> Iterator[tuple[str, ...]]:
     """One row a reason: its functions, each with its fingerprint."""
-    for reason, group in itertools.groupby(bypassed, lambda bypass: (bypass.flag, bypass.reason)):
+    for (kind, *reason), group in itertools.groupby(
+        bypassed, lambda bypass: (bypass.kind, bypass.flag, bypass.reason)
+    ):
         members = tuple(group)
         guards = ", ".join(str(bypass.guard) for bypass in members)
         targets = _code(*(bypass.target for bypass in members))
-        yield targets, "bypass", ": ".join(filter(None, reason)), guards, "-"
+        yield targets, kind, ": ".join(filter(None, reason)), guards, "-"
 
 
 def _code(*targets: str) -> str:

@@ -14,15 +14,14 @@ import megatron_patches
 from ds_usp.errors import ConfigError, PatchError, USPError
 from megatron_patches.patch_set import UNCHECKED_FLAG
 
-FRAMEWORK = "megatron_deepspeed"
-
 
 def main(argv: list[str] | None = None) -> None:
-    """Patch Megatron-DeepSpeed and run the script as ``__main__``, with all other arguments.
+    """Patch the framework in whose checkout a script is, and run the script as ``__main__``, with
+    all other arguments.
 
     Raises:
         ConfigError: no script, or one that is in no checkout.
-        PatchError: a checkout, or a DeepSpeed, that the patches do not know or cannot reach.
+        PatchError: a checkout, or a package, that the patches do not know or cannot reach.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     unchecked = UNCHECKED_FLAG in arguments
@@ -31,8 +30,9 @@ def main(argv: list[str] | None = None) -> None:
     if script is None:
         raise ConfigError(f"no script to run. {__doc__}")
     arguments.remove(script)
-    megatron_patches.prepare(FRAMEWORK, Path(script))
-    stale = megatron_patches.apply(FRAMEWORK, unchecked=unchecked).stale()
+    framework = megatron_patches.framework_of(Path(script))
+    megatron_patches.prepare(framework, Path(script))
+    stale = megatron_patches.apply(framework, unchecked=unchecked).stale()
     if stale:
         raise PatchError(
             f"{', '.join(stale)} hold replaced objects: a module imported them by name before the "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import torch.distributed as dist
@@ -16,6 +17,14 @@ from megatron_patches.settings import MeshSettings
 USP = "usp"  # the cp_comm_type of a layer with USP attention
 # As in hierarchical_context_parallel_sizes: the inner level is Ulysses.
 RANK_ORDER = "ulysses-ring"
+KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        **ds_usp.Degrees.KEYWORDS,
+        "sp": "context_parallel_size",
+        "levels": "hierarchical_context_parallel_sizes",
+    }
+)
+LAYOUT = "context_parallel"  # megatron-core's own order of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +41,20 @@ class Settings(MeshSettings):
             attention materializes all scores of a sequence.
     """
 
-    layout: str | ds_usp.TokenLayout = "context_parallel"
+    layout: str | ds_usp.TokenLayout = LAYOUT
     everywhere: bool = False
 
 
 class ContextParallel:
-    """The functions that one :func:`megatron_patches.apply` puts into megatron-core."""
+    """The functions that one :func:`megatron_patches.apply` puts into megatron-core.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    Attributes:
+        settings: read when groups and layers are made, so that a program may parse its arguments
+            after the patches were applied; None: megatron-core's attention and groups stay.
+    """
+
+    def __init__(self, settings: Settings | None) -> None:
+        self.settings = settings
 
     def initialize_model_parallel(
         self, original: Callable[..., None], *args: Any, **kwargs: Any
@@ -50,10 +64,15 @@ class ContextParallel:
         Raises:
             ConfigError: degrees that do not multiply to the context-parallel size.
         """
+        if self.settings is None:
+            original(*args, **kwargs)
+            return
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         size = bound.arguments["context_parallel_size"]
-        self._check_degrees(size, bound.arguments["hierarchical_context_parallel_sizes"])
+        levels = bound.arguments["hierarchical_context_parallel_sizes"]
+        if size > 1 or levels:  # a program may be debugged on one rank without a change
+            check_degrees(size, self.settings.ulysses_degree, levels)
         original(*args, **kwargs)
         if size > 1:
             self.sequence_mesh()
@@ -84,15 +103,17 @@ class ContextParallel:
             ConfigError: a layer that asks for another kind of context parallelism.
             MeshError, UnsupportedAttentionError: as :class:`USPCoreAttention`.
         """
-        signature = inspect.signature(original)
+        settings, signature = self.settings, inspect.signature(original)
         # MLA gives them to any core attention; megatron-core's local one does not take them.
         head_dims = {x: kwargs[x] for x in ("k_channels", "v_channels") if x in kwargs}
         taken = {x: kwargs[x] for x in kwargs if x not in head_dims or x in signature.parameters}
         arguments = signature.bind(core, *args, **taken).arguments
-        keep_original = (
-            arguments["config"].context_parallel_size == 1 and not self._settings.everywhere
-        )
-        if keep_original or not _uses_usp(arguments):
+        one_rank = arguments["config"].context_parallel_size == 1
+        if (
+            settings is None
+            or (one_rank and not settings.everywhere)
+            or not (one_rank or _uses_usp(arguments))
+        ):
             original(core, *args, **kwargs)
             return
         from megatron_patches.megatron_core.core_attention import USPCoreAttention
@@ -102,8 +123,8 @@ class ContextParallel:
         USPCoreAttention.__init__(
             core,
             mesh=self._mesh_for(keywords.get("pg_collection")),
-            layout=self._settings.layout,
-            kernel=self._settings.kernel,
+            layout=settings.layout,
+            kernel=settings.kernel,
             **keywords,
         )
 
@@ -117,28 +138,42 @@ class ContextParallel:
         from megatron.core import parallel_state
 
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-        degree = self._settings.ulysses_degree
+        degree = self.settings.ulysses_degree if self.settings else None
         if dist.get_world_size(group) == 1:
             degree = 1
         elif degree is None and levels:
             degree = dist.get_world_size(levels[0])
         return ds_usp.SequenceMesh.shared(group, degree, RANK_ORDER)
 
-    def _check_degrees(self, size: int, levels: Sequence[int] | None) -> None:
-        """Raise ConfigError if the settings contradict the program's context-parallel sizes."""
-        degree = self._settings.ulysses_degree
-        if degree is None:
-            degree = levels[0] if levels else size
-        if size == 1 and not levels:  # no context parallelism: layers keep their attention
-            return
-        names = {**ds_usp.Degrees.KEYWORDS, "sp": "context_parallel_size"}
-        ds_usp.Degrees(sp=size, ulysses=degree).check(names)
-        if levels and list(levels) != [degree, size // degree]:
-            raise ConfigError(
-                f"hierarchical_context_parallel_sizes={list(levels)} is not ulysses x ring = "
-                f"{[degree, size // degree]} (context_parallel_size={size}, ulysses_degree="
-                f"{self._settings.ulysses_degree}). Give those, or leave one of the two out"
-            )
+
+def check_degrees(
+    size: int,
+    ulysses_degree: int | None,
+    levels: Sequence[int] | None,
+    names: Mapping[str, str] = KEYWORDS,
+    **model: int,
+) -> int:
+    """The Ulysses degree of context-parallel groups.
+
+    Args:
+        size: ranks of a group.
+        ulysses_degree: of the settings; None: the first of ``levels``, else ``size``.
+        levels: the program's ``hierarchical_context_parallel_sizes``.
+        names: what the user calls the sizes, by field of ``ds_usp.Degrees``, and ``levels``.
+        model: further fields of ``ds_usp.Degrees``: ``tp``, ``heads``, ``kv_heads``.
+
+    Raises:
+        ConfigError: degrees that do not multiply to the size, or that differ from ``levels``.
+    """
+    degree = ulysses_degree or (levels[0] if levels else size)
+    ds_usp.Degrees(sp=size, ulysses=degree, **model).check(names)
+    if levels and list(levels) != [degree, size // degree]:
+        raise ConfigError(
+            f"{names['levels']}={list(levels)} is not ulysses x ring = {[degree, size // degree]} "
+            f"({names['sp']}={size}, {names['ulysses']}={ulysses_degree}). Give those, or leave "
+            "one of the two out"
+        )
+    return degree
 
 
 def _uses_usp(arguments: dict[str, Any]) -> bool:

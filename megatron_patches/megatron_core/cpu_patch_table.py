@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_patches.guards import Guard, source_guard
+from megatron_patches.guards import megatron_core_guard, source_guard
 from megatron_patches.megatron_core import cpu_fallbacks
 from megatron_patches.patch import Patch
 
@@ -25,7 +25,7 @@ def without_gpu() -> tuple[Patch, ...]:
     p2p = _wrap(
         "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
         cpu_fallbacks.p2p_ops,
-        guard=_mcore("c1708840a6b63c32"),
+        guard=megatron_core_guard("c1708840a6b63c32"),
         reason="the schedule frees outputs whose sends are in flight, which gloo still reads",
     )
     return (*_tensors(), *_streams(), *_random_states(), p2p, *without_apex())
@@ -38,7 +38,7 @@ def without_apex() -> tuple[Patch, ...]:
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             cpu_fallbacks.torch_norm,
             kind="wrap",
-            guard=_mcore("5389554fe034f8f0"),
+            guard=megatron_core_guard("5389554fe034f8f0"),
             reason="without Apex: refuses --sequence-parallel, for which its weights have to be "
             "marked",
         ),
@@ -156,17 +156,13 @@ def _random_states() -> tuple[Patch, ...]:
         _wrap(
             f"{_RANDOM}:_set_cuda_rng_state",
             cpu_fallbacks.set_random_state,
-            guard=_mcore("3e3539caa0117e64"),
+            guard=megatron_core_guard("3e3539caa0117e64"),
             reason=reason,
         ),
         _wrap(
             f"{_RANDOM}:CudaRNGStatesTracker.fork",
             cpu_fallbacks.fork_random_state,
-            guard=_mcore("7e6ef87700cf958d"),
+            guard=megatron_core_guard("7e6ef87700cf958d"),
             reason="warns that the CPU's generator was used, which is the only one",
         ),
     )
-
-
-def _mcore(fingerprint: str) -> Guard:
-    return Guard("megatron-core", ">=0.16,<0.17", fingerprint)

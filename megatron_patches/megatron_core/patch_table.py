@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_patches.guards import Guard
+from megatron_patches.guards import megatron_core_guard
 from megatron_patches.megatron_core.context_parallel import (
     ContextParallel,
     index_from_one,
@@ -23,7 +23,7 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
         wrap(
             f"{_GROUPS}:initialize_model_parallel",
             context_parallel.initialize_model_parallel,
-            guard=_mcore("d8517166c3e33430"),
+            guard=megatron_core_guard("d8517166c3e33430"),
             reason="checks the degrees before any group exists, and lays ulysses x ring over each "
             "context-parallel group",
         ),
@@ -45,13 +45,13 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
             context_parallel.build_attention,
-            guard=_mcore("95e0f8adf123b731"),
+            guard=megatron_core_guard("95e0f8adf123b731"),
             reason="refuses context parallelism; becomes USPCoreAttention",
         ),
         wrap(
             f"{_TE}:TEDotProductAttention.__init__",
             context_parallel.build_attention,
-            guard=_mcore("03c3164aec808be6"),
+            guard=megatron_core_guard("03c3164aec808be6"),
             needs="transformer_engine",
             reason="has context parallelism of its own; becomes USPCoreAttention, unless the "
             "layer names another cp_comm_type",
@@ -59,18 +59,14 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             index_from_one,
-            guard=_mcore("550f56a2af65ecad"),
+            guard=megatron_core_guard("550f56a2af65ecad"),
             reason="indexes a list cp_comm_type by a layer number that starts at 1",
             upstream="index error at the last layer; fixed after 0.16",
         ),
         wrap(
             "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
             without_transformer_engine,
-            guard=_mcore("92f0ff254e442de1"),
+            guard=megatron_core_guard("92f0ff254e442de1"),
             reason="takes TransformerEngine for installed where it is not, and raises",
         ),
     )
-
-
-def _mcore(fingerprint: str) -> Guard:
-    return Guard("megatron-core", ">=0.16,<0.17", fingerprint)

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import ds_usp
-from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed
+from megatron_patches.checkout import Checkout
 from megatron_patches.megatron_deepspeed import bypassed, compat, patch_table, speedups
 from megatron_patches.megatron_deepspeed.compat.stubs import install_stubs
-from megatron_patches.megatron_deepspeed.startup import (
-    FRAMEWORK,
-    find_checkout,
-    prepend_to_path,
-)
+from megatron_patches.megatron_deepspeed.startup import FRAMEWORK
 from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import MeshSettings, read_settings
 
 SCRIPT = "pretrain_gpt"  # defines the functions of the later patches
-CHECKOUT_VARIABLE = "MEGATRON_DEEPSPEED_PATH"  # the default path of the command line
+CHECKOUT = Checkout(
+    "Megatron-DeepSpeed",
+    markers=("megatron/arguments.py", "megatron/core/parallel_state.py"),
+    repository="https://github.com/deepspeedai/Megatron-DeepSpeed",
+    variable="MEGATRON_DEEPSPEED_PATH",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,7 @@ def prepare(checkout: Path | None) -> None:
     Raises:
         ConfigError: no path, or one that is in no checkout.
     """
-    if checkout is None:
-        raise ConfigError(
-            "give the path of a checkout of Megatron-DeepSpeed, or set "
-            f"{CHECKOUT_VARIABLE}: git clone https://github.com/deepspeedai/Megatron-DeepSpeed"
-        )
-    prepend_to_path(find_checkout(checkout))
+    CHECKOUT.prepend_to_path(CHECKOUT.find(checkout))
     prepare_deepspeed()
     install_stubs()
 

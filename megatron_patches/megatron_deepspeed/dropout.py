@@ -9,10 +9,10 @@ whatever the checkpoint contains.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_patches.dropout_seeds import dropout_seeds
 from megatron_patches.megatron_deepspeed.state import get_state
 
 
@@ -44,19 +44,3 @@ def _seed(seed: int, step: int) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
     tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_parallel_seed)
-
-
-def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -> tuple[int, int]:
-    """The seeds of one rank for one step, from its coordinates.
-
-    Returns:
-        That of activations replicated over tensor-parallel ranks, equal on those ranks, and that
-        of activations sharded over them.
-    """
-    return _hash_mix(seed, step, pp, dp, sp), _hash_mix(seed, step, pp, dp, sp, tp)
-
-
-def _hash_mix(*numbers: int) -> int:
-    """A seed of 63 bits, by a hash of the numbers."""
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

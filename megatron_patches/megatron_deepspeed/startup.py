@@ -1,54 +1,16 @@
-"""Start of a run: make the checkout importable, and patch the script that runs as ``__main__``."""
+"""Start of a run: patch the script that runs as ``__main__``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from ds_usp.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_patches.patch_set import PatchSet
 
-_MARKER_FILE = Path("megatron/core/parallel_state.py")
 FRAMEWORK = "megatron_deepspeed"
 SCRIPT = "__main__"
-
-
-def find_checkout(path: Path) -> Path:
-    """The root of the checkout that holds ``path``, a file or a folder.
-
-    Raises:
-        ConfigError: a path that does not exist, or that is in no checkout.
-    """
-    path = path.expanduser().resolve()
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a checkout of Megatron-DeepSpeed")
-    for folder in (path, *path.parents):
-        if (folder / _MARKER_FILE).is_file():
-            return folder
-    raise ConfigError(
-        f"{path} is in no checkout of Megatron-DeepSpeed: no {_MARKER_FILE} there or above it. "
-        "Get one: git clone https://github.com/deepspeedai/Megatron-DeepSpeed"
-    )
-
-
-def prepend_to_path(checkout: Path) -> None:
-    """Let ``import megatron`` find this checkout before an installed megatron-core.
-
-    Raises:
-        ConfigError: another ``megatron`` is loaded already.
-    """
-    loaded = getattr(sys.modules.get("megatron"), "__path__", None)
-    if loaded is not None and str(checkout / "megatron") not in list(loaded):
-        raise ConfigError(
-            f"megatron is loaded already, from {', '.join(loaded)}, and not from {checkout}. Start "
-            "Megatron-DeepSpeed in a process of its own: python -m megatron_patches.run"
-        )
-    if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))
 
 
 def patch_script() -> None:

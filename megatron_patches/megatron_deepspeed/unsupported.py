@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from ds_usp.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One refused option.
-
-    Args:
-        applies: of Megatron-DeepSpeed's arguments and DeepSpeed's configuration.
-        reason: why; ``{name}`` stands for an argument.
-        fix: what works instead.
-    """
-
-    applies: Callable[[Any, Mapping[str, Any]], Any]
-    reason: str
-    fix: str
+from megatron_patches import refusals
+from megatron_patches.refusals import Refusal
 
 
 def _on_cpu() -> bool:
@@ -215,7 +200,7 @@ def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the first row that applies.
     """
-    _refuse(_REFUSALS, args, deepspeed_config)
+    refusals.refuse(_REFUSALS, args, deepspeed_config)
 
 
 def refuse_framework_failures(args: Any) -> None:
@@ -224,10 +209,4 @@ def refuse_framework_failures(args: Any) -> None:
     Raises:
         ConfigError: the first row that applies.
     """
-    _refuse(_FRAMEWORK_FAILURES, args, {})
-
-
-def _refuse(rows: tuple[Refusal, ...], args: Any, deepspeed_config: Mapping[str, Any]) -> None:
-    for row in rows:
-        if row.applies(args, deepspeed_config):
-            raise ConfigError(f"{row.reason}. {row.fix}".format(**vars(args)))
+    refusals.refuse(_FRAMEWORK_FAILURES, args, {})

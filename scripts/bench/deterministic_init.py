@@ -38,7 +38,8 @@ def init_by_name(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    megatron_patches.prepare(run.FRAMEWORK, Path(next(x for x in sys.argv[1:] if x[0] != "-")))
+    script = Path(next(argument for argument in sys.argv[1:] if argument[0] != "-"))
+    megatron_patches.prepare("megatron_deepspeed", script)
     wrap = Patch("megatron.training:get_model", init_by_name, "wrap")
     PatchSet("same weights", (wrap,)).apply()
     run.main(sys.argv[1:])

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT)]
 
 import megatron_patches  # noqa: E402 - found through the path above
 from ds_usp import MaskSpec, SequenceMesh, usp_attention  # noqa: E402
-from megatron_patches.run import FRAMEWORK  # noqa: E402
+from megatron_patches.megatron_deepspeed.startup import FRAMEWORK  # noqa: E402
 
 KERNEL = os.environ.get("USP_STOCK_KERNEL", "flash2")
 MESH = SequenceMesh.single()

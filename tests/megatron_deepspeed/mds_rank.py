@@ -87,7 +87,7 @@ class Recorder:
             module = importlib.import_module(f"megatron_patches.megatron_deepspeed.{file}")
             setattr(module, name, lambda original, *args: original(*args))
         if request.applied_before:
-            megatron_patches.apply(run.FRAMEWORK)
+            megatron_patches.apply("megatron_deepspeed")
         pairs = (*wraps.items(), *request.extra)
         PatchSet("recorder", (Patch(target, fn, "wrap") for target, fn in pairs)).apply()
         if request.edited:

@@ -22,14 +22,13 @@ from mds_rank import Recorder, Request
 
 import megatron_patches
 from ds_usp.errors import USPError
-from megatron_patches import run
 
 TEXT_BYTES = 60_000
 
 
 def serve(checkout: Path, folder: Path) -> None:
     """Answer requests until the input ends."""
-    megatron_patches.prepare(run.FRAMEWORK, checkout)
+    megatron_patches.prepare("megatron_deepspeed", checkout)
     sys.argv = [str(checkout)]
     import pretrain_gpt  # noqa: F401 - for what it imports
     from megatron.data import helpers

@@ -82,6 +82,8 @@ ORDERS = {
     "apply('megatron_core')": "context_parallel",
     # the patches shard the batches; tests/megatron_deepspeed/test_mds_parity.py
     "apply('megatron_deepspeed')": LOADER,
+    # Megatron-LM's own batch slicing; tests/megatron_lm
+    "apply('megatron_lm')": "context_parallel",
 }
 
 FRAMEWORKS: dict[str, Doors] = {
@@ -102,6 +104,10 @@ FRAMEWORKS: dict[str, Doors] = {
         "the patches shard the batches": "layout",
         "defaults of the added flags": "ulysses_degree kernel",
     },
+    "megatron_lm": {
+        "the order in which Megatron-LM slices batches; there is no other": "layout",
+        "defaults of the added flags": "ulysses_degree kernel",
+    },
 }
 
 FRAMEWORK_FLAGS: Doors = {
@@ -109,6 +115,12 @@ FRAMEWORK_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks",
+}
+
+MEGATRON_LM_FLAGS: Doors = {
+    "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
+    "what auto plans for": "--usp-cluster",
+    "memory and time, never the loss": "--usp-recompute",
 }
 
 TRAINER_FLAGS: Doors = {
@@ -199,6 +211,15 @@ def test_every_flag_of_the_patched_framework_has_a_row() -> None:
     parser = ArgumentParser(add_help=False)
     arguments.add_flags(parser, settings_of("megatron_deepspeed")())
     same(flags_of(parser), FRAMEWORK_FLAGS, "Megatron-DeepSpeed")
+
+
+def test_every_flag_of_the_patched_megatron_lm_has_a_row() -> None:
+    from megatron_patches.megatron_lm import arguments
+
+    parser = ArgumentParser(add_help=False)
+    parser.set_defaults(cp_comm_type=["p2p"])
+    arguments.add_flags(parser, settings_of("megatron_lm")())
+    same(flags_of(parser), MEGATRON_LM_FLAGS, "Megatron-LM")
 
 
 def test_every_flag_of_the_trainer_has_a_row() -> None:

@@ -17,11 +17,11 @@ import ds_usp
 import megatron_patches
 from ds_usp.errors import ConfigError
 from ds_usp.training import apply_rotary
-from megatron_patches import run
+from megatron_patches import missing_modules, run
+from megatron_patches.dropout_seeds import dropout_seeds
+from megatron_patches.megatron_deepspeed import CHECKOUT
 from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention, rotary_table
-from megatron_patches.megatron_deepspeed.compat import apex, stubs
-from megatron_patches.megatron_deepspeed.dropout import dropout_seeds
-from megatron_patches.megatron_deepspeed.startup import find_checkout, prepend_to_path
+from megatron_patches.megatron_deepspeed.compat import apex
 from megatron_patches.megatron_deepspeed.state import FrameworkState
 
 TOKENS, BATCH, HEAD_DIM = 24, 2, 16
@@ -95,8 +95,8 @@ def test_the_apex_stubs_compute_what_apex_does() -> None:
 
 
 def test_using_a_stub_raises_with_what_to_install() -> None:
-    row = stubs.Stub("nemo", "nemo", "fishing: pip install nemo")
-    module = stubs._MissingModule(row)
+    row = missing_modules.Stub("nemo", "nemo", "fishing: pip install nemo")
+    module = missing_modules._MissingModule(row)
     tokenizer = module.AutoTokenizer
     for use in (lambda: tokenizer("x"), lambda: tokenizer.from_pretrained, lambda: bool(tokenizer)):
         with pytest.raises(ConfigError, match=r"nemo is not installed, .*AutoTokenizer was used"):
@@ -106,11 +106,11 @@ def test_using_a_stub_raises_with_what_to_install() -> None:
 
 def test_a_path_in_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        find_checkout(tmp_path / "nowhere")
+        CHECKOUT.find(tmp_path / "nowhere")
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
     for refused in (
-        lambda: find_checkout(script),
+        lambda: CHECKOUT.find(script),
         lambda: run.main([str(script), "--flag"]),
         lambda: megatron_patches.check("megatron_deepspeed", tmp_path),
     ):
@@ -122,6 +122,22 @@ def test_a_path_in_no_checkout_is_refused(tmp_path: Path) -> None:
         run.main(["--local_rank=0"])
 
 
+def test_the_framework_is_that_of_the_innermost_checkout(tmp_path: Path) -> None:
+    outer, inner, both = (tmp_path / name for name in ("outer", "outer/inner", "both"))
+    for root, arguments in (
+        (outer, ("megatron/arguments.py",)),
+        (inner, ("megatron/training/arguments.py",)),
+        (both, ("megatron/arguments.py", "megatron/training/arguments.py")),
+    ):
+        for marker in (*arguments, "megatron/core/parallel_state.py", "pretrain_gpt.py"):
+            (root / marker).parent.mkdir(parents=True, exist_ok=True)
+            (root / marker).touch()
+    assert megatron_patches.framework_of(outer / "pretrain_gpt.py") == "megatron_deepspeed"
+    assert megatron_patches.framework_of(inner / "pretrain_gpt.py") == "megatron_lm"
+    with pytest.raises(ConfigError, match=r"is a checkout of .* at once"):
+        megatron_patches.framework_of(both / "pretrain_gpt.py")
+
+
 def test_another_loaded_megatron_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +146,7 @@ def test_another_loaded_megatron_is_refused(
     monkeypatch.setitem(sys.modules, "megatron", other)
     before = list(sys.path)
     with pytest.raises(ConfigError, match="megatron is loaded already, from /elsewhere/megatron"):
-        prepend_to_path(tmp_path)
+        CHECKOUT.prepend_to_path(tmp_path)
     assert sys.path == before
 
 

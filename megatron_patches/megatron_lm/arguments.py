@@ -1,0 +1,159 @@
+"""Arguments of Megatron-LM: added flags, and refusals before any process group exists."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ds_usp import Degrees
+from ds_usp.errors import ConfigError
+from ds_usp.planner import AUTO
+from megatron_patches import flags
+from megatron_patches.megatron_core.context_parallel import (
+    LAYOUT,
+    ContextParallel,
+    Settings,
+    check_degrees,
+)
+from megatron_patches.megatron_lm import context_parallel_kind, memory, unsupported
+from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
+from megatron_patches.megatron_lm.state import compare_script
+from megatron_patches.settings import MeshSettings
+
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        **Degrees.FLAGS,
+        "sp": "--context-parallel-size",
+        "levels": "--hierarchical-context-parallel-sizes",
+    }
+)
+
+
+def parse_args(
+    original: Callable[..., Any],
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False,
+    *,
+    settings: MeshSettings,
+) -> Any:
+    """Megatron-LM's ``parse_args`` with the flags that the patches add.
+
+    Raises:
+        ConfigError: ``--yaml-cfg``, which replaces all other flags.
+    """
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        add_flags(parser, settings)
+        return extra_args_provider(parser) if extra_args_provider else parser
+
+    args = original(provide, ignore_unknown_args)
+    if args.yaml_cfg is not None:
+        raise ConfigError(
+            f"--yaml-cfg {args.yaml_cfg} replaces all flags, those of the patches too. Give flags "
+            "instead"
+        )
+    return args
+
+
+def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
+    """The flags that the patches serve, with the defaults of ``settings``."""
+    group = parser.add_argument_group(title="unified sequence parallel")
+    flags.add_degree_flags(group, default=settings.ulysses_degree, sp_flag=_FLAGS["sp"])
+    flags.add_kernel_flag(group, default=settings.kernel)
+    flags.add_recompute_flag(group)
+    default = parser.get_default("cp_comm_type")
+    parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))
+
+
+def validate_args(
+    original: Callable[..., Any],
+    args: Any,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    context_parallel: ContextParallel,
+) -> Any:
+    """``validate_args``, and checks of what the patches compute.
+
+    Args:
+        context_parallel: gets the settings that the arguments ask for.
+
+    Raises:
+        ConfigError: what cannot be trained exactly; the message has the fix.
+        PatchError: a script that does not match.
+    """
+    unsupported.refuse_transformer_engine(args)
+    context_parallel_kind.resolve(args)
+    flags.check_cluster_flag(args)
+    if args.ulysses_degree != AUTO:
+        _check_degrees(args)
+    validated = original(args, defaults)
+    memory.check_flags(args)
+    unsupported.refuse(args)
+    if args.ulysses_degree == AUTO:
+        args.ulysses_degree = _auto_degree(args)
+        _check_degrees(args)
+    context_parallel.settings = _settings(args)
+    if context_parallel_kind.uses_usp(args):
+        compare_script()
+    return validated
+
+
+def _check_degrees(args: Any) -> None:
+    """Refuse degrees that do not fit each other or the model, with the flags' names."""
+    levels = args.hierarchical_context_parallel_sizes
+    if not context_parallel_kind.uses_usp(args):
+        levels = None
+    model = {"tp": args.tensor_model_parallel_size}
+    if args.num_attention_heads is not None:
+        model |= {"heads": args.num_attention_heads, "kv_heads": key_value_heads(args)}
+    check_degrees(args.context_parallel_size, args.ulysses_degree, levels, _FLAGS, **model)
+
+
+def _settings(args: Any) -> Settings | None:
+    """How layers and groups are made; None where TransformerEngine has all of them."""
+    usp = context_parallel_kind.uses_usp(args)
+    if args.context_parallel_size > 1 and not usp:
+        kinds = " ".join(args.cp_comm_type)
+        _print_once(
+            args,
+            f"--cp-comm-type {kinds}: context parallelism is TransformerEngine's own, not USP's. "
+            "Leave it out for USP",
+        )
+        return None
+    everywhere = args.context_parallel_size == 1 and args.usp_recompute == "attention"
+    if args.usp_kernel != "auto" and not usp and not everywhere:
+        _print_once(
+            args,
+            f"--usp-kernel {args.usp_kernel} has no effect with --context-parallel-size 1",
+        )
+    return Settings(
+        ulysses_degree=args.ulysses_degree if usp else None,
+        layout=LAYOUT,
+        kernel=args.usp_kernel,
+        everywhere=everywhere,
+    )
+
+
+def _auto_degree(args: Any) -> int | None:
+    """The planner's degree, computed by each rank before there are groups; rank 0 prints why.
+
+    Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
+
+    Raises:
+        ConfigError: a model that the planner does not know, or that fits with no degree.
+    """
+    if args.context_parallel_size == 1:
+        return None
+    unsupported.refuse_for_planner(args)
+    choice = planned_run(args).choose_degree(on_gpu=torch.cuda.is_available())
+    _print_once(args, *choice.why)
+    return choice.ulysses
+
+
+def _print_once(args: Any, *lines: str) -> None:
+    if args.rank == 0:
+        print("\n".join(lines), flush=True)  # noqa: T201 - as Megatron-LM prints

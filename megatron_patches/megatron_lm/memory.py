@@ -1,0 +1,136 @@
+"""Activation memory of Megatron-LM's layers: ``--usp-recompute``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ds_usp.errors import ConfigError
+from ds_usp.memory import LayerMemory
+from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
+from megatron_patches.refusals import Refusal, refuse
+
+_ATTRIBUTE = "usp_memory"  # of a layer
+
+_RECOMPUTE = "--usp-recompute {usp_recompute}"
+_REFUSALS = (
+    Refusal(
+        lambda args: args.recompute_granularity,
+        f"{_RECOMPUTE} and --recompute-granularity {{recompute_granularity}} recompute the same",
+        "Leave one of them out",
+    ),
+    Refusal(
+        lambda args: args.fp8 or args.fp4,
+        f"{_RECOMPUTE}: layers in fp8 or fp4 have a checkpoint of their own",
+        "Use --recompute-granularity instead",
+    ),
+    Refusal(
+        lambda args: args.cuda_graph_impl != "none",
+        f"{_RECOMPUTE} and --cuda-graph-impl {{cuda_graph_impl}} do not go together",
+        "Leave one of them out",
+    ),
+    Refusal(
+        lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
+        f"{_RECOMPUTE}: --overlap-moe-expert-parallel-comm and --delay-wgrad-compute split a "
+        "layer's backward pass",
+        "Leave them out",
+    ),
+    Refusal(
+        lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
+        f"{_RECOMPUTE} and Megatron-LM's offloading of activations do not go together",
+        "Leave one of them out",
+    ),
+)
+_GEMM_LAST_REFUSALS = (
+    Refusal(
+        lambda args: args.transformer_impl != "local",
+        f"{_RECOMPUTE}: the norms of --transformer-impl {{transformer_impl}} are part of its "
+        "linear layers",
+        "Use --recompute-granularity selective --recompute-modules layernorm mlp",
+    ),
+    Refusal(
+        lambda args: args.num_experts or args.multi_latent_attention,
+        f"{_RECOMPUTE} serves dense layers with one projection of queries, keys and values, not "
+        "experts and not --multi-latent-attention",
+        "Use --usp-recompute attention",
+    ),
+    Refusal(
+        lambda args: args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        f"{_RECOMPUTE} recomputes the activation function itself, without fusion",
+        "Add --no-bias-swiglu-fusion --no-bias-gelu-fusion",
+    ),
+    Refusal(
+        lambda args: args.gradient_accumulation_fusion,
+        f"{_RECOMPUTE} and gradient accumulation fusion do not go together",
+        "Add --no-gradient-accumulation-fusion",
+    ),
+    Refusal(
+        lambda args: args.apply_residual_connection_post_layernorm,
+        f"{_RECOMPUTE}: --apply-residual-connection-post-layernorm needs the norm's output",
+        "Leave one of the two out",
+    ),
+)
+
+
+def check_flags(args: Any) -> None:
+    """Check ``--usp-recompute`` in validated arguments.
+
+    Raises:
+        ConfigError: Megatron-LM recomputes too, layers for which it is not exact, or attention
+            that is not computed by ds_usp.
+    """
+    if args.usp_recompute == "none":
+        return
+    refuse(_REFUSALS, args)
+    if args.usp_recompute == "gemm-last":
+        refuse(_GEMM_LAST_REFUSALS, args)
+    not_ours = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
+    if args.usp_recompute == "attention" and not_ours:
+        raise ConfigError(
+            f"--usp-recompute attention saves the results of USP attention, and --cp-comm-type "
+            f"{' '.join(args.cp_comm_type)} gives layers TransformerEngine's. Use --usp-recompute "
+            "full, or leave --cp-comm-type out"
+        )
+
+
+def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``."""
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.training import get_args
+
+    original(layer, *args, **kwargs)
+    recompute = get_args().usp_recompute
+    if recompute == "gemm-last":
+        from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+
+        recompute_gemm_last(layer)
+    elif recompute != "none":
+        memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
+        object.__setattr__(layer, _ATTRIBUTE, memory)
+
+
+def run_layer(
+    original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """``TransformerLayer.forward`` under the policy.
+
+    Returns:
+        As the original: the hidden states, and the context, which is None in GPT models.
+    """
+    memory = getattr(layer, _ATTRIBUTE, None)
+    if memory is None:
+        return original(layer, hidden_states, *args, **kwargs)
+
+    def run(hidden: Tensor) -> Tensor:
+        output, context = original(layer, hidden, *args, **kwargs)
+        if context is not None:
+            raise ConfigError(
+                "--usp-recompute: a layer with cross attention has a second result. Leave "
+                "--usp-recompute out"
+            )
+        result: Tensor = output
+        return result
+
+    return memory.run(layer.layer_number, run, hidden_states), None

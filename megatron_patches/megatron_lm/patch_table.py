@@ -1,0 +1,66 @@
+"""The patches of Megatron-LM beside those of its megatron-core."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_patches.guards import megatron_core_guard
+from megatron_patches.megatron_core.context_parallel import ContextParallel
+from megatron_patches.megatron_lm import arguments, dropout, memory, missing
+from megatron_patches.patch import Patch, wrap
+from megatron_patches.settings import MeshSettings
+
+_TRAINING = "megatron.training"
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+
+
+def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Patch, ...]:
+    """The patches of argument parsing and of the data sets' extension."""
+    return (
+        wrap(
+            f"{_TRAINING}.arguments:parse_args",
+            partial(arguments.parse_args, settings=settings),
+            also_in=(f"{_TRAINING}.initialize:parse_args",),
+            guard=megatron_core_guard("6a7334d46c9718c9"),
+            reason="adds --ulysses-degree, --usp-cluster, --usp-kernel and --usp-recompute",
+        ),
+        wrap(
+            f"{_TRAINING}.arguments:validate_args",
+            partial(arguments.validate_args, context_parallel=context_parallel),
+            also_in=(f"{_TRAINING}.initialize:validate_args",),
+            guard=megatron_core_guard("33e95ea74ddccf32"),
+            reason="selects USP for context parallelism; refuses, before any group exists, what "
+            "cannot be trained exactly",
+        ),
+        wrap(
+            "megatron.core.datasets.utils:compile_helpers",
+            missing.compile_helpers,
+            guard=megatron_core_guard("60dbc2badd8b7934"),
+            reason="builds the index builder outside the checkout, without a pybind11 package",
+        ),
+    )
+
+
+def training() -> tuple[Patch, ...]:
+    """The patches of layers and of a step."""
+    return (
+        wrap(
+            f"{_LAYER}.__init__",
+            memory.build_layer,
+            guard=megatron_core_guard("550f56a2af65ecad"),
+            reason="--usp-recompute: a layer gets its policy",
+        ),
+        wrap(
+            f"{_LAYER}.forward",
+            memory.run_layer,
+            guard=megatron_core_guard("0e1c1177064ad13a"),
+            reason="--usp-recompute attention, full: a checkpoint around each layer; Megatron-LM's "
+            "own recomputes attention and its exchanges, or attention alone",
+        ),
+        wrap(
+            f"{_TRAINING}.training:train_step",
+            dropout.train_step,
+            guard=megatron_core_guard("4de7b5433aed06eb"),
+            reason="dropout masks would be equal for every shard of a sequence",
+        ),
+    )

@@ -1,0 +1,176 @@
+"""Options that cannot be trained exactly where USP computes attention: one row each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+from packaging.version import Version
+
+from ds_usp.errors import ConfigError
+from megatron_patches import refusals
+from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
+from megatron_patches.refusals import Refusal
+
+_TRANSFORMER_ENGINE = Version("2.9.0a0")  # the oldest that Megatron-LM's own pyproject.toml admits
+_CP = "with --context-parallel-size {context_parallel_size}"
+
+_ATTENTION = (
+    Refusal(
+        lambda args: args.attention_dropout > 0,
+        "--attention-dropout {attention_dropout}: ranks that share a sequence would drop different "
+        "entries in forward and in backward",
+        "Set --attention-dropout 0",
+    ),
+    Refusal(
+        lambda args: args.qk_clip or args.log_max_attention_logit,
+        "--qk-clip and --log-max-attention-logit need the largest attention logit, which attention "
+        "kernels do not return",
+        "Leave them out",
+    ),
+    Refusal(
+        lambda args: args.position_embedding_type == "relative",
+        "--position-embedding-type relative adds a bias to the attention scores",
+        "Use rope, mrope, learned_absolute or none",
+    ),
+    Refusal(
+        lambda args: args.attention_backend.name != "auto" and not is_mixed(args),
+        "--attention-backend {attention_backend.name} chooses among the kernels of "
+        "TransformerEngine's attention, and USP computes attention",
+        "Leave it out, and choose by --usp-kernel",
+    ),
+    Refusal(
+        lambda args: args.experimental_attention_variant or args.linear_attention_freq,
+        "--experimental-attention-variant {experimental_attention_variant} does not compute its "
+        f"attention in a core attention, {_CP}",
+        "Leave it out, or use --context-parallel-size 1",
+    ),
+    Refusal(
+        lambda args: getattr(args, "use_kitchen_attention", False),
+        "--use-kitchen-attention has a core attention of its own",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args: args.deterministic_mode and args.transformer_impl == "transformer_engine",
+        "--deterministic-mode with TransformerEngine's layers was not proven with USP",
+        "Use --transformer-impl local, or leave it out",
+    ),
+    Refusal(
+        lambda args: args.batch_invariant_mode,
+        "--batch-invariant-mode needs kernels whose sums do not depend on the batch",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args: args.reset_attention_mask,
+        "--reset-attention-mask makes a dense mask of the documents of each sequence, and USP "
+        "computes one rule for all sequences",
+        "Leave it out, or train packed sequences (--sft)",
+    ),
+)
+_MODEL = (
+    Refusal(
+        lambda args: args.hybrid_context_parallel,
+        f"--hybrid-context-parallel gives every batch groups of its own, {_CP}",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args: (
+            args.is_hybrid_model
+            or args.hybrid_override_pattern
+            or args.hybrid_attention_ratio
+            or args.hybrid_mlp_ratio
+        ),
+        f"Mamba layers share a sequence in a way of their own, {_CP}",
+        "Train a GPT, or use --context-parallel-size 1",
+    ),
+    Refusal(
+        lambda args: args.transformer_impl not in ("local", "transformer_engine"),
+        "--transformer-impl {transformer_impl} is for inference",
+        "Use transformer_engine or local",
+    ),
+    Refusal(
+        lambda args: args.perform_rl_step,
+        f"--perform-rl-step generates with the model that it trains, {_CP}",
+        "Train without it",
+    ),
+)
+_SCHEDULE = (
+    Refusal(
+        lambda args: args.cuda_graph_impl != "none",
+        "--cuda-graph-impl {cuda_graph_impl} captures layers, and the exchanges of USP between "
+        "ranks were not proven in its graphs",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args: args.overlap_moe_expert_parallel_comm,
+        "--overlap-moe-expert-parallel-comm runs the layers of two micro batches in turns, and "
+        "the order of the exchanges of USP between ranks was not proven there",
+        "Leave it out",
+    ),
+    Refusal(
+        lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
+        "Megatron-LM's offloading of activations hooks into TransformerEngine's attention",
+        "Leave out --fine-grained-activation-offloading and --cpu-offloading-num-layers",
+    ),
+    Refusal(
+        lambda args: args.fake_process_group,
+        "--fake-process-group skips all communication, and USP compares its calls between ranks",
+        "Leave it out",
+    ),
+)
+_UNKNOWN_TO_PLANNER = (
+    Refusal(
+        lambda args: args.num_experts or args.multi_latent_attention,
+        "--ulysses-degree auto: the planner knows dense models with one projection of queries, "
+        "keys and values",
+        "Give a number",
+    ),
+    Refusal(
+        lambda args: args.use_torch_fsdp2 or args.use_megatron_fsdp,
+        "--ulysses-degree auto: the planner does not know Megatron-LM's FSDP",
+        "Give a number",
+    ),
+)
+
+
+def refuse(args: Any) -> None:
+    """Refuse options of validated arguments, where ds_usp computes attention.
+
+    Raises:
+        ConfigError: the first row that applies.
+    """
+    if uses_usp(args):
+        refusals.refuse((*_ATTENTION, *_MODEL, *_SCHEDULE), args)
+    elif args.usp_recompute == "attention":  # on one rank
+        refusals.refuse(_ATTENTION, args)
+
+
+def refuse_for_planner(args: Any) -> None:
+    """Refuse models that the planner does not know.
+
+    Raises:
+        ConfigError: the first row that applies.
+    """
+    refusals.refuse(_UNKNOWN_TO_PLANNER, args)
+
+
+def refuse_transformer_engine(args: Any) -> None:
+    """Refuse TransformerEngine's layers where they cannot be built.
+
+    Raises:
+        ConfigError: it is missing or too old.
+    """
+    if args.transformer_impl != "transformer_engine":
+        return
+    found = "is not installed"
+    if importlib.util.find_spec("transformer_engine") is not None:
+        version = importlib.metadata.version("transformer-engine")
+        if Version(version) >= _TRANSFORMER_ENGINE:
+            return
+        found = f"is {version}"
+    raise ConfigError(
+        f"--transformer-impl transformer_engine (the default) needs TransformerEngine "
+        f"{_TRANSFORMER_ENGINE} or newer, which {found}. Install it, or use --transformer-impl "
+        "local"
+    )
