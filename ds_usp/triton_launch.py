@@ -1,13 +1,13 @@
-"""Triton kernels: optional import, and a launcher that caches compiled kernels."""
+"""Triton kernels: optional import, and launchers that cache compiled kernels."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,20 +26,76 @@ def load_triton_module(module: str) -> ModuleType | None:
         return None
 
 
+class _Pointer(NamedTuple):
+    """An address, as Triton inspects it at the first launch."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+class PreparedLaunch:
+    """A launch of a Triton kernel in which only the addresses and dtypes of its tensors are open.
+
+    Triton inspects every argument of every launch to find the compiled kernel: half of the CPU
+    time. Here it is one dictionary lookup by dtypes and alignments.
+
+    Args:
+        kernel: decorated by ``triton.jit``; its pointers come first, then its integers, then its
+            constants.
+        grid: of one to three numbers.
+        numbers, constants: in the kernel's order.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: tuple[int, ...],
+        *,
+        num_warps: int = 4,
+        **constants: Any,
+    ) -> None:
+        self._kernel, self._grid = kernel, grid
+        self._numbers, self._constants = numbers, dict(constants, num_warps=num_warps)
+        self._all_numbers = (*numbers, *constants.values())
+        self._compiled: dict[object, Callable[..., None]] = {}
+
+    def __call__(
+        self, device: torch.device, dtypes: tuple[torch.dtype, ...], addresses: Sequence[int]
+    ) -> None:
+        """Launch on a device, in its current stream."""
+        bits = 0
+        for address in addresses:
+            bits |= address
+        offsets = tuple([x % _ALIGNMENT for x in addresses]) if bits % _ALIGNMENT else ()
+        key = device.index, dtypes, offsets
+        run = self._compiled.get(key)
+        with _on(device):
+            if run is not None:
+                run(*addresses, *self._all_numbers)
+                return
+            pointers = map(_Pointer, addresses, dtypes)
+            compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants)
+        if compiled is not None and _launcher_passes_constexprs():
+            if len(self._compiled) >= _MAX_CACHED:
+                self._compiled.clear()
+            self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
+
+
 class CachedLauncher:
     """Launches a Triton kernel that is called again and again with the same integers.
 
-    Triton inspects every argument of every launch to find the compiled kernel: half of the CPU
-    time. Here it is one dictionary lookup by all integers, dtypes and alignments.
-
     Args:
-        kernel: decorated by ``triton.jit``; its tensors come first, then its integers,
-            then its constants.
+        kernel: as of :class:`PreparedLaunch`.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._cache: dict[object, Any] = {}
+        self.kernel = kernel
+        self._cache: dict[object, PreparedLaunch] = {}
 
     def __call__(
         self,
@@ -51,19 +107,15 @@ class CachedLauncher:
         **constants: Any,
     ) -> None:
         """Launch on the tensors' device, in its current stream."""
-        device = tensors[0].device
-        kinds = tuple([(x.dtype, x.data_ptr() % _ALIGNMENT) for x in tensors])
-        key = device.index, numbers, kinds, num_warps, *constants.values()
-        cached = self._cache.get(key)
-        with _on(device):
-            if cached is not None:
-                cached[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants.values())
-                return
-            compiled = self._kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps)
-        if compiled is not None and _launcher_passes_constexprs():
+        key = grid, numbers, num_warps, *constants.values()
+        launch = self._cache.get(key)
+        if launch is None:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
-            self._cache[key] = compiled
+            launch = PreparedLaunch(self.kernel, grid, numbers, num_warps=num_warps, **constants)
+            self._cache[key] = launch
+        dtypes = tuple([x.dtype for x in tensors])
+        launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
 
 
 @lru_cache(maxsize=1)

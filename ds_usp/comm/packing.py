@@ -6,7 +6,8 @@ Letters of the shapes: P ranks, s tokens of a rank, B batch, h heads of a rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,57 @@ class SendTensor(NamedTuple):
     local_out: torch.Tensor
 
 
+class StridedView(NamedTuple):
+    """A view of a tensor, counted in elements from its first one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The view of ``x``."""
+        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+
+class SendViews(NamedTuple):
+    """:class:`SendTensor` as views of the tensor and of the one that holds ``local_out``."""
+
+    per_rank: StridedView
+    local_out: StridedView
+
+
+class PackPlan:
+    """Packing of tensors that all are there, without sums, into a staging buffer.
+
+    Args:
+        shape: of the staging buffer ``[P, s, B, features]``.
+        rank: this rank.
+        views: of each tensor.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], rank: int, views: Sequence[SendViews]
+    ) -> None:
+        self.shape, self.rank, self.views = shape, rank, tuple(views)
+        self.head_shapes = tuple([(x.size[3], x.size[4]) for x, _ in self.views])
+
+    def pack(
+        self, staging: torch.Tensor, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Pack ``sources``, and write this rank's own slices to ``outs``."""
+        if staging.is_cuda and self._fused is not None and self._fused(staging, sources, outs):
+            return
+        pairs = zip(self.views, sources, outs, strict=True)
+        tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
+        pack_for_send(staging, self.rank, self.head_shapes, tensors)
+
+    @cached_property
+    def _fused(self) -> Callable[..., bool] | None:
+        """The same as one kernel, which returns False where it cannot be; None without Triton."""
+        triton = load_triton_module("ds_usp.comm.packing_triton")
+        return None if triton is None else triton.prepare(self)
+
+
 class PreallocatedSend(NamedTuple):
     """A staging buffer acquired before its contents are computed: a kernel may write them there.
 
@@ -54,9 +106,8 @@ class PreallocatedSend(NamedTuple):
     staging: StagingBuffer
     views: tuple[torch.Tensor, ...]
 
-    def already_written(self, sources: Sequence[torch.Tensor | DeferredSum]) -> bool:
-        """Whether all sources are these views."""
-        tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
+    def already_written(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether all tensors are these views; None: a sum of several."""
         pairs = zip(tensors, self.views, strict=True)
         return all(x is not None and x.is_set_to(view) for x, view in pairs)
 
@@ -90,9 +141,6 @@ def pack_for_send(
         for per_rank, local_out in tensors:
             _write(local_out.unsqueeze(0), per_rank, rank)
         return
-    triton = load_triton_module("ds_usp.comm.packing_triton") if staging.is_cuda else None
-    if triton is not None and triton.pack_for_send_fused(staging, rank, tensors):
-        return
     for outs, (per_rank, local_out) in zip(split_features(staging, shapes), tensors, strict=True):
         for start, stop in ((0, rank), (rank + 1, len(outs))):
             if start < stop:
@@ -112,6 +160,8 @@ def _write(outs: torch.Tensor, per_rank: torch.Tensor | DeferredSum, first: int)
     per_rank.write(run, first * tokens)
 
 
-def view_by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Each rank's tokens of ``[B, P s, h, D]``: ``[P, s, B, h, D]``, a view."""
+def view_by_rank(x: torch.Tensor | DeferredSum, ranks: int) -> torch.Tensor | DeferredSum:
+    """Each rank's tokens of ``[B, P s, h, D]``: ``[P, s, B, h, D]``, a view; a sum as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
     return x.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)

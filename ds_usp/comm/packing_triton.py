@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ds_usp.comm.packing import view_by_rank
-from ds_usp.triton_launch import CachedLauncher
+from ds_usp.comm.packing import PackPlan
+from ds_usp.triton_launch import PreparedLaunch
 
 _MAX_TENSORS = 3  # tensors: q, k and v
 _TILE = 8192  # elements of a program
@@ -55,52 +54,55 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
             tl.store(send_out + column, value, mask=mask)
 
 
-_LAUNCH = CachedLauncher(_pack_for_send)
-
-
-def pack_for_send_fused(staging: torch.Tensor, rank: int, tensors: Sequence[Any]) -> bool:
-    """:func:`ds_usp.comm.packing.pack_for_send` of tensors whose heads are neighbours; False:
-    there are others, and nothing was done."""
-    ranks, tokens, batch, features = staging.shape
-    sources: list[torch.Tensor] = []
-    outs: list[torch.Tensor] = []
+def prepare(plan: PackPlan) -> Callable[..., bool] | None:
+    """:meth:`PackPlan.pack` as one kernel, which returns False for tensors of several dtypes;
+    None where heads are no neighbours or there are more than three tensors."""
+    ranks, tokens, batch, features = plan.shape
     strides: list[tuple[int, ...]] = []
     max_width = 0
-    for per_rank, local_out in tensors:
-        source = per_rank
-        if not isinstance(source, torch.Tensor):
-            tensor = source.as_tensor_if_single()
-            if tensor is None:
-                return False
-            source = view_by_rank(tensor, ranks)
-        *_, heads, dim = local_out.shape
-        # Read once each: on the CPU these numbers cost more than the launch.
-        (rank_stride, token, sample, *rest), (local_token, local_sample, *local_rest) = (
-            source.stride(),
-            local_out.stride(),
-        )
-        if not (
-            rest == local_rest == [dim, 1] and source.dtype == local_out.dtype == staging.dtype
-        ):
-            return False
-        sources.append(source)
-        outs.append(local_out)
+    for per_rank, local_out in plan.views:
+        rank_stride, token, sample, *rest = per_rank.stride
+        local_token, local_sample, *local_rest = local_out.stride
+        heads, dim = local_out.size[2:]
+        if not rest == local_rest == [dim, 1]:
+            return None
         strides.append((rank_stride, token, sample, local_token, local_sample, heads * dim))
         max_width = max(max_width, heads * dim)
-    count = len(sources)
+    count = len(plan.views)
     if count > _MAX_TENSORS:
-        return False
+        return None
     unused = _MAX_TENSORS - count
-    sources, outs = sources + sources[:1] * unused, outs + outs[:1] * unused
     strides += strides[:1] * unused
     columns = min(triton.next_power_of_2(max_width), _COLUMNS)
     rows = _TILE // columns
-    _LAUNCH(
+    launch = PreparedLaunch(
+        _pack_for_send,
         (triton.cdiv(tokens * batch, rows), ranks, count),
-        (staging, *sources, *outs),
-        (rank, tokens, batch, features, *strides[0], *strides[1], *strides[2]),
+        (plan.rank, tokens, batch, features, *strides[0], *strides[1], *strides[2]),
+        num_warps=8,
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=8,
     )
-    return True
+    offsets = [(source.offset, out.offset) for source, out in plan.views]
+
+    def pack(
+        staging: torch.Tensor, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> bool:
+        dtype, itemsize = staging.dtype, staging.element_size()
+        source_addresses, out_addresses = [], []
+        for (first, local_first), source, out in zip(offsets, sources, outs, strict=True):
+            if not source.dtype == out.dtype == dtype:
+                return False
+            source_addresses.append(source.data_ptr() + first * itemsize)
+            out_addresses.append(out.data_ptr() + local_first * itemsize)
+        addresses = [
+            staging.data_ptr(),
+            *source_addresses,
+            *source_addresses[:1] * unused,
+            *out_addresses,
+            *out_addresses[:1] * unused,
+        ]
+        launch(staging.device, (dtype,) * len(addresses), addresses)
+        return True
+
+    return pack

@@ -30,8 +30,11 @@ from ds_usp.comm.channel import (
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import (
     DeferredSum,
+    PackPlan,
     PreallocatedSend,
     SendTensor,
+    SendViews,
+    StridedView,
     copy_or_sum_into,
     pack_for_send,
     view_by_rank,
@@ -40,6 +43,7 @@ from ds_usp.strided_copy import strided_copy
 
 # Posts an all-to-all: send buffer, receive buffer, elements for each rank.
 PostAllToAll = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
+_Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class _HeadRange(NamedTuple):
@@ -93,22 +97,21 @@ class UniformAllToAll:
         self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
     ) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
-        sizes, per_rank = self._views_per_rank(tensors)
+        sizes, plan = _plan_to_heads(
+            self._ranks, self._rank, self._heads, *[(x.shape, x.stride()) for x in tensors]
+        )
         ranks, tokens, *rest = sizes.shape
         received = tensors[0].new_empty((ranks * tokens, *rest))
         unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
         if not self._copies:
             packed = received.new_empty(sizes.shape)
-            for view, x in zip(split_features(packed, sizes.shapes), per_rank, strict=True):
-                strided_copy(view, x)
+            views = split_features(packed, sizes.shapes)
+            for view, x, (per_rank, _) in zip(views, tensors, plan.views, strict=True):
+                strided_copy(view, per_rank.of(x))
             return PendingExchange(unpack, post(packed, received, sizes.splits))
         channel, staging = self._acquire_slot(received, sizes)
-        offset = self._rank * sizes.splits[0]
-        outs = received.split(tokens)
-        local_outs = split_features(outs[self._rank], sizes.shapes)
-        pack_for_send(
-            staging.tensor, self._rank, sizes.shapes, list(map(SendTensor, per_rank, local_outs))
-        )
+        plan.pack(staging.tensor, tensors, (received,) * len(tensors))
+        outs, offset = received.split(tokens), self._rank * sizes.splits[0]
         recvs = [RecvSpec(peer, outs[peer], offset, 0) for peer in self._peers]
         channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
         return PendingExchange(unpack, channel)
@@ -164,23 +167,31 @@ class UniformAllToAll:
             channel, staging = prealloc.channel, prealloc.staging
         else:
             channel, staging = self._acquire_slot(outs[0], sizes)
+        tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
+        per_rank_outs = [x.unbind(0) for x in outs_per_rank]
+        dense = [x for x in tensors if x is not None]
+        written = prealloc is not None and prealloc.already_written(tensors)
+        if written or len(dense) < len(tensors):
+            pairs = zip(sources, per_rank_outs, strict=True)
+            pack_for_send(
+                staging.tensor,
+                self._rank,
+                sizes.shapes,
+                [SendTensor(view_by_rank(x, self._ranks), out[self._rank]) for x, out in pairs],
+                already_packed=written,
+            )
+        else:
+            inputs, outputs = (tuple([(x.shape, x.stride()) for x in xs]) for xs in (dense, outs))
+            plan = _plan_to_sequence(self._ranks, self._rank, self._heads, inputs, outputs)
+            plan.pack(staging.tensor, dense, outs)
         row_stride = batch * features
         offset = self._rank * tokens * row_stride
-        send_tensors, recvs_per_tensor = [], []
-        for source, out, (heads, dim) in zip(sources, outs_per_rank, sizes.shapes, strict=True):
-            rank_outs = out.unbind(0)
-            per_rank = source
-            if isinstance(source, torch.Tensor):
-                per_rank = view_by_rank(source, self._ranks)
-            send_tensors.append(SendTensor(per_rank, rank_outs[self._rank]))
+        recvs_per_tensor = []
+        for rank_outs, (heads, dim) in zip(per_rank_outs, sizes.shapes, strict=True):
             recvs_per_tensor.append(
                 [RecvSpec(peer, rank_outs[peer], offset, row_stride) for peer in self._peers]
             )
             offset += heads * dim
-        already_packed = prealloc is not None and prealloc.already_written(sources)
-        pack_for_send(
-            staging.tensor, self._rank, sizes.shapes, send_tensors, already_packed=already_packed
-        )
         recvs = [recv for of_peer in zip(*recvs_per_tensor, strict=True) for recv in of_peer]
         channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
         return PendingExchange(tuple, channel)
@@ -212,9 +223,60 @@ class UniformAllToAll:
         shapes, views = [], []
         for x, heads in zip(tensors, self._heads, strict=True):
             shapes.append(x.shape)
-            size, stride, offset = _strides_per_rank(self._ranks, heads, x.shape, x.stride())
-            views.append(x.as_strided(size, stride, x.storage_offset() + offset))
+            views.append(_heads_by_rank(self._ranks, heads, x.shape, x.stride()).of(x))
         return _buffer_sizes(self._ranks, self._heads, *shapes), views
+
+
+@lru_cache(maxsize=4096)
+def _plan_to_heads(
+    ranks: int, rank: int, heads: tuple[_HeadRange, ...], *tensors: _Strided
+) -> tuple[_BufferSizes, PackPlan]:
+    """Sizes of the exchange of tensors ``[B, s, H, D]``, and how they are packed; a rank's own
+    slices are those of the receive buffer ``[P s, B, features]``.
+
+    Args:
+        tensors: shape and strides of each.
+    """
+    sizes = _buffer_sizes(ranks, heads, *[shape for shape, _ in tensors])
+    _, tokens, batch, features = sizes.shape
+    views, offset = [], rank * sizes.splits[0]
+    for head_range, (shape, stride), (num_heads, dim) in zip(
+        heads, tensors, sizes.shapes, strict=True
+    ):
+        size = tokens, batch, num_heads, dim
+        local_out = StridedView(size, (batch * features, features, dim, 1), offset)
+        views.append(SendViews(_heads_by_rank(ranks, head_range, shape, stride), local_out))
+        offset += num_heads * dim
+    return sizes, PackPlan(sizes.shape, rank, views)
+
+
+@lru_cache(maxsize=4096)
+def _plan_to_sequence(
+    ranks: int,
+    rank: int,
+    heads: tuple[_HeadRange, ...],
+    tensors: tuple[_Strided, ...],
+    outs: tuple[_Strided, ...],
+) -> PackPlan:
+    """How tensors ``[B, P s, h, D]`` are packed; a rank's own slices go to ``outs`` ``[B, s, H,
+    D]``.
+
+    Args:
+        tensors, outs: shape and strides of each.
+    """
+    views = []
+    for head_range, (shape, stride), (out_shape, out_stride) in zip(
+        heads, tensors, outs, strict=True
+    ):
+        batch, tokens, num_heads, dim = shape
+        sample, token, *features = stride
+        size = ranks, tokens // ranks, batch, num_heads, dim
+        per_rank = StridedView(size, (tokens // ranks * token, token, sample, *features), 0)
+        by_rank = _heads_by_rank(ranks, head_range, out_shape, out_stride)
+        offset = by_rank.offset + rank * by_rank.stride[0]
+        views.append(SendViews(per_rank, StridedView(by_rank.size[1:], by_rank.stride[1:], offset)))
+    sizes = _buffer_sizes(ranks, heads, *[shape for shape, _ in outs])
+    return PackPlan(sizes.shape, rank, views)
 
 
 @lru_cache(maxsize=4096)
@@ -232,14 +294,13 @@ def _buffer_sizes(
 
 
 @lru_cache(maxsize=4096)
-def _strides_per_rank(
+def _heads_by_rank(
     ranks: int, heads: _HeadRange, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Size, strides and offset of each rank's heads of a tensor ``[B, s, H, D]``, seen as
-    ``[ranks, s, B, h, D]``."""
+) -> StridedView:
+    """Each rank's heads of a tensor ``[B, s, H, D]``, seen as ``[ranks, s, B, h, D]``."""
     batch, tokens, _, dim = shape
     sample, token, head, feature = strides
-    return (
+    return StridedView(
         (ranks, tokens, batch, heads.num_heads, dim),
         (heads.stride * head, token, sample, head, feature),
         heads.first * head,

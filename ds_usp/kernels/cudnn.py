@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ds_usp.geometry.tiles import Tile, TileSupport
@@ -61,8 +63,7 @@ class CudnnKernel(SingleTileKernel):
             grads = self._eager.tile_backward(saved, tile, scale)
             dq, dk, dv = (grad.to(saved.q.dtype) for grad in grads)
             return dq, dk, dv
-        # Without dropout the random state is passed through unread.
-        unused_rng_state = torch.empty((), dtype=torch.int64, device=saved.q.device)
+        unused_rng_state = _unused_rng_state(saved.q.device)
         dout, q, k, v, out, lse = saved
         dq, dk, dv = _cudnn_backward(
             dout.transpose(1, 2),
@@ -83,3 +84,9 @@ class CudnnKernel(SingleTileKernel):
             scale=scale,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@lru_cache(maxsize=16)
+def _unused_rng_state(device: torch.device) -> torch.Tensor:
+    """The random state that the backward pass takes and, without dropout, does not read."""
+    return torch.empty((), dtype=torch.int64, device=device)

@@ -33,4 +33,5 @@ def test_every_launch_computes_with_its_own_arguments() -> None:
                         grid = (triton.cdiv(count, 32),)
                         launch(grid, (out, x), (count, factor), BLOCK=32, TWICE=twice)
                         assert torch.equal(out, (x.double() * factor * (1 + twice)).to(dtype))
-    assert len(launch._cache) == 32
+    assert len(launch._cache) == 8
+    assert sum(len(prepared._compiled) for prepared in launch._cache.values()) == 32

@@ -1,4 +1,4 @@
-"""What CachedLauncher caches of a kernel, without Triton."""
+"""What is cached of launches of a kernel, without Triton."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def test_an_equal_launch_uses_the_compiled_kernel(kernel: Kernel) -> None:
     launcher = triton_launch.CachedLauncher(kernel)
     x, y = torch.zeros(64), torch.ones(64)
-    launcher((7,), (x,), (3, 16), BLOCK=8)
-    launcher((9, 2), (y,), (3, 16), BLOCK=8)
-    assert kernel.calls[0][:2] == ("triton", (7,)) and kernel.calls[0][2][1:] == (3, 16, 8, 4)
-    kind, grid, (tensor, *rest) = kernel.calls[1]
-    assert kind == "compiled" and grid == (9, 2, 1) and tensor is y and rest == [3, 16, 8]
+    for tensor in (x, y):
+        launcher((9, 2), (tensor,), (3, 16), BLOCK=8)
+    kind, grid, (pointer, *rest) = kernel.calls[0]
+    assert kind == "triton" and grid == (9, 2) and rest == [3, 16, 8, 4]
+    assert pointer.data_ptr() == x.data_ptr() and pointer.dtype == x.dtype
+    assert kernel.calls[1] == ("compiled", (9, 2, 1), (y.data_ptr(), 3, 16, 8))
 
 
 @pytest.mark.parametrize(
