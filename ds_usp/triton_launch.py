@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,15 +26,15 @@ def load_triton_module(module: str) -> ModuleType | None:
         return None
 
 
-class _Pointer(NamedTuple):
-    """An address, as Triton inspects it at the first launch."""
+class _Pointer:
+    """An address as Triton inspects it at the first launch; a tuple would be several arguments."""
 
-    address: int
-    dtype: torch.dtype
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         """The address."""
-        return self.address
+        return self._address
 
 
 class PreparedLaunch:
