@@ -98,6 +98,9 @@ def validate_args(
         _check_degrees(args)
     context_parallel.settings = _settings(args)
     if context_parallel_kind.uses_usp(args):
+        if not context_parallel_kind.is_mixed(args):
+            # A causal mask, seq_length x seq_length bytes, that every layer would compare.
+            args.create_attention_mask_in_dataloader = False
         compare_script()
     return validated
 

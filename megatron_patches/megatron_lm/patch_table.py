@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_patches.guards import megatron_core_guard
 from megatron_patches.megatron_core.context_parallel import ContextParallel
-from megatron_patches.megatron_lm import arguments, dropout, memory, missing
+from megatron_patches.megatron_lm import arguments, dropout, memory, missing, packed
 from megatron_patches.patch import Patch, wrap
 from megatron_patches.settings import MeshSettings
 
@@ -42,7 +42,7 @@ def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Pa
 
 
 def training() -> tuple[Patch, ...]:
-    """The patches of layers and of a step."""
+    """The patches of layers, packed batches and a step."""
     return (
         wrap(
             f"{_LAYER}.__init__",
@@ -56,6 +56,12 @@ def training() -> tuple[Patch, ...]:
             guard=megatron_core_guard("0e1c1177064ad13a"),
             reason="--usp-recompute attention, full: a checkpoint around each layer; Megatron-LM's "
             "own recomputes attention and its exchanges, or attention alone",
+        ),
+        wrap(
+            "megatron.core.utils:get_thd_batch_on_this_cp_rank",
+            packed.get_thd_batch_on_this_cp_rank,
+            guard=megatron_core_guard("7eba55650a399915"),
+            reason="needs TransformerEngine, and padded offsets that --sft does not give",
         ),
         wrap(
             f"{_TRAINING}.training:train_step",

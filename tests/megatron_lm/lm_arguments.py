@@ -6,6 +6,8 @@ Started as ``lm_arguments.py CHECKOUT``; reads one JSON request a line and answe
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -13,33 +15,43 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import megatron_patches
 from ds_usp.errors import USPError
+from megatron_patches.megatron_lm import unsupported
 
 READ = (
     *("cp_comm_type", "ulysses_degree", "usp_kernel", "usp_recompute", "attention_dropout"),
     *("create_attention_mask_in_dataloader", "context_parallel_size"),
 )
+SETTINGS = ("ulysses_degree", "layout", "kernel", "everywhere")
+REFUSED = (USPError, AssertionError, SystemExit)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any], patches: megatron_patches.PatchSet) -> dict[str, Any]:
     """What the start of a run does with these flags, before any process group exists."""
     from megatron.training import arguments
 
     os.environ |= {
-        "RANK": "0",
+        "RANK": str(request["rank"]),
         "WORLD_SIZE": str(request["ranks"]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     sys.argv = ["pretrain_gpt.py", *request["flags"]]
+    if "installed" in request:
+        pretend_installed(request["installed"])
     printed = io.StringIO()
-    patches = megatron_patches.apply("megatron_lm", **request["settings"])
     try:
-        with contextlib.redirect_stdout(printed):
+        if request.get("settings"):
+            megatron_patches.restore()
+            patches = megatron_patches.apply("megatron_lm", **request["settings"])
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             args = arguments.parse_args()
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    except (USPError, AssertionError, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    except REFUSED as error:
+        return {"error": f"{type(error).__name__}: {error}", "printed": printed.getvalue()}
+    assert not dist.is_initialized()
     start = next(x.replacement for x in patches.patches if x.target.endswith(":validate_args"))
     settings = start.keywords["context_parallel"].settings
     return {
@@ -49,7 +61,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SETTINGS = ("ulysses_degree", "layout", "kernel", "everywhere")
+def pretend_installed(version: str) -> None:
+    """Let the check of TransformerEngine find a version of it; it is not imported here."""
+    find_spec, version_of = importlib.util.find_spec, importlib.metadata.version
+
+    class Found:
+        """``importlib`` as the check uses it."""
+
+        class util:  # noqa: N801
+            find_spec = staticmethod(
+                lambda name: find_spec("sys" if name == "transformer_engine" else name)
+            )
+
+        class metadata:  # noqa: N801
+            version = staticmethod(
+                lambda name: version if name == "transformer-engine" else version_of(name)
+            )
+
+    unsupported.importlib = Found  # type: ignore[misc, assignment]
 
 
 def main(checkout: Path) -> None:
@@ -57,15 +86,18 @@ def main(checkout: Path) -> None:
     megatron_patches.prepare("megatron_lm", checkout)
     import pretrain_gpt
 
-    sys.modules["__main__"] = pretrain_gpt
+    patches = megatron_patches.apply("megatron_lm")
+    sys.modules["__main__"] = pretrain_gpt  # where the patches look for the script's functions
     for line in sys.stdin:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            sys.stdout.write("\n@" + json.dumps(answer(json.loads(line))) + "\n")
+            sys.stdout.write("\n@" + json.dumps(answer(json.loads(line), patches)) + "\n")
             sys.stdout.flush()
             os._exit(0)
-        os.waitpid(pid, 0)
+        if os.waitpid(pid, 0)[1]:
+            sys.stdout.write('@{"error": "the start crashed", "printed": ""}\n')
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
