@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
+from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -148,7 +149,8 @@ def _refuse_zero(config: ParallelConfig) -> None:
 
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
     """Flags of ``python -m megatron_patches.run`` for ``pretrain_gpt.py`` of Megatron-LM."""
-    flags = _megatron_lm(work, config, ["--ulysses-degree", str(config.ulysses)])
+    degree = ["--ulysses-degree", str(config.ulysses)]
+    flags = _megatron_lm("megatron-lm", work, config, degree)
     # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
     return f"{flags} \\\n--no-create-attention-mask-in-dataloader"
 
@@ -160,10 +162,13 @@ def megatron_core(work: Workload, config: ParallelConfig) -> str:
     whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``.
     """
     flags = ["--cp-comm-type", "usp", "--hierarchical-context-parallel-sizes"]
-    return _megatron_lm(work, config, [*flags, str(config.ulysses), str(config.ring)])
+    flags += [str(config.ulysses), str(config.ring)]
+    return _megatron_lm("megatron-core", work, config, flags)
 
 
-def _megatron_lm(work: Workload, config: ParallelConfig, degree_flags: list[str]) -> str:
+def _megatron_lm(
+    framework: str, work: Workload, config: ParallelConfig, degree_flags: list[str]
+) -> str:
     """Megatron-LM's own flags, with ``degree_flags`` where a sequence has several ranks.
 
     Megatron-LM fuses SwiGLU by default.
@@ -173,10 +178,11 @@ def _megatron_lm(work: Workload, config: ParallelConfig, degree_flags: list[str]
     """
     model = work.model
     _refuse_facts(model, "Megatron-LM")
-    if config.zero > 1 or config.recompute in ("gemm-last", "attention"):
+    if config.zero > 1 or config.recompute not in framework_caps(framework).recompute:
         raise ConfigError(
-            "Megatron-LM's flags have neither ZeRO-2 and 3 nor recomputation of all but the "
-            "products, or but attention; search with --engine megatron-core"
+            f"{framework}'s flags have neither ZeRO-2 and 3 nor every recomputation, and the plan "
+            f"has ZeRO-{config.zero} and recompute {config.recompute}; search with --engine "
+            f"{framework}"
         )
     if config.offload_ratio:
         raise ConfigError(
@@ -209,6 +215,8 @@ def _megatron_lm(work: Workload, config: ParallelConfig, degree_flags: list[str]
         flags += ["--recompute-num-layers", "1"]
     elif config.recompute == "attention-only":
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
+    elif config.recompute == "attention":
+        flags += ["--usp-recompute", "attention"]
     return _joined(flags)
 
 
@@ -311,5 +319,5 @@ KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyTyp
 )
 FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(KINDS, "megatron-deepspeed")
-    | dict.fromkeys(("megatron-lm", "megatron-core"), "megatron-core")
+    | {name: name for name in ("megatron-lm", "megatron-core")}
 )

@@ -95,6 +95,16 @@ FRAMEWORKS = (
         offloads=False,
         orders=ORDERS[:1],
     ),
+    FrameworkCaps(
+        "megatron-lm",  # under the patches: --usp-recompute attention beside its own
+        zero=(0, 1),
+        zero_in_pipeline=(0, 1),
+        recompute=("none", "attention-only", "attention", "full"),
+        schedule="1f1b",
+        interleaves=True,
+        offloads=False,
+        orders=ORDERS[:1],
+    ),
 )
 
 

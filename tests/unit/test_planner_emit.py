@@ -93,6 +93,11 @@ def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core() ->
     assert after(levels, "--cp-comm-type") == ["usp"] and "--ulysses-degree" not in levels
     alone = words(emit("megatron-lm", work, replace(config, ulysses=1, ring=1)))
     assert "--ulysses-degree" not in alone
+    keeping = replace(config, recompute="attention")
+    assert after(words(emit("megatron-lm", work, keeping)), "--usp-recompute") == ["attention"]
+    for kind, other in (("megatron-core", "attention"), ("megatron-lm", "gemm-last")):
+        with pytest.raises(ConfigError, match=f"search with --engine {kind}"):
+            emit(kind, work, replace(config, recompute=other))
 
 
 def test_an_order_that_no_host_has_is_not_emitted() -> None:
