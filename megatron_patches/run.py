@@ -6,9 +6,10 @@ Under ``torchrun --nproc_per_node N -m megatron_patches.run ...`` and under Deep
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import megatron_patches
 from ds_usp.errors import ConfigError, PatchError, USPError
@@ -39,7 +40,23 @@ def main(argv: list[str] | None = None) -> None:
             "patches were applied. Add the names to also_in of their rows"
         )
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    run_as_main(Path(script))
+
+
+def run_as_main(script: Path) -> None:
+    """Run a script as ``__main__``.
+
+    A process that it spawns, as Megatron-LM does to save a checkpoint, imports this module for the
+    main one: the script, which is not patched there, would fail for a package that has a stub here.
+    """
+    module = ModuleType("__main__")
+    module.__file__ = str(script)
+    module.__spec__ = importlib.util.find_spec("megatron_patches.run")  # read by multiprocessing
+    outer, sys.modules["__main__"] = sys.modules["__main__"], module
+    try:
+        exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+    finally:
+        sys.modules["__main__"] = outer
 
 
 if __name__ == "__main__":

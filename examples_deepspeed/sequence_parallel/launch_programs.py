@@ -204,7 +204,7 @@ class MegatronDeepSpeed(Program):
         return flags + self._filled(
             MEGATRON_FLAGS,
             TOKENIZER_FLAGS if s["tokenizer_type"] == "GPT2BPETokenizer" else "",
-            TENSORBOARD_FLAGS if s["tensorboard_dir"] else "",
+            f"{TENSORBOARD_FLAGS} --log-batch-size-to-tensorboard" if s["tensorboard_dir"] else "",
             "--no-pipeline-parallel" if s["pp_size"] == "1" else "",
             CPU_FLAGS if self.is_on_cpu else "",
             RECOMPUTE_FLAGS if _recomputes(s) else "",

@@ -79,8 +79,7 @@ MEGATRON_FLAGS = """
 """  # the last one: TRAIN_ITERS may differ from the checkpoint's
 TOKENIZER_FLAGS = "--vocab-file {vocab_path} --merge-file {merge_path}"
 TENSORBOARD_FLAGS = """
-    --tensorboard-queue-size 1 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
-    --log-validation-ppl-to-tensorboard
+    --tensorboard-queue-size 1 --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
 """
 CPU_FLAGS = """
     --distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion

@@ -100,8 +100,8 @@ class Recorder:
     def _edit(self, request: Request) -> None:
         file = edit(request.edited, Path(request.script).parent, request.folder)
         if file.name == Path(request.script).name:
-            runs = runpy.run_path
-            runpy.run_path = lambda _, **how: runs(str(file), **how)
+            runs = run.run_as_main
+            run.run_as_main = lambda _: runs(file)
 
     def _train(self, request: Request) -> None:
         if request.patched:

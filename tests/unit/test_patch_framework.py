@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_a_path_in_no_checkout_is_refused(tmp_path: Path) -> None:
         megatron_patches.check("megatron_deepspeed")
     with pytest.raises(ConfigError, match="no script to run"):
         run.main(["--local_rank=0"])
+
+
+SPAWNS = """
+import multiprocessing
+print("the script as", __name__, __file__)
+if __name__ == "__main__":
+    print("the queue", multiprocessing.get_context("spawn").Manager().Queue().qsize())
+"""
+
+
+def test_a_process_that_a_script_spawns_does_not_run_the_script(tmp_path: Path) -> None:
+    """Megatron-LM saves checkpoints beside such a process, in which nothing is patched."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    program = "import sys; from pathlib import Path; from megatron_patches.run import run_as_main\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program + "run_as_main(Path(sys.argv[1]))", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == f"the script as __main__ {script}\nthe queue 0\n", done.stderr
 
 
 def test_the_framework_is_that_of_the_innermost_checkout(tmp_path: Path) -> None:
