@@ -85,11 +85,12 @@ def _read(
             "PackedSeqParams(qkv_format='sbhd', cu_seqlens_q=borders) with [s, b, h, d] tensors, "
             "or 'thd' with [t, h, d]"
         )
-    if getattr(params, "local_cp_size", None) is not None:
+    size, group = (getattr(params, name, None) for name in ("local_cp_size", "cp_group"))
+    if size is not None or group is not None:
         raise UnsupportedAttentionError(
-            f"packed_seq_params with local_cp_size={params.local_cp_size}: the mesh of this layer "
-            f"has {mesh.sp_degree} ranks in every batch. Switch hybrid context parallelism off "
-            "(--hybrid-context-parallel)"
+            f"packed_seq_params with local_cp_size={size} and cp_group={group}: the mesh of this "
+            f"layer has {mesh.sp_degree} ranks in every batch. Switch hybrid context parallelism "
+            "off (--hybrid-context-parallel)"
         )
     lengths, places = _lengths_and_places(tensors)
     tokens = query.shape[0] * mesh.sp_degree

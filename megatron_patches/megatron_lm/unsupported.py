@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from typing import Any
 
-from packaging.version import Version
-
 from ds_usp.errors import ConfigError
-from megatron_patches import refusals
+from megatron_patches import refusals, transformer_engine
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
 from megatron_patches.refusals import Refusal
 
-_TRANSFORMER_ENGINE = Version("2.9.0a0")  # the oldest that Megatron-LM's own pyproject.toml admits
 _CP = "with --context-parallel-size {context_parallel_size}"
 
 _ATTENTION = (
@@ -163,14 +158,11 @@ def refuse_transformer_engine(args: Any) -> None:
     """
     if args.transformer_impl != "transformer_engine":
         return
-    found = "is not installed"
-    if importlib.util.find_spec("transformer_engine") is not None:
-        version = importlib.metadata.version("transformer-engine")
-        if Version(version) >= _TRANSFORMER_ENGINE:
-            return
-        found = f"is {version}"
+    missing = transformer_engine.what_is_missing()
+    if not missing:
+        return
     raise ConfigError(
         f"--transformer-impl transformer_engine (the default) needs TransformerEngine "
-        f"{_TRANSFORMER_ENGINE} or newer, which {found}. Install it, or use --transformer-impl "
-        "local"
+        f"{transformer_engine.OLDEST} or newer, which {missing}. Install it, or use "
+        "--transformer-impl local"
     )

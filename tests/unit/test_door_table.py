@@ -137,6 +137,7 @@ TRAINER_FLAGS: Doors = {
     "--rotary-base --untie-embeddings-and-output-weights "
     "--no-untie-embeddings-and-output-weights --disable-bias-linear --no-disable-bias-linear "
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
+    "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "
     "--reset-attention-mask --no-reset-attention-mask --reset-position-ids "

@@ -13,6 +13,7 @@ from megatron_patches.flags import add_attention_flags, add_degree_flags, add_me
 from megatron_patches.settings import MeshSettings
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
+from usp_trainer.transformer_impl import CHOICES
 
 COUNT = Integer(1)
 FRACTION = Number(0, 1, below=True)
@@ -165,6 +166,13 @@ def _model(parser: Parser) -> None:
     add("--rotary-base", Number(1, above=True), 10000.0, "base of the angles")
     add("--normalization", ("layernorm", "rmsnorm"), "layernorm", "norm of the layers")
     add("--layernorm-epsilon", POSITIVE, 1e-5, "of either norm")
+    add(
+        "--transformer-impl",
+        CHOICES,
+        None,
+        "whose linear layers and norms: megatron-core's own or TransformerEngine's (default: "
+        "TransformerEngine's where it is installed, on GPUs, with --bf16 and up to ZeRO-2)",
+    )
     add("--swiglu", bool, False, "gated SiLU instead of GELU")
     add("--disable-bias-linear", bool, False, "no bias in linear layers")
     add("--untie-embeddings-and-output-weights", bool, False, "two matrices, not one")

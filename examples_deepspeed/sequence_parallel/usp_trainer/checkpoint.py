@@ -20,6 +20,7 @@ from usp_trainer.checksums import checksums, mismatching_files, text_checksum
 from usp_trainer.input_files import LATEST, METADATA, UNFINISHED, checkpoint_to_load
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_folder import saved_step
+from usp_trainer.transformer_impl import LOCAL
 
 FORMAT = 2
 WITHOUT_CHECKSUMS = 1  # an earlier format that can still be loaded
@@ -39,6 +40,7 @@ MODEL = (
     "swiglu",
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
+    "transformer_impl",  # names of weights
 )
 # What the layout of DeepSpeed's files depends on; the Ulysses and ring degrees do not matter.
 PARALLEL_CONFIG = (
@@ -239,11 +241,14 @@ def _validate_checkpoint(args: Namespace) -> tuple[str, Progress, dict[str, Any]
     tag, metadata = checkpoint_to_load(folder)
     _check_format(folder / tag, metadata)
     current = _metadata_of(args, Progress())
-    mismatches = _differences(metadata["model"], current["model"])
+    saved = {"transformer_impl": LOCAL, **metadata["model"]}  # the only one of earlier checkpoints
+    mismatches = _differences(saved, current["model"])
     if mismatches:
         fix = ""
         if len(mismatches) == 1 and mismatches[0].startswith("padded_vocab_size"):
             fix = ". Give a --make-vocab-size-divisible-by that both tensor-parallel sizes divide"
+        elif len(mismatches) == 1 and mismatches[0].startswith("transformer_impl"):
+            fix = f". Give --transformer-impl {saved['transformer_impl']}"
         raise CheckpointError(
             f"the checkpoint {folder / tag} is of another model: {'; '.join(mismatches)}{fix}"
         )

@@ -16,7 +16,7 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
-from usp_trainer import checkpoint, progress
+from usp_trainer import checkpoint, progress, transformer_impl
 from usp_trainer.auto_args import resolve_auto_args
 from usp_trainer.checkpoint import Progress
 from usp_trainer.data import TokenData
@@ -47,6 +47,7 @@ class TrainingLoop:
             head_dim=args.hidden_size // args.num_attention_heads,
             documents=args.reset_attention_mask,
         )
+        args.transformer_impl = transformer_impl.chosen(args)
         layout = TokenLayout(
             args.usp_layout, args.seq_length, args.ulysses_degree, args.ring_degree
         )

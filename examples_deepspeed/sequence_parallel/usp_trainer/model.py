@@ -16,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -34,9 +33,9 @@ from ds_usp.training import (
     rotary_frequencies,
     weighted_loss,
 )
-from megatron_patches.megatron_core.core_attention import USPCoreAttention
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from usp_trainer.auto_args import planned_run
+from usp_trainer.layer_spec import Norm, layer_specs_of
 
 
 class Embedding(nn.Module):
@@ -105,7 +104,7 @@ class Layer(nn.Module):
 class FinalNorm(nn.Module):
     """The norm before the output projection."""
 
-    def __init__(self, config: TransformerConfig, norm: ModuleSpec | type) -> None:
+    def __init__(self, config: TransformerConfig, norm: Norm) -> None:
         super().__init__()
         self.norm = build_module(
             norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -279,9 +278,8 @@ def layer_specs(
     rotary = None
     if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
         rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        USPCoreAttention, params={"mesh": mesh, "layout": layout, "kernel": args.usp_kernel}
+    spec, norm = layer_specs_of(
+        args.transformer_impl, config, mesh=mesh, layout=layout, kernel=args.usp_kernel
     )
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
@@ -298,7 +296,7 @@ def layer_specs(
     return [
         first,
         *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory) for n in numbers),
-        LayerSpec(FinalNorm, config, spec.submodules.input_layernorm),
+        LayerSpec(FinalNorm, config, norm),
         last,
     ]
 

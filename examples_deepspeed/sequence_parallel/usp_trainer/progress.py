@@ -51,7 +51,8 @@ def describe_run(args: Namespace, groups: Mapping[str, Sequence[int]], parameter
         f"{'bf16' if args.bf16 else 'fp32'}, head dim "
         f"{args.hidden_size // args.num_attention_heads}",
         "model": f"{parameters / 1e6:.2f} M parameters, {args.num_layers} layers, hidden "
-        f"{args.hidden_size}, {args.num_attention_heads} heads, {args.num_key_value_heads} for KV",
+        f"{args.hidden_size}, {args.num_attention_heads} heads, {args.num_key_value_heads} for KV, "
+        f"layers {args.transformer_impl}",
         "step": f"{args.global_batch_size} x {args.seq_length} = "
         f"{args.global_batch_size * args.seq_length} tokens, {args.optimizer}, learning rate "
         f"{args.lr:g}, {args.train_iters} steps",

@@ -11,7 +11,7 @@ from argparse import Namespace
 from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
 from megatron_patches.flags import check_cluster_flag
-from usp_trainer import environment, input_files, trackers
+from usp_trainer import environment, input_files, trackers, transformer_impl
 
 
 def model_parallel_size(args: Namespace) -> int:
@@ -78,6 +78,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     _check_degrees(args, world_size)
     _check_batch(args)
     _check_documents(args)
+    transformer_impl.check(args)
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:
