@@ -240,7 +240,7 @@ class PlannedRun:
         solves_ratio = self.args.usp_offload_ratio == AUTO
         config = replace(self.parallel_config(), ulysses=1, ring=1)
         caps = framework_caps(self.framework)
-        caps = replace(caps, offloads=solves_ratio, recompute=(*caps.recompute, config.recompute))
+        caps = replace(caps, offloads=solves_ratio, recompute=(config.recompute,))
         return choose_ulysses(
             this_cluster(self.args.usp_cluster, self.world_size, on_gpu=on_gpu),
             self.workload(),

@@ -34,9 +34,11 @@ def resolve(args: Any) -> None:
         ConfigError: kinds that are unknown, that contradict other flags, or that are not one a
             layer.
     """
+    given = not isinstance(args.cp_comm_type, NotGiven)
+    args.cp_comm_type = list(args.cp_comm_type)  # plain, because checkpoints pickle the arguments
     if args.context_parallel_size == 1:
         return
-    if isinstance(args.cp_comm_type, NotGiven):
+    if not given:
         args.cp_comm_type = [USP]
     kinds = args.cp_comm_type
     _refuse_unknown(kinds)

@@ -43,7 +43,7 @@ def planned_run(args: Any) -> PlannedRun:
         zero=1 if args.use_distributed_optimizer else 0,
         world_size=args.world_size,
         default_vocab=_GPT2_VOCABULARY,
-        framework="megatron-core",
+        framework="megatron-lm",
         tp_sequence=args.sequence_parallel,
         layers_per_virtual_stage=args.num_layers // stages if stages else 0,
         overlap_gradients=args.overlap_grad_reduce,

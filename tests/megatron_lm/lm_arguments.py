@@ -52,6 +52,7 @@ def answer(request: dict[str, Any], patches: megatron_patches.PatchSet) -> dict[
     except REFUSED as error:
         return {"error": f"{type(error).__name__}: {error}", "printed": printed.getvalue()}
     assert not dist.is_initialized()
+    assert type(args.cp_comm_type) is list  # a stock run loads the arguments of checkpoints
     start = next(x.replacement for x in patches.patches if x.target.endswith(":validate_args"))
     settings = start.keywords["context_parallel"].settings
     return {
