@@ -135,7 +135,7 @@ class USPCoreAttention(torch.nn.Module):
         )
         # The tensors of one sample need no transposition, which autograd would run backward, too.
         one_sample = query.shape[1] == 1
-        out = out.view(*query.shape[:2], -1) if one_sample else out.transpose(0, 1).flatten(2)
+        out = out.reshape(*query.shape[:2], -1) if one_sample else out.transpose(0, 1).flatten(2)
         # Whatever the program does with padding, nothing of it reaches a gradient.
         return out if padding is None else out.masked_fill(padding, 0.0)
 

@@ -20,6 +20,7 @@ from megatron_patches.megatron_core.context_parallel import (
     check_degrees,
 )
 from megatron_patches.megatron_lm import context_parallel_kind, memory, unsupported
+from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run
 from megatron_patches.megatron_lm.state import compare_script
 from megatron_patches.settings import MeshSettings
@@ -90,7 +91,8 @@ def validate_args(
     flags.check_cluster_flag(args)
     if args.ulysses_degree != AUTO:
         _check_degrees(args)
-    validated = original(args, defaults)
+    with not_demanded(args):
+        validated = original(args, defaults)
     memory.check_flags(args)
     unsupported.refuse(args)
     if args.ulysses_degree == AUTO:

@@ -90,6 +90,23 @@ _MODEL = (
         "Train without it",
     ),
 )
+_PER_TOKEN = (
+    "Megatron-LM averages it over the loss tokens of each context-parallel rank, which differ in "
+    "number"
+)
+_LOSS = (
+    Refusal(
+        lambda args: args.mtp_num_layers and not args.calculate_per_token_loss,
+        f"--mtp-num-layers {{mtp_num_layers}} adds a loss that is wrong, {_CP}: {_PER_TOKEN}",
+        "Add --calculate-per-token-loss",
+    ),
+    Refusal(
+        lambda args: (args.eod_mask_loss or args.sft) and not args.calculate_per_token_loss,
+        "--eod-mask-loss and --sft leave tokens out of the loss, and without "
+        f"--calculate-per-token-loss {_PER_TOKEN}",
+        "Add --calculate-per-token-loss",
+    ),
+)
 _SCHEDULE = (
     Refusal(
         lambda args: args.cuda_graph_impl != "none",
@@ -136,7 +153,7 @@ def refuse(args: Any) -> None:
         ConfigError: the first row that applies.
     """
     if uses_usp(args):
-        refusals.refuse((*_ATTENTION, *_MODEL, *_SCHEDULE), args)
+        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
     elif args.usp_recompute == "attention":  # on one rank
         refusals.refuse(_ATTENTION, args)
 

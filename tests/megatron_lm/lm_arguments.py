@@ -36,8 +36,9 @@ def answer(request: dict[str, Any], patches: megatron_patches.PatchSet) -> dict[
     os.environ |= {
         "RANK": str(request["rank"]),
         "WORLD_SIZE": str(request["ranks"]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    if request.get("hopper"):
+        arguments.get_device_arch_version = lambda: 9
     sys.argv = ["pretrain_gpt.py", *request["flags"]]
     if "installed" in request:
         pretend_installed(request["installed"])

@@ -39,6 +39,11 @@ def starts() -> Iterator[Starts]:
     server.close()
 
 
+def without_queue_limit() -> dict[str, str]:
+    """The environment, without what Megatron-LM may demand in it."""
+    return {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+
+
 class Starts:
     """Answers what the start of a run does with its flags, before any process group exists."""
 
@@ -48,7 +53,7 @@ class Starts:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**without_queue_limit(), "OMP_NUM_THREADS": "1"},
         )
 
     def start(self, flags: str, *, ranks: int = 8, rank: int = 0, **more: Any) -> dict[str, Any]:
@@ -56,7 +61,7 @@ class Starts:
 
         Args:
             more: ``settings`` of ``megatron_patches.apply``; ``installed``, the version that
-                TransformerEngine pretends to have.
+                TransformerEngine pretends to have; ``hopper``, to pretend that there is such a GPU.
         """
         request = {"flags": f"{MODEL} {flags}".split(), "ranks": ranks, "rank": rank, **more}
         assert self._server.stdin and self._server.stdout

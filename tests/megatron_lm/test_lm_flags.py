@@ -84,6 +84,14 @@ def test_the_planner_chooses_a_degree_and_rank_0_says_why(starts: Starts) -> Non
     assert starts.start(f"{LOCAL} --ulysses-degree auto")["settings"]["ulysses_degree"] is None
 
 
+def test_one_hardware_queue_is_demanded_under_tensor_parallelism_alone(starts: Starts) -> None:
+    tp2 = f"{CP4} --tensor-model-parallel-size 2"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in starts.error(tp2, hopper=True)
+    p2p = "--context-parallel-size 4 --cp-comm-type p2p"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in starts.error(p2p, hopper=True, installed=TE)
+    assert starts.start(CP4, hopper=True)["settings"]
+
+
 def test_no_dense_mask_is_made(starts: Starts) -> None:
     assert not starts.start(CP4)["args"]["create_attention_mask_in_dataloader"]
     assert starts.start(LOCAL)["args"]["create_attention_mask_in_dataloader"]

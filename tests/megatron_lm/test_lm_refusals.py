@@ -40,6 +40,12 @@ REFUSED = [
     (f"{CP4} --hybrid-context-parallel --calculate-per-token-loss", "--hybrid-context-parallel"),
     (f"{CP4} --hybrid-attention-ratio 0.5", "Mamba layers share a sequence"),
     (f"{CP4} --is-hybrid-model", "Mamba layers share a sequence"),
+    (
+        f"{CP4} --mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 1 adds a loss that is wrong, with --context-parallel-size 4",
+    ),
+    (f"{CP4} --eod-mask-loss", "Add --calculate-per-token-loss"),
+    (f"{CP4} --sft", "Add --calculate-per-token-loss"),
     (f"{CP4} --cuda-graph-impl local", "--cuda-graph-impl local captures layers"),
     (f"{CP4} --cpu-offloading-num-layers 1", "offloading of activations hooks into"),
     (f"{CP4} --overlap-moe-expert-parallel-comm", "the layers of two micro batches in turns"),
