@@ -294,7 +294,7 @@ class MegatronLM(Program):
             MEGATRON_LM_FLAGS,
             "--group-query-attention --num-query-groups {num_kv_heads}" if groups else "",
             "--position-embedding-type rope --rotary-base {rope_theta}" if is_rotary else "",
-            "--sequence-parallel" if int(s["mp_size"]) > 1 and not is_local else "",
+            "--sequence-parallel" if int(s["mp_size"]) > 1 else "",
             "--use-distributed-optimizer --overlap-param-gather" if s["zero_stage"] == "1" else "",
             "--bf16" if s["precision"] == "bf16" else "",
             MEGATRON_LM_LOCAL_FLAGS if is_local else "",
