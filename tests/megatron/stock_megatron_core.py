@@ -77,7 +77,10 @@ def gpt_model(
         config_fields: of the ``TransformerConfig``.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
@@ -106,6 +109,7 @@ def gpt_model(
     )
     if core:
         spec.submodules.self_attention.submodules.core_attention = core()
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     torch.manual_seed(1)
     return GPTModel(
         config,
@@ -113,6 +117,7 @@ def gpt_model(
         vocab_size=VOCAB,
         max_sequence_length=S,
         position_embedding_type="rope" if rotary else "learned_absolute",
+        mtp_block_spec=mtp,
     )
 
 

@@ -49,6 +49,7 @@ MODELS = {
         "softmax_type": "off-by-one",
     },
     "packed and padded": {"kv_heads": 2, **DOCUMENTS},
+    "multi-token prediction": {"mtp_num_layers": 1, "calculate_per_token_loss": True},
 }
 # What is computed another way, with the same result.
 RECOMPUTED = {
