@@ -15,7 +15,7 @@ from test_patched_megatron_core import LIMIT, programs, usp_core
 
 import megatron_patches
 
-GRIDS = {"2x1": (2, 2), "1x2": (1, 2), "2x2": (2, 4)}  # ulysses, cp
+GRIDS = {"1x1": (1, 1), "2x1": (2, 2), "1x2": (1, 2), "2x2": (2, 4)}  # ulysses, cp
 MLA = {
     "mla": True,
     "q_lora_rank": 12,
@@ -84,7 +84,8 @@ def stock_programs(ctx: RankContext, **cases: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank: dict[str, Any], grid: str) -> None:
     ulysses, cp = GRIDS[grid]
-    cases = {name: ({"ulysses_degree": ulysses}, {"cp": cp, **x}) for name, x in MODELS.items()}
+    settings = {"ulysses_degree": ulysses, "everywhere": True}
+    cases = {name: (settings, {"cp": cp, **model}) for name, model in MODELS.items()}
     for name, extra in RECOMPUTED.items():
         cases[f"{name}: recomputed"] = cases[name][0], {**cases[name][1], **extra}
     for results in fork_world(programs, 4, cases=cases):
