@@ -78,6 +78,13 @@ def training_without_gpu() -> tuple[Patch, ...]:
             reason="asks CUDA; decides whether CUDA_DEVICE_MAX_CONNECTIONS=1 is demanded",
         ),
         _wrap(
+            f"{_INITIALIZE}:set_jit_fusion_options",
+            cpu_fallbacks.nothing,
+            also_in=("megatron.training.training:set_jit_fusion_options",),
+            guard=source_guard("ff3d3ec4c77d43e7"),
+            reason="compiles fused functions, used or not",
+        ),
+        _wrap(
             "megatron.legacy.fused_kernels:load",
             cpu_fallbacks.nothing,
             guard=source_guard("923b6f4e4a433618"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from mds_edits import Trace, edit
+from rank_server import RankRequest
 
 import megatron_patches
 from megatron_patches import Patch, PatchSet, run
@@ -25,17 +26,10 @@ STD = 0.1
 
 
 @dataclass(frozen=True)
-class Request:
-    """One run of ``pretrain_gpt.py``.
+class Request(RankRequest):
+    """One run of Megatron-DeepSpeed's ``pretrain_gpt.py``.
 
     Args:
-        world: ranks.
-        script: path of the script.
-        flags: its arguments.
-        folder: where the ranks meet, and where results go.
-        patched: with the patches, or as it is.
-        own_weights: keep Megatron-DeepSpeed's initial weights.
-        extra: more patches, as (target, module-level function) pairs; kind wrap.
         without: a function of megatron_patches.megatron_deepspeed that does nothing, as
             ``file.name``.
         watch_dropout: record which elements the first dropouts drop.
@@ -45,13 +39,6 @@ class Request:
         edited: a function of the checkout that raises, as ``package.module:Class.name``.
     """
 
-    world: int
-    script: str
-    flags: tuple[str, ...]
-    folder: Path
-    patched: bool = True
-    own_weights: bool = False
-    extra: tuple[tuple[str, Any], ...] = ()
     without: str = ""
     watch_dropout: bool = False
     fake_flash: bool = False
