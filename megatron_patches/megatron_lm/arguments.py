@@ -99,10 +99,13 @@ def validate_args(
         args.ulysses_degree = _auto_degree(args)
         _check_degrees(args)
     context_parallel.settings = _settings(args)
-    if context_parallel_kind.uses_usp(args):
-        if not context_parallel_kind.is_mixed(args):
-            # A causal mask, seq_length x seq_length bytes, that every layer would compare.
-            args.create_attention_mask_in_dataloader = False
+    usp = context_parallel_kind.uses_usp(args)
+    if context_parallel_kind.attends_on_one_rank(args) or (
+        usp and not context_parallel_kind.is_mixed(args)
+    ):
+        # A causal mask, seq_length x seq_length bytes, that every layer would compare.
+        args.create_attention_mask_in_dataloader = False
+    if usp:
         compare_script()
     return validated
 
@@ -129,7 +132,7 @@ def _settings(args: Any) -> Settings | None:
             "Leave it out for USP",
         )
         return None
-    everywhere = args.context_parallel_size == 1 and args.usp_recompute == "attention"
+    everywhere = context_parallel_kind.attends_on_one_rank(args)
     if args.usp_kernel != "auto" and not usp and not everywhere:
         _print_once(
             args,

@@ -71,6 +71,11 @@ def uses_usp(args: Any) -> bool:
     return args.context_parallel_size > 1 and USP in args.cp_comm_type
 
 
+def attends_on_one_rank(args: Any) -> bool:
+    """Whether USP computes attention although one rank holds a sequence: its results are saved."""
+    return bool(args.context_parallel_size == 1 and args.usp_recompute == "attention")
+
+
 def is_mixed(args: Any) -> bool:
     """Whether other layers keep TransformerEngine's context parallelism."""
     return uses_usp(args) and any(kind != USP for kind in args.cp_comm_type)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ds_usp
 from megatron_patches.megatron_core.context_parallel import LAYOUT
-from megatron_patches.megatron_lm.context_parallel_kind import uses_usp
+from megatron_patches.megatron_lm.context_parallel_kind import attends_on_one_rank, uses_usp
 
 _NOT_SHARDED = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
@@ -45,13 +45,16 @@ def get_thd_batch_on_this_cp_rank(
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    if not uses_usp(get_args()):
+    args = get_args()
+    if not (uses_usp(args) or attends_on_one_rank(args)):
         return original(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size, cp_rank)
     size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
     rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
     offsets = cu_seqlens.flatten()
     padded = offsets if cu_seqlens_padded is None else cu_seqlens_padded.flatten()
     batch, params = original(batch, offsets, padded, max_seqlen, 1, 0)  # of one rank: not sharded
+    if size == 1:
+        return batch, params
     tokens = batch["tokens"]
     layout = ds_usp.TokenLayout(LAYOUT, tokens.shape[1], size, documents=tuple(padded.tolist()))
     index = torch.tensor(layout.positions(rank), device=tokens.device)

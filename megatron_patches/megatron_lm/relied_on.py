@@ -49,12 +49,9 @@ _RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
             f"{_ROPE}.rotary_pos_embedding:MultimodalRotaryEmbedding.forward": "8a01bd06d65e6e2e",
             f"{_ROPE}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward": "9714f9befce29622",
         },
-        "what a core attention is given, and what becomes of its result": {
+        "the options with which a core attention is built": {
             f"{_ATTENTION}.__init__": "caafbbdf6b12dc52",
-            f"{_ATTENTION}.forward": "665a3b66494fac33",
-            f"{_ATTENTION}._checkpointed_attention_forward": "52c5ca69164b60d9",
             f"{_LATENT}.__init__": "92f0ff254e442de1",
-            f"{_LATENT}.forward": "4d5bdb70a8572324",
         },
         "the scale of losses and gradients, summed over context-parallel ranks": {
             f"{_CORE}.pipeline_parallel.schedules:forward_step_calc_loss": "f2566efccb050839",

@@ -6,7 +6,11 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from megatron_patches import refusals, transformer_engine
-from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
+from megatron_patches.megatron_lm.context_parallel_kind import (
+    attends_on_one_rank,
+    is_mixed,
+    uses_usp,
+)
 from megatron_patches.refusals import Refusal
 
 _CP = "with --context-parallel-size {context_parallel_size}"
@@ -62,6 +66,12 @@ _ATTENTION = (
         "computes one rule for all sequences",
         "Leave it out, or train packed sequences (--sft)",
     ),
+    Refusal(
+        lambda args: args.sft and args.pipeline_model_parallel_size > 1,
+        "--sft with --pipeline-model-parallel-size {pipeline_model_parallel_size}: Megatron-LM "
+        "gives the documents to the first and the last stage alone",
+        "Use --pipeline-model-parallel-size 1",
+    ),
 )
 _MODEL = (
     Refusal(
@@ -99,6 +109,11 @@ _LOSS = (
         lambda args: args.mtp_num_layers and not args.calculate_per_token_loss,
         f"--mtp-num-layers {{mtp_num_layers}} adds a loss that is wrong, {_CP}: {_PER_TOKEN}",
         "Add --calculate-per-token-loss",
+    ),
+    Refusal(
+        lambda args: args.mtp_num_layers and len(args.cp_comm_type) > 1,
+        "--cp-comm-type with one entry a layer has none for --mtp-num-layers {mtp_num_layers}",
+        "Give one entry for all layers",
     ),
     Refusal(
         lambda args: (args.eod_mask_loss or args.sft) and not args.calculate_per_token_loss,
@@ -154,7 +169,7 @@ def refuse(args: Any) -> None:
     """
     if uses_usp(args):
         refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
-    elif args.usp_recompute == "attention":  # on one rank
+    elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
 
 

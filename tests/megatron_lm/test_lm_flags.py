@@ -173,7 +173,7 @@ megatron_patches.apply("megatron_lm")
 import megatron.training
 from types import SimpleNamespace
 megatron.training.get_args = lambda: SimpleNamespace(
-    context_parallel_size=2, cp_comm_type=["usp"]
+    context_parallel_size=2, cp_comm_type=["usp"], usp_recompute="none"
 )
 from megatron.core.utils import get_thd_batch_on_this_cp_rank
 offsets, longest = torch.tensor([[0, 8, 12]], dtype=torch.int32), torch.tensor([8])

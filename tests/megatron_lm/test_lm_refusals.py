@@ -46,6 +46,15 @@ REFUSED = [
     ),
     (f"{CP4} --eod-mask-loss", "Add --calculate-per-token-loss"),
     (f"{CP4} --sft", "Add --calculate-per-token-loss"),
+    (
+        f"{CP4} --sft --calculate-per-token-loss --pipeline-model-parallel-size 2",
+        "gives the documents to the first and the last stage alone",
+    ),
+    (
+        f"{CP4} --mtp-num-layers 1 --position-embedding-type rope --calculate-per-token-loss "
+        "--cp-comm-type usp usp",
+        "--cp-comm-type with one entry a layer has none for --mtp-num-layers 1",
+    ),
     (f"{CP4} --cuda-graph-impl local", "--cuda-graph-impl local captures layers"),
     (f"{CP4} --cpu-offloading-num-layers 1", "offloading of activations hooks into"),
     (f"{CP4} --overlap-moe-expert-parallel-comm", "the layers of two micro batches in turns"),
