@@ -317,8 +317,8 @@ class MegatronLM(Program):
         return [*flags, "--tokenizer-model", s["tokenizer_model"] or "my_tokenizer"]
 
     def needs_one_queue(self) -> bool:
-        # Megatron-LM refuses to start without, on Hopper and before.
-        return int(self.settings["mp_size"]) * int(self.settings["sp_size"]) > 1
+        # Megatron-LM refuses tensor parallelism without, on Hopper and before.
+        return int(self.settings["mp_size"]) > 1
 
 
 def _recomputes(settings: Mapping[str, str]) -> bool:

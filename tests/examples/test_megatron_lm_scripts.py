@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CHECKOUT, MEGATRON_LM_SCRIPTS, PATHS, ROOT, bash, start
+from pretrain_scripts import CHECKOUT, MEGATRON_LM_SCRIPTS, PATHS, ROOT, bash, free_port, start
+
+from ds_usp.planner import ParallelConfig, Workload, load_model
+from ds_usp.planner.emit import emit
 
 REAL_CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 GPUS = {"lm-1.3B": "4", "lm-llama3": "8", "lm-tiny": "4"}
@@ -42,6 +45,14 @@ def printed(size: str, *arguments: str, **settings: str) -> str:
     assert done.returncode == 0, done.stderr
     text = done.stdout.replace(str(CHECKOUT), "/checkouts/Megatron-LM")
     return text.replace(str(ROOT), "$ROOT")
+
+
+def planned_flags() -> list[str]:
+    """What ``ds-usp plan --emit megatron-lm`` writes, with every kind of flag."""
+    work = Workload(load_model("llama3-8b"), 131072)
+    degrees = {"tp": 2, "ulysses": 4, "ring": 2, "pp": 2, "layers_per_virtual_stage": 8}
+    config = ParallelConfig(**degrees, zero=1, recompute="attention")
+    return emit("megatron-lm", work, config).replace("\\\n", " ").split()
 
 
 def flags(text: str) -> list[str]:
@@ -77,12 +88,12 @@ def test_megatron_lm_knows_every_flag() -> None:
         "    print('parsed', args.num_layers, args.context_parallel_size, args.ulysses_degree)\n"
     )
     variants = (
-        {},
         {"TRANSFORMER_IMPL": "local", "ACTIVATION_CHECKPOINT": "true", "ZERO_STAGE": "0"},
         {"TENSORBOARD_DIR": "tb", "WANDB_PROJECT": "p", "EXIT_INTERVAL": "7", "MP_SIZE": "2"},
     )
     runs = [flags(printed(size)) for size in MEGATRON_LM_SCRIPTS]
-    runs += [flags(printed("lm-1.3B", **{**v, "NUM_GPUS": "8"})) for v in variants[1:]]
+    runs += [flags(printed("lm-1.3B", **{**v, "NUM_GPUS": "8"})) for v in variants]
+    runs.append(planned_flags())
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, REAL_CHECKOUT, json.dumps(runs)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -91,7 +102,7 @@ def test_megatron_lm_knows_every_flag() -> None:
         timeout=300,
     )
     parsed = [line for line in done.stdout.splitlines() if line.startswith("parsed")]
-    sizes = ("24 4 2", "32 4 2", "2 4 2", "24 4 2", "24 4 2")
+    sizes = ("24 4 2", "32 4 2", "2 4 2", "24 4 2", "24 4 2", "32 8 4")
     assert parsed == [f"parsed {size}" for size in sizes], done.stderr
 
 
@@ -154,19 +165,39 @@ def test_bad_settings_are_refused_before_anything_starts(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_one_hardware_queue_as_megatron_lm_asks(
+def test_one_hardware_queue_where_megatron_lm_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple] = []
     monkeypatch.setattr("os.execvpe", lambda *call: started.append(call) or 0)
-    for sequence, expected in (("4", "1"), ("1", None)):
-        settings = {**settings_of("lm-tiny"), "SP_SIZE": sequence, "ULYSSES_DEGREE": ""}
+    for tensor, expected in (("2", "1"), ("1", None)):
+        settings = {**settings_of("lm-tiny"), "MP_SIZE": tensor, "NUM_GPUS": "8"}
         settings |= {"DRY_RUN": "0", "OUTPUT_HOME": str(tmp_path), "BATCH_SIZE": "1"}
-        settings |= {"GLOBAL_BATCH_SIZE": "4"}
         assert start("lm-tiny", **settings) == 0
         _, words, variables = started.pop()
         assert words[4] == "torchrun"
         assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_CHECKOUT, reason="MEGATRON_LM_PATH is not set")
+def test_the_tiny_script_trains_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    settings = {
+        "MEGATRON_LM_PATH": REAL_CHECKOUT,
+        "OUTPUT_HOME": str(tmp_path),
+        "LOG_INTERVAL": "1",
+    }
+    settings |= {"LR_DECAY_ITERS": "20", "SAVE_INTERVAL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    losses: dict[int, float] = {}
+    for steps in ("3", "6"):
+        run = {**settings, "TRAIN_ITERS": steps, "MASTER_PORT": free_port()}
+        done = bash("lm-tiny", timeout=600, **run)
+        assert done.returncode == 0, done.stderr or done.stdout[-3000:]
+        lines = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout)
+        assert not losses or min(int(step) for step, _ in lines) == 4
+        losses |= {int(step): float(loss) for step, loss in lines}
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1] - 0.3
 
 
 if __name__ == "__main__":
