@@ -106,8 +106,8 @@ class ContextParallel:
         settings, signature = self.settings, inspect.signature(original)
         # MLA gives them to any core attention; megatron-core's local one does not take them.
         head_dims = {x: kwargs[x] for x in ("k_channels", "v_channels") if x in kwargs}
-        taken = {x: kwargs[x] for x in kwargs if x not in head_dims or x in signature.parameters}
-        arguments = signature.bind(core, *args, **taken).arguments
+        accepted = {x: kwargs[x] for x in kwargs if x not in head_dims or x in signature.parameters}
+        arguments = signature.bind(core, *args, **accepted).arguments
         one_rank = arguments["config"].context_parallel_size == 1
         if (
             settings is None

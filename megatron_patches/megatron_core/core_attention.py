@@ -119,9 +119,7 @@ class USPCoreAttention(torch.nn.Module):
             if query.ndim == 3:
                 query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attention_mask is not None:
-            if isinstance(layout, str):
-                layout = self.mesh.layout(layout, query.shape[0] * self.mesh.sp_degree)
-            check_dense_mask(attention_mask, mask, layout, self.mesh)
+            check_dense_mask(attention_mask, mask, layout, self.mesh, query.shape[0])
         options = self._options
         if self.softmax_type != "vanilla":
             options = {**options, "scores": self._with_sinks()}

@@ -10,13 +10,25 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
 
+_CHECKED = "_usp_checked"
 _ROWS = 1024  # compared at a time, to bound the memory of the comparison
 
 
 def check_dense_mask(
-    mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, mesh: ds_usp.SequenceMesh
+    mask: Any,
+    rule: ds_usp.MaskSpec,
+    layout: ds_usp.TokenLayout | str,
+    mesh: ds_usp.SequenceMesh,
+    tokens: int,
 ) -> None:
     """Refuse a dense mask that differs from the layer's ``rule``. Collective over the mesh.
+
+    Compared once for each mask and rule, on all ranks alike: the layers share the tensor, which
+    keeps what it was compared with.
+
+    Args:
+        layout: of the tokens, or the kind of one.
+        tokens: of this rank.
 
     Shapes:
         mask: ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
@@ -25,7 +37,14 @@ def check_dense_mask(
         UnsupportedAttentionError: on the ranks whose rows of the mask differ.
         MeshError: on the others.
     """
+    version = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else None
+    key = rule, layout, mesh.name, tokens
+    checked: dict[Any, int] = getattr(mask, _CHECKED, {})
+    if version is not None and checked.get(key) == version:
+        return
     error = None
+    if isinstance(layout, str):
+        layout = mesh.layout(layout, tokens * mesh.sp_degree)
     if not _equals_rule(mask, rule, layout, mesh.rank):
         error = UnsupportedAttentionError(
             f"attention_mask was given and is not the rule of this layer, {rule}, for the tokens "
@@ -33,6 +52,8 @@ def check_dense_mask(
             "every sequence. Pass attention_mask=None, and documents as packed_seq_params"
         )
     mesh.agree("a dense mask that equals the layer's rule", error)
+    if version is not None:
+        setattr(mask, _CHECKED, {**checked, key: version})
 
 
 def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:

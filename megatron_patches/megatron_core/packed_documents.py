@@ -45,8 +45,8 @@ def packed_documents(
 
     In the format ``sbhd`` the sequence is sharded as without documents: they have any lengths, and
     the offsets may be ``[b, documents + 1]``, the last one repeated where a sample has fewer. In
-    ``thd`` every document is sharded for itself. ``cu_seqlens_q_padded``, where it is given, says
-    where documents begin in the tensors; ``cu_seqlens_q`` how long they are without their padding.
+    ``thd`` every document is sharded for itself. ``cu_seqlens_q_padded``, where it is given, has
+    the places of documents in the tensors; ``cu_seqlens_q`` their lengths without padding.
 
     Args:
         layout: of the layer.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import RankContext, fork_world
 
-from ds_usp import MeshError, SequenceMesh, UnsupportedAttentionError
+from ds_usp import MaskSpec, MeshError, SequenceMesh, UnsupportedAttentionError
 
 S, B, H, G, D = 24, 2, 4, 2, 8
 SERVED = {
@@ -178,3 +178,24 @@ def test_another_group_than_megatron_cores_is_refused() -> None:
     (error,) = fork_world(refused, 1, case={}, context_parallel_size=2)
     assert isinstance(error, MeshError)
     assert "context_parallel_size=2" in str(error)
+
+
+def test_a_dense_mask_is_compared_once_and_again_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_patches.megatron_core import masks
+
+    compared = []
+    equals_rule = masks._equals_rule
+    monkeypatch.setattr(masks, "_equals_rule", lambda *x: compared.append(x) or equals_rule(*x))
+    mesh, mask = SequenceMesh.single(), torch.ones(1, 1, 8, 8).triu(1).bool()
+    causal = MaskSpec.causal()
+    for _ in range(3):
+        masks.check_dense_mask(mask, causal, "contiguous", mesh, 8)
+    assert len(compared) == 1
+    with pytest.raises(UnsupportedAttentionError):
+        masks.check_dense_mask(mask, MaskSpec.window(4), "contiguous", mesh, 8)
+    mask[..., -1, 0] = True
+    with pytest.raises(UnsupportedAttentionError):
+        masks.check_dense_mask(mask, causal, "contiguous", mesh, 8)
+    assert len(compared) == 3
