@@ -53,6 +53,51 @@ REFUSED = {
 }
 
 
+def loaded(ctx: RankContext, *, softmax_type: str) -> dict[str, torch.Tensor]:
+    """The state after a checkpoint of ``TEDotProductAttention`` was loaded into a layer's slot."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.megatron_core.core_attention import USPCoreAttention
+
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H * D,
+        num_attention_heads=H,
+        attention_dropout=0.0,
+        softmax_type=softmax_type,
+    )
+    core = USPCoreAttention(
+        mesh=SequenceMesh.single(),
+        layout="contiguous",
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+    )
+    layer = torch.nn.ModuleDict({"core_attention": core})
+    saved = {"core_attention._extra_state": torch.empty(0, dtype=torch.uint8)}
+    if softmax_type == "learnable":
+        saved["core_attention.softmax_offset"] = torch.arange(float(H))
+    layer.load_state_dict(saved, strict=True)
+    assert len(saved) == len(layer.state_dict()) + 1
+    assert (
+        layer.core_attention.sharded_state_dict("core_attention.").keys()
+        == layer.state_dict().keys()
+    )
+    return dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+def test_a_checkpoint_of_transformer_engine_loads(softmax_type: str) -> None:
+    (state,) = fork_world(loaded, 1, softmax_type=softmax_type)
+    if softmax_type != "learnable":
+        assert not state
+    else:
+        assert state["core_attention.softmax_offset"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def run(case: dict[str, Any], attention: str, context_parallel_size: int = 1) -> list[torch.Tensor]:
     """Output and gradients of one core attention, from the same numbers each time."""
     from megatron.core import parallel_state
