@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from trainer_runs import PLAIN_SGD, degrees, errors, relative_difference, train
+from usp_trainer.input_files import METADATA
 
 LIMIT = 1e-5
 
@@ -61,3 +63,14 @@ def test_a_checkpoint_names_the_layers_that_it_is_of(tmp_path: Path) -> None:
         assert "transformer_impl transformer_engine in the checkpoint, local now" in str(error)
         assert str(error).endswith("Give --transformer-impl transformer_engine")
     assert errors(2, resumed, tmp_path, patches=STAND_IN) == [None, None]
+
+
+def test_an_earlier_checkpoint_is_of_local_layers(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    train(1, degrees() + PLAIN_SGD + f" --save {folder}", output_dir=tmp_path, steps=1, save_at=0)
+    (path,) = folder.glob(f"*/{METADATA}")
+    metadata = json.loads(path.read_text())
+    assert metadata["model"].pop("transformer_impl") == "local"
+    del metadata["checksum"]
+    path.write_text(json.dumps({**metadata, "format": 1}))
+    assert errors(1, degrees() + PLAIN_SGD + f" --load {folder}", tmp_path) == [None]
