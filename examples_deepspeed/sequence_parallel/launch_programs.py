@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch_settings import (
@@ -17,6 +17,7 @@ from launch_settings import (
     MEGATRON_LM_LOCAL_FLAGS,
     MEGATRON_LM_RECOMPUTE_FLAGS,
     MOCK_DATA,
+    NO_GRADIENT_FUSION,
     OPTIONAL_FLAGS,
     RECOMPUTE_FLAGS,
     TENSORBOARD_FLAGS,
@@ -255,7 +256,7 @@ class MegatronLM(Program):
             )
         self._check_tokenizer()
         if not s["transformer_impl"]:
-            has_te = not self.is_on_cpu and importlib.util.find_spec("transformer_engine")
+            has_te = not self.is_on_cpu and find_spec("transformer_engine")
             s["transformer_impl"] = "transformer_engine" if has_te else "local"
         if not self.is_dry_run:
             check_packages(Namespace(**s))
@@ -298,6 +299,7 @@ class MegatronLM(Program):
             "--use-distributed-optimizer --overlap-param-gather" if s["zero_stage"] == "1" else "",
             "--bf16" if s["precision"] == "bf16" else "",
             MEGATRON_LM_LOCAL_FLAGS if is_local else "",
+            "" if find_spec("fused_weight_gradient_mlp_cuda") else NO_GRADIENT_FUSION,
             MEGATRON_LM_CPU_FLAGS if self.is_on_cpu else "",
             MEGATRON_LM_RECOMPUTE_FLAGS if _recomputes(s) else "",
             TENSORBOARD_FLAGS if s["tensorboard_dir"] else "",

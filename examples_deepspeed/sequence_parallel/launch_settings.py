@@ -102,10 +102,9 @@ MEGATRON_LM_FLAGS = """
     --save-interval {save_interval} --seed {seed} --split {split} --num-workers {num_workers}
     --override-opt_param-scheduler --no-create-attention-mask-in-dataloader
 """
-MEGATRON_LM_LOCAL_FLAGS = """
-    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
-    --no-rope-fusion
-"""  # these kernels are of apex or TransformerEngine
+# These kernels are of apex or TransformerEngine; that of the output layer is apex's in any layers.
+MEGATRON_LM_LOCAL_FLAGS = "--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
+NO_GRADIENT_FUSION = "--no-gradient-accumulation-fusion"
 # Else torch.compile builds C++ for minutes.
 MEGATRON_LM_CPU_FLAGS = "--distributed-backend gloo --disable-jit-fuser"
 MEGATRON_LM_RECOMPUTE_FLAGS = """

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,14 @@ from pathlib import Path
 
 import torch
 from bench_harness import Session, Table, common_flags
-from megatron_train import LAYERS, Training, Workload, destroy_groups, without_gpu
+from megatron_train import (
+    LAYERS,
+    Training,
+    Workload,
+    create_groups,
+    destroy_groups,
+    without_gpu,
+)
 from step_trace import COLUMNS, traced
 
 TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
@@ -56,7 +64,6 @@ def training(
             session,
             workload,
             layers=layers,
-            context=context,
             kernel=args.kernel,
             backend=args.backend,
             bf16=args.precision == "bf16",
@@ -69,7 +76,6 @@ def training(
         if isinstance(built, Training):
             built.release()
         del built
-        destroy_groups()
         gc.collect()
         if session.on_gpu:
             torch.cuda.empty_cache()
@@ -96,11 +102,11 @@ def peak_gib(session: Session, model: Training) -> float:
 
 
 def time_model(
-    session: Session, args: argparse.Namespace, tables: list[Table], model: Training, label: str
+    session: Session, args: argparse.Namespace, tables: list[Table], model: Training, layers: str
 ) -> None:
     """Time the contenders of one model in turns, and add their rows."""
-    workload, times = model.workload, {}
-    names = contenders(args.current_layers, model.config.context_parallel_size)
+    workload, times, label = model.workload, {}, LAYERS[layers]
+    names = contenders(layers, model.config.context_parallel_size)
     rows: dict[str, list[str]] = {}
     for _ in range(args.rounds):
         for name in names:
@@ -183,20 +189,19 @@ def main() -> None:
         args.trace.mkdir(parents=True, exist_ok=True)
         path = args.trace / "summary.csv"
         tables.append(Table(session, path, ("workload", "contender", *COLUMNS), f"{note}; ms"))
-    for workload in map(Workload.parse, args.workloads):
-        for layers in args.layers:
-            for context in (session.world, 1):
-                args.current_layers = layers
-                if args.losses:
-                    losses(session, args, tables[0], workload, layers, context)
-                    continue
-                with training(session, args, workload, layers, context) as model:
-                    if isinstance(model, str):
-                        session.print0(
-                            f"{workload}  {LAYERS[layers]}, {context}: left out, {model}"
-                        )
-                    else:
-                        time_model(session, args, tables, model, LAYERS[layers])
+    for context in (session.world, 1):
+        create_groups(context)
+        for text, layers in itertools.product(args.workloads, args.layers):
+            workload = Workload.parse(text)
+            if args.losses:
+                losses(session, args, tables[0], workload, layers, context)
+                continue
+            with training(session, args, workload, layers, context) as model:
+                if isinstance(model, str):
+                    session.print0(f"{workload}  {LAYERS[layers]}, {context}: left out, {model}")
+                else:
+                    time_model(session, args, tables, model, layers)
+        destroy_groups()
     session.close()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,11 +71,11 @@ class Workload:
 
 
 class Training:
-    """One model with its optimizer, and the batch that every step trains.
+    """One model with its optimizer, and the batch that every step trains, in the groups of
+    :func:`create_groups`.
 
     Args:
         layers: a key of :data:`LAYERS`.
-        context: context-parallel size; the other ranks are data parallel.
         kernel: attention kernel of ds_usp.
         backend: TransformerEngine's: fused, flash or auto.
         lr: learning rate; 0 keeps the weights, so that steps can be compared.
@@ -89,7 +90,6 @@ class Training:
         workload: Workload,
         *,
         layers: str,
-        context: int,
         kernel: str = "auto",
         backend: str = "fused",
         lr: float = 0.0,
@@ -100,7 +100,7 @@ class Training:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         self.session, self.workload, self.kernel = session, workload, kernel
-        parallel_state.initialize_model_parallel(context_parallel_size=context)
+        context = parallel_state.get_context_parallel_world_size()
         model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         self.config = transformer_config(
@@ -274,8 +274,16 @@ class Training:
         return sum(mesh.reserved_bytes for mesh in self._meshes.values())
 
 
+def create_groups(context: int) -> None:
+    """Create megatron-core's groups: a context-parallel size, the other ranks data parallel.
+    Collective. Every call leaves communicators behind, so models share groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(context_parallel_size=context)
+
+
 def destroy_groups() -> None:
-    """Destroy megatron-core's groups, so that another model can be built. Collective."""
+    """Destroy megatron-core's groups, so that others can be created. Collective."""
     from megatron.core import parallel_state
 
     dist.barrier()
@@ -288,7 +296,7 @@ def transformer_config(
     """megatron-core's configuration of a model, as Megatron-LM's training script makes it.
 
     Args:
-        fused: with the kernels that TransformerEngine (or apex) has.
+        fused: with the kernels that TransformerEngine has.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -314,7 +322,8 @@ def transformer_config(
         apply_rope_fusion=fused,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=fused,
+        # The output layer is megatron-core's own, whose fusion is apex's.
+        gradient_accumulation_fusion=bool(find_spec("fused_weight_gradient_mlp_cuda")),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=bf16,

@@ -109,7 +109,7 @@ def test_megatron_lm_knows_every_flag() -> None:
 def test_settings_of_the_neighbours_hold_here() -> None:
     """Local layers need no kernel of apex; recomputation, two nodes, data with weights."""
     words = printed("lm-1.3B", TRANSFORMER_IMPL="local", ACTIVATION_CHECKPOINT="true", NUM_GPUS="8")
-    for flag in ("--no-gradient-accumulation-fusion", "--no-rope-fusion", "--recompute-method"):
+    for flag in ("--no-persist-layer-norm", "--no-rope-fusion", "--recompute-method"):
         assert flag in words and flag not in printed("lm-1.3B")
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0", "GLOBAL_BATCH_SIZE": "4"}
     assert printed("lm-1.3B", **{**nodes, "NUM_GPUS": "8"}).startswith(
