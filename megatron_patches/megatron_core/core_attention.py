@@ -99,8 +99,8 @@ class USPCoreAttention(torch.nn.Module):
 
         Shapes:
             query: ``[s_local, b, h, d]``; key: ``[s_local, b, h_kv, d]``, not repeated; value:
-            ``[s_local, b, h_kv, e]``; result: ``[s_local, b, h * e]``. Packed in format ``thd``,
-            and in megatron-core's MLA in any, without ``b``, which is 1 in the result.
+            ``[s_local, b, h_kv, e]``; result: ``[s_local, b, h * e]``. Packed in format ``thd``
+            without ``b``, which is 1 in the result.
         """
         if attention_bias is not None:
             raise UnsupportedAttentionError(

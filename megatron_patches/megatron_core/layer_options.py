@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
+
+_DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 1 warns of them
 
 
 def layer_mask(
@@ -66,6 +69,12 @@ def refuse_inexact_options(
             config.fp8_dot_product_attention or config.fp8_multi_head_attention,
             "scores are computed in the dtype of q, k and v; switch both off (linear layers may "
             "stay in FP8)",
+        ),
+        "deterministic_mode": (
+            config.deterministic_mode
+            and torch.get_deterministic_debug_mode() != _DETERMINISTIC_ERROR,
+            "kernels with a deterministic backward are used under "
+            "torch.use_deterministic_algorithms(True) only; call it before the model is built",
         ),
         f"batch_invariant_mode / num_splits={num_splits}": (
             config.batch_invariant_mode or num_splits is not None,

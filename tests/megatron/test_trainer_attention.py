@@ -36,6 +36,10 @@ REFUSED = {
         {"config": {"batch_invariant_mode": True}, "backend": "flash"},
         "leave both out",
     ),
+    "deterministic kernels without torch's switch": (
+        {"config": {"deterministic_mode": True}},
+        "torch.use_deterministic_algorithms(True)",
+    ),
     "attention in FP8": ({"config": {"fp8_dot_product_attention": True}}, "switch both off"),
     "all of attention in FP8": ({"config": {"fp8_multi_head_attention": True}}, "switch both off"),
     "another softmax": ({"config": {"softmax_type": "none"}}, "off-by-one or learnable"),
@@ -209,6 +213,16 @@ def refused(ctx: RankContext, **kwargs: Any) -> Exception | None:
     except ValueError as error:
         return error
     return None
+
+
+def test_deterministic_mode_is_torchs() -> None:
+    (error,) = fork_world(deterministic, 1, case={"config": {"deterministic_mode": True}})
+    assert error is None
+
+
+def deterministic(ctx: RankContext, **kwargs: Any) -> Exception | None:
+    torch.use_deterministic_algorithms(True)
+    return refused(ctx, **kwargs)
 
 
 @pytest.mark.parametrize("name", REFUSED)
