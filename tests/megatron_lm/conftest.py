@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lm_runs import TrainingServer
+from lm_start import Starts
 
 VARIABLE = "MEGATRON_LM_PATH"
 
@@ -25,6 +26,13 @@ def server(checkout: Path) -> Iterator[TrainingServer]:
     server = TrainingServer(checkout)
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def starts(checkout: Path) -> Iterator[Starts]:
+    starts = Starts(checkout)
+    yield starts
+    starts.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

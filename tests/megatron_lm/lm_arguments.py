@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import megatron_patches
 from ds_usp.errors import USPError
-from megatron_patches.megatron_lm import unsupported
 
 READ = (
     *("cp_comm_type", "ulysses_degree", "usp_kernel", "usp_recompute", "attention_dropout"),
@@ -67,20 +66,14 @@ def pretend_installed(version: str) -> None:
     """Let the check of TransformerEngine find a version of it; it is not imported here."""
     find_spec, version_of = importlib.util.find_spec, importlib.metadata.version
 
-    class Found:
-        """``importlib`` as the check uses it."""
+    def find(name: str, *args: Any) -> Any:
+        return find_spec("sys" if name == "transformer_engine" else name, *args)
 
-        class util:  # noqa: N801
-            find_spec = staticmethod(
-                lambda name: find_spec("sys" if name == "transformer_engine" else name)
-            )
+    def version_found(name: str) -> str:
+        is_it = name.replace("_", "-") == "transformer-engine"
+        return version if is_it else version_of(name)
 
-        class metadata:  # noqa: N801
-            version = staticmethod(
-                lambda name: version if name == "transformer-engine" else version_of(name)
-            )
-
-    unsupported.importlib = Found  # type: ignore[misc, assignment]
+    importlib.util.find_spec, importlib.metadata.version = find, version_found
 
 
 def main(checkout: Path) -> None:

@@ -6,11 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 SERVER = Path(__file__).with_name("lm_arguments.py")
 MODEL = (
@@ -19,24 +16,6 @@ MODEL = (
     "--vocab-size 128 --attention-dropout 0"
 )
 LOCAL = "--transformer-impl local"
-
-
-VARIABLE = "MEGATRON_LM_PATH"
-
-
-def find_checkout() -> Path:
-    """The checkout that the environment names; skips the test where there is none."""
-    path = os.environ.get(VARIABLE)
-    if not path:
-        pytest.skip(f"{VARIABLE} is not set")
-    return Path(path)
-
-
-@pytest.fixture(scope="session")
-def starts() -> Iterator[Starts]:
-    server = Starts(find_checkout())
-    yield server
-    server.close()
 
 
 def without_queue_limit() -> dict[str, str]:

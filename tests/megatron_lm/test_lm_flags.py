@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lm_start import LOCAL, VARIABLE, Starts, find_checkout, starts
-
-__all__ = ["starts"]  # the fixture
+from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4"
 TE = "2.20.2"
@@ -98,9 +96,8 @@ def test_no_dense_mask_is_made(starts: Starts) -> None:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def copy(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the checkout, to be edited."""
-    checkout = find_checkout()
     folder = tmp_path_factory.mktemp("megatron-lm")
     for name in ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
         source, target = checkout / name, folder / name
@@ -150,7 +147,7 @@ def test_check_names_an_edit(copy: Path, file: str, old: str, new: str, message:
     try:
         checked = subprocess.run(
             [sys.executable, "-m", "megatron_patches", "--framework", "megatron_lm", "--check"],
-            env={**os.environ, VARIABLE: str(copy)},
+            env={**os.environ, "MEGATRON_LM_PATH": str(copy)},
             capture_output=True,
             text=True,
             check=False,
@@ -190,10 +187,10 @@ except LayoutError as error:
 """
 
 
-def test_every_packed_document_is_sharded_for_itself() -> None:
+def test_every_packed_document_is_sharded_for_itself(checkout: Path) -> None:
     """As --sft gives them: offsets [1, n], without padded ones; no TransformerEngine."""
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PACKED, str(find_checkout())],
+        [sys.executable, "-W", "ignore", "-c", PACKED, str(checkout)],
         capture_output=True,
         text=True,
         check=True,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lm_start import LOCAL, Starts, starts
-
-__all__ = ["starts"]  # the fixture
+from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
 TE = "2.20.2"
