@@ -84,7 +84,7 @@ class Program:
         raise NotImplementedError
 
     def command(self) -> list[str]:
-        """The words between the launcher's and the flags."""
+        """The part of the command between the launcher and the flags."""
         module = "-m" if self.settings["launcher"] == "srun" else "--module"
         return [module, "megatron_patches.run", f"{self.checkout}/pretrain_gpt.py"]
 
@@ -115,7 +115,7 @@ class Program:
         """The flags whose settings may be empty, of those that are given."""
         s = self.settings
         pairs = re.findall(r"(--\S+) \{(\w+)\}", OPTIONAL_FLAGS)
-        return [word for flag, name in pairs if s[name] for word in (flag, s[name])]
+        return [item for flag, name in pairs if s[name] for item in (flag, s[name])]
 
     def _load_flags(self, folder: str) -> list[str]:
         """Flags that continue from the run's last checkpoint, if there is one."""

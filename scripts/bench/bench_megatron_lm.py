@@ -12,9 +12,9 @@ the local layers every mesh of ds_usp; "stock": each kind of layers as it is, ev
 rank, where the sequences divide among the ranks. --backend and --kernel choose the attention kernel
 of both (fused: cuDNN; flash: FlashAttention, where TransformerEngine finds it).
 
-A row is the median of --iterations steps after --warm-up, over --rounds, in which the contenders of
+A row is the median of --iterations steps after --warm-up, over --rounds, in which the baselines of
 one model take turns. With --losses N a row is the loss and the gradient norm of one of N training
-steps instead, of a model that is built anew for each contender and each of --seeds.
+steps instead, of a model that is built anew for each baseline and each of --seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from step_trace import COLUMNS, traced
 TIMES = ("tokens_per_s_per_gpu", "ms", "loss", "grad_norm", "peak_gib")
 
 
-def contenders(layers: str, context: int) -> list[str]:
+def baseline_names(layers: str, context: int) -> list[str]:
     """What one model's layers can attend by, at a context-parallel size."""
     if context == 1:
         return ["stock"]
@@ -82,7 +82,7 @@ def training(
 
 
 def prepared(session: Session, model: Training, name: str, steps: int) -> str | None:
-    """Warm a contender up; the reason if a rank cannot run it."""
+    """Warm a baseline up; the reason if a rank cannot run it."""
 
     def warm_up() -> None:
         model.attend_by(name)
@@ -104,9 +104,9 @@ def peak_gib(session: Session, model: Training) -> float:
 def time_model(
     session: Session, args: argparse.Namespace, tables: list[Table], model: Training, layers: str
 ) -> None:
-    """Time the contenders of one model in turns, and add their rows."""
+    """Time the baselines of one model in turns, and add their rows."""
     workload, times, label = model.workload, {}, LAYERS[layers]
-    names = contenders(layers, model.config.context_parallel_size)
+    names = baseline_names(layers, model.config.context_parallel_size)
     rows: dict[str, list[str]] = {}
     for _ in range(args.rounds):
         for name in names:
@@ -135,10 +135,10 @@ def time_model(
     if args.trace:
         for name in times:
             if prepared(session, model, name, 2) is None:
-                trace_contender(session, args, tables[1], model, name, label)
+                trace_baseline(session, args, tables[1], model, name, label)
 
 
-def trace_contender(
+def trace_baseline(
     session: Session,
     args: argparse.Namespace,
     table: Table,
@@ -146,7 +146,7 @@ def trace_contender(
     name: str,
     label: str,
 ) -> None:
-    """Trace a warmed-up contender, and add its row."""
+    """Trace a warmed-up baseline, and add its row."""
     title = f"{model.workload} {name} {label}".translate(str.maketrans(" /'", "__ "))
     path = args.trace / f"{title.replace(' ', '')}.json"
     parts = traced(session, model.step, args.trace_steps, path)
@@ -159,8 +159,8 @@ def losses(
     session: Session, args: argparse.Namespace, table: Table, workload: Workload, layers: str,
     context: int,
 ) -> None:  # fmt: skip
-    """Add the losses of every contender of one kind of layers, each from the same weights."""
-    for name in contenders(layers, context):
+    """Add the losses of every baseline of one kind of layers, each from the same weights."""
+    for name in baseline_names(layers, context):
         for seed in args.seeds:
             with training(session, args, workload, layers, context, lr=args.lr, seed=seed) as model:
                 label = f"{name}, {LAYERS[layers]}"
