@@ -66,19 +66,12 @@ def one_rank() -> dict[str, Any]:
     for name, model in MODELS.items():
         options = {**model, "alone": True} if "documents" in model else dict(model)
         cases[name] = ({}, {**options, "core": dense} if "mla" in model else options)
-    (results,) = fork_world(stock_programs, 1, cases=cases)
+    (results,) = fork_world(programs, 1, cases=cases)
     return results
 
 
 def dense() -> type:
     return DenseAttention
-
-
-def stock_programs(ctx: RankContext, **cases: Any) -> dict[str, Any]:
-    """:func:`programs`, where megatron-core's own attention makes its window's mask on CUDA."""
-    ones = torch.ones
-    with mock.patch("torch.ones", lambda *size, device=None, **kwargs: ones(*size, **kwargs)):
-        return programs(ctx, **cases)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import oracle
 import pytest
@@ -186,18 +184,21 @@ def usp_packed(ctx: RankContext, *, borders: list[Any]) -> list[torch.Tensor]:
 
 def usp_and_stock(ctx: RankContext, *, case: dict[str, Any]) -> list[list[torch.Tensor]]:
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 
     usp = run(case, "ours")
     parallel_state.destroy_model_parallel()
-    # megatron-core's own attention asks CUDA for a device, for masks and for its dropout's state.
-    ones = torch.ones
-    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"
-    with (
-        mock.patch("torch.cuda.current_device", lambda: "cpu"),
-        mock.patch(tracker, lambda self: nullcontext()),
-        mock.patch("torch.ones", lambda *size, device=None, **kwargs: ones(*size, **kwargs)),
-    ):
+    patches = cpu_fallbacks_patch_set()
+    patches.apply()  # megatron-core's own attention asks CUDA for a device and a random state
+    try:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        parallel_state.destroy_model_parallel()
         return [usp, run(case, "megatron-core")]
+    finally:
+        patches.restore()
 
 
 @pytest.mark.parametrize("name", SERVED)
