@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from typing import Any
 
 import torch
@@ -144,22 +143,6 @@ def p2p_ops(original: Callable[..., Any], **kwargs: Any) -> Any:
         if kwargs[name] is not None:
             kwargs[name] = kwargs[name].detach()
     return original(**kwargs)
-
-
-def torch_norm(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kw: Any) -> Any:
-    """``WrappedTorchNorm`` under ``--sequence-parallel``.
-
-    Its weights see a shard of the tokens on every tensor-parallel rank. Megatron sums the gradients
-    of weights with the attribute ``sequence_parallel``, which Apex's norms set.
-    """
-    if not config.sequence_parallel:
-        return original(cls, config, *args, **kw)
-    sharded = copy(config)
-    sharded.sequence_parallel = False
-    norm = original(cls, sharded, *args, **kw)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = True
-    return norm
 
 
 def initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

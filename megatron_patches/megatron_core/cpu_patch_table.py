@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_patches.guards import megatron_core_guard, source_guard
-from megatron_patches.megatron_core import cpu_fallbacks
+from megatron_patches.megatron_core import cpu_fallbacks, without_apex
 from megatron_patches.patch import Patch
 
 _PURPOSE = "Without a GPU"
@@ -28,21 +28,7 @@ def without_gpu() -> tuple[Patch, ...]:
         guard=megatron_core_guard("c1708840a6b63c32"),
         reason="the schedule frees outputs whose sends are in flight, which gloo still reads",
     )
-    return (*_tensors(), *_streams(), *_random_states(), p2p, *without_apex())
-
-
-def without_apex() -> tuple[Patch, ...]:
-    """Where Apex is not installed, with a GPU or without."""
-    return (
-        Patch(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            cpu_fallbacks.torch_norm,
-            kind="wrap",
-            guard=megatron_core_guard("5389554fe034f8f0"),
-            reason="without Apex: refuses --sequence-parallel, for which its weights have to be "
-            "marked",
-        ),
-    )
+    return (*_tensors(), *_streams(), *_random_states(), p2p, *without_apex.patches())
 
 
 def training_without_gpu() -> tuple[Patch, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
 
 from megatron_patches import missing_modules
 from megatron_patches.missing_modules import Stub
@@ -32,16 +30,3 @@ def install() -> None:
 def compile_helpers(original: Callable[[], None]) -> None:
     """``compile_helpers``: builds outside the checkout, where it was not built in it."""
     missing_modules.load_extension(_HELPERS)
-
-
-def results_queue(original: Callable[[], Any]) -> Any:
-    """``_get_write_results_queue``: its process does not import the training script, which would
-    start without the stubs; it needs nothing of it."""
-    main: dict[str, Any] = vars(sys.modules["__main__"])
-    hidden: dict[str, Any] = {
-        name: main.pop(name) for name in ("__file__", "__spec__") if name in main
-    }
-    try:
-        return original()
-    finally:
-        main.update(hidden)

@@ -38,12 +38,6 @@ def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Pa
             guard=megatron_core_guard("60dbc2badd8b7934"),
             reason="builds the index builder outside the checkout, without a pybind11 package",
         ),
-        wrap(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
-            missing.results_queue,
-            guard=megatron_core_guard("e79fb5464ae2311f"),
-            reason="starts a process that imports the script anew, without stubs",
-        ),
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import runpy
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def run_unpatched(request: Request) -> None:
     helpers = Patch("megatron.core.datasets.utils:compile_helpers", missing.compile_helpers, "wrap")
     PatchSet("cpu", (*without_gpu(), *training_without_gpu(), helpers)).apply()
     sys.argv = [request.script, *request.flags]
-    runpy.run_path(request.script, run_name="__main__")
+    run.run_as_main(Path(request.script))
 
 
 def set_weights(original: Any, *args: Any, **kwargs: Any) -> Any:

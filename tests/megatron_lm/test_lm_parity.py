@@ -141,6 +141,12 @@ def test_it_trains_as_one_rank_does(
     check(server, grid, model, optimizer, RECOMPUTE[recompute])
 
 
+def test_lengths_that_do_not_divide_are_refused(server: TrainingServer) -> None:
+    """By Megatron-LM itself, on every rank and before it makes groups."""
+    for seen in server.attempt(2, flags(r=2, more="--seq-length 62 --train-iters 1")):
+        assert "multiple of 2 * context-parallel-size" in seen["traceback"]
+
+
 def test_bf16_stays_within_its_rounding_error(server: TrainingServer) -> None:
     more = f"{MODELS['llama']} --bf16"
     losses, norms = measure(server, 4, flags(u=2, r=2, more=more))

@@ -1,0 +1,103 @@
+"""megatron-core where neither Apex nor TransformerEngine is installed, with a GPU or without.
+
+torch's norms and torch's Adam take their place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+
+from megatron_patches.guards import megatron_core_guard
+from megatron_patches.patch import Patch, wrap
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+
+
+def patches() -> tuple[Patch, ...]:
+    """The patches; where one of the packages is installed its own classes are used instead."""
+    return (
+        wrap(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            torch_norm,
+            guard=megatron_core_guard("5389554fe034f8f0"),
+            reason="without Apex: refuses --sequence-parallel, for which its weights have to be "
+            "marked",
+        ),
+        wrap(
+            f"{_OPTIMIZER}:DistributedOptimizer.state_dict",
+            state_dict,
+            guard=megatron_core_guard("3de79d8ad2047f75"),
+            reason="without Apex and TransformerEngine: asserts that there is a state when a "
+            "checkpoint is loaded",
+        ),
+        wrap(
+            f"{_OPTIMIZER}:DistributedOptimizer.load_state_dict",
+            load_state_dict,
+            guard=megatron_core_guard("9c7a888a8360285f"),
+            reason="without Apex and TransformerEngine: all weights share one counter of steps, "
+            "which each of them increments",
+        ),
+        wrap(
+            f"{_OPTIMIZER}:DistributedOptimizer._set_main_param_and_optimizer_states",
+            set_states,
+            guard=megatron_core_guard("685fc6341a39624e"),
+            reason="without Apex and TransformerEngine: copies over fp32 weights under autograd, "
+            "and looks for the counter of steps among the loaded tensors",
+        ),
+    )
+
+
+def torch_norm(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kw: Any) -> Any:
+    """``WrappedTorchNorm`` under ``--sequence-parallel``.
+
+    Its weights see a shard of the tokens on every tensor-parallel rank. Megatron sums the gradients
+    of weights with the attribute ``sequence_parallel``, which Apex's norms set.
+    """
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kw)
+    unsharded = copy(config)
+    unsharded.sequence_parallel = False
+    norm = original(cls, unsharded, *args, **kw)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
+
+
+def state_dict(original: Callable[[Any], Any], optimizer: Any) -> Any:
+    """``DistributedOptimizer.state_dict``, also before the first step: the state is then that with
+    which torch's Adam begins."""
+    if _uses_torch() and optimizer.optimizer is not None and not optimizer.optimizer.state:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(0.0)
+    return original(optimizer)
+
+
+def load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, loaded: Any) -> None:
+    """``DistributedOptimizer.load_state_dict`` with a counter of steps for each weight."""
+    original(optimizer, loaded)
+    if _uses_torch():
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+@torch.no_grad()
+def set_states(
+    original: Callable[..., None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
+) -> None:
+    """``_set_main_param_and_optimizer_states``; the counter of steps was loaded before."""
+    if _uses_torch():
+        group, order = optimizer.model_param_group_index_map[model_param]
+        main_param = optimizer.optimizer.param_groups[group]["params"][order]
+        tensors = {**tensors, "step": optimizer.optimizer.state[main_param]["step"]}
+    original(optimizer, model_param, tensors)
+
+
+def _uses_torch() -> bool:
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
