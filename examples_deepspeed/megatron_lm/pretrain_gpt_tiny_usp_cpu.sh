@@ -33,8 +33,6 @@ num_gpus=4
 sp_size=4
 ulysses_degree=2
 batch_size=2
-# Megatron-LM's distributed optimizer cannot load a checkpoint on torch's Adam
-zero_stage=0
 
 ### Data: Megatron-LM's mock data
 data_path="mock"
