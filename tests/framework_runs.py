@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,10 @@ class FrameworkServer(ABC):
         self.folder = Path(self._folder.name)
         self.checkout = checkout
         self._names = itertools.count()
+        self._errors = open(self.folder / "errors", "w+")  # noqa: SIM115 - as long as the server
+        self._start()
+
+    def _start(self) -> None:
         path = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
         settings = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -41,14 +47,14 @@ class FrameworkServer(ABC):
             "GLOO_SOCKET_IFNAME": "lo",
             **self.ENVIRONMENT,
         }
-        self._errors = open(self.folder / "errors", "w+")  # noqa: SIM115 - as long as the server
         self._process = subprocess.Popen(
-            [sys.executable, str(self.SERVER), str(checkout), str(self.folder)],
+            [sys.executable, str(self.SERVER), str(self.checkout), str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **settings},
             text=True,
+            start_new_session=True,  # to end it with its ranks
         )
         self._wait("ready", START_S)
 
@@ -66,6 +72,8 @@ class FrameworkServer(ABC):
 
     def attempt(self, world: int, text: str, **options: Any) -> list[dict[str, Any]]:
         """Train; each rank's record, with its error."""
+        if self._process.poll() is not None:  # a case before this one ran out of time
+            self._start()
         folder = self.folder / f"run{next(self._names)}"
         folder.mkdir()
         request = self.REQUEST(
@@ -91,7 +99,8 @@ class FrameworkServer(ABC):
 
     def close(self) -> None:
         """End the server and the ranks that it forked."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

@@ -7,6 +7,7 @@ pickle), a line of standard output its answer.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -81,6 +82,9 @@ def fork(rank: int, request: RankRequest, make_recorder: Callable[[], Recorder])
         try:
             rank_main(rank, request, make_recorder())
         finally:
+            # os._exit() runs no finalizers: Megatron-LM's manager of checkpoint queues would stay.
+            for process in multiprocessing.active_children():
+                process.terminate()
             os._exit(0)
     return child
 
