@@ -34,6 +34,17 @@ _ATTENTION = (
         "Use rope, mrope, learned_absolute or none",
     ),
     Refusal(
+        lambda args: (
+            args.multi_latent_attention
+            and args.tensor_model_parallel_size > 1
+            and args.transformer_impl == "local"
+        ),
+        "--multi-latent-attention with --tensor-model-parallel-size {tensor_model_parallel_size} "
+        "in the local layers: Megatron-LM does not add up the gradients that tensor-parallel ranks "
+        "have of the keys' positional part (linear_kv_down_proj)",
+        "Use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
         lambda args: args.attention_backend.name != "auto" and not is_mixed(args),
         "--attention-backend {attention_backend.name} chooses among the kernels of "
         "TransformerEngine's attention, and USP computes attention",

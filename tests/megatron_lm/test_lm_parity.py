@@ -165,7 +165,7 @@ MLA = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["u2r2", "r2-tp2", "u2-pp2v", "r4-dp2"])
+@pytest.mark.parametrize("grid", ["u2r2", "r4", "u2-pp2v", "r4-dp2"])
 def test_latent_attention(server: TrainingServer, grid: str) -> None:
     """The stock local attention takes no ``k_channels``, so that one rank has ds_usp's too."""
     world, degrees = GRIDS[grid]

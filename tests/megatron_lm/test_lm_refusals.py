@@ -32,6 +32,11 @@ REFUSED = [
     (f"{CP4} --usp-cluster h100", "--usp-cluster h100 is for --ulysses-degree auto"),
     (f"{CP4} --attention-dropout 0.1", "Set --attention-dropout 0"),
     (f"{CP4} --position-embedding-type relative", "position embeddings"),
+    (
+        f"{CP4} --multi-latent-attention --position-embedding-type rope "
+        "--tensor-model-parallel-size 2",
+        "Megatron-LM does not add up the gradients",
+    ),
     (f"{CP4} --attention-backend flash", "--attention-backend flash chooses among the kernels"),
     (f"{CP4} --reset-attention-mask", "--reset-attention-mask makes a dense mask"),
     (f"{CP4} --batch-invariant-mode", "Leave it out"),
