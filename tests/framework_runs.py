@@ -107,7 +107,7 @@ class FrameworkServer(ABC):
 def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
     """Losses and evaluations, after checking that every rank that has losses saw the same."""
     losses = [seen["losses"] for seen in ranks if seen["losses"]]
-    assert losses and all(each == losses[0] for each in losses), losses
+    assert losses and all(values == losses[0] for values in losses), losses
     return losses[0] + ranks[-1]["evaluations"]
 
 

@@ -112,10 +112,10 @@ def check(
     """Train over a grid, and compare with one rank that gets the flags ``reference`` too."""
     world, degrees = GRIDS[grid]
     with_tp = "--sequence-parallel" if "tp" in grid and "u" in grid else ""
-    mine, theirs = OPTIMIZERS[optimizer]
-    text = flags(more=f"{MODELS[model]} {mine} {with_tp} {reference} {more}", **degrees)
+    optimizer_flags, reference_optimizer = OPTIMIZERS[optimizer]
+    text = flags(more=f"{MODELS[model]} {optimizer_flags} {with_tp} {reference} {more}", **degrees)
     losses, norms = measure(server, world, text)
-    expected = one_rank(server, f"{MODELS[model]} {theirs} {reference}")
+    expected = one_rank(server, f"{MODELS[model]} {reference_optimizer} {reference}")
     assert relative_difference(losses, expected[0]) < LIMIT
     assert relative_difference(norms, expected[1]) < LIMIT
 
