@@ -20,6 +20,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
 from ds_usp.comm.uniform_all_to_all import UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout
+from ds_usp.geometry.token_slices import TokenSlices
 
 HeadRanges = tuple[tuple[int, int], ...]
 Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
@@ -161,17 +162,20 @@ class HeadAllToAll:
 
     @cached_property
     def _uniform(self) -> UniformAllToAll | None:
-        """The exchange of one dense buffer, if every rank holds one run of equal length and uses
-        equally many heads, at equal distances; else None."""
+        """The exchange of one dense buffer, if every rank uses equally many heads, at equal
+        distances, and holds as many slices of equal length as the others: one, in the order of the
+        ranks, or with copy engines up to two in any order; else None."""
         ulysses = self.mesh.ulysses_degree
+        if ulysses == 1 or not all(map(_is_uniform, self.ranges)):
+            return None
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
-        uniform = (
-            ulysses > 1
-            and all([run.ulysses_rank for run in row] == list(range(ulysses)) for row in runs)
-            and len({run.length for row in runs for run in row}) == 1
-            and all(_is_uniform(ranges) for ranges in self.ranges)
-        )
-        return UniformAllToAll(self.mesh, self.ranges, self.copies) if uniform else None
+        slices, *others = {TokenSlices.of_runs(row, ulysses) for row in runs}
+        lengths = {sum([run.length for run in row]) for row in runs}
+        if slices is None or others or len(lengths) > 1:
+            return None
+        if not (self.copies or slices.in_rank_order):
+            return None
+        return UniformAllToAll(self.mesh, slices, self.ranges, self.copies)
 
     def _sequence_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Views of sequence shards: this rank's tokens, the heads of Ulysses rank ``rank``."""

@@ -1,6 +1,10 @@
 """Packing of tensors into a staging buffer, one slice for each rank; this rank's own slice goes
 straight to its destination: one read and one write of each element.
 
+The buffer is ``[R, K t, B, features]``: R pieces, each of which one rank pulls, of K slices of t
+tokens. To heads there is one piece a rank, of all its slices; to the sequence one piece a slice, in
+the order of the ring rank's tokens. A rank's own pieces are not packed.
+
 Letters of the shapes: P ranks, s tokens of a rank, B batch, h heads of a rank, D head dim.
 """
 
@@ -8,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,14 +36,14 @@ class DeferredSum(Protocol):
 
 
 class SendTensor(NamedTuple):
-    """One tensor, as slices for the ranks.
+    """One tensor, as pieces for the ranks.
 
     Attributes:
-        per_rank: ``[P, s, B, h, D]``, a view, or the sum ``[B, P s, h, D]`` of them.
-        local_out: ``[s, B, h, D]``, the destination of this rank's own slice.
+        pieces: ``[R, K, t, B, h, D]``, a view, or, for K = 1, the sum ``[B, R t, h, D]`` of them.
+        local_out: ``[L, K, t, B, h, D]``, the destination of this rank's own L pieces.
     """
 
-    per_rank: torch.Tensor | DeferredSum
+    pieces: torch.Tensor | DeferredSum
     local_out: torch.Tensor
 
 
@@ -57,7 +62,7 @@ class StridedView(NamedTuple):
 class SendViews(NamedTuple):
     """:class:`SendTensor` as views of the tensor and of the one that holds ``local_out``."""
 
-    per_rank: StridedView
+    pieces: StridedView
     local_out: StridedView
 
 
@@ -65,26 +70,26 @@ class PackPlan:
     """Packing of tensors that all are there, without sums, into a staging buffer.
 
     Args:
-        shape: of the staging buffer ``[P, s, B, features]``.
-        rank: this rank.
+        shape: of the staging buffer ``[R, K t, B, features]``.
+        local: this rank's own pieces.
         views: of each tensor.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], rank: int, views: Sequence[SendViews]
+        self, shape: tuple[int, int, int, int], local: tuple[int, ...], views: Sequence[SendViews]
     ) -> None:
-        self.shape, self.rank, self.views = shape, rank, tuple(views)
-        self.head_shapes = tuple([(x.size[3], x.size[4]) for x, _ in self.views])
+        self.shape, self.local, self.views = shape, local, tuple(views)
+        self.head_shapes = tuple([(x.size[4], x.size[5]) for x, _ in self.views])
 
     def pack(
         self, staging: torch.Tensor, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """Pack ``sources``, and write this rank's own slices to ``outs``."""
+        """Pack ``sources``, and write this rank's own pieces to ``outs``."""
         if staging.is_cuda and self._fused is not None and self._fused(staging, sources, outs):
             return
         pairs = zip(self.views, sources, outs, strict=True)
         tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
-        pack_for_send(staging, self.rank, self.head_shapes, tensors)
+        pack_for_send(staging, self.local, self.head_shapes, tensors)
 
     @cached_property
     def _fused(self) -> Callable[..., bool] | None:
@@ -122,46 +127,48 @@ def copy_or_sum_into(out: torch.Tensor, source: torch.Tensor | DeferredSum) -> N
 
 def pack_for_send(
     staging: torch.Tensor,
-    rank: int,
+    local: Sequence[int],
     shapes: HeadShapes,
     tensors: Sequence[SendTensor],
     *,
     already_packed: bool = False,
 ) -> None:
-    """Pack the slices of every tensor for the other ranks, and write this rank's own to
+    """Pack the pieces of every tensor for the other ranks, and write this rank's own to
     ``local_out``.
 
     Args:
-        staging: ``[P, s, B, features]``, dense; a token's heads of all tensors are neighbours.
-        rank: this rank; its slice of ``staging`` is undefined afterwards.
+        staging: ``[R, K t, B, features]``, dense; a token's heads of all tensors are neighbours.
+        local: this rank's own pieces, ascending; those of ``staging`` are undefined afterwards.
         shapes: heads and head dim of each tensor.
         already_packed: they are in ``staging``: only ``local_out`` is written.
     """
-    if already_packed:
-        for per_rank, local_out in tensors:
-            _write(local_out.unsqueeze(0), per_rank, rank)
-        return
-    for outs, (per_rank, local_out) in zip(split_features(staging, shapes), tensors, strict=True):
-        for start, stop in ((0, rank), (rank + 1, len(outs))):
-            if start < stop:
-                _write(outs[start:stop], per_rank, start)
-        _write(local_out.unsqueeze(0), per_rank, rank)
+    if not already_packed:
+        views = split_features(staging, shapes)
+        for view, (pieces, local_out) in zip(views, tensors, strict=True):
+            outs = view.unflatten(1, (local_out.shape[1], -1))
+            for start, stop in pairwise((-1, *local, len(outs))):
+                if start + 1 < stop:
+                    _write(outs[start + 1 : stop], pieces, start + 1)
+    for pieces, local_out in tensors:
+        for out, piece in zip(local_out, local, strict=True):
+            _write(out.unsqueeze(0), pieces, piece)
 
 
-def _write(outs: torch.Tensor, per_rank: torch.Tensor | DeferredSum, first: int) -> None:
-    """Write the slices from rank ``first`` on to ``outs`` ``[., s, B, h, D]``."""
-    if isinstance(per_rank, torch.Tensor):
-        strided_copy(outs, per_rank[first : first + len(outs)])
+def _write(outs: torch.Tensor, pieces: torch.Tensor | DeferredSum, first: int) -> None:
+    """Write the pieces from ``first`` on to ``outs`` ``[., K, t, B, h, D]``."""
+    if isinstance(pieces, torch.Tensor):
+        strided_copy(outs, pieces[first : first + len(outs)])
         return
-    # One slice, or several of the staging buffer, which lie one after the other.
-    count, tokens, batch, *head = outs.shape
-    _, token, sample, *feature = outs.stride()
+    # One piece of one slice, or several of the staging buffer, which lie one after the other.
+    count, _, tokens, batch, *head = outs.shape
+    _, _, token, sample, *feature = outs.stride()
     run = outs.as_strided((batch, count * tokens, *head), (sample, token, *feature))
-    per_rank.write(run, first * tokens)
+    pieces.write(run, first * tokens)
 
 
-def view_by_rank(x: torch.Tensor | DeferredSum, ranks: int) -> torch.Tensor | DeferredSum:
-    """Each rank's tokens of ``[B, P s, h, D]``: ``[P, s, B, h, D]``, a view; a sum as it is."""
+def pieces_in_order(x: torch.Tensor | DeferredSum, count: int) -> torch.Tensor | DeferredSum:
+    """``[B, R t, h, D]`` as R pieces of one slice: ``[R, 1, t, B, h, D]``, a view; a sum as it
+    is."""
     if not isinstance(x, torch.Tensor):
         return x
-    return x.unflatten(1, (ranks, -1)).permute(1, 2, 0, 3, 4)
+    return x.unflatten(1, (count, 1, -1)).permute(1, 2, 3, 0, 4, 5)

@@ -1,9 +1,18 @@
 """All-to-all between heads and sequence where every rank holds as many tokens and uses as many
 heads: one dense buffer, packed by one kernel.
 
-What is exchanged is ``[ranks, s, B, features]``: tokens come before samples, so the ranks' slices
-lie one after the other as the ring rank's tokens do, and what is received needs no copy. A token's
-heads of all tensors (q, k, v) are neighbours.
+The ring rank's tokens are slices of equal length, K of each Ulysses rank: one in most layouts, two
+in ``context_parallel``, whose ranks hold one slice from the front and one from the back. What is
+exchanged has tokens before samples, so that slices lie one after the other as the ring rank's
+tokens do, and what is received needs no copy. A token's heads of all tensors (q, k, v) are
+neighbours.
+
+=============  ===============================  ==================================================
+exchange       staging buffer of a rank         another rank receives from it
+=============  ===============================  ==================================================
+to heads       ``[ranks, s, B, features]``      its piece, each slice to that slice's place
+to sequence    ``[slices, t, B, features]``     its slices, which follow each other in its shard
+=============  ===============================  ==================================================
 
 Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 """
@@ -11,7 +20,7 @@ Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -37,8 +46,9 @@ from ds_usp.comm.packing import (
     StridedView,
     copy_or_sum_into,
     pack_for_send,
-    view_by_rank,
+    pieces_in_order,
 )
+from ds_usp.geometry.token_slices import TokenSlices
 from ds_usp.strided_copy import strided_copy
 
 # Posts an all-to-all: send buffer, receive buffer, elements for each rank.
@@ -74,12 +84,17 @@ class UniformAllToAll:
 
     Args:
         mesh: the ranks.
+        slices: of the ring rank's tokens; in rank order without copy engines.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses.
         copies: use copy engines, else the all-to-all that callers pass.
     """
 
     def __init__(
-        self, mesh: SequenceMesh, ranges: Sequence[Sequence[tuple[int, int]]], copies: bool
+        self,
+        mesh: SequenceMesh,
+        slices: TokenSlices,
+        ranges: Sequence[Sequence[tuple[int, int]]],
+        copies: bool,
     ) -> None:
         self._mesh, self._copies = mesh, copies
         self._ranks, self._rank = mesh.ulysses_degree, mesh.ulysses_rank
@@ -91,29 +106,42 @@ class UniformAllToAll:
         )
         steps = range(1, self._ranks)  # the next rank first
         self._peers = [(self._rank + step) % self._ranks for step in steps]
-        self._sends = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
+        self._slices, self._local = slices, slices.of_rank[self._rank]
+        self._sends_to_heads = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
+        self._sends_to_sequence = [
+            SendSlice(peer, number, number + 1)
+            for peer in self._peers
+            for number in slices.of_rank[peer]
+        ]
 
     def post_to_heads(
         self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
     ) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
-        sizes, plan = _plan_to_heads(
-            self._ranks, self._rank, self._heads, *[(x.shape, x.stride()) for x in tensors]
-        )
+        strided = [(x.shape, x.stride()) for x in tensors]
+        sizes, plan = _plan_to_heads(self._ranks, self._rank, self._slices, self._heads, *strided)
         ranks, tokens, *rest = sizes.shape
         received = tensors[0].new_empty((ranks * tokens, *rest))
         unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
         if not self._copies:
             packed = received.new_empty(sizes.shape)
             views = split_features(packed, sizes.shapes)
-            for view, x, (per_rank, _) in zip(views, tensors, plan.views, strict=True):
-                strided_copy(view, per_rank.of(x))
+            for view, x, ((size, stride, offset), _) in zip(
+                views, tensors, plan.views, strict=True
+            ):
+                pieces = x.as_strided(size, stride, x.storage_offset() + offset)
+                strided_copy(view.unsqueeze(1), pieces)
             return PendingExchange(unpack, post(packed, received, sizes.splits))
-        channel, staging = self._acquire_slot(received, sizes)
+        channel, staging = self._acquire_slot(received, sizes.shape)
         plan.pack(staging.tensor, tensors, (received,) * len(tensors))
-        outs, offset = received.split(tokens), self._rank * sizes.splits[0]
-        recvs = [RecvSpec(peer, outs[peer], offset, 0) for peer in self._peers]
-        channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
+        count = self._slices.per_rank
+        outs, offset = received.split(tokens // count), self._rank * sizes.splits[0]
+        recvs = [
+            RecvSpec(peer, outs[number], offset + k * (sizes.splits[0] // count))
+            for peer in self._peers
+            for k, number in enumerate(self._slices.of_rank[peer])
+        ]
+        channel.post(staging.tensor, self._sends_to_heads, recvs, overlapped=overlapped)
         return PendingExchange(unpack, channel)
 
     def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
@@ -124,10 +152,11 @@ class UniformAllToAll:
             sizes: of the outputs ``[B, s, H, D]``.
         """
         buffer_sizes = _buffer_sizes(self._ranks, self._heads, *sizes)
+        shape = self._shape_to_sequence(buffer_sizes)
         if self._copies:
-            channel, staging = self._acquire_slot(like, buffer_sizes)
+            channel, staging = self._acquire_slot(like, shape)
         else:
-            channel, staging = None, StagingBuffer(like.new_empty(buffer_sizes.shape))
+            channel, staging = None, StagingBuffer(like.new_empty(shape))
         views = staging.views(buffer_sizes.shapes, tokens_first=True)
         return PreallocatedSend(channel, staging, views)
 
@@ -148,7 +177,7 @@ class UniformAllToAll:
                 packed again.
         """
         sizes, outs_per_rank = self._views_per_rank(outs)
-        _, tokens, batch, features = sizes.shape
+        batch = sizes.shape[2]
         if not self._copies:
             source = sources[0]
             is_dense = isinstance(source, torch.Tensor) and source.is_contiguous()
@@ -166,34 +195,28 @@ class UniformAllToAll:
         if prealloc is not None and prealloc.channel is not None:
             channel, staging = prealloc.channel, prealloc.staging
         else:
-            channel, staging = self._acquire_slot(outs[0], sizes)
+            channel, staging = self._acquire_slot(outs[0], self._shape_to_sequence(sizes))
         tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
-        per_rank_outs = [x.unbind(0) for x in outs_per_rank]
         dense = [x for x in tensors if x is not None]
         written = prealloc is not None and prealloc.already_written(tensors)
         if written or len(dense) < len(tensors):
-            pairs = zip(sources, per_rank_outs, strict=True)
+            own = [_slices_of(x[self._rank], self._slices.per_rank) for x in outs_per_rank]
+            count = self._ranks * self._slices.per_rank
+            pieces = [pieces_in_order(x, count) for x in sources]
             pack_for_send(
                 staging.tensor,
-                self._rank,
+                self._local,
                 sizes.shapes,
-                [SendTensor(view_by_rank(x, self._ranks), out[self._rank]) for x, out in pairs],
+                list(map(SendTensor, pieces, own)),
                 already_packed=written,
             )
         else:
-            inputs, outputs = (tuple([(x.shape, x.stride()) for x in xs]) for xs in (dense, outs))
-            plan = _plan_to_sequence(self._ranks, self._rank, self._heads, inputs, outputs)
-            plan.pack(staging.tensor, dense, outs)
-        row_stride = batch * features
-        offset = self._rank * tokens * row_stride
-        recvs_per_tensor = []
-        for rank_outs, (heads, dim) in zip(per_rank_outs, sizes.shapes, strict=True):
-            recvs_per_tensor.append(
-                [RecvSpec(peer, rank_outs[peer], offset, row_stride) for peer in self._peers]
+            plan = _plan_to_sequence(
+                self._ranks, self._rank, self._slices, self._heads, _strided(dense), _strided(outs)
             )
-            offset += heads * dim
-        recvs = [recv for of_peer in zip(*recvs_per_tensor, strict=True) for recv in of_peer]
-        channel.post(staging.tensor, self._sends, recvs, overlapped=overlapped)
+            plan.pack(staging.tensor, dense, outs)
+        recvs = list(self._recvs_to_sequence(sizes, outs_per_rank))
+        channel.post(staging.tensor, self._sends_to_sequence, recvs, overlapped=overlapped)
         return PendingExchange(tuple, channel)
 
     def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:
@@ -208,12 +231,37 @@ class UniformAllToAll:
         shapes = [(batch, tokens, 0, dim) for dim in dims]  # whatever heads there are besides
         return math.prod(_buffer_sizes(self._ranks, self._heads, *shapes).shape) * itemsize
 
+    def _recvs_to_sequence(
+        self, sizes: _BufferSizes, outs: Sequence[torch.Tensor]
+    ) -> Iterator[RecvSpec]:
+        """From every peer its heads of this rank's slices.
+
+        Args:
+            outs: ``[ranks, s, B, h, D]``.
+        """
+        _, tokens, batch, features = sizes.shape
+        row_stride, length = batch * features, tokens // self._slices.per_rank
+        by_rank = [out.unbind(0) for out in outs]
+        for peer in self._peers:
+            first = 0
+            for rank_outs, (heads, dim) in zip(by_rank, sizes.shapes, strict=True):
+                for out, number in zip(rank_outs[peer].split(length), self._local, strict=True):
+                    offset = number * length * row_stride + first
+                    yield RecvSpec(peer, out, offset, row_stride)
+                first += heads * dim
+
+    def _shape_to_sequence(self, sizes: _BufferSizes) -> tuple[int, int, int, int]:
+        """The staging buffer of :meth:`post_to_sequence`, of one slice after the other."""
+        ranks, tokens, batch, features = sizes.shape
+        count = self._slices.per_rank
+        return ranks * count, tokens // count, batch, features
+
     def _acquire_slot(
-        self, like: torch.Tensor, sizes: _BufferSizes
+        self, like: torch.Tensor, shape: tuple[int, int, int, int]
     ) -> tuple[Channel, StagingBuffer]:
         """A channel over the copy engines, and a buffer in their memory."""
         channel = self._mesh.channel("all_to_all", self._copies)
-        return channel, channel.acquire_staging(sizes.shape, like, like.dtype)
+        return channel, channel.acquire_staging(shape, like, like.dtype)
 
     def _views_per_rank(
         self, tensors: Sequence[torch.Tensor]
@@ -223,60 +271,87 @@ class UniformAllToAll:
         shapes, views = [], []
         for x, heads in zip(tensors, self._heads, strict=True):
             shapes.append(x.shape)
-            views.append(_heads_by_rank(self._ranks, heads, x.shape, x.stride()).of(x))
+            size, stride, offset = _heads_by_rank(self._ranks, heads, x.shape, x.stride())
+            views.append(x.as_strided(size, stride, x.storage_offset() + offset))
         return _buffer_sizes(self._ranks, self._heads, *shapes), views
+
+
+def _strided(tensors: Sequence[torch.Tensor]) -> tuple[_Strided, ...]:
+    """Shape and strides of each tensor."""
+    return tuple([(x.shape, x.stride()) for x in tensors])
+
+
+def _slices_of(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The slices ``[count, 1, t, B, h, D]`` of a shard ``[s, B, h, D]``, a view."""
+    return x.unflatten(0, (count, 1, -1))
 
 
 @lru_cache(maxsize=4096)
 def _plan_to_heads(
-    ranks: int, rank: int, heads: tuple[_HeadRange, ...], *tensors: _Strided
+    ranks: int,
+    rank: int,
+    slices: TokenSlices,
+    heads: tuple[_HeadRange, ...],
+    *tensors: _Strided,
 ) -> tuple[_BufferSizes, PackPlan]:
     """Sizes of the exchange of tensors ``[B, s, H, D]``, and how they are packed; a rank's own
-    slices are those of the receive buffer ``[P s, B, features]``.
-
-    Args:
-        tensors: shape and strides of each.
-    """
+    slices are those of the receive buffer ``[P s, B, features]``."""
     sizes = _buffer_sizes(ranks, heads, *[shape for shape, _ in tensors])
     _, tokens, batch, features = sizes.shape
-    views, offset = [], rank * sizes.splits[0]
+    count, own = slices.per_rank, slices.of_rank[rank]
+    length, row = tokens // count, batch * features
+    views, offset = [], own[0] * length * row
     for head_range, (shape, stride), (num_heads, dim) in zip(
         heads, tensors, sizes.shapes, strict=True
     ):
-        size = tokens, batch, num_heads, dim
-        local_out = StridedView(size, (batch * features, features, dim, 1), offset)
-        views.append(SendViews(_heads_by_rank(ranks, head_range, shape, stride), local_out))
+        by_rank = _heads_by_rank(ranks, head_range, shape, stride)
+        piece, token, *rest = by_rank.stride
+        size = count, length, batch, num_heads, dim
+        local_stride = 0, (own[-1] - own[0]) * length * row, row, features, dim, 1
+        views.append(
+            SendViews(
+                StridedView((ranks, *size), (piece, length * token, token, *rest), by_rank.offset),
+                StridedView((1, *size), local_stride, offset),
+            )
+        )
         offset += num_heads * dim
-    return sizes, PackPlan(sizes.shape, rank, views)
+    return sizes, PackPlan(sizes.shape, (rank,), views)
 
 
 @lru_cache(maxsize=4096)
 def _plan_to_sequence(
     ranks: int,
     rank: int,
+    slices: TokenSlices,
     heads: tuple[_HeadRange, ...],
     tensors: tuple[_Strided, ...],
     outs: tuple[_Strided, ...],
 ) -> PackPlan:
     """How tensors ``[B, P s, h, D]`` are packed; a rank's own slices go to ``outs`` ``[B, s, H,
-    D]``.
-
-    Args:
-        tensors, outs: shape and strides of each.
-    """
+    D]``."""
+    count = slices.per_rank
+    *_, features = _buffer_sizes(ranks, heads, *[shape for shape, _ in outs]).shape
     views = []
     for head_range, (shape, stride), (out_shape, out_stride) in zip(
         heads, tensors, outs, strict=True
     ):
-        batch, tokens, num_heads, dim = shape
-        sample, token, *features = stride
-        size = ranks, tokens // ranks, batch, num_heads, dim
-        per_rank = StridedView(size, (tokens // ranks * token, token, sample, *features), 0)
+        batch, tokens, *head_shape = shape
+        sample, token, *rest = stride
+        length = tokens // (ranks * count)
         by_rank = _heads_by_rank(ranks, head_range, out_shape, out_stride)
-        offset = by_rank.offset + rank * by_rank.stride[0]
-        views.append(SendViews(per_rank, StridedView(by_rank.size[1:], by_rank.stride[1:], offset)))
-    sizes = _buffer_sizes(ranks, heads, *[shape for shape, _ in outs])
-    return PackPlan(sizes.shape, rank, views)
+        piece, out_token, *out_rest = by_rank.stride
+        size = 1, length, batch, *head_shape
+        views.append(
+            SendViews(
+                StridedView((ranks * count, *size), (length * token, 0, token, sample, *rest), 0),
+                StridedView(
+                    (count, *size),
+                    (length * out_token, 0, out_token, *out_rest),
+                    by_rank.offset + rank * piece,
+                ),
+            )
+        )
+    return PackPlan((ranks * count, length, batch, features), slices.of_rank[rank], views)
 
 
 @lru_cache(maxsize=4096)

@@ -158,6 +158,10 @@ CASES = [
     Case(kernel="eager", mask="window", tuning=Tuning(2, True)),
     Case(kernel="eager", mask="window", layout="contiguous", tuning=Tuning(2, False)),
     Case(seq_len=67, tuning=Tuning(2, True)),
+    # Two slices of a Ulysses rank: from the front and from the back.
+    Case(layout="context_parallel"),
+    Case(layout="context_parallel", tuning=Tuning(2, True), kernel="eager", batch=2),
+    Case(layout="context_parallel", mask="full", heads=16, kv_heads=16, kernel="eager"),
     # Own rows among others', forward; backward too, where that is one call.
     Case(kernel="eager", tuning=Tuning(3, True), heads=16, kv_heads=16),
     Case(kernel="eager", tuning=Tuning(4, True), heads=16, kv_heads=16),
