@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_patches.guards import megatron_core_guard
 from megatron_patches.megatron_core.context_parallel import ContextParallel
-from megatron_patches.megatron_lm import arguments, dropout, memory, missing, packed
+from megatron_patches.megatron_lm import arguments, dropout, loss, memory, missing, packed
 from megatron_patches.patch import Patch, wrap
 from megatron_patches.settings import MeshSettings
 
@@ -42,7 +42,7 @@ def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Pa
 
 
 def training() -> tuple[Patch, ...]:
-    """The patches of layers, packed batches and a step."""
+    """The patches of layers, packed batches, the loss and a step."""
     return (
         wrap(
             f"{_LAYER}.__init__",
@@ -62,6 +62,12 @@ def training() -> tuple[Patch, ...]:
             packed.get_thd_batch_on_this_cp_rank,
             guard=megatron_core_guard("7eba55650a399915"),
             reason="needs TransformerEngine, and padded offsets that --sft does not give",
+        ),
+        wrap(
+            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+            loss.forward_step_calc_loss,
+            guard=megatron_core_guard("f2566efccb050839"),
+            reason="divides each rank's loss by its own number of loss tokens, and averages",
         ),
         wrap(
             f"{_TRAINING}.training:train_step",

@@ -54,7 +54,6 @@ _RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
             f"{_LATENT}.__init__": "92f0ff254e442de1",
         },
         "the scale of losses and gradients, summed over context-parallel ranks": {
-            f"{_CORE}.pipeline_parallel.schedules:forward_step_calc_loss": "f2566efccb050839",
             f"{_DDP}.__init__": "007febeacd8d9445",
             f"{_CORE}.distributed.finalize_model_grads:finalize_model_grads": "fb4172e64097f919",
             "__main__:loss_func": "775eaad47937bd3b",

@@ -126,12 +126,6 @@ _LOSS = (
         "--cp-comm-type with one entry a layer has none for --mtp-num-layers {mtp_num_layers}",
         "Give one entry for all layers",
     ),
-    Refusal(
-        lambda args: (args.eod_mask_loss or args.sft) and not args.calculate_per_token_loss,
-        "--eod-mask-loss and --sft leave tokens out of the loss, and without "
-        f"--calculate-per-token-loss {_PER_TOKEN}",
-        "Add --calculate-per-token-loss",
-    ),
 )
 _SCHEDULE = (
     Refusal(

@@ -47,8 +47,6 @@ REFUSED = [
         f"{CP4} --mtp-num-layers 1 --position-embedding-type rope",
         "--mtp-num-layers 1 adds a loss that is wrong, with --context-parallel-size 4",
     ),
-    (f"{CP4} --eod-mask-loss", "Add --calculate-per-token-loss"),
-    (f"{CP4} --sft", "Add --calculate-per-token-loss"),
     (
         f"{CP4} --sft --calculate-per-token-loss --pipeline-model-parallel-size 2",
         "gives the documents to the first and the last stage alone",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from lm_packed import PATCHES
 from lm_runs import TrainingServer, flags, losses_of, relative_difference
 
 from megatron_patches.megatron_lm import dropout
 
-LIMIT = 1e-5
+LIMIT, EXACT = 1e-5, 1e-6
 ROPE = "--position-embedding-type rope"
-PACKED = f"{ROPE} --sft --calculate-per-token-loss --data-path any --split 100,0,0 --eval-iters 0"
+PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
+PER_TOKEN = "--calculate-per-token-loss"
 DROPOUT = "--hidden-dropout 0.1"
 
 
@@ -33,15 +36,39 @@ def test_it_trains_as_one_rank_does(server: TrainingServer, more: str) -> None:
     assert relative_difference(two[0]["norms"], one[0]["norms"]) < LIMIT
 
 
-@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}, {"u": 2, "r": 2}])
-def test_packed_documents_train_as_on_one_rank(
+def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
+    """``GPTDataset.__getitem__`` with 5 loss tokens, of which a rank may have none."""
+    sample = original(dataset, index)
+    mask = torch.zeros_like(sample["loss_mask"])
+    start = (index or 0) % 3 * 16
+    mask[start : start + 5] = 1
+    return sample | {"loss_mask": sample["loss_mask"] * mask}
+
+
+@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}])
+def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(
     server: TrainingServer, degrees: dict[str, int]
 ) -> None:
+    more = f"{ROPE} --eod-mask-loss"
+    masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
+    two = server.run(2, flags(more=more, **degrees), extra=masks)
+    one = server.run(1, flags(more=more), extra=masks, patched=False)
+    assert relative_difference(losses_of(two), losses_of(one)) < EXACT
+    assert relative_difference(two[0]["norms"], one[0]["norms"]) < EXACT
+    assert relative_difference(two[0]["evaluations"], one[0]["evaluations"]) < EXACT
+
+
+@pytest.mark.parametrize("more", [PACKED, f"{PACKED} {PER_TOKEN}"])
+@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}, {"u": 2, "r": 2}])
+def test_packed_documents_train_as_on_one_rank(
+    server: TrainingServer, degrees: dict[str, int], more: str
+) -> None:
     ranks = degrees.get("u", 1) * degrees.get("r", 1)
-    several = server.run(ranks, flags(more=PACKED, **degrees), extra=PATCHES)
-    one = server.run(1, flags(more=f"{PACKED} --usp-recompute attention"), extra=PATCHES)
+    several = server.run(ranks, flags(more=more, **degrees), extra=PATCHES)
+    one = server.run(1, flags(more=f"{more} --usp-recompute attention"), extra=PATCHES)
     assert relative_difference(losses_of(several), losses_of(one)) < LIMIT
     assert relative_difference(several[0]["norms"], one[0]["norms"]) < LIMIT
+    assert relative_difference(several[0]["evaluations"], one[0]["evaluations"]) < LIMIT
 
 
 def test_dropout_is_recomputed(server: TrainingServer) -> None:
