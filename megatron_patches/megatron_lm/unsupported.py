@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ds_usp.errors import ConfigError
 from megatron_patches import refusals, transformer_engine
 from megatron_patches.megatron_lm.context_parallel_kind import (
@@ -31,7 +33,18 @@ _ATTENTION = (
     Refusal(
         lambda args: args.position_embedding_type == "relative",
         "--position-embedding-type relative adds a bias to the attention scores",
-        "Use rope, mrope, learned_absolute or none",
+        "Use rope, learned_absolute or none",
+    ),
+    Refusal(
+        lambda args: args.position_embedding_type == "mrope",
+        "--position-embedding-type mrope needs positions in three axes, which pretrain_gpt.py does "
+        "not make",
+        "Use rope, learned_absolute or none",
+    ),
+    Refusal(
+        lambda args: args.window_size and args.window_size[1] > 0,
+        "--window-size {window_size} looks {window_size[1]} tokens beyond the causal mask of a GPT",
+        "Use a window whose second number is 0, such as --window-size {window_size[0]},0",
     ),
     Refusal(
         lambda args: (
@@ -83,6 +96,12 @@ _ATTENTION = (
         "gives the documents to the first and the last stage alone",
         "Use --pipeline-model-parallel-size 1",
     ),
+    Refusal(
+        lambda args: args.sft and args.tensor_model_parallel_size > 1,
+        "--sft with --tensor-model-parallel-size {tensor_model_parallel_size}: the tensor-parallel "
+        "ranks of Megatron-LM disagree about which tensors of a batch are broadcast",
+        "Use --tensor-model-parallel-size 1",
+    ),
 )
 _MODEL = (
     Refusal(
@@ -127,6 +146,23 @@ _LOSS = (
         "Give one entry for all layers",
     ),
 )
+_EXPERTS = (
+    Refusal(
+        lambda args: args.calculate_per_token_loss and _has_router_loss(args),
+        "--moe-aux-loss-coeff and --moe-z-loss-coeff with --calculate-per-token-loss: Megatron-LM "
+        f"divides the gradient of these losses by the number of context-parallel ranks, {_CP}",
+        "Leave --calculate-per-token-loss out: the loss is the mean over the tokens of all ranks",
+    ),
+)
+_WITHOUT_GPU = (
+    Refusal(
+        lambda args: (
+            args.async_save and args.use_persistent_ckpt_worker and not torch.cuda.is_available()
+        ),
+        "--use-persistent-ckpt-worker: Megatron-LM's process that saves needs a GPU",
+        "Leave it and --async-save out",
+    ),
+)
 _SCHEDULE = (
     Refusal(
         lambda args: args.cuda_graph_impl != "none",
@@ -167,13 +203,15 @@ _UNKNOWN_TO_PLANNER = (
 
 
 def refuse(args: Any) -> None:
-    """Refuse options of validated arguments, where ds_usp computes attention.
+    """Refuse options of validated arguments: what fails without a GPU, and what cannot be trained
+    exactly where ds_usp computes attention.
 
     Raises:
         ConfigError: the first row that applies.
     """
+    refusals.refuse(_WITHOUT_GPU, args)
     if uses_usp(args):
-        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
+        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_EXPERTS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
 
@@ -203,3 +241,10 @@ def refuse_transformer_engine(args: Any) -> None:
         f"{transformer_engine.OLDEST} or newer, which {missing}. Install it, or use "
         "--transformer-impl local"
     )
+
+
+def _has_router_loss(args: Any) -> bool:
+    """Whether the routers of experts have losses of their own."""
+    auxiliary = args.moe_aux_loss_coeff
+    coefficients = auxiliary if isinstance(auxiliary, list) else [auxiliary]
+    return bool(args.num_experts) and any([*coefficients, args.moe_z_loss_coeff])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4 --ulysses-degree 2"
@@ -47,8 +48,25 @@ REFUSED = [
         f"{CP4} --mtp-num-layers 1 --position-embedding-type rope",
         "--mtp-num-layers 1 adds a loss that is wrong, with --context-parallel-size 4",
     ),
+    (f"{CP4} --sft --tensor-model-parallel-size 2", "Use --tensor-model-parallel-size 1"),
     (
-        f"{CP4} --sft --calculate-per-token-loss --pipeline-model-parallel-size 2",
+        f"{CP4} --position-embedding-type mrope --mrope-section 2 1 1",
+        "mrope needs positions in three axes",
+    ),
+    (
+        f"{CP4} --window-size 8,4",
+        "Use a window whose second number is 0, such as --window-size 8,0",
+    ),
+    (
+        f"{CP4} --num-experts 2 --moe-aux-loss-coeff 0.1 --calculate-per-token-loss",
+        "Leave --calculate-per-token-loss out",
+    ),
+    (
+        f"{CP4} --num-experts 2 --moe-z-loss-coeff 0.1 --calculate-per-token-loss",
+        "Leave --calculate-per-token-loss out",
+    ),
+    (
+        f"{CP4} --sft --pipeline-model-parallel-size 2",
         "gives the documents to the first and the last stage alone",
     ),
     (
@@ -122,6 +140,14 @@ def test_an_option_is_refused_beside_transformer_engine(
 def test_an_old_transformer_engine_is_refused(starts: Starts) -> None:
     message = starts.error("--context-parallel-size 2", installed="2.8.0")
     assert "needs TransformerEngine 2.9.0a0 or newer, which is 2.8.0" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU alone")
+def test_a_process_that_saves_is_refused_without_gpu(starts: Starts) -> None:
+    message = starts.error(
+        f"{LOCAL} --async-save --use-persistent-ckpt-worker --save x --save-interval 10"
+    )
+    assert "--use-persistent-ckpt-worker" in message
 
 
 def test_a_file_of_flags_is_refused(starts: Starts) -> None:
