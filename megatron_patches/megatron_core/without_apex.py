@@ -10,11 +10,14 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from megatron_patches.guards import megatron_core_guard
 from megatron_patches.patch import Patch, wrap
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_EXPERTS = "megatron.core.transformer.moe"
 
 
 def patches() -> tuple[Patch, ...]:
@@ -48,6 +51,14 @@ def patches() -> tuple[Patch, ...]:
             reason="without Apex and TransformerEngine: copies over fp32 weights under autograd, "
             "and looks for the counter of steps among the loaded tensors",
         ),
+        wrap(
+            f"{_EXPERTS}.moe_utils:router_gating_linear",
+            router_gating_linear,
+            also_in=(f"{_EXPERTS}.router:router_gating_linear",),
+            guard=megatron_core_guard("6a60e4b06998df4f"),
+            reason="without TransformerEngine: experts' routers read the name of its product, "
+            "which is not there",
+        ),
     )
 
 
@@ -65,6 +76,24 @@ def torch_norm(original: Callable[..., Any], cls: type, config: Any, *args: Any,
     for parameter in norm.parameters():
         parameter.sequence_parallel = True
     return norm
+
+
+def router_gating_linear(
+    original: Callable[..., Tensor],
+    inp: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    router_dtype: torch.dtype,
+) -> Tensor:
+    """``router_gating_linear``: torch's product in ``router_dtype``.
+
+    Shapes:
+        inp ``[..., hidden]``, weight ``[experts, hidden]``, the result ``[..., experts]``.
+    """
+    if "te_general_gemm" in original.__globals__:
+        return original(inp, weight, bias, router_dtype)
+    bias = None if bias is None else bias.to(router_dtype)
+    return functional.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
 
 
 def state_dict(original: Callable[[Any], Any], optimizer: Any) -> Any:

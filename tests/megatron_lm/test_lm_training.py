@@ -16,6 +16,7 @@ from megatron_patches.megatron_lm import dropout
 LIMIT, EXACT = 1e-5, 1e-6
 ROPE = "--position-embedding-type rope"
 PACKED = f"{ROPE} --sft --data-path any --split 50,25,25 --eval-iters 1"
+EXPERTS = f"{ROPE} --num-experts 4 --disable-bias-linear"
 PER_TOKEN = "--calculate-per-token-loss"
 DROPOUT = "--hidden-dropout 0.1"
 
@@ -27,6 +28,7 @@ DROPOUT = "--hidden-dropout 0.1"
         "--usp-recompute full",
         f"{ROPE} --mtp-num-layers 1 --calculate-per-token-loss",
         f"{ROPE} --eod-mask-loss --calculate-per-token-loss",
+        f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
     ],
 )
 def test_it_trains_as_one_rank_does(server: TrainingServer, more: str) -> None:
