@@ -47,17 +47,19 @@ def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
     return sample | {"loss_mask": sample["loss_mask"] * mask}
 
 
-@pytest.mark.parametrize("degrees", [{"r": 2}, {"u": 2}])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, {"r": 2}), (2, {"u": 2}), (4, {"u": 2, "pp": 2}), (4, {"r": 2})]
+)
 def test_ranks_with_other_numbers_of_loss_tokens_train_as_one_rank(
-    server: TrainingServer, degrees: dict[str, int]
+    server: TrainingServer, ranks: int, degrees: dict[str, int]
 ) -> None:
     more = f"{ROPE} --eod-mask-loss"
     masks = (("megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__", mask_losses),)
-    two = server.run(2, flags(more=more, **degrees), extra=masks)
+    several = server.run(ranks, flags(more=more, **degrees), extra=masks)
     one = server.run(1, flags(more=more), extra=masks, patched=False)
-    assert relative_difference(losses_of(two), losses_of(one)) < EXACT
-    assert relative_difference(two[0]["norms"], one[0]["norms"]) < EXACT
-    assert relative_difference(two[0]["evaluations"], one[0]["evaluations"]) < EXACT
+    assert relative_difference(losses_of(several), losses_of(one)) < EXACT
+    assert relative_difference(several[0]["norms"], one[0]["norms"]) < EXACT
+    assert relative_difference(several[-1]["evaluations"], one[0]["evaluations"]) < EXACT
 
 
 @pytest.mark.parametrize("more", [PACKED, f"{PACKED} {PER_TOKEN}"])
