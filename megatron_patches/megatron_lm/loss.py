@@ -2,7 +2,7 @@
 
 Without ``--calculate-per-token-loss`` Megatron-LM divides the loss of every rank by the rank's own
 number of loss tokens, and averages over ranks. That is the mean over all tokens only where ranks
-have as many each, which masks of the loss (``--eod-mask-loss``, ``--sft``, padding) do not give.
+have as many each, which masks of the loss (``--eod-mask-loss``, ``--sft``, padding) and ``--mtp-num-layers`` do not give.
 """
 
 from __future__ import annotations
@@ -39,6 +39,24 @@ def forward_step_calc_loss(
             loss_func, mean=not config.calculate_per_token_loss, reports=flags.sft
         )
     return original(model, output_tensor, loss_func, config, *args, **kwargs)
+
+
+def roll_tensor(
+    original: Callable[..., tuple[Tensor, Tensor]], tensor: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """``roll_tensor``, whose sum of a loss mask is the mean over context-parallel ranks.
+
+    Losses of ``--mtp-num-layers`` are divided by it, and averaged over these ranks. Adds one
+    blocking all-reduce of a scalar over the context-parallel group for every such layer.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    rolled, total = original(tensor, *args, **kwargs)
+    if tensor.is_floating_point() and uses_usp(get_args()):  # the mask, not tokens or labels
+        group = parallel_state.get_context_parallel_group()
+        total = _sum(total, group) / dist.get_world_size(group)
+    return rolled, total
 
 
 def _over_all_ranks(loss_func: Callable[..., Any], *, mean: bool, reports: bool) -> Any:

@@ -70,6 +70,13 @@ def training() -> tuple[Patch, ...]:
             reason="divides each rank's loss by its own number of loss tokens, and averages",
         ),
         wrap(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            loss.roll_tensor,
+            also_in=("megatron.core.models.gpt.gpt_model:roll_tensor",),
+            guard=megatron_core_guard("74cba5b0b7a1d456"),
+            reason="--mtp-num-layers: the number of loss tokens is each rank's own",
+        ),
+        wrap(
             f"{_TRAINING}.training:train_step",
             dropout.train_step,
             guard=megatron_core_guard("4de7b5433aed06eb"),

@@ -37,7 +37,6 @@ _RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "which tokens a rank holds": {
             f"{_CORE}.utils:get_batch_on_this_cp_rank": "4a8bd913664ee40c",
-            f"{_CORE}.transformer.multi_token_prediction:roll_tensor": "74cba5b0b7a1d456",
             "__main__:get_batch": "63f43ba8b876741c",
         },
         "the rotary positions of a rank's tokens": {

@@ -130,23 +130,12 @@ _MODEL = (
         "Train without it",
     ),
 )
-_PER_TOKEN = (
-    "Megatron-LM averages it over the loss tokens of each context-parallel rank, which differ in "
-    "number"
-)
 _LOSS = (
-    Refusal(
-        lambda args: args.mtp_num_layers and not args.calculate_per_token_loss,
-        f"--mtp-num-layers {{mtp_num_layers}} adds a loss that is wrong, {_CP}: {_PER_TOKEN}",
-        "Add --calculate-per-token-loss",
-    ),
     Refusal(
         lambda args: args.mtp_num_layers and len(args.cp_comm_type) > 1,
         "--cp-comm-type with one entry a layer has none for --mtp-num-layers {mtp_num_layers}",
         "Give one entry for all layers",
     ),
-)
-_EXPERTS = (
     Refusal(
         lambda args: args.calculate_per_token_loss and _has_router_loss(args),
         "--moe-aux-loss-coeff and --moe-z-loss-coeff with --calculate-per-token-loss: Megatron-LM "
@@ -211,7 +200,7 @@ def refuse(args: Any) -> None:
     """
     refusals.refuse(_WITHOUT_GPU, args)
     if uses_usp(args):
-        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_EXPERTS, *_SCHEDULE), args)
+        refusals.refuse((*_ATTENTION, *_MODEL, *_LOSS, *_SCHEDULE), args)
     elif attends_on_one_rank(args):
         refusals.refuse(_ATTENTION, args)
 

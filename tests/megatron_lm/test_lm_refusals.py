@@ -44,10 +44,6 @@ REFUSED = [
     (f"{CP4} --hybrid-context-parallel --calculate-per-token-loss", "--hybrid-context-parallel"),
     (f"{CP4} --hybrid-attention-ratio 0.5", "Mamba layers share a sequence"),
     (f"{CP4} --is-hybrid-model", "Mamba layers share a sequence"),
-    (
-        f"{CP4} --mtp-num-layers 1 --position-embedding-type rope",
-        "--mtp-num-layers 1 adds a loss that is wrong, with --context-parallel-size 4",
-    ),
     (f"{CP4} --sft --tensor-model-parallel-size 2", "Use --tensor-model-parallel-size 1"),
     (
         f"{CP4} --position-embedding-type mrope --mrope-section 2 1 1",
@@ -70,8 +66,7 @@ REFUSED = [
         "gives the documents to the first and the last stage alone",
     ),
     (
-        f"{CP4} --mtp-num-layers 1 --position-embedding-type rope --calculate-per-token-loss "
-        "--cp-comm-type usp usp",
+        f"{CP4} --mtp-num-layers 1 --position-embedding-type rope --cp-comm-type usp usp",
         "--cp-comm-type with one entry a layer has none for --mtp-num-layers 1",
     ),
     (f"{CP4} --cuda-graph-impl local", "--cuda-graph-impl local captures layers"),

@@ -26,7 +26,8 @@ DROPOUT = "--hidden-dropout 0.1"
     [
         "--usp-recompute gemm-last",
         "--usp-recompute full",
-        f"{ROPE} --mtp-num-layers 1 --calculate-per-token-loss",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss",
+        f"{ROPE} --mtp-num-layers 1 --eod-mask-loss --calculate-per-token-loss",
         f"{ROPE} --eod-mask-loss --calculate-per-token-loss",
         f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
     ],
