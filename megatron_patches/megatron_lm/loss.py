@@ -2,7 +2,8 @@
 
 Without ``--calculate-per-token-loss`` Megatron-LM divides the loss of every rank by the rank's own
 number of loss tokens, and averages over ranks. That is the mean over all tokens only where ranks
-have as many each, which masks of the loss (``--eod-mask-loss``, ``--sft``, padding) and ``--mtp-num-layers`` do not give.
+have as many each, which masks of the loss (``--eod-mask-loss``, ``--sft``, padding) and
+``--mtp-num-layers`` do not give.
 """
 
 from __future__ import annotations
