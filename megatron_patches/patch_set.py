@@ -134,15 +134,20 @@ class PatchSet:
         """Names in loaded modules that still hold a replaced object, ``module:name``.
 
         A replaced module does not count: a patch gives one importer another module, and all other
-        importers keep theirs.
+        importers keep theirs. Nor do torch's functions in other libraries than Megatron, which they
+        are replaced for: DeepSpeed, for one, keeps them to wrap them itself.
         """
-        replaced = (x for _, x in self._undo if x is not ABSENT and not isinstance(x, ModuleType))
-        old = set(map(id, map(unwrap_descriptor, replaced)))
+        owners = {
+            id(unwrap_descriptor(x)): _package(target.module)
+            for target, x in self._undo
+            if x is not ABSENT and not isinstance(x, ModuleType)
+        }
         return tuple(
             f"{module.__name__}:{name}"
             for module in _loaded_modules()
             for name, value in list(vars(module).items())
-            if id(unwrap_descriptor(value)) in old
+            if (owner := owners.get(id(unwrap_descriptor(value))))
+            and (owner != "torch" or _package(module) == "megatron")
         )
 
     def markdown(self) -> str:
@@ -205,6 +210,11 @@ def _record(module: ModuleType, patches: PatchSet, *, applied: bool) -> None:
         setattr(module, _SETS_ATTRIBUTE, sets)
     elif hasattr(module, _SETS_ATTRIBUTE):
         delattr(module, _SETS_ATTRIBUTE)
+
+
+def _package(module: ModuleType) -> str:
+    """The first part of its name."""
+    return module.__name__.partition(".")[0]
 
 
 def _loaded_modules() -> list[ModuleType]:

@@ -192,10 +192,12 @@ def test_restore_leaves_every_attribute_as_it_was() -> None:
     megatron_patches.patch_set("megatron_core").verify()  # imports what it looks at
     before = attributes()
     patches = megatron_patches.apply("megatron_core", ulysses_degree=2)
-    changed = {key for key, value in attributes().items() if before.get(key) is not value}
-    assert len(changed) > len(patches.patches) - 1
-    assert patches.stale() == ()
-    megatron_patches.restore()
+    try:
+        changed = {key for key, value in attributes().items() if before.get(key) is not value}
+        assert len(changed) > len(patches.patches) - 1
+        assert patches.stale() == ()
+    finally:
+        megatron_patches.restore()
     after = attributes()
     assert after.keys() == before.keys()
     assert [key for key, value in after.items() if before[key] is not value] == []

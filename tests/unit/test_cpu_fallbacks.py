@@ -19,9 +19,11 @@ def on_cpu() -> Iterator[None]:
     """The patches of torch alone: they need no megatron-core."""
     patches = PatchSet("torch", (x for x in without_gpu() if x.target.startswith("torch")))
     patches.apply()
-    assert patches.stale() == ()
-    yield
-    patches.restore()
+    try:
+        assert patches.stale() == ()
+        yield
+    finally:
+        patches.restore()
 
 
 def test_a_gpu_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,11 +104,18 @@ def test_every_tensor_parallel_rank_has_a_key_value_head() -> None:
     assert key_value_heads(arguments(**grouped, tensor_model_parallel_size=4)) == 4
 
 
+class Value(SimpleNamespace):
+    """An argument with a name and items."""
+
+    def __getitem__(self, index: int) -> str:
+        return f"<{index}>"
+
+
 class Anything(dict[str, Any]):
     """A value for every name."""
 
-    def __missing__(self, name: str) -> Any:
-        return SimpleNamespace(name=f"<{name}>")
+    def __missing__(self, name: str) -> Value:
+        return Value(name=f"<{name}>")
 
 
 @pytest.mark.parametrize("module", [unsupported, memory])

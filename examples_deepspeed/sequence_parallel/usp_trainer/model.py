@@ -34,6 +34,7 @@ from ds_usp.training import (
     weighted_loss,
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
 
@@ -279,7 +280,7 @@ def layer_specs(
     if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
         rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
     spec, norm = layer_specs_of(
-        args.transformer_impl, config, mesh=mesh, layout=layout, kernel=args.usp_kernel
+        transformer_impl.chosen(args), config, mesh=mesh, layout=layout, kernel=args.usp_kernel
     )
     embedding = [Embedding, args.seed, config, args, positions]
     if args.untie_embeddings_and_output_weights:
