@@ -22,7 +22,7 @@ WORLD = 4
 SHELLS = ("bash", "sh", "")
 # Programs of others: their flags are not checked.
 OTHERS = {".", "cd", "deepspeed", "export", "git", "pip", "pytest", "sbatch", "scancel", "srun"}
-MARKED = 1  # of Megatron-LM: from text to a resumed checkpoint
+MARKED = 1  # blocks marked as not run, of Megatron-LM; a new one is a decision
 
 ALL = [block for path in pages() for block in blocks(path)]
 
