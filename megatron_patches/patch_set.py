@@ -133,9 +133,9 @@ class PatchSet:
     def stale(self) -> tuple[str, ...]:
         """Names in loaded modules that still hold a replaced object, ``module:name``.
 
-        A replaced module does not count: a patch gives one importer another module, and all other
-        importers keep theirs. Nor do torch's functions in other libraries than Megatron, which they
-        are replaced for: DeepSpeed, for one, keeps them to wrap them itself.
+        A replaced module does not count: a patch gives one importer another module, and no other
+        importer. Nor do torch's functions in other libraries than Megatron, which they are replaced
+        for: DeepSpeed, for one, keeps them to wrap them itself.
         """
         owners = {
             id(unwrap_descriptor(x)): _package(target.module)

@@ -15,10 +15,27 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 from rank_server import RankRequest
 
 TESTS = Path(__file__).resolve().parent
 START_S, RUN_S = 180.0, 150.0
+
+
+def checkout_named_by(variable: str) -> Path:
+    """The framework's checkout; skips the test where the environment names none."""
+    path = os.environ.get(variable)
+    if not path:
+        pytest.skip(f"{variable} is not set")
+    return Path(path)
+
+
+def skip_full_matrix(config: pytest.Config, items: list[pytest.Item], folder: str) -> None:
+    """Skip a folder's slow tests, unless -m slow asks for them."""
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if "slow" in item.keywords and item.path.parent.name == folder:
+                item.add_marker(pytest.mark.skip(reason="run the full matrix with -m slow"))
 
 
 class FrameworkServer(ABC):

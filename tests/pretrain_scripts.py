@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +68,9 @@ def start(size: str, *arguments: str, **settings: str) -> int:
     from launch_job import main
 
     return main([*variables(size), "--", *arguments], environment(**settings))
+
+
+CheckRefused = Callable[[str, str, dict[str, str]], None]
 
 
 def free_port() -> str:

@@ -24,7 +24,7 @@ _FIX = f"Leave --cp-comm-type out, or set it to {USP}"
 
 
 class NotGiven(list[str]):
-    """The default of ``--cp-comm-type``, to be told from the same value given by the user."""
+    """The default of ``--cp-comm-type``, of another type than a value that the user gives."""
 
 
 def resolve(args: Any) -> None:

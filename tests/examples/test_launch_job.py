@@ -11,7 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CHECKOUT, FOLDER, GPUS, PROGRAMS, ROOT, SCRIPTS, start
+from pretrain_scripts import (
+    CHECKOUT,
+    FOLDER,
+    GPUS,
+    PROGRAMS,
+    ROOT,
+    SCRIPTS,
+    CheckRefused,
+    start,
+)
 
 SRUN_RANK = f"{FOLDER}/srun_rank.sh"
 TRAINER = f"{FOLDER}/pretrain_gpt_usp.py"
@@ -278,22 +287,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[text[:50] for _, text in REFUSED])
 def test_bad_settings_are_refused_before_anything_starts(
-    settings: dict[str, str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, str], message: str, check_refused: CheckRefused
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("data.bin", "data.idx"):
-        Path(name).write_text("tokens")
-    settings = {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", **settings}
-    settings = {k: v.replace("@data@", str(tmp_path / "data")) for k, v in settings.items()}
-    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("it was started"))
-    assert start("1.3B", **settings) == 2
-    out, errors = capsys.readouterr()
-    assert out == "" and errors.startswith("error: ") and message in errors, errors
-    assert len(list(tmp_path.iterdir())) == 2
+    check_refused("1.3B", message, {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", **settings})
 
 
 def test_megatron_deepspeed_without_tensorboard_is_refused(

@@ -14,7 +14,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import CHECKOUT, MEGATRON_LM_SCRIPTS, PATHS, ROOT, bash, free_port, start
+from pretrain_scripts import (
+    CHECKOUT,
+    MEGATRON_LM_SCRIPTS,
+    PATHS,
+    ROOT,
+    CheckRefused,
+    bash,
+    free_port,
+    start,
+)
 
 from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.emit import emit
@@ -147,22 +156,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[text[:50] for _, text in REFUSED])
 def test_bad_settings_are_refused_before_anything_starts(
-    settings: dict[str, str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, str], message: str, check_refused: CheckRefused
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("data.bin", "data.idx"):
-        Path(name).write_text("tokens")
-    settings = {**settings_of("lm-1.3B"), **settings}
-    settings = {k: v.replace("@data@", str(tmp_path / "data")) for k, v in settings.items()}
-    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("it was started"))
-    assert start("lm-1.3B", **settings) == 2
-    out, errors = capsys.readouterr()
-    assert out == "" and errors.startswith("error: ") and message in errors, errors
-    assert len(list(tmp_path.iterdir())) == 2
+    check_refused("lm-1.3B", message, {**settings_of("lm-1.3B"), **settings})
 
 
 def test_one_hardware_queue_where_megatron_lm_asks_for_it(
