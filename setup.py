@@ -14,6 +14,13 @@ VERSION = runpy.run_path(str(ROOT / "ds_usp" / "_version.py"))
 MEGATRON = ["megatron-core>=0.16", "einops"]  # its context parallel groups import einops undeclared
 DEEPSPEED = ["deepspeed>=0.19"]
 PLOTS = ["matplotlib"]
+TRANSFORMERS = [
+    "transformers>=5.17,<6",
+    "accelerate>=1.12",
+    "trl>=1.10",
+    "peft>=0.18",
+    "datasets>=4",
+]
 
 
 def write_commit(folder: str) -> list[str]:
@@ -100,6 +107,7 @@ setup(
         "megatron": MEGATRON,
         "deepspeed": DEEPSPEED,
         "plots": PLOTS,
+        "transformers": TRANSFORMERS,
         "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
         "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },

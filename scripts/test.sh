@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|gpu|all] [pytest arguments]
+# Runs the tests:  scripts/test.sh [fast|unit|dist|megatron|transformers|gpu|all] [pytest arguments]
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
+#   transformers  Hugging Face's models and trainers, gloo
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail
@@ -11,14 +12,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 group=all
 case "${1:-}" in
-  fast | unit | dist | megatron | gpu | all)
+  fast | unit | dist | megatron | transformers | gpu | all)
     group="$1"
     shift
     ;;
   */* | *.py*) group=paths ;; # the arguments name the tests
   "" | -*) ;;
   *)
-    sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
@@ -55,6 +56,7 @@ case "$group" in
   unit) paths=(tests/unit tests/examples) ;;
   dist) paths=(tests/distributed) ;;
   megatron) paths=(tests/megatron) ;;
+  transformers) paths=(tests/integrations) ;;
   all) paths=(tests) ;;
   *) paths=() ;;
 esac

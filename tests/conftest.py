@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 from collections.abc import Generator, Iterator
@@ -16,8 +17,12 @@ MARK_OF_FOLDER = {
     "distributed": "dist",
     "megatron": "megatron",
     "megatron_deepspeed": "megatron_deepspeed",
+    "integrations": "transformers",
     "gpu": "gpu",
 }
+
+# No test downloads anything; ranks and scripts that tests start take this over.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 # `from harness import ...` in every test, whichever folder it lies in; ranks get the same path.
 for _folder in (str(TESTS), str(TESTS.parent)):

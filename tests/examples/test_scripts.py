@@ -31,7 +31,7 @@ def test_the_script_parses(script: Path, tmp_path: Path) -> None:
 def test_unknown_groups_of_tests_are_refused(tmp_path: Path) -> None:
     done = bash(ROOT / "scripts/test.sh", "everything", cwd=tmp_path)
     assert done.returncode == 2
-    assert "[fast|unit|dist|megatron|gpu|all]" in done.stderr
+    assert "[fast|unit|dist|megatron|transformers|gpu|all]" in done.stderr
 
 
 # Answers for python: with an exit code for pytest, whose arguments it prints, and for xdist.

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("ds_usp", "megatron_patches", "examples_deepspeed")
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
-OPTIONAL = {"deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"}
+OPTIONAL = {
+    *("deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"),
+    *("accelerate", "peft", "trl", "datasets"),
+}
 NO_PROCESS_GROUPS = ("ds_usp/kernels/", "ds_usp/memory/")
 PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.memory", "ds_usp.planner", "ds_usp.training"}
 ORACLES = ("tests/oracle.py", "ds_usp/cli/oracle.py")

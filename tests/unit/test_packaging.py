@@ -69,7 +69,8 @@ def test_the_wheel_says_its_commit_extras_and_program(wheel: Path) -> None:
     assert {"ds_usp/py.typed", "megatron_patches/py.typed", "ds_usp/__main__.py"} <= names
     assert "ds-usp = ds_usp.__main__:main" in programs
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert extras == {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test"}
+    plain = {"flash", "flash4", "megatron", "deepspeed", "plots", "trainer", "test"}
+    assert extras == plain | {"transformers"}
     assert metadata["Keywords"] and metadata.get_all("Classifier")
     needed = metadata.get_all("Requires-Dist", [])
     assert [x for x in needed if x.startswith("tqdm")] == ['tqdm; extra == "trainer"']
