@@ -249,4 +249,6 @@ AUTOGRAD_FUNCTIONS = {
     "TokenLosses",
     "WeightedLoss",
     "Rotation",
+    "JoinShards",
+    "SumOfShards",
 }

@@ -1,0 +1,118 @@
+"""Ranks of a mesh as replicas that were given the same batch: losses, outputs and batches.
+
+Every rank computes a shard of the tokens, and all see the whole batch's loss. The rule for
+gradients is: the *mean* over the ranks of what ``.grad`` holds is the gradient of that loss. A
+framework that sums over the ranks of a mesh instead asks for ``gradients="sum"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError
+from ds_usp.geometry.layout import TokenLayout
+
+Reduction = Literal["mean", "sum"]
+
+
+class SumOfShards(torch.autograd.Function):
+    """The sum over the ranks of a mesh of what each computed from its shard, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
+        """Shapes: any, the same on all ranks."""
+        ctx.factor = mesh.sp_degree if gradients == "mean" else 1
+        total = x.detach().clone()
+        if mesh.sp_group is not None:
+            dist.all_reduce(total, group=mesh.sp_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The ranks' gradients are equal, each one's loss being the same: nothing to exchange."""
+        return grad * ctx.factor, None, None
+
+
+class JoinShards(torch.autograd.Function):
+    """The whole tensor on every rank, from the shard of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layout: TokenLayout,
+        mesh: SequenceMesh,
+        dim: int,
+        gradients: Reduction,
+    ) -> Tensor:
+        """Shapes: x has ``layout.length(mesh.rank)`` along ``dim``, the result the whole length."""
+        ctx.arguments = layout, mesh, dim, gradients
+        return mesh.gather(x.detach(), layout, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Every rank may have computed another loss from the whole tensor: the gradients are
+        summed, and each rank continues with its shard of them."""
+        layout, mesh, dim, gradients = ctx.arguments
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        if mesh.sp_group is not None:
+            dist.all_reduce(grad, group=mesh.sp_group)
+        shard = layout.shard(grad, dim, mesh.rank)
+        return (shard if gradients == "mean" else shard / mesh.sp_degree), None, None, None, None
+
+
+def join_shards(
+    x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction = "mean"
+) -> Tensor:
+    """The whole tensor from this rank's shard and the others', differentiable. Collective.
+
+    Shapes:
+        x: ``layout.length(mesh.rank)`` along ``dim``; the result has ``layout.seq_len`` there.
+
+    Raises:
+        LayoutError: on every rank, if one of them holds something else than its shard.
+    """
+    if x.dtype == torch.bool:  # which not every backend gathers
+        return mesh.gather(x.to(torch.uint8), layout, dim).bool()
+    if not x.requires_grad:
+        return mesh.gather(x.detach(), layout, dim)
+    joined: Tensor = JoinShards.apply(x, layout, mesh, dim % x.ndim, gradients)
+    return joined
+
+
+def check_reduction(gradients: str) -> None:
+    """Refuse a reduction of gradients that does not exist.
+
+    Raises:
+        ConfigError: neither ``mean`` nor ``sum``.
+    """
+    if gradients not in get_args(Reduction):
+        raise ConfigError(
+            f"gradients={gradients!r} must be 'mean' (DDP, FSDP2, ZeRO without an mpu average over "
+            "all ranks) or 'sum' (the framework sums over the ranks of a mesh)"
+        )
+
+
+def batch_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A text that tells batches apart: shapes, and a position-weighted sum of each tensor's values.
+
+    One transfer from the device for all tensors. Sums of integers wrap around, those of other
+    dtypes are in fp64, in the same order on every rank.
+    """
+    sums = []
+    for x in tensors.values():
+        values = x.detach().reshape(-1)
+        values = values.double() if values.is_floating_point() else values.long()
+        weights = torch.arange(1, 2 * len(values), 2, device=x.device)  # tokens that swap show
+        sums.append((values * weights).sum().view(torch.int64))
+    numbers = torch.stack(sums).tolist() if sums else []
+    return ", ".join(
+        f"{name} {tuple(x.shape)} {number:x}"
+        for (name, x), number in zip(tensors.items(), numbers, strict=True)
+    )

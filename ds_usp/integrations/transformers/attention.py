@@ -1,0 +1,161 @@
+"""The attention function that transformers calls in every layer of an enabled model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.score_mod import Scores
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import Borders
+from ds_usp.integrations.transformers.masks import (
+    LayerMask,
+    causal_mask,
+    full_mask,
+    mask_of,
+    usp_mask,
+    window_mask,
+)
+from ds_usp.kernels.registry import AUTO
+
+IMPLEMENTATION: Final = "usp"
+
+# Tensors that layers hand down and that change nothing about attention: positions and borders are
+# those of this rank's shard; the whole batch's are in the Shard.
+_KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "num_items_in_batch", "shift_labels"})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What attention needs to know of one forward pass.
+
+    It travels through the layers as their keyword argument ``usp``, not in a global: the second
+    run of a checkpointed layer has its own, even if another batch came between.
+
+    Args:
+        documents: cumulative borders, one tuple for all samples or one each; () without any.
+        dropout_seed: of this forward pass.
+        layers: names of the attention modules that have run.
+    """
+
+    mesh: SequenceMesh
+    layout: TokenLayout
+    documents: tuple[Borders, ...] = ()
+    dropout_seed: int = 0
+    kernel: str = AUTO
+    tuning: Tuning = AUTO_TUNING
+    layers: list[str] = field(default_factory=list, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Tokens of this rank."""
+        return self.layout.length(self.mesh.rank)
+
+
+def usp_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    usp: Shard | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of this rank's tokens with the whole sequence.
+
+    Shapes:
+        query ``[b, h, s_local, d]``, key ``[b, h_kv, s_local, d]``, value ``[b, h_kv, s_local, e]``
+        -> ``[b, s_local, h, e]``; s_aux (attention sinks) ``[h]``.
+
+    Raises:
+        ConfigError: the model was not enabled.
+        UnsupportedAttentionError: an argument that changes attention and is not known.
+    """
+    name = type(module).__name__
+    if usp is None:
+        raise ConfigError(
+            f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
+            "to ds_usp.integrations.transformers.enable, not a part of it; if you did, the model "
+            "does not hand keyword arguments to its layers and is not served"
+        )
+    _refuse_unknown(name, others)
+    usp.layers.append(name)
+    mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
+    layer = getattr(module, "layer_idx", None) or 0
+    out = usp_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mesh=usp.mesh,
+        layout=usp.layout,
+        mask=mask_of(mask, usp.documents, usp.layout.seq_len),
+        softmax_scale=scaling,
+        dropout_p=dropout,
+        kernel=usp.kernel,
+        tuning=usp.tuning,
+        scores=Scores(
+            softcap=softcap or None,
+            sinks=s_aux,
+            dropout_seed=(usp.dropout_seed + layer) % 2**63 if dropout else None,
+        ),
+    )
+    return out, None
+
+
+def _layer_mask(
+    module: nn.Module, mask: Any, is_causal: bool | None, sliding_window: int | None
+) -> LayerMask:
+    """The mask that a layer asked for; where it asked for none, what its module says."""
+    if isinstance(mask, LayerMask):
+        return mask
+    if mask is not None:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} was given a mask of its own ({type(mask).__name__} "
+            f"{list(getattr(mask, 'shape', []))}): masks are served as transformers' mask "
+            "functions make them, not as tensors"
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+    if causal is None:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} gives neither a mask nor is_causal: who sees whom is unknown"
+        )
+    if not sliding_window:
+        return causal_mask() if causal else full_mask()
+    return (
+        window_mask(sliding_window - 1) if causal else window_mask(sliding_window, sliding_window)
+    )
+
+
+def _refuse_unknown(name: str, others: dict[str, Any]) -> None:
+    """Refuse arguments that might change the scores."""
+    if others.get("output_attentions"):
+        raise UnsupportedAttentionError(
+            "output_attentions: weights of tokens x tokens are never made; use one rank for them"
+        )
+    for argument, value in others.items():
+        if isinstance(value, Tensor) and argument not in _KNOWN_TENSORS:
+            raise UnsupportedAttentionError(
+                f"{name} gives its attention the tensor {argument} {list(value.shape)}, which is "
+                "not known here: this model is not served"
+            )
+
+
+def register() -> None:
+    """Make ``usp`` an attention implementation of transformers; again and again if you like."""
+    AttentionInterface.register(IMPLEMENTATION, usp_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, usp_mask)

@@ -1,0 +1,261 @@
+"""The batch of a forward pass: documents, layout, and this rank's shard of each argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import DataError, LayoutError, UnsupportedAttentionError
+from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.geometry.masks import Borders
+from ds_usp.training.batch import IGNORE_INDEX
+
+AUTO_LAYOUT = "auto"
+
+# The dim of the tokens, of every argument that has one and is sharded.
+TOKEN_DIM = MappingProxyType(
+    {
+        "input_ids": 1,
+        "inputs_embeds": 1,
+        "labels": 1,
+        "shift_labels": 1,
+        "token_type_ids": 1,
+        "position_ids": -1,
+    }
+)
+# Arguments of FlashAttention's packed sequences, which the layout and documents replace.
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """The keyword arguments of a forward pass before sharding, and what was read from them.
+
+    Args:
+        arguments: those that were given and are not None.
+        size, seq_len: rows and tokens.
+        documents: cumulative borders, one tuple for all rows or one each; () without any.
+        left_padded: a row begins with padding.
+    """
+
+    arguments: Mapping[str, Any]
+    size: int
+    seq_len: int
+    documents: tuple[Borders, ...]
+    left_padded: bool
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> WholeBatch:
+        """Read the documents of a batch: from cu_seq_lens, else padding, else positions that start
+        anew, as transformers does.
+
+        Raises:
+            UnsupportedAttentionError, DataError, LayoutError: see :func:`_padding`,
+                :func:`_documents`.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None or ("input_ids" in given and "inputs_embeds" in given):
+            raise DataError("give either input_ids or inputs_embeds, of the whole sequence")
+        size, seq_len = tokens.shape[:2]
+        for name, dim in TOKEN_DIM.items():
+            if name in given and given[name].shape[dim] != seq_len:
+                raise LayoutError(
+                    f"{name} {list(given[name].shape)} has other tokens than the {seq_len} of the "
+                    "batch: give every argument of the whole sequence, not of a shard"
+                )
+        padding = _padding(given, size, seq_len)
+        documents = _documents(given, padding, size, seq_len)
+        left_padded = any(first > 0 for first, _ in padding)
+        return cls(given, size, seq_len, documents, left_padded)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What the ranks of a mesh must have alike."""
+        return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
+
+    def layout(self, mesh: SequenceMesh, kind: str) -> TokenLayout:
+        """The layout of this batch; ``auto`` is ``balanced`` where all rows have the same two or
+        more documents, else ``zigzag``.
+
+        Raises:
+            LayoutError: fewer tokens than the ranks need, or an unknown kind.
+        """
+        same = self.documents[0] if len(set(self.documents)) == 1 else ()
+        if kind == AUTO_LAYOUT:
+            kind = "balanced" if len(same) > 2 else TokenLayout.LOADERS_KIND
+        return mesh.layout(kind, self.seq_len, same if kind == "balanced" else ())
+
+    def labels_to_shift(self) -> Tensor | None:
+        """The label of every token's *next* token, -100 after the last, for a causal model; None
+        without labels."""
+        given: Tensor | None = self.arguments.get("shift_labels")
+        labels: Tensor | None = self.arguments.get("labels")
+        if given is not None or labels is None:
+            return given
+        return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+    def check_left_padding(self) -> None:
+        """Refuse a loss on the first token after padding on the left: it would be predicted from a
+        padding token, which sees no token at all.
+
+        Raises:
+            DataError: the rows.
+        """
+        labels = self.arguments.get("labels")
+        if not self.left_padded or labels is None:
+            return
+        mask = self.arguments["attention_mask"].bool()
+        first = torch.nn.functional.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
+        rows = (first & (labels != IGNORE_INDEX)).any(dim=1).nonzero().flatten().tolist()
+        if rows:
+            raise DataError(
+                f"rows {rows[:8]} are padded on the left and their first real token has a label: "
+                "it would be predicted from padding. Pad on the right "
+                "(tokenizer.padding_side='right'), or set that label to -100"
+            )
+
+    def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:
+        """The arguments of this rank, without borders; positions are always given."""
+        out = {name: x for name, x in self.arguments.items() if name not in BORDERS}
+        device = next(iter(self.tensors.values())).device
+        if "position_ids" not in out:
+            out["position_ids"] = torch.arange(self.seq_len, device=device)[None]
+        for name, dim in TOKEN_DIM.items():
+            if name in out:
+                out[name] = layout.shard(out[name], dim, rank)
+        # With a mask transformers looks for no documents in the positions of a shard, which jump.
+        out["attention_mask"] = torch.ones(
+            (self.size, layout.length(rank)), dtype=torch.bool, device=device
+        )
+        return out
+
+
+def check_layout_kind(kind: str) -> None:
+    """Refuse a layout that does not exist, or that needs documents of its own.
+
+    Raises:
+        LayoutError: the kinds that there are.
+    """
+    if kind != AUTO_LAYOUT and kind not in KINDS:
+        raise LayoutError(f"unknown token layout {kind!r}; there are auto, {', '.join(KINDS)}")
+
+
+def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[int, int]]:
+    """The first and the last real token of each row, + 1; [] if there is no padding.
+
+    Raises:
+        UnsupportedAttentionError: a mask of more than two dims, values other than 0 and 1, or
+            padding between real tokens.
+        LayoutError: a mask of other tokens than the batch.
+    """
+    mask = given.get("attention_mask")
+    if mask is None:
+        return []
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise UnsupportedAttentionError(
+            f"attention_mask {list(getattr(mask, 'shape', [])) or type(mask).__name__} must be "
+            "[batch, tokens] of 0 and 1: masks of tokens x tokens are not served. Packed documents "
+            "are told by position_ids that start anew"
+        )
+    if tuple(mask.shape) != (size, seq_len):
+        raise LayoutError(
+            f"attention_mask {list(mask.shape)} must be [{size}, {seq_len}], as the tokens are"
+        )
+    real = mask != 0
+    at = torch.arange(seq_len, device=mask.device)
+    columns = [
+        torch.where(real, at, seq_len).amin(dim=1),
+        torch.where(real, at + 1, 0).amax(dim=1),
+        real.sum(dim=1),
+        (real & (mask != 1)).sum(dim=1),
+    ]
+    rows = torch.stack(columns, dim=1).tolist()  # one transfer from the device
+    for row, (first, stop, count, other) in enumerate(rows):
+        if other:
+            raise UnsupportedAttentionError(
+                f"attention_mask of row {row} has values other than 0 and 1. Packed documents are "
+                "told by position_ids that start anew, without an attention_mask"
+            )
+        if count and count != stop - first:
+            raise UnsupportedAttentionError(
+                f"attention_mask of row {row} has {stop - first - count} zeros between real "
+                "tokens: padding must be at the ends of a row"
+            )
+    if all(count == seq_len for _, _, count, _ in rows):
+        return []
+    return [(min(first, stop), stop) for first, stop, _, _ in rows]
+
+
+def _documents(
+    given: Mapping[str, Any], padding: list[tuple[int, int]], size: int, seq_len: int
+) -> tuple[Borders, ...]:
+    """Cumulative borders of the documents; padding is a document of its own.
+
+    Raises:
+        DataError: borders and positions that contradict each other, or positions that start anew
+            beside an attention_mask, which the kernels of transformers read differently.
+    """
+    starts = _starts(given.get("position_ids"), size)
+    if "cu_seq_lens_q" in given:
+        return (_given_borders(given, starts, size, seq_len),)
+    if "attention_mask" in given:
+        rows = padding or [(0, seq_len)] * size
+        for row, (first, stop) in enumerate(rows):
+            inside = [i for i in starts[row] if first < i < stop] if starts else []
+            if inside:
+                raise DataError(
+                    f"position_ids of row {row} start anew at token {inside[0]}, and an "
+                    "attention_mask is given: packed by one, one document by the other. Leave "
+                    "attention_mask out for packed batches"
+                )
+        return tuple(_borders((first, stop), seq_len) for first, stop in padding)
+    if not any(starts):
+        return ()
+    return tuple(_borders(row, seq_len) for row in starts)
+
+
+def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
+    """For each row the tokens at which positions do not go on by one; [] without positions."""
+    if positions is None:
+        return []
+    text = (
+        positions if positions.ndim == 2 else positions[0]
+    )  # of 3D positions the first are text's
+    jumps = (text.diff(dim=-1) != 1).nonzero().tolist()
+    rows: list[list[int]] = [[] for _ in range(len(text))]
+    for row, index in jumps:
+        rows[row].append(index + 1)
+    return rows if len(rows) == size else rows * size
+
+
+def _given_borders(
+    given: Mapping[str, Any], starts: list[list[int]], size: int, seq_len: int
+) -> Borders:
+    """The borders of FlashAttention's packed arguments."""
+    borders = _borders(given["cu_seq_lens_q"].tolist(), seq_len)
+    keys = given.get("cu_seq_lens_k")
+    if size != 1 or (keys is not None and _borders(keys.tolist(), seq_len) != borders):
+        raise DataError(
+            f"cu_seq_lens_q are borders of one row and of queries and keys alike; the batch has "
+            f"{size} rows and {'other' if keys is not None else 'no'} cu_seq_lens_k"
+        )
+    if "attention_mask" in given:
+        raise DataError("cu_seq_lens_q and attention_mask both say where documents end: give one")
+    if starts and starts[0] and _borders(starts[0], seq_len) != borders:
+        raise DataError(
+            f"cu_seq_lens_q has {len(borders) - 1} documents, position_ids start anew "
+            f"{len(starts[0])} times at other tokens: give one of the two"
+        )
+    return borders
+
+
+def _borders(inside: Any, seq_len: int) -> Borders:
+    """Ascending borders from 0 to ``seq_len`` through those inside."""
+    return tuple(sorted({0, seq_len, *inside}))

@@ -1,0 +1,328 @@
+"""``enable``: a transformers model whose forward passes are sharded over a mesh."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError, USPError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.integrations.replicas import (
+    Reduction,
+    SumOfShards,
+    batch_digest,
+    check_reduction,
+    join_shards,
+)
+from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
+from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch, check_layout_kind
+from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
+from ds_usp.integrations.transformers.refusals import (
+    check_arguments,
+    check_model,
+    check_version,
+    find_model,
+    positions_are_offset,
+    positions_follow_padding,
+    refuse_generate,
+)
+from ds_usp.integrations.transformers.rotary import LargestPosition
+from ds_usp.kernels.registry import AUTO
+from ds_usp.training.batch import IGNORE_INDEX
+
+Logits = Literal["auto", "shard", "whole"]
+
+_TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
+
+
+def enable(
+    model: nn.Module,
+    mesh: SequenceMesh,
+    *,
+    layout: str = AUTO_LAYOUT,
+    kernel: str = AUTO,
+    gradients: Reduction = "mean",
+    logits: Logits = "auto",
+    tuning: Tuning = AUTO_TUNING,
+) -> EnabledModel:
+    """Shard every forward pass of a transformers model over the ranks of a mesh.
+
+    To everything around the model the ranks of the mesh are data-parallel replicas that were given
+    the same batch: each gives the whole batch, gets the whole batch's loss, and the mean over the
+    ranks of the gradients is the gradient. Call it on every rank, before DistributedDataParallel,
+    ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model.
+
+    Args:
+        model: a ``PreTrainedModel``, or a PEFT model around one.
+        layout: a kind of :class:`ds_usp.TokenLayout`. ``auto``: ``balanced`` for batches whose rows
+            have the same packed documents, else ``zigzag``.
+        kernel, tuning: as of :func:`ds_usp.usp_attention`.
+        gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
+            FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
+        logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
+            rank; ``auto``, whole where no labels are given and shards where they are.
+
+    Raises:
+        ConfigError: another version of transformers, no such model, one that is enabled already.
+        UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
+        LayoutError: an unknown layout.
+    """
+    check_version()
+    check_reduction(gradients)
+    check_layout_kind(layout)
+    if logits not in get_args(Logits):
+        raise ConfigError(f"logits={logits!r} must be one of {', '.join(get_args(Logits))}")
+    inner = find_model(model)
+    check_model(inner)
+    if inner.config._attn_implementation == IMPLEMENTATION:
+        raise ConfigError(
+            f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
+        )
+    register()
+    return EnabledModel(model, inner, mesh, layout, kernel, gradients, logits, tuning)
+
+
+class EnabledModel:
+    """A model that :func:`enable` has changed; as a context manager it is disabled at the end.
+
+    Attributes:
+        model: what was given to :func:`enable`.
+        mesh: the ranks that share each batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        mesh: SequenceMesh,
+        layout: str,
+        kernel: str,
+        gradients: Reduction,
+        logits: Logits,
+        tuning: Tuning,
+    ) -> None:
+        self.model, self.mesh = model, mesh
+        self._inner, self._layout, self._kernel = inner, layout, kernel
+        self._gradients, self._logits, self._tuning = gradients, logits, tuning
+        self._parameters = tuple(inspect.signature(inner.forward).parameters)
+        self._forward_passes = 0
+        self._drop_last = False  # per-token outputs have none for the last token
+        self._shard: Shard | None = None
+        self._loss = self._wrap_loss()
+        self._previous = inner.config._attn_implementation
+        inner.set_attn_implementation(IMPLEMENTATION)
+        inner.generate = refuse_generate(type(inner).__name__)
+        self._largest_position = LargestPosition(inner)
+        self._handles: list[RemovableHandle] = [
+            *self._largest_position.handles,
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def _wrap_loss(self) -> WholeBatchLoss | None:
+        """The loss function in the place of the model's own; None for a model without a head."""
+        if "labels" not in self._parameters:
+            return None
+        loss = WholeBatchLoss(self._inner.loss_function, self.mesh, self._gradients)
+        self._inner.loss_function = loss
+        return loss
+
+    def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
+        """The layout of a batch: the whole keyword arguments of a forward pass.
+
+        Raises:
+            USPError: the batch is refused.
+        """
+        return WholeBatch.read(batch).layout(self.mesh, self._layout)
+
+    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from this rank's shard and the others', of the last forward pass.
+        Differentiable; collective over the mesh.
+
+        Raises:
+            ConfigError: there was no forward pass.
+            LayoutError: not a shard of it.
+        """
+        if self._shard is None:
+            raise ConfigError("no forward pass has run: there is no layout to join shards by")
+        return join_shards(x, self._shard.layout, self.mesh, dim, self._gradients)
+
+    def disable(self) -> None:
+        """Leave the model as it was before :func:`enable`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._inner.config._attn_implementation != IMPLEMENTATION:
+            return
+        self._inner.set_attn_implementation(self._previous)
+        self._inner.__dict__.pop("generate", None)
+        if self._loss is not None:
+            self._inner.loss_function = self._loss.original
+
+    def __enter__(self) -> EnabledModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.disable()
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Shard the arguments of a forward pass."""
+        arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        with self._same_on_all_ranks(arguments):
+            check_arguments(arguments)
+            batch = WholeBatch.read(arguments)
+            self._check_positions(batch)
+            batch.check_left_padding()
+            layout = batch.layout(self.mesh, self._layout)
+        self._forward_passes += 1
+        shard = Shard(
+            self.mesh, layout, batch.documents, self._dropout_seed(), self._kernel, self._tuning
+        )
+        local = batch.shard(layout, self.mesh.rank)
+        self._set_targets(batch, shard, local)
+        self._largest_position.value = _largest_position(batch)
+        self._drop_last = "shift_labels" not in batch.arguments
+        self._shard = shard
+        return (), {**local, "use_cache": False, "usp": shard}
+
+    @contextmanager
+    def _same_on_all_ranks(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Compare the batch on all ranks; what one rank refuses every rank refuses.
+
+        Raises:
+            MeshError: the ranks were given other batches.
+            USPError: what the body has raised.
+        """
+        error: USPError | None = None
+        try:
+            yield
+        except USPError as refused:
+            error = refused
+        if self.mesh.sp_group is not None:
+            tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+            self.mesh.agree(f"a batch of {batch_digest(tensors)}", error)
+        if error is not None:
+            raise error
+
+    def _check_positions(self, batch: WholeBatch) -> None:
+        """Refuse a batch whose default positions are not the index of its tokens.
+
+        Raises:
+            DataError: give position_ids.
+        """
+        if "position_ids" in batch.arguments:
+            return
+        name = type(self._inner).__name__
+        if positions_are_offset(self._inner):
+            raise DataError(
+                f"{name} does not count positions from 0: give position_ids of the whole batch "
+                "(padding_idx + 1 is the first)"
+            )
+        if batch.left_padded and positions_follow_padding(self._inner):
+            raise DataError(
+                f"{name} counts positions from the first real token, and the batch is padded on "
+                "the left: pad on the right, or give position_ids"
+            )
+
+    def _set_targets(self, batch: WholeBatch, shard: Shard, local: dict[str, Any]) -> None:
+        """Shard the labels, and count those of the whole batch."""
+        if self._loss is None:
+            return
+        self._loss.targets = self._loss.result = None
+        labels = batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
+        if labels is None:
+            return
+        count = batch.arguments.get("num_items_in_batch")
+        if count is None:
+            count = (labels != IGNORE_INDEX).sum()
+        shifted = shard.layout.shard(labels, 1, self.mesh.rank)
+        local.setdefault("labels", shifted)
+        self._loss.targets = Targets(local["labels"], shifted, count)
+        if self._loss.shifts:
+            local["shift_labels"] = shifted
+        local["num_items_in_batch"] = count
+
+    def _dropout_seed(self) -> int:
+        """A seed of this forward pass, far from those of others, the same on all ranks."""
+        text = f"{torch.initial_seed()} {self._forward_passes}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        """Make the outputs those of the whole batch."""
+        shard: Shard = kwargs["usp"]
+        name = type(self._inner).__name__
+        if not shard.layers:
+            raise UnsupportedAttentionError(
+                f"{name}: no layer has called transformers' attention interface; the model "
+                "computes attention, or mixes tokens, in its own way and is not served"
+            )
+        if not isinstance(out, dict):
+            raise UnsupportedAttentionError(
+                f"{name} returns a {type(out).__name__} instead of outputs with names; set "
+                "config.return_dict=True"
+            )
+        self._finish_loss(kwargs, out)
+        whole = self._logits == "whole" or (
+            self._logits == "auto" and "labels" not in kwargs and "shift_labels" not in kwargs
+        )
+        for key in [key for key in out if key != "loss"]:
+            value = out[key]
+            if _is_per_token(value, shard, ndim=2):  # log-probabilities, which losses are made of
+                joined = self.whole(value)
+                out[key] = joined[:, :-1] if self._drop_last else joined
+            elif whole and isinstance(value, tuple):
+                out[key] = tuple(self.whole(x) if _is_per_token(x, shard) else x for x in value)
+            elif whole and _is_per_token(value, shard):
+                out[key] = self.whole(value)
+        return out
+
+    def _finish_loss(self, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """Check that the loss is the whole batch's.
+
+        Raises:
+            UnsupportedAttentionError: the model has computed it in its own way.
+        """
+        loss = out.get("loss")
+        if loss is None:
+            return
+        if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
+            out["loss"] = SumOfShards.apply(loss, self.mesh, self._gradients)
+        elif self._loss is None or loss is not self._loss.result:
+            raise UnsupportedAttentionError(
+                f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
+                "what is no sum over tokens: leave labels out and compute the loss from logits "
+                "(logits='whole'), or use a model whose loss is model.loss_function"
+            )
+
+
+def _is_per_token(x: Any, shard: Shard, ndim: int = 0) -> bool:
+    """Whether an output has this rank's tokens in dim 1."""
+    return (
+        isinstance(x, Tensor)
+        and x.ndim >= 2
+        and (not ndim or x.ndim == ndim)
+        and x.shape[1] == shard.length
+    )
+
+
+def _largest_position(batch: WholeBatch) -> Tensor | int:
+    positions = batch.arguments.get("position_ids")
+    return batch.seq_len - 1 if positions is None else positions.max()

@@ -1,0 +1,178 @@
+"""What is not served: read from a model before its first forward pass, and from its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
+from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
+
+OLDEST, BEFORE = "5.17", "6"
+
+# Tensors that a model may be given; others may hold tokens of the whole sequence.
+_KNOWN_TENSORS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_in_batch"})
+# Flags that ask for something that a shard does not have, and what to do instead.
+_FLAGS = MappingProxyType(
+    {
+        "use_cache": "there is no KV cache over a mesh: leave use_cache out; generate with the "
+        "model before enable, or after disable()",
+        "output_attentions": "weights of tokens x tokens are never made; use one rank for them",
+        "output_router_logits": "the router's auxiliary loss is no sum over tokens; leave it out",
+        "logits_to_keep": "a shard has other last tokens than the sequence; leave it out",
+    }
+)
+
+
+def check_version() -> None:
+    """Refuse a transformers whose mask functions were never tested.
+
+    Raises:
+        ConfigError: the versions that are.
+    """
+    have = Version(transformers.__version__)
+    if not Version(OLDEST) <= have < Version(BEFORE):
+        raise ConfigError(
+            f"transformers {have} is not served: install transformers>={OLDEST},<{BEFORE}"
+        )
+
+
+def find_model(model: Any) -> PreTrainedModel:
+    """The transformers model itself: what was given, or what PEFT has wrapped.
+
+    Raises:
+        ConfigError: another module, or one that something else has wrapped already.
+        UnsupportedAttentionError: PEFT's prompt learning, which adds tokens.
+    """
+    inner: nn.Module = model
+    if hasattr(model, "peft_config"):
+        if any(getattr(c, "is_prompt_learning", False) for c in _configs(model)):
+            raise UnsupportedAttentionError(
+                "PEFT's prompt learning adds virtual tokens to every sequence, which is not "
+                "served; LoRA and other adapters of weights are"
+            )
+        if hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is no transformers model (PreTrainedModel) and no PEFT model "
+            "around one. Enable the model before DistributedDataParallel, deepspeed.initialize or "
+            "torch.compile wraps it"
+        )
+    return inner
+
+
+def _configs(model: Any) -> list[Any]:
+    config = model.peft_config
+    return list(config.values()) if isinstance(config, Mapping) else [config]
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model that a shard of the tokens would compute wrongly.
+
+    Raises:
+        UnsupportedAttentionError: why, and the name of the model.
+    """
+    for reason in reasons_against(model):
+        raise UnsupportedAttentionError(f"{type(model).__name__}: {reason}")
+
+
+def reasons_against(model: PreTrainedModel) -> Iterator[str]:
+    """Why a model is not served, one by one; nothing where it is. It may be on the meta device."""
+    text = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "encoder-decoder models have two sequences, and only one is sharded"
+    kinds = {k for k in getattr(text, "layer_types", None) or () if not _is_attention(k)}
+    if kinds or getattr(model, "_is_stateful", False):
+        names = ", ".join(sorted(kinds)) or "stateful"
+        yield f"its layers ({names}) carry a state from token to token, and ranks hand none on"
+    if not _takes_positions(model):
+        yield "it takes no position_ids: each rank would count its tokens from 0"
+    if not model._supports_attention_backend:
+        yield "it computes attention itself (_supports_attention_backend is not set)"
+    if getattr(text, "output_router_logits", False):
+        yield "config.output_router_logits: " + _FLAGS["output_router_logits"]
+    if getattr(model.config, "output_attentions", False):
+        yield "config.output_attentions: " + _FLAGS["output_attentions"]
+    if getattr(model.config, "return_dict", True) is False:
+        yield "config.return_dict is False: outputs are told by their names; set it to True"
+    if _has_head(model) and model.loss_function not in SUMS_OVER_TOKENS:
+        name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+        yield (
+            f"its loss ({name}) is not known to be a sum over tokens; causal and masked language "
+            "models are served, and models without a head"
+        )
+
+
+def _is_attention(kind: str) -> bool:
+    return "attention" in kind and "linear" not in kind
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model, and the model under its head, can be told positions."""
+    base = model.base_model
+    return all("position_ids" in inspect.signature(m.forward).parameters for m in (model, base))
+
+
+def positions_are_offset(model: PreTrainedModel) -> bool:
+    """Whether positions do not begin at 0 where none are given (RoBERTa's begin after padding)."""
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+
+
+def positions_follow_padding(model: PreTrainedModel) -> bool:
+    """Whether the code of a model seems to count positions from the first real token: then those of
+    a row that is padded on the left are not the index of its tokens."""
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    return re.search(r"mask\S*\.cumsum|cumsum\(\w*mask|mask\.long\(\)\.cumsum", source) is not None
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a forward pass that a shard cannot serve.
+
+    Raises:
+        UnsupportedAttentionError: which, and what to do instead.
+    """
+    if arguments.get("past_key_values") is not None:
+        raise UnsupportedAttentionError(f"past_key_values: {_FLAGS['use_cache']}")
+    for name, advice in _FLAGS.items():
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, Tensor) and value:
+            raise UnsupportedAttentionError(f"{name}={value!r}: {advice}")
+    if arguments.get("return_dict") is False:
+        raise UnsupportedAttentionError("return_dict=False: outputs are told by their names")
+    for name, value in arguments.items():
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        if name not in _KNOWN_TENSORS and any(isinstance(x, Tensor) for x in tensors):
+            raise UnsupportedAttentionError(
+                f"{name}: a tensor that is not known here. Tokens are sharded over the ranks; "
+                "images, audio and other inputs that are placed by the whole sequence are not "
+                "served. Give inputs_embeds that hold them already"
+            )
+
+
+def refuse_generate(name: str) -> Callable[..., Any]:
+    """What stands in the place of ``model.generate``."""
+
+    def generate(*_: Any, **__: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedAttentionError: always.
+        """
+        raise UnsupportedAttentionError(f"{name}.generate: {_FLAGS['use_cache']}")
+
+    return generate
