@@ -17,12 +17,12 @@ from ds_usp.memory.saved_attention import keep_attention
 # What is recomputed in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")
 
-Checkpoint = Callable[[Callable[..., Any], torch.Tensor], Any]
+Checkpoint = Callable[..., Any]  # of the function and its inputs
 
 
-def reentrant_checkpoint(run: Callable[..., Any], hidden: torch.Tensor) -> Any:
+def reentrant_checkpoint(run: Callable[..., Any], *inputs: Any) -> Any:
     """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape."""
-    return checkpoint(run, hidden, use_reentrant=True)
+    return checkpoint(run, *inputs, use_reentrant=True)
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class LayerMemory:
                 f"recompute={self.recompute!r} is unknown; there are {', '.join(RECOMPUTE)}"
             )
 
-    def run(self, number: int, layer: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
-        """``layer(hidden)`` under the policy.
+    def run(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """``layer(*inputs)`` under the policy.
 
         Args:
             number: the layer's index among those of this rank.
-            layer: its only input with a gradient is ``hidden``.
+            layer: has no inputs with a gradient other than these.
         """
         with self.offload.layer(number) if self.offload else nullcontext():
             if self.recompute in ("none", "gemm-last") or not torch.is_grad_enabled():
-                return layer(hidden)
+                return layer(*inputs)
             saving_layer = keep_attention(layer) if self.recompute == "attention" else layer
-            return self.checkpoint(saving_layer, hidden)
+            return self.checkpoint(saving_layer, *inputs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from ds_usp.integrations.replicas import (
     Reduction,
     SumOfShards,
     batch_digest,
-    check_reduction,
     join_shards,
 )
 from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
-from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch, check_layout_kind
+from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch
 from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
+from ds_usp.integrations.transformers.memory import LayersMemory
+from ds_usp.integrations.transformers.options import Logits, Options, Recompute
 from ds_usp.integrations.transformers.refusals import (
     check_arguments,
     check_model,
@@ -41,8 +42,6 @@ from ds_usp.integrations.transformers.rotary import LargestPosition
 from ds_usp.kernels.registry import AUTO
 from ds_usp.training.batch import IGNORE_INDEX
 
-Logits = Literal["auto", "shard", "whole"]
-
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 
@@ -55,6 +54,9 @@ def enable(
     gradients: Reduction = "mean",
     logits: Logits = "auto",
     tuning: Tuning = AUTO_TUNING,
+    recompute: Recompute = "none",
+    offload_ratio: float = 0.0,
+    mlp_chunks: int = 0,
 ) -> EnabledModel:
     """Shard every forward pass of a transformers model over the ranks of a mesh.
 
@@ -72,17 +74,31 @@ def enable(
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
         logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
             rank; ``auto``, whole where no labels are given and shards where they are.
+        recompute: what backward computes again of each layer: ``none``; ``attention``: all but
+            attention and its exchanges; ``full``: all. It turns torch's checkpoints on by itself.
+            Where transformers' own are on (``gradient_checkpointing_enable``, reentrant or not, of
+            every layer or some), before or after this call, those are used: ``attention`` keeps
+            attention's results in them, ``none`` and ``full`` leave them as they are.
+        offload_ratio: fraction of what layers save that waits for backward in host memory.
+        mlp_chunks: the MLP of each layer in so many chunks of tokens; 0: not in chunks.
 
     Raises:
-        ConfigError: another version of transformers, no such model, one that is enabled already.
+        ConfigError: another version of transformers, no such model, one that is enabled already, or
+            layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout.
     """
     check_version()
-    check_reduction(gradients)
-    check_layout_kind(layout)
-    if logits not in get_args(Logits):
-        raise ConfigError(f"logits={logits!r} must be one of {', '.join(get_args(Logits))}")
+    options = Options(
+        layout=layout,
+        kernel=kernel,
+        gradients=gradients,
+        logits=logits,
+        tuning=tuning,
+        recompute=recompute,
+        offload_ratio=offload_ratio,
+        mlp_chunks=mlp_chunks,
+    )
     inner = find_model(model)
     check_model(inner)
     if inner.config._attn_implementation == IMPLEMENTATION:
@@ -90,7 +106,7 @@ def enable(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
     register()
-    return EnabledModel(model, inner, mesh, layout, kernel, gradients, logits, tuning)
+    return EnabledModel(model, inner, mesh, options)
 
 
 class EnabledModel:
@@ -102,23 +118,15 @@ class EnabledModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        inner: PreTrainedModel,
-        mesh: SequenceMesh,
-        layout: str,
-        kernel: str,
-        gradients: Reduction,
-        logits: Logits,
-        tuning: Tuning,
+        self, model: nn.Module, inner: PreTrainedModel, mesh: SequenceMesh, options: Options
     ) -> None:
         self.model, self.mesh = model, mesh
-        self._inner, self._layout, self._kernel = inner, layout, kernel
-        self._gradients, self._logits, self._tuning = gradients, logits, tuning
+        self._inner, self._options = inner, options
         self._parameters = tuple(inspect.signature(inner.forward).parameters)
         self._forward_passes = 0
         self._drop_last = False  # per-token outputs have none for the last token
         self._shard: Shard | None = None
+        self._memory = LayersMemory(inner, options)
         self._loss = self._wrap_loss()
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
@@ -134,7 +142,7 @@ class EnabledModel:
         """The loss function in the place of the model's own; None for a model without a head."""
         if "labels" not in self._parameters:
             return None
-        loss = WholeBatchLoss(self._inner.loss_function, self.mesh, self._gradients)
+        loss = WholeBatchLoss(self._inner.loss_function, self.mesh, self._options.gradients)
         self._inner.loss_function = loss
         return loss
 
@@ -144,7 +152,7 @@ class EnabledModel:
         Raises:
             USPError: the batch is refused.
         """
-        return WholeBatch.read(batch).layout(self.mesh, self._layout)
+        return WholeBatch.read(batch).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from this rank's shard and the others', of the last forward pass.
@@ -156,7 +164,7 @@ class EnabledModel:
         """
         if self._shard is None:
             raise ConfigError("no forward pass has run: there is no layout to join shards by")
-        return join_shards(x, self._shard.layout, self.mesh, dim, self._gradients)
+        return join_shards(x, self._shard.layout, self.mesh, dim, self._options.gradients)
 
     def disable(self) -> None:
         """Leave the model as it was before :func:`enable`."""
@@ -167,6 +175,7 @@ class EnabledModel:
             return
         self._inner.set_attn_implementation(self._previous)
         self._inner.__dict__.pop("generate", None)
+        self._memory.remove()
         if self._loss is not None:
             self._inner.loss_function = self._loss.original
 
@@ -191,10 +200,16 @@ class EnabledModel:
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
             batch.check_left_padding()
-            layout = batch.layout(self.mesh, self._layout)
+            layout = batch.layout(self.mesh, self._options.layout)
+            self._memory.prepare(layout)
         self._forward_passes += 1
         shard = Shard(
-            self.mesh, layout, batch.documents, self._dropout_seed(), self._kernel, self._tuning
+            self.mesh,
+            layout,
+            batch.documents,
+            self._dropout_seed(),
+            self._options.kernel,
+            self._options.tuning,
         )
         local = batch.shard(layout, self.mesh.rank)
         self._set_targets(batch, shard, local)
@@ -280,8 +295,10 @@ class EnabledModel:
                 "config.return_dict=True"
             )
         self._finish_loss(kwargs, out)
-        whole = self._logits == "whole" or (
-            self._logits == "auto" and "labels" not in kwargs and "shift_labels" not in kwargs
+        whole = self._options.logits == "whole" or (
+            self._options.logits == "auto"
+            and "labels" not in kwargs
+            and "shift_labels" not in kwargs
         )
         for key in [key for key in out if key != "loss"]:
             value = out[key]
@@ -304,7 +321,7 @@ class EnabledModel:
         if loss is None:
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
-            out["loss"] = SumOfShards.apply(loss, self.mesh, self._gradients)
+            out["loss"] = SumOfShards.apply(loss, self.mesh, self._options.gradients)
         elif self._loss is None or loss is not self._loss.result:
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "

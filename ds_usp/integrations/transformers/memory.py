@@ -1,0 +1,198 @@
+"""Recomputation, offload and MLPs in chunks, on the layers of transformers.
+
+transformers' layers (``GradientCheckpointingLayer``) hand their forward pass to a function, if
+checkpointing is on; that function is what is replaced here, before each forward pass, because
+``gradient_checkpointing_enable`` may have set it anew. No layer's code is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from ds_usp.errors import ConfigError, LayoutError
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.integrations.transformers.options import Options
+from ds_usp.memory import LayerMemory, Offload, in_chunks
+
+# transformers' attributes of layers.
+_IS_ON, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+# Modules with parameters or states that compute every token by itself.
+_TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
+
+
+class LayersMemory:
+    """What the layers of a model save for backward, recompute, or offload; None of it if the
+    options say so.
+
+    Args:
+        options: recompute, offload_ratio and mlp_chunks.
+
+    Raises:
+        ConfigError: the model has no such layers, or MLPs that cannot be computed in chunks.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: Options) -> None:
+        self._recompute, self._ratio = options.recompute, options.offload_ratio
+        self._offload: Offload | None = None
+        self._layers = list(_layers(model))
+        if self._has_policy and not self._layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no layers that transformers can checkpoint "
+                "(GradientCheckpointingLayer): leave recompute and offload_ratio out"
+            )
+        self.mlp_chunks = options.mlp_chunks
+        self._mlps = _tokenwise_mlps(model) if options.mlp_chunks else []
+        for mlp in self._mlps:
+            mlp.forward = partial(_run_mlp, mlp, options.mlp_chunks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is in flight: a copy of the model offloads by itself."""
+        return {**self.__dict__, "_offload": None}
+
+    @property
+    def _has_policy(self) -> bool:
+        return self._recompute != "none" or self._ratio > 0
+
+    def prepare(self, layout: TokenLayout) -> None:
+        """Before a forward pass: give every layer its policy.
+
+        Raises:
+            LayoutError: on every rank, if one has fewer tokens than chunks. Ranks that call a
+                different number of modules would wait for each other under ZeRO-3.
+        """
+        fewest = min(layout.length(rank) for rank in range(layout.degree))
+        if self.mlp_chunks > fewest:
+            raise LayoutError(
+                f"mlp_chunks={self.mlp_chunks}, and a rank has {fewest} of the {layout.seq_len} "
+                "tokens: use fewer chunks or longer sequences"
+            )
+        if not self._has_policy:
+            return
+        checkpointed_by_transformers = any(
+            layer.gradient_checkpointing and not isinstance(_function(layer), _LayerPolicy)
+            for layer in self._layers
+        )
+        for number, layer in enumerate(self._layers):
+            function = _function(layer)
+            if layer.gradient_checkpointing and isinstance(function, _LayerPolicy):
+                continue
+            policy = _LayerPolicy(self, number, layer)
+            if not checkpointed_by_transformers:
+                policy.recompute = self._recompute
+            elif layer.gradient_checkpointing:  # one of every n
+                policy.recompute = "full" if self._recompute == "none" else self._recompute
+                policy.checkpoint = function
+            layer._gradient_checkpointing_func = policy
+            layer.gradient_checkpointing = True
+
+    def remove(self) -> None:
+        """Give the layers back what they had."""
+        for layer in self._layers:
+            policy = _function(layer)
+            if isinstance(policy, _LayerPolicy):
+                for name in (_IS_ON, _FUNCTION):
+                    layer.__dict__.pop(name, None)
+                layer.__dict__.update(policy.before)
+        for mlp in self._mlps:
+            mlp.__dict__.pop("forward", None)
+
+    def offload(self, device: torch.device) -> Offload | None:
+        """The offload of all layers; None: nothing is offloaded."""
+        if self._ratio and self._offload is None:
+            self._offload = Offload(self._ratio, device)
+        return self._offload
+
+
+class _LayerPolicy:
+    """What a layer hands its forward pass to.
+
+    Attributes:
+        before: the layer's own attributes that were replaced.
+        recompute: see :class:`ds_usp.memory.LayerMemory`.
+        checkpoint: transformers' own where that is on, else torch's that is not reentrant.
+    """
+
+    def __init__(self, owner: LayersMemory, number: int, layer: nn.Module) -> None:
+        self._owner, self._number = owner, number
+        self.before = {
+            name: layer.__dict__[name] for name in (_IS_ON, _FUNCTION) if name in layer.__dict__
+        }
+        self.recompute = "none"
+        self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+
+    def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
+        """``run(*inputs)`` under the policy."""
+        device = next(x.device for x in inputs if isinstance(x, Tensor))
+        memory = LayerMemory(self.recompute, self._owner.offload(device), self.checkpoint)
+        return memory.run(self._number, run, *inputs)
+
+
+def _function(layer: nn.Module) -> Any:
+    return layer.__dict__.get(_FUNCTION)
+
+
+def _layers(module: nn.Module) -> Iterator[Any]:
+    """The outermost layers that transformers can checkpoint, in order."""
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
+    """The MLPs of a model's layers.
+
+    Raises:
+        ConfigError: a layer has none, or one that may be no function of single tokens.
+    """
+    mlps = []
+    for layer in _layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise ConfigError(
+                f"mlp_chunks: {type(layer).__name__} has no module `mlp`; leave mlp_chunks out"
+            )
+        strange = _other_than_tokenwise(mlp)
+        if strange:
+            raise ConfigError(
+                f"mlp_chunks: {type(mlp).__name__} of {type(layer).__name__} {strange}: it is not "
+                "known to compute every token by itself (experts are not); leave mlp_chunks out"
+            )
+        mlps.append(mlp)
+    if not mlps:
+        raise ConfigError(f"mlp_chunks: {type(model).__name__} has no layers; leave it out")
+    return mlps
+
+
+def _other_than_tokenwise(mlp: nn.Module) -> str:
+    """What of a module is not known to compute every token by itself; nothing if all is."""
+    arguments = list(inspect.signature(type(mlp).forward).parameters)[1:]
+    if len(arguments) != 1:
+        return f"takes {', '.join(arguments)}"
+    if "forward" in mlp.__dict__:
+        return "has a forward of its own already"
+    for name, module in mlp.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if own and not isinstance(module, _TOKENWISE):
+            return f"has the parameter {own[0][0]} in {name or 'itself'} ({type(module).__name__})"
+    return ""
+
+
+def _run_mlp(mlp: nn.Module, chunks: int, x: Tensor) -> Tensor:
+    """``mlp.forward(x)`` in chunks of tokens.
+
+    Shapes:
+        x ``[..., s_local, h]``, the result too.
+    """
+    return in_chunks(partial(type(mlp).forward, mlp), x, chunks, dim=x.ndim - 2)
