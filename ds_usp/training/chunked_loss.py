@@ -95,14 +95,14 @@ class WeightedLoss(torch.autograd.Function):
     ) -> Tensor:
         """See :func:`chunked_weighted_loss`; hidden ``[T, h]``."""
         loss = loss_weights.new_zeros(())
-        grads = _Gradients(hidden, weight) if needs_grad else None
+        grads = _Gradients(hidden, weight, weight.requires_grad) if needs_grad else None
         for rows, logits in _chunks(hidden, weight, labels, chunks, group):
             loss += logits.losses @ loss_weights[rows]
             if grads:
                 grads.add(rows, logits.gradient(loss_weights[rows]))
         if grads:
             ctx.save_for_backward(*grads.result(group))
-            ctx.chunks, ctx.dtype = chunks, weight.dtype
+            ctx.chunks, ctx.dtype, ctx.acc_dtype = chunks, weight.dtype, grads.acc_dtype
         return loss
 
     @staticmethod
@@ -114,8 +114,10 @@ class WeightedLoss(torch.autograd.Function):
         for out_chunk, grad_chunk in zip(
             scaled.chunk(ctx.chunks), dhidden.chunk(ctx.chunks), strict=True
         ):
-            out_chunk.copy_(grad_chunk.to(dweight.dtype) * grad)
-        return scaled, (dweight * grad).to(ctx.dtype), *[None] * 5
+            out_chunk.copy_(grad_chunk.to(ctx.acc_dtype) * grad)
+        if dweight is not None:
+            dweight = (dweight * grad).to(ctx.dtype)
+        return scaled, dweight, *[None] * 5
 
 
 class TokenLosses(torch.autograd.Function):
@@ -135,11 +137,13 @@ class TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         """Gradients chunk by chunk."""
         hidden, weight, labels = ctx.saved_tensors
-        grads = _Gradients(hidden, weight)
+        grads = _Gradients(hidden, weight, ctx.needs_input_grad[1])
         for rows, logits in _chunks(hidden, weight, labels, *ctx.chunks_and_group):
             grads.add(rows, logits.gradient(dlosses[rows]))
         dhidden, dweight = grads.result(ctx.chunks_and_group[1])
-        return dhidden, dweight.to(weight.dtype), None, None, None
+        if dweight is not None:
+            dweight = dweight.to(weight.dtype)
+        return dhidden, dweight, None, None, None
 
 
 def _chunks(
@@ -153,25 +157,34 @@ def _chunks(
 
 
 class _Gradients:
-    """Gradients accumulated over chunks; of the weight in fp32, as every chunk adds to it all."""
+    """Gradients accumulated over chunks; of the weight in fp32, as every chunk adds to it all.
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+    Args:
+        of_weight: whether the weight is trained.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, of_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._dhidden = torch.empty_like(hidden)
-        acc_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._dweight = torch.zeros(weight.shape, dtype=acc_dtype, device=weight.device)
+        self.acc_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._dweight: Tensor | None = None
+        if of_weight:
+            self._dweight = torch.zeros(weight.shape, dtype=self.acc_dtype, device=weight.device)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         """Add a chunk's gradients."""
         dlogits = dlogits.to(self._weight.dtype)
         self._dhidden[rows] = dlogits @ self._weight
+        if self._dweight is None:
+            return
         if self._dweight.dtype == self._weight.dtype:
             self._dweight.addmm_(dlogits.t(), self._hidden[rows])
         else:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
-    def result(self, group: Group) -> tuple[Tensor, Tensor]:
-        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32."""
+    def result(self, group: Group) -> tuple[Tensor, Tensor | None]:
+        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32; None
+        if it is not trained."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight

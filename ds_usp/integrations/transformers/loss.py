@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.replicas import Reduction, SumOfShards
+from ds_usp.integrations.transformers.chunked_head import ChunkedLogits
 
 # Sums over tokens, divided by their number: a shard gives the sum of its tokens over all tokens.
 SUMS_OVER_TOKENS: tuple[Callable[..., Tensor], ...] = (ForCausalLMLoss, ForMaskedLMLoss)
@@ -58,7 +59,9 @@ class WholeBatchLoss:
         """Whether a token's label is the next token."""
         return self.original is ForCausalLMLoss
 
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(
+        self, logits: Tensor | ChunkedLogits, labels: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar.
 
         Raises:
@@ -78,6 +81,9 @@ class WholeBatchLoss:
         kwargs |= {"num_items_in_batch": targets.count}
         if self.shifts:
             kwargs["shift_labels"] = targets.labels
-        share = self.original(logits, targets.labels, *args, **kwargs)
+        if isinstance(logits, ChunkedLogits):
+            share = logits.loss(self.original, targets.labels, *args, **kwargs)
+        else:
+            share = self.original(logits, targets.labels, *args, **kwargs)
         self.result = SumOfShards.apply(share, self._mesh, self._gradients)
         return self.result

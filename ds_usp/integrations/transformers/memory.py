@@ -50,7 +50,7 @@ class LayersMemory:
                 f"{type(model).__name__} has no layers that transformers can checkpoint "
                 "(GradientCheckpointingLayer): leave recompute and offload_ratio out"
             )
-        self.mlp_chunks = options.mlp_chunks
+        self._chunks = {"mlp_chunks": options.mlp_chunks, "loss_chunks": options.loss_chunks}
         self._mlps = _tokenwise_mlps(model) if options.mlp_chunks else []
         for mlp in self._mlps:
             mlp.forward = partial(_run_mlp, mlp, options.mlp_chunks)
@@ -71,11 +71,12 @@ class LayersMemory:
                 different number of modules would wait for each other under ZeRO-3.
         """
         fewest = min(layout.length(rank) for rank in range(layout.degree))
-        if self.mlp_chunks > fewest:
-            raise LayoutError(
-                f"mlp_chunks={self.mlp_chunks}, and a rank has {fewest} of the {layout.seq_len} "
-                "tokens: use fewer chunks or longer sequences"
-            )
+        for name, chunks in self._chunks.items():
+            if chunks > fewest:
+                raise LayoutError(
+                    f"{name}={chunks}, and a rank has {fewest} of the {layout.seq_len} tokens: use "
+                    "fewer chunks or longer sequences"
+                )
         if not self._has_policy:
             return
         checkpointed_by_transformers = any(

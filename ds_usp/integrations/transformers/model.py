@@ -26,6 +26,7 @@ from ds_usp.integrations.replicas import (
 )
 from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch
+from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLogits
 from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
 from ds_usp.integrations.transformers.memory import LayersMemory
 from ds_usp.integrations.transformers.options import Logits, Options, Recompute
@@ -33,6 +34,7 @@ from ds_usp.integrations.transformers.refusals import (
     check_arguments,
     check_model,
     check_version,
+    find_head,
     find_model,
     positions_are_offset,
     positions_follow_padding,
@@ -56,6 +58,7 @@ def enable(
     tuning: Tuning = AUTO_TUNING,
     recompute: Recompute = "none",
     offload_ratio: float = 0.0,
+    loss_chunks: int = 0,
     mlp_chunks: int = 0,
 ) -> EnabledModel:
     """Shard every forward pass of a transformers model over the ranks of a mesh.
@@ -80,6 +83,8 @@ def enable(
             every layer or some), before or after this call, those are used: ``attention`` keeps
             attention's results in them, ``none`` and ``full`` leave them as they are.
         offload_ratio: fraction of what layers save that waits for backward in host memory.
+        loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
+            tokens never exist, and the output has none; 0: not in chunks.
         mlp_chunks: the MLP of each layer in so many chunks of tokens; 0: not in chunks.
 
     Raises:
@@ -97,6 +102,7 @@ def enable(
         tuning=tuning,
         recompute=recompute,
         offload_ratio=offload_ratio,
+        loss_chunks=loss_chunks,
         mlp_chunks=mlp_chunks,
     )
     inner = find_model(model)
@@ -126,7 +132,9 @@ class EnabledModel:
         self._forward_passes = 0
         self._drop_last = False  # per-token outputs have none for the last token
         self._shard: Shard | None = None
+        head = find_head(inner) if options.loss_chunks else None
         self._memory = LayersMemory(inner, options)
+        self._head = ChunkedHead(head, options.loss_chunks) if head is not None else None
         self._loss = self._wrap_loss()
         self._previous = inner.config._attn_implementation
         inner.set_attn_implementation(IMPLEMENTATION)
@@ -176,6 +184,8 @@ class EnabledModel:
         self._inner.set_attn_implementation(self._previous)
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
+        if self._head is not None:
+            self._head.remove()
         if self._loss is not None:
             self._inner.loss_function = self._loss.original
 
@@ -262,6 +272,8 @@ class EnabledModel:
         if self._loss is None:
             return
         self._loss.targets = self._loss.result = None
+        if self._head is not None:
+            self._head.active = False
         labels = batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
         if labels is None:
             return
@@ -271,6 +283,8 @@ class EnabledModel:
         shifted = shard.layout.shard(labels, 1, self.mesh.rank)
         local.setdefault("labels", shifted)
         self._loss.targets = Targets(local["labels"], shifted, count)
+        if self._head is not None:
+            self._head.active = True
         if self._loss.shifts:
             local["shift_labels"] = shifted
         local["num_items_in_batch"] = count
@@ -295,11 +309,12 @@ class EnabledModel:
                 "config.return_dict=True"
             )
         self._finish_loss(kwargs, out)
-        whole = self._options.logits == "whole" or (
-            self._options.logits == "auto"
-            and "labels" not in kwargs
-            and "shift_labels" not in kwargs
-        )
+        if any(isinstance(value, ChunkedLogits) for value in out.values()):
+            kept = {key: x for key, x in out.items() if not isinstance(x, ChunkedLogits)}
+            out = type(out)(**kept)
+        labeled = "labels" in kwargs or "shift_labels" in kwargs
+        choice = self._options.logits
+        whole = choice == "whole" or (choice == "auto" and not labeled)
         for key in [key for key in out if key != "loss"]:
             value = out[key]
             if _is_per_token(value, shard, ndim=2):  # log-probabilities, which losses are made of
@@ -319,6 +334,11 @@ class EnabledModel:
         """
         loss = out.get("loss")
         if loss is None:
+            if self._head is not None and self._head.active and not kwargs.get(_TRL_FUSED_HEAD):
+                raise UnsupportedAttentionError(
+                    f"{type(self._inner).__name__} was given labels and returns no loss, and under "
+                    "loss_chunks there are no logits: leave loss_chunks out"
+                )
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = SumOfShards.apply(loss, self.mesh, self._options.gradients)

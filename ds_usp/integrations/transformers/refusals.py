@@ -77,6 +77,21 @@ def _configs(model: Any) -> list[Any]:
     return list(config.values()) if isinstance(config, Mapping) else [config]
 
 
+def find_head(model: PreTrainedModel) -> nn.Module:
+    """The output embeddings, which make logits.
+
+    Raises:
+        ConfigError: the model has none, or computes no loss.
+    """
+    head = model.get_output_embeddings()
+    if head is None or not _has_head(model):
+        raise ConfigError(
+            f"loss_chunks: {type(model).__name__} has no output embeddings and loss of its own; "
+            "leave loss_chunks out"
+        )
+    return head
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a model that a shard of the tokens would compute wrongly.
 

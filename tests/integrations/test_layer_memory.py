@@ -6,54 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
-
-VOCAB, HIDDEN, LAYERS = 97, 64, 3
-Model = Any
-Batch = dict[str, torch.Tensor]
-
-
-def llama(**changes: Any) -> Model:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "attention_dropout": 0.1,
-        "attn_implementation": "eager",
-    }
-    torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).train()
-
-
-def batch_of(tokens: int, seed: int = 0) -> Batch:
-    ids = torch.randint(VOCAB, (2, tokens), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
-
-
-def forward(model: Model, batch: Batch) -> torch.Tensor:
-    torch.manual_seed(11)
-    loss: torch.Tensor = model(**batch).loss
-    return loss
-
-
-def gradients(model: Model) -> dict[str, torch.Tensor]:
-    out = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return out
-
-
-def difference(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of two models' gradients."""
-    assert x.keys() == y.keys() and x
-    return max(float((x[n] - y[n]).norm() / y[n].norm()) for n in x)
+from tiny_llama import Model, batch_of, difference, forward, gradients, llama
 
 
 def by_transformers(reentrant: bool) -> Callable[[Model], None]:

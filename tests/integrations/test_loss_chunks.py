@@ -1,0 +1,188 @@
+"""Head and loss in chunks of tokens: losses and gradients as without, no logits of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from peak_memory import peak_of
+from tiny_llama import VOCAB, Model, batch_of, difference, forward, gradients, llama
+
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
+
+LARGE_VOCAB = 32768
+
+
+def gemma() -> Model:
+    """Caps its logits by tanh, and embeds with the head's weight."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return _tiny(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0)
+
+
+def cohere() -> Model:
+    """Multiplies its logits."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return _tiny(CohereForCausalLM, CohereConfig, logit_scale=0.3)
+
+
+def granite() -> Model:
+    """Divides its logits."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return _tiny(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0)
+
+
+def modernbert() -> Model:
+    """Not causal, and a head with a bias."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    return _tiny(ModernBertForMaskedLM, ModernBertConfig, reference_compile=False)
+
+
+def _tiny(model_class: Any, config_class: Any, **changes: Any) -> Model:
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
+        **changes,
+    )
+    torch.manual_seed(7)
+    return model_class(config).train()
+
+
+MODELS = {f.__name__: f for f in (llama, gemma, cohere, granite, modernbert)}
+
+
+def with_and_without(
+    ctx: RankContext, ulysses: int, model: str, frozen: bool = False
+) -> tuple[float, float, list[str]]:
+    """The relative difference of the loss and of gradients, and the keys of the outputs."""
+    from ds_usp.integrations.transformers import enable
+
+    batches = [batch_of(tokens, tokens) for tokens in (30, 41)]
+    batches[0]["labels"] = batches[0]["labels"].masked_fill(batches[0]["labels"] < 20, -100)
+    batches[1]["num_items_in_batch"] = torch.tensor(57)
+    losses, grads = [], []
+    for chunks in (0, 5):
+        built = MODELS[model]()
+        if frozen:
+            built.get_output_embeddings().requires_grad_(False)
+        with enable(built, mesh_of(ulysses), loss_chunks=chunks):
+            of_batches = []
+            for batch in batches:  # the second accumulates
+                torch.manual_seed(11)
+                out = built(**batch)
+                out.loss.backward()
+                of_batches.append(out.loss.detach())
+            keys = list(out)
+            with torch.no_grad():
+                of_batches.append(forward(built, batches[0]))
+        losses.append(torch.stack(of_batches))
+        grads.append(gradients(built))
+    error = float((losses[1] - losses[0]).norm() / losses[0].norm())
+    return error, difference(grads[1], grads[0]), keys
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_are_those_without_chunks(pool: WorkerPool, model: str) -> None:
+    for ulysses in (1, 2):
+        for loss, grads, keys in pool.run(with_and_without, 2, ulysses=ulysses, model=model):
+            assert loss < 1e-6
+            assert grads < 1e-5
+            assert keys == ["loss"]
+
+
+def test_a_frozen_head(pool: WorkerPool) -> None:
+    for loss, grads, _ in pool.run(with_and_without, 2, ulysses=1, model="llama", frozen=True):
+        assert loss < 1e-6
+        assert grads < 1e-5
+
+
+def peak(ctx: RankContext, chunks: int, tokens: int) -> int:
+    from ds_usp.integrations.transformers import enable
+
+    model = llama(vocab_size=LARGE_VOCAB, num_hidden_layers=1)
+    with enable(model, mesh_of(2), loss_chunks=chunks):
+
+        def step() -> None:
+            forward(model, batch_of(tokens)).backward()
+
+        step()
+        return peak_of(step, repeats=3)
+
+
+def test_logits_of_all_tokens_never_exist(pool: WorkerPool) -> None:
+    tokens = 128
+    all_logits = 4 * tokens * LARGE_VOCAB  # of a rank, 2 rows of half the tokens, in fp32
+    whole = pool.run(peak, 2, chunks=0, tokens=tokens)[0]
+    chunked = pool.run(peak, 2, chunks=16, tokens=tokens)[0]
+    assert whole > 2 * all_logits
+    assert chunked < whole - 1.5 * all_logits
+
+
+def refused(ctx: RankContext, case: str) -> None:
+    from transformers import LlamaForCausalLM, LlamaModel
+
+    from ds_usp.integrations.transformers import enable
+
+    class Penalized(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.lm_head.register_forward_hook(lambda _, __, logits: logits - logits.mean())
+
+    class Silent(LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **others: Any
+        ) -> Any:
+            return super().forward(input_ids, position_ids=position_ids, **others)
+
+    config = llama().config
+    mesh = mesh_of(2)
+    if case == "no head":
+        enable(LlamaModel(config), mesh, loss_chunks=2)
+    if case == "too many":
+        model = llama()
+        enable(model, mesh, loss_chunks=9)
+        forward(model, batch_of(17))
+    model = (Penalized if case == "penalized" else Silent)(config)
+    enable(model, mesh, loss_chunks=2)
+    forward(model, batch_of(17))
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("no head", ConfigError, "no output embeddings"),
+        ("too many", LayoutError, "loss_chunks=9, and a rank has 8 of the 17 tokens"),
+        ("penalized", UnsupportedAttentionError, "computes with its logits"),
+        ("silent", UnsupportedAttentionError, "returns no loss"),
+    ],
+)
+def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: str) -> None:
+    for raised in pool.errors(refused, 2, case=case):
+        assert type(raised) is error
+        assert words in str(raised)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_chunks": -1}, {"mlp_chunks": True}, {"loss_chunks": 2, "logits": "whole"}],
+)
+def test_options_that_are_no_numbers_of_chunks(options: dict[str, Any]) -> None:
+    import ds_usp
+    from ds_usp.integrations.transformers import enable
+
+    with pytest.raises(ConfigError, match="_chunks="):
+        enable(llama(), ds_usp.SequenceMesh.single(), **options)
