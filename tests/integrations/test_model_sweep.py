@@ -1,0 +1,156 @@
+"""Every causal language model of transformers: exact on two ranks, or refused in our words.
+
+scripts/test.sh transformers -k sweep --write-support-table     # write the table in docs anew
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from harness import RankContext, WorkerPool
+from model_runs import BOUND, sweep_case
+from tiny_models import FP64, NOT_BUILT, model_types
+
+from ds_usp import MaskSpec
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
+PENDING = ("csm_depth_decoder_model", "got_ocr2")  # third outcomes
+TYPES = [name for name in model_types() if name not in (*NOT_BUILT, *PENDING)]
+Outcome = dict[str, float | str]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    """What was found so far, by model type."""
+    return {}
+
+
+def run(pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str) -> Outcome:
+    if model_type not in outcomes:
+        plain, packed = pool.run(sweep_case, 2, model_type=model_type)
+        outcomes[model_type] = {**plain, **packed}
+    return outcomes[model_type]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_model_is_exact_or_refused(
+    pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str
+) -> None:
+    found = run(pool, outcomes, model_type)
+    wrong = {name: x for name, x in found.items() if isinstance(x, float) and not x <= BOUND}
+    assert not wrong, f"{model_type} is neither exact nor refused: {found}"
+    for batch in ("plain", "packed"):
+        on_each_mesh = {isinstance(x, str) for name, x in found.items() if batch in name}
+        assert len(on_each_mesh) == 1, f"{model_type}: refused on one mesh only: {found}"
+
+
+def causal_masks(ctx: RankContext, model_type: str) -> Outcome:
+    """The sweep with an attention that knows neither documents nor windows."""
+    from ds_usp.integrations.transformers import attention
+
+    right = attention.mask_of
+    attention.mask_of = lambda *_: MaskSpec.causal()
+    try:
+        return sweep_case(ctx, model_type, layout="zigzag")
+    finally:
+        attention.mask_of = right
+
+
+@pytest.mark.parametrize(("model_type", "wrong"), [("llama", "packed"), ("mistral", "plain")])
+def test_the_sweep_sees_a_wrong_mask(pool: WorkerPool, model_type: str, wrong: str) -> None:
+    plain, packed = pool.run(causal_masks, 2, model_type=model_type)
+    for name, error in {**plain, **packed}.items():
+        assert not name.startswith(wrong) or error > 1e-2, f"{name}: {error}"
+
+
+def test_the_page_lists_what_is_exact_and_what_is_refused(
+    pool: WorkerPool, outcomes: dict[str, Outcome], pytestconfig: pytest.Config
+) -> None:
+    text = page({name: run(pool, outcomes, name) for name in TYPES})
+    if pytestconfig.getoption("--write-support-table"):
+        PAGE.write_text(text, encoding="utf-8")
+        return
+    shown = PAGE.read_text(encoding="utf-8")
+    version = re.search(r"transformers (\d[\w.]*)", shown)
+    assert version is not None
+    if version[1] != transformers.__version__:
+        pytest.skip(f"the page is of transformers {version[1]}, this is {transformers.__version__}")
+    assert shown == text, (
+        "docs/reference/transformers-models.md is out of date; write it anew with "
+        "scripts/test.sh transformers -k sweep --write-support-table"
+    )
+
+
+def page(outcomes: dict[str, Outcome]) -> str:
+    """The page: counts, then model types by outcome."""
+    exact, with_positions = [], []
+    refused: dict[str, list[str]] = defaultdict(list)
+    for name, found in outcomes.items():
+        reasons = [x for x in found.values() if isinstance(x, str)]
+        if not reasons:
+            exact.append(name)
+        elif len(reasons) < len(found) and "give position_ids" in reasons[0]:
+            with_positions.append(name)
+        else:
+            refused[reason(reasons[0])].append(name)
+    count = sum(len(names) for names in refused.values())
+    lines = [
+        "# Models of transformers",
+        "",
+        f"What `enable` of `ds_usp.integrations.transformers` does with transformers "
+        f"{transformers.__version__}: written by `tests/integrations/test_model_sweep.py`, which "
+        "runs a tiny random model of each type on 2 ranks, as ulysses 2 and as ring 2, on a plain "
+        "batch and on packed documents, forward and backward. *Exact*: loss, logits and the "
+        f"gradient of every parameter are within {BOUND:g} (relative) of those of one process, "
+        "which computes each packed document alone. What is not exact is refused.",
+        "",
+        "| outcome | model types |",
+        "|---|---:|",
+        f"| exact, plain and packed | {len(exact)} |",
+        f"| exact where `position_ids` are given, else refused | {len(with_positions)} |",
+        f"| refused | {count} |",
+        f"| not tried: no tiny model of its own can be made | {len(NOT_BUILT)} |",
+        f"| all causal language models of transformers | {len(model_types())} |",
+        "",
+        "## Exact",
+        "",
+        listed(exact),
+        "",
+        f"In fp64, because fp32 without a mesh is off by more than the bound: {listed(FP64)}.",
+        "",
+        "Where `position_ids` are given (they do not count positions from 0): "
+        f"{listed(with_positions)}.",
+        "",
+        "## Refused",
+        "",
+        "| reason | model types |",
+        "|---|---|",
+        *(f"| {why} | {listed(names)} |" for why, names in sorted(refused.items(), key=by_count)),
+        "",
+        "## Not tried",
+        "",
+        "| model type | |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in NOT_BUILT.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reason(message: str) -> str:
+    """The first clause of a refusal, without the name of a class."""
+    clause = re.sub(r"^\w*[A-Z]\w+:? ", "", message)
+    clause = re.sub(r" \([^)]*\)+| \[[^]]*\]", "", clause)
+    return re.split(r"[:;,.]\s|$", clause)[0]
+
+
+def by_count(row: tuple[str, list[str]]) -> Any:
+    return -len(row[1]), row[0]
+
+
+def listed(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
