@@ -268,6 +268,7 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
     import peft
     import trl
 
+    datasets.disable_progress_bars()
     replicas = ctx.world // (split.ulysses * split.ring)
     evaluate = options.pop("evaluate", False)
     args = trl.SFTConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -129,9 +130,10 @@ def _join_logits(trainer: Trainer, enabled: EnabledModel) -> None:
 
 @contextmanager
 def _whole_logits(enabled: EnabledModel, wanted: bool) -> Iterator[None]:
-    before = enabled._logits
-    enabled._logits = "whole" if wanted else before
+    before = enabled._options
+    if wanted:
+        enabled._options = replace(before, logits="whole")
     try:
         yield
     finally:
-        enabled._logits = before
+        enabled._options = before
