@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from cases import mesh_of
 from harness import RankContext
 from tiny_models import VOCAB, build
 from torch import Tensor
@@ -61,33 +62,73 @@ def plain_batch(rows: int = 2, tokens: int = 41) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def packed_batch(lengths: tuple[int, ...] = (9, 21, 11)) -> dict[str, Tensor]:
-    """A row of documents, told by positions that start anew."""
-    batch = plain_batch(1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+def packed_batch(*rows: tuple[int, ...]) -> dict[str, Tensor]:
+    """Rows of documents of these lengths, told by positions that start anew."""
+    rows = rows or ((9, 21, 11),)
+    batch = plain_batch(len(rows), sum(rows[0]))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     batch["labels"][positions == 0] = IGNORED  # no document predicts the next one's first token
     return {**batch, "position_ids": positions}
 
 
-def reference(model: Any, batch: Mapping[str, Tensor]) -> Result:
-    """One process, attention as the model does it. Documents are computed each alone, so that
-    nothing depends on how transformers packs them."""
-    positions = batch.get("position_ids")
-    if positions is None:
-        out = model(**batch, use_cache=False)
-        loss, logits = out.loss, out.logits
-    else:
-        starts = (positions[0] == 0).nonzero().flatten().tolist()
-        parts = []
-        for start, stop in pairwise([*starts, positions.shape[1]]):
-            one = {"input_ids": batch["input_ids"][:, start:stop]}
-            if "position_ids" in signature(model.forward).parameters:
-                one["position_ids"] = positions[:, start:stop]
-            parts.append(model(**one, use_cache=False).logits)
-        logits = torch.cat(parts, 1)
-        loss = cross_entropy(logits[0, :-1].float(), batch["labels"][0, 1:])
+def padded_batch(side: str) -> dict[str, Tensor]:
+    """Two rows of which the second is padded on one side; the first is full."""
+    batch = plain_batch()
+    mask = torch.ones_like(batch["input_ids"])
+    (mask[1, :13] if side == "left" else mask[1, -13:]).zero_()
+    batch["labels"][mask == 0] = IGNORED
+    batch["labels"][1, 13] = IGNORED  # nothing precedes the first real token
+    return {**batch, "attention_mask": mask}
+
+
+def documents_of(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
+    """The documents of a batch: row, first token, first token of what follows."""
+    count, tokens = batch["input_ids"].shape
+    for row in range(count):
+        inside = torch.zeros(tokens, dtype=torch.bool)
+        if "position_ids" in batch:
+            inside |= batch["position_ids"][row] == 0
+        if "attention_mask" in batch:
+            inside[1:] |= batch["attention_mask"][row].diff() != 0
+        borders = [0, *inside[1:].nonzero().flatten().add(1).tolist(), tokens]
+        for start, stop in pairwise(borders):
+            if "attention_mask" not in batch or batch["attention_mask"][row, start]:
+                yield row, start, stop
+
+
+def whole_model(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """One process, all of it as the model does it."""
+    out = model(**batch, use_cache=False)
+    out.loss.backward()
+    return Result(out.loss.detach(), out.logits.detach(), take_gradients(model))
+
+
+def documents_alone(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """One process that computes each document without the others, padding not at all: nothing
+    depends on how transformers packs and pads. Logits of padding are zero."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
+    takes_positions = "position_ids" in signature(model.forward).parameters
+    logits: Any = [[torch.zeros(1, VOCAB)] * ids.shape[1] for _ in ids]
+    for row, start, stop in documents_of(batch):
+        at = slice(row, row + 1), slice(start, stop)
+        given = {"position_ids": positions[at]} if takes_positions else {}
+        out = model(input_ids=ids[at], **given, use_cache=False).logits
+        logits[row][start:stop] = out[0].split(1)
+    joined = torch.stack([torch.cat(row) for row in logits])
+    shift = "MaskedLM" not in type(model).__name__
+    loss = cross_entropy(
+        (joined[:, :-1] if shift else joined).flatten(0, 1).float(),
+        (labels[:, 1:] if shift else labels).flatten(),
+    )
     loss.backward()
-    return Result(loss.detach(), logits.detach(), take_gradients(model))
+    return Result(loss.detach(), joined.detach(), take_gradients(model))
+
+
+def reference(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """What the mesh has to give: the model's own loss for plain rows, else documents alone."""
+    plain = set(batch) == {"input_ids", "labels"}
+    return (whole_model if plain else documents_alone)(model, batch)
 
 
 def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tensor]) -> Result:
@@ -100,7 +141,10 @@ def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tenso
     mean /= dist.get_world_size()
     parts = mean.split([g.numel() for g in gradients.values()])
     means = (part.view_as(g) for part, g in zip(parts, gradients.values(), strict=True))
-    return Result(out.loss.detach(), out.logits.detach(), dict(zip(gradients, means, strict=True)))
+    logits = out.logits.detach()
+    if "attention_mask" in batch:  # what padding gives is nobody's
+        logits = logits * batch["attention_mask"][..., None]
+    return Result(out.loss.detach(), logits, dict(zip(gradients, means, strict=True)))
 
 
 def take_gradients(model: Any) -> dict[str, Tensor]:
@@ -126,7 +170,7 @@ def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[
     with suppress(ValueError):
         want = reference(model, BATCHES[mine]())
     for mesh_name, ulysses_degree in MESHES.items():
-        mesh = ds_usp.SequenceMesh.from_group(ctx.group, ulysses_degree)
+        mesh = mesh_of(ulysses_degree)
         for name, make in BATCHES.items():
             outcome: float | str
             try:

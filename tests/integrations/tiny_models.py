@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 VOCAB = 97
 MAX_PARAMETERS = 3_000_000
@@ -193,8 +196,16 @@ def model_types() -> dict[str, type[Any]]:
 
 def config(model_type: str, **changes: Any) -> Any:
     """A tiny configuration; ``changes`` go beyond :data:`OVERRIDES`."""
-    cls = model_types()[model_type].config_class
+    cls = model_class(model_type).config_class
     return cls(**shrunk(cls) | changes)
+
+
+def model_class(model_type: str) -> type[Any]:
+    """The class of a causal language model, or of a masked one where there is none."""
+    if model_type in model_types():
+        return model_types()[model_type]
+    cls: type[Any] = getattr(transformers, MODEL_FOR_MASKED_LM_MAPPING_NAMES[model_type])
+    return cls
 
 
 def shrunk(cls: type[Any]) -> dict[str, Any]:
@@ -249,7 +260,7 @@ def read(values: Any, name: str = "", otherwise: Any = None) -> Any:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A model with weights of a seed, in training mode, with attention computed eagerly."""
-    cls = model_types()[model_type]
+    cls = model_class(model_type)
     tiny = config(model_type, **changes)
     torch.manual_seed(0)
     with torch.device("meta"):

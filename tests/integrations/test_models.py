@@ -1,0 +1,246 @@
+"""Models of transformers on 4 ranks: padded and packed batches, scaled rotary embeddings, dropout,
+gradient checkpointing, at every split of ulysses x ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from model_runs import (
+    BOUND,
+    Result,
+    on_the_mesh,
+    packed_batch,
+    padded_batch,
+    plain_batch,
+    reference,
+    take_gradients,
+    whole_model,
+)
+from tiny_models import build
+from torch import Tensor
+
+import ds_usp
+from ds_usp.integrations.transformers import enable
+
+WORLD = 4
+ULYSSES = (4, 2, 1)
+
+# Model types and what makes them tell more than their tiny default.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "head_dim": 8},  # 2 KV heads for 4 ranks
+    "qwen3": {},  # a sliding and a full layer
+    "qwen3_moe": {},
+    "mistral": {},  # a window in every layer
+    "gemma2": {},  # soft cap and window
+    "gemma3_text": {},
+    "gpt_oss": {},  # sinks and window
+    "deepseek_v3": {},  # 24 and 16 as head dims
+    "phi": {},
+    "phi3": {},
+    "gpt2": {},  # learned positions
+    "llama4_text": {},  # chunked attention
+    "modernbert": {},  # masked: bidirectional, with two-sided windows
+}
+BATCHES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    "plain": plain_batch,
+    "padded on the right": lambda: padded_batch("right"),
+    "padded on the left": lambda: padded_batch("left"),
+    "packed": packed_batch,
+    "two rows packed differently": lambda: packed_batch((9, 21, 11), (30, 1, 10)),
+}
+Errors = dict[str, float]
+
+
+def compare(
+    ctx: RankContext,
+    make: Callable[[], Any],
+    batches: Mapping[str, Callable[[], dict[str, Tensor]]],
+    truth: Callable[[Any, Mapping[str, Tensor]], Result],
+) -> Errors:
+    """Errors by batch and mesh. Each rank has the truth of its share of the batches, of a model of
+    its own: some keep what a batch has set."""
+    model, wants = make(), {}
+    for index, (name, batch) in enumerate(batches.items()):
+        if index % ctx.world == ctx.rank:
+            wants[name] = truth(make(), batch())
+    errors = {}
+    for ulysses in ULYSSES:
+        with enable(model, mesh_of(ulysses), logits="whole"):
+            for name, batch in batches.items():
+                have = on_the_mesh(model, mesh_of(ulysses), batch())
+                if name in wants:
+                    errors[f"{name}, ulysses {ulysses}"] = have.error(wants[name])
+    return errors
+
+
+def all_exact(errors: list[Errors], count: int) -> None:
+    joined = {name: error for each in errors for name, error in each.items()}
+    assert len(joined) == count * len(ULYSSES)
+    wrong = {name: error for name, error in joined.items() if not error <= BOUND}
+    assert not wrong, wrong
+
+
+def every_batch(ctx: RankContext, model_type: str) -> Errors:
+    def make() -> Any:
+        return build(model_type, **MODELS[model_type])
+
+    return compare(ctx, make, BATCHES, reference)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_batches_are_exact_at_every_split(pool: WorkerPool, model_type: str) -> None:
+    all_exact(pool.run(every_batch, WORLD, model_type=model_type), len(BATCHES))
+
+
+# ------------------------------------------------------------------ scaled rotary embeddings
+
+TRAINED = 32  # tokens; beyond, frequencies change with the largest position
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": TRAINED,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [3.0 + 0.5 * i for i in range(8)],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+YARN = DYNAMIC | {"rope_type": "yarn", "original_max_position_embeddings": TRAINED}
+SCALED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "longrope": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": TRAINED},
+    ),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+}
+LENGTHS: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    # "dynamic" keeps what the longest batch has set until one is short: lengths ascend.
+    "long document": lambda: packed_batch((3, 38)),
+    "long": plain_batch,
+    "short": lambda: plain_batch(tokens=TRAINED - 1),
+    "short documents": packed_batch,
+}
+
+
+def every_length(ctx: RankContext, scaling: str) -> Errors:
+    model_type, changes = SCALED[scaling]
+    return compare(ctx, lambda: build(model_type, **changes), LENGTHS, whole_model)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_frequencies_follow_the_largest_position_of_the_batch(
+    pool: WorkerPool, scaling: str
+) -> None:
+    all_exact(pool.run(every_length, WORLD, scaling=scaling), len(LENGTHS))
+
+
+# ------------------------------------------------------------------ dropout and checkpointing
+
+
+def one_rank() -> ds_usp.SequenceMesh:
+    """A mesh of this rank only."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return ds_usp.SequenceMesh.from_group(groups[dist.get_rank()], 1)
+
+
+def with_dropout(ctx: RankContext, model_type: str) -> tuple[Errors, float]:
+    """Errors against the same dropout on one rank, and what dropout changes there."""
+    model = build(model_type, attention_dropout=0.3)
+    batches = {name: BATCHES[name]() for name in ("plain", "packed")}
+    mesh = one_rank()
+    with enable(model, mesh, logits="whole"):
+        wants = {name: on_the_mesh(model, mesh, batch) for name, batch in batches.items()}
+    errors = {}
+    for ulysses in ULYSSES:
+        with enable(model, mesh_of(ulysses), logits="whole"):
+            for name, batch in batches.items():
+                have = on_the_mesh(model, mesh_of(ulysses), batch)
+                errors[f"{name}, ulysses {ulysses}"] = have.error(wants[name])
+    without = reference(build(model_type), batches["plain"])
+    return errors, wants["plain"].error(without)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_a_seed_drops_the_same_weights_at_every_split(pool: WorkerPool, model_type: str) -> None:
+    for errors, change in pool.run(with_dropout, WORLD, model_type=model_type):
+        all_exact([errors], 2)
+        assert change > 1e-2
+
+
+def two_passes(model: Any, mesh: ds_usp.SequenceMesh) -> Result:
+    """Two forward passes of other lengths before one backward pass, with dropout."""
+    with enable(model, mesh, logits="whole"):
+        first, second = model(**plain_batch(tokens=27)), model(**packed_batch())
+        loss = first.loss + second.loss
+        loss.backward()
+    gradients = take_gradients(model)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return Result(loss.detach(), second.logits.detach(), gradients)
+
+
+def checkpointed(ctx: RankContext, use_reentrant: bool) -> Errors:
+    """Errors against one rank without checkpointing."""
+    model = build("qwen3", attention_dropout=0.3)
+    want = two_passes(model, one_rank())
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    return {f"ulysses {u}": two_passes(model, mesh_of(u)).error(want) for u in ULYSSES}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_recompute_their_own_batch(
+    pool: WorkerPool, use_reentrant: bool
+) -> None:
+    for errors in pool.run(checkpointed, WORLD, use_reentrant=use_reentrant):
+        all_exact([errors], 1)
+
+
+def calls_of_layers(ctx: RankContext) -> int:
+    """Attention calls of a checkpointed forward and backward pass."""
+    from ds_usp.integrations.transformers import attention
+
+    original, calls = attention.usp_attention, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    attention.usp_attention = counted
+    try:
+        model = build("llama")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with enable(model, mesh_of(ctx.world)):
+            model(**plain_batch()).loss.backward()
+    finally:
+        attention.usp_attention = original
+    return sum(calls)
+
+
+def test_checkpointing_recomputes_attention(pool: WorkerPool) -> None:
+    """The tests above would pass without any recomputation."""
+    assert pool.run(calls_of_layers, 2) == [4, 4]
+
+
+def other_logits(ctx: RankContext, logits: Any) -> tuple[torch.Size, float]:
+    """The shape of the logits beside a loss, and their error once they are joined."""
+    model = build("llama")
+    want = reference(model, plain_batch())
+    with enable(model, mesh_of(1), logits=logits) as enabled:
+        out = model(**plain_batch()).logits
+        whole = enabled.whole(out) if logits != "whole" else out
+    return out.shape, float((whole - want.logits).norm() / want.logits.norm())
+
+
+@pytest.mark.parametrize("logits", ["auto", "shard", "whole"])
+def test_logits_are_shards_or_whole(pool: WorkerPool, logits: str) -> None:
+    shapes, errors = zip(*pool.run(other_logits, WORLD, logits=logits), strict=True)
+    tokens = [shape[1] for shape in shapes]
+    assert tokens == [41] * 4 if logits == "whole" else sum(tokens) == 41
+    assert max(errors) < BOUND
