@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import mesh_of
 from harness import RankContext, WorkerPool
-from tiny_llama import Model, batch_of, difference, forward, gradients, llama
+from training_models import Model, batch_of, difference, forward, gradients, llama
 
 
 def by_transformers(reentrant: bool) -> Callable[[Model], None]:

@@ -9,57 +9,22 @@ import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
 from peak_memory import peak_of
-from tiny_llama import VOCAB, Model, batch_of, difference, forward, gradients, llama
+from training_models import (
+    VOCAB,
+    batch_of,
+    cohere,
+    difference,
+    forward,
+    gemma,
+    gradients,
+    granite,
+    llama,
+    modernbert,
+)
 
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 
 LARGE_VOCAB = 32768
-
-
-def gemma() -> Model:
-    """Caps its logits by tanh, and embeds with the head's weight."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return _tiny(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0)
-
-
-def cohere() -> Model:
-    """Multiplies its logits."""
-    from transformers import CohereConfig, CohereForCausalLM
-
-    return _tiny(CohereForCausalLM, CohereConfig, logit_scale=0.3)
-
-
-def granite() -> Model:
-    """Divides its logits."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    return _tiny(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0)
-
-
-def modernbert() -> Model:
-    """Not causal, and a head with a bias."""
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    return _tiny(ModernBertForMaskedLM, ModernBertConfig, reference_compile=False)
-
-
-def _tiny(model_class: Any, config_class: Any, **changes: Any) -> Model:
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation="eager",
-        **changes,
-    )
-    torch.manual_seed(7)
-    return model_class(config).train()
 
 
 MODELS = {f.__name__: f for f in (llama, gemma, cohere, granite, modernbert)}
@@ -138,9 +103,12 @@ def refused(ctx: RankContext, case: str) -> None:
     from ds_usp.integrations.transformers import enable
 
     class Penalized(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.lm_head.register_forward_hook(lambda _, __, logits: logits - logits.mean())
+        def forward(
+            self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **others: Any
+        ) -> Any:
+            hidden = self.model(input_ids, position_ids=position_ids, **others)[0]
+            logits = self.lm_head(hidden)
+            return self.loss_function(logits - logits.mean(), labels, VOCAB, **others)
 
     class Silent(LlamaForCausalLM):
         def forward(
@@ -156,6 +124,10 @@ def refused(ctx: RankContext, case: str) -> None:
         model = llama()
         enable(model, mesh, loss_chunks=9)
         forward(model, batch_of(17))
+    if case == "hook":
+        model = llama()
+        model.lm_head.register_forward_hook(lambda _, __, logits: logits * 2)
+        enable(model, mesh, loss_chunks=2)
     model = (Penalized if case == "penalized" else Silent)(config)
     enable(model, mesh, loss_chunks=2)
     forward(model, batch_of(17))
@@ -164,6 +136,7 @@ def refused(ctx: RankContext, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "words"),
     [
+        ("hook", ConfigError, "hooks"),
         ("no head", ConfigError, "no output embeddings"),
         ("too many", LayoutError, "loss_chunks=9, and a rank has 8 of the 17 tokens"),
         ("penalized", UnsupportedAttentionError, "computes with its logits"),

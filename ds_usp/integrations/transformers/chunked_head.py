@@ -156,8 +156,6 @@ class ChunkedLogits:
         steps: what is done to the logits of each chunk.
     """
 
-    __slots__ = ("_head", "hidden", "steps")
-
     def __init__(
         self, head: ChunkedHead, hidden: Tensor, steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     ) -> None:
@@ -221,6 +219,8 @@ class ChunkedLogits:
         return args[0]._then(lambda scores: function(scores, *args[1:]))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what hooks ask of any output
+            raise AttributeError(name)
         raise _refusal(f"its attribute {name!r}")
 
     def __getitem__(self, index: Any) -> Any:

@@ -81,13 +81,18 @@ def find_head(model: PreTrainedModel) -> nn.Module:
     """The output embeddings, which make logits.
 
     Raises:
-        ConfigError: the model has none, or computes no loss.
+        ConfigError: the model has none, computes no loss, or the head has hooks.
     """
     head = model.get_output_embeddings()
     if head is None or not _has_head(model):
         raise ConfigError(
             f"loss_chunks: {type(model).__name__} has no output embeddings and loss of its own; "
             "leave loss_chunks out"
+        )
+    if head._forward_hooks or head._forward_pre_hooks:
+        raise ConfigError(
+            f"loss_chunks: the output embeddings of {type(model).__name__} have forward hooks, "
+            "which would see the loss instead of logits; remove them, or leave loss_chunks out"
         )
     return head
 

@@ -1,0 +1,104 @@
+"""Memory options where ZeRO-3 or FSDP2 shard the parameters: a step is that of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from torch.distributed.tensor import DTensor
+from training_models import Model, batch_of, granite, llama
+
+RATE = 256.0
+WRAPPERS = ("ZeRO-3", "FSDP2", "FSDP2, head by itself")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "loss": {"loss_chunks": 4},
+    "mlp": {"mlp_chunks": 3},
+    "all": {"recompute": "attention", "offload_ratio": 0.6, "loss_chunks": 4, "mlp_chunks": 3},
+}
+
+
+def step_of_one_rank(model: Model) -> dict[str, torch.Tensor]:
+    """What two batches, accumulated, change of each weight."""
+    for tokens in (30, 41):
+        model(**batch_of(tokens, tokens)).loss.backward()
+    return {name: -RATE * p.grad for name, p in model.named_parameters()}
+
+
+def deepspeed_step(model: Model) -> None:
+    from ds_usp.training import prepare_deepspeed
+
+    prepare_deepspeed()
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=2 * RATE)  # of the mean of two losses
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    for tokens in (30, 41):
+        engine.backward(engine(**batch_of(tokens, tokens)).loss)
+        engine.step()
+    for p in model.parameters():
+        with deepspeed.zero.GatheredParameters([p]):
+            p.whole = p.detach().clone()
+
+
+def fsdp_step(model: Model, head: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in (*model.model.layers, *([model.lm_head] if head else [])):
+        fully_shard(layer, mesh=ranks)
+    fully_shard(model, mesh=ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for tokens in (30, 41):
+        model(**batch_of(tokens, tokens)).loss.backward()
+    optimizer.step()
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        p.whole = p.full_tensor()
+
+
+def error_of_a_step(ctx: RankContext, wrapper: str, options: str, reentrant: bool) -> float:
+    """Of the change of all weights, relative to one rank's."""
+    from ds_usp.integrations.transformers import enable
+
+    build = granite if options == "loss" else llama  # whose logits are scaled
+    model = build(attention_dropout=0.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    wanted = step_of_one_rank(build(attention_dropout=0.0))
+    if reentrant:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    enable(model, mesh_of(2), **OPTIONS[options])
+    if wrapper == "ZeRO-3":
+        deepspeed_step(model)
+    else:
+        fsdp_step(model, "head" in wrapper)
+    got = {name: p.whole - before[name] for name, p in model.named_parameters()}
+    return max(float((got[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "reentrant"), [("loss", False), ("mlp", False), ("all", False), ("all", True)]
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_is_that_of_one_rank(
+    pool: WorkerPool, wrapper: str, options: str, reentrant: bool
+) -> None:
+    for error in pool.run(
+        error_of_a_step, 2, wrapper=wrapper, options=options, reentrant=reentrant
+    ):
+        assert error < 1e-5
