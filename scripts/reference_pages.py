@@ -28,6 +28,7 @@ MODULES = {
     "ds_usp": "attention, meshes, layouts, masks, errors",
     "ds_usp.training": "batches, loss, DeepSpeed",
     "ds_usp.memory": "recomputation and offload",
+    "ds_usp.integrations.transformers": "models of Hugging Face transformers",
     "ds_usp.planner": "memory, time and degrees from formulas",
     "megatron_patches": "patches of Megatron-DeepSpeed, megatron-core and DeepSpeed",
 }

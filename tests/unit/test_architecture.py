@@ -24,7 +24,14 @@ OPTIONAL = {
     *("accelerate", "peft", "trl", "datasets"),
 }
 NO_PROCESS_GROUPS = ("ds_usp/kernels/", "ds_usp/memory/")
-PUBLIC_MODULES = {"ds_usp", "ds_usp.errors", "ds_usp.memory", "ds_usp.planner", "ds_usp.training"}
+PUBLIC_MODULES = {
+    "ds_usp",
+    "ds_usp.errors",
+    "ds_usp.integrations.transformers",
+    "ds_usp.memory",
+    "ds_usp.planner",
+    "ds_usp.training",
+}
 ORACLES = ("tests/oracle.py", "ds_usp/cli/oracle.py")
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict"}
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
