@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -33,26 +32,33 @@ IMPLEMENTATION: Final = "usp"
 _KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "num_items_in_batch", "shift_labels"})
 
 
-@dataclass(frozen=True)
 class Shard:
     """What attention needs to know of one forward pass.
 
     It travels through the layers as their keyword argument ``usp``, not in a global: the second
-    run of a checkpointed layer has its own, even if another batch came between.
+    run of a checkpointed layer has its own, even if another batch came between. It is no dataclass,
+    because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
 
     Args:
         documents: cumulative borders, one tuple for all samples or one each; () without any.
         dropout_seed: of this forward pass.
+
+    Attributes:
         layers: names of the attention modules that have run.
     """
 
-    mesh: SequenceMesh
-    layout: TokenLayout
-    documents: tuple[Borders, ...] = ()
-    dropout_seed: int = 0
-    kernel: str = AUTO
-    tuning: Tuning = AUTO_TUNING
-    layers: list[str] = field(default_factory=list, compare=False)
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        layout: TokenLayout,
+        documents: tuple[Borders, ...] = (),
+        dropout_seed: int = 0,
+        kernel: str = AUTO,
+        tuning: Tuning = AUTO_TUNING,
+    ) -> None:
+        self.mesh, self.layout, self.documents = mesh, layout, documents
+        self.dropout_seed, self.kernel, self.tuning = dropout_seed, kernel, tuning
+        self.layers: list[str] = []
 
     @property
     def length(self) -> int:

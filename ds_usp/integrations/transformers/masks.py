@@ -41,6 +41,8 @@ class LayerMask:
         object.__setattr__(self, "_band", band)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # FSDP2 asks whether it is a dataclass
+            raise AttributeError(name)
         raise _model_reads_mask(f"its attribute {name!r}")
 
     def __getitem__(self, index: Any) -> Any:
