@@ -43,7 +43,7 @@ class WholeBatchLoss:
         original: the model's own function, one of :data:`SUMS_OVER_TOKENS`.
 
     Attributes:
-        targets: of the forward pass that runs; None where no labels were given.
+        targets: of the forward pass that runs; None where no labels were given, and after it.
         result: what the last call returned.
     """
 
@@ -68,11 +68,13 @@ class WholeBatchLoss:
             UnsupportedAttentionError: the model has changed the tokens before its loss.
         """
         targets = self.targets
-        if targets is None or logits.shape[:2] != targets.labels.shape:
+        if targets is None:  # not in a forward pass: of logits and labels of the caller's own
+            return self.original(logits, labels, *args, **kwargs)
+        if logits.shape[:2] != targets.labels.shape:
             raise UnsupportedAttentionError(
                 f"the model computes a loss of logits {list(logits.shape)}, this rank's labels are "
-                f"{list(targets.labels.shape) if targets else None}: its head chooses or adds "
-                "tokens, which is not served"
+                f"{list(targets.labels.shape)}: its head chooses or adds tokens, which is not "
+                "served"
             )
         if labels.shape != targets.given.shape or labels.data_ptr() != targets.given.data_ptr():
             raise UnsupportedAttentionError(

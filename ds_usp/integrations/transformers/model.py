@@ -332,6 +332,8 @@ class EnabledModel:
         Raises:
             UnsupportedAttentionError: the model has computed it in its own way.
         """
+        if self._loss is not None:
+            self._loss.targets = None  # later calls are the caller's own
         loss = out.get("loss")
         if loss is None:
             if self._head is not None and self._head.active and not kwargs.get(_TRL_FUSED_HEAD):

@@ -1,0 +1,394 @@
+"""Scripts for DeepSpeed's ALST on ulysses x ring: its two classes, under its names.
+
+A script of ALST (https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism) registers
+attention, shards its batches by a data loader adapter, computes a loss of its shard from
+``outputs.logits`` and ``shift_labels``, and weighs the ranks' losses by their loss tokens in a
+differentiable ``all_gather``. It does the same here: imported from this package, the two classes
+take the same arguments, and batches and logits are shards as there. Inside, the model joins the
+token ids of the shards, which are a few bytes each, and is a model of :func:`enable`: packed
+documents, padding, windows, any number of heads and any length are computed exactly.
+
+Gradients: that loss code makes the *mean* over the ranks of a sequence the gradient. ZeRO-3 takes
+that mean; ZeRO-0 to 2 sum over the ranks of a sequence (DeepSpeed 0.19.8), so that updates are as
+many times too large. Here gradients are divided there.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import all_gather_bytes
+from ds_usp.errors import ConfigError, DataError, LayoutError
+from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, TOKEN_DIM
+from ds_usp.integrations.transformers.loss import WholeBatchLoss
+from ds_usp.integrations.transformers.model import EnabledModel, enable
+from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
+from ds_usp.training.batch import IGNORE_INDEX
+
+_LENGTH = struct.Struct("q")
+
+
+def token_dim(name: str, x: Any) -> int | None:
+    """The dim of the tokens in an entry of a batch; None where it has none, or is refused later."""
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        return None
+    if name == "attention_mask":
+        return 1 if x.ndim == 2 else None
+    return TOKEN_DIM.get(name)
+
+
+class UlyssesSPAttentionHF:
+    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+        *,
+        ulysses_degree: int | None = None,
+        layout: str = AUTO_LAYOUT,
+    ) -> Any:
+        """Shard the model that DeepSpeed's engine will run over groups of so many ranks.
+
+        The signature and the result are DeepSpeed 0.19.8's; collective over the world. The model
+        is enabled at the engine's first forward pass, under the engine's ZeRO stage.
+
+        Args:
+            model_name_or_path: a model, or the name of one that is made later: then the model of
+                the first engine that is given the ``mpu``.
+            core_attn_implementation: what the model would run without a mesh (``sdpa``); here
+                attention runs by :func:`ds_usp.usp_attention` and its kernels.
+            sequence_parallel_size: ranks that share a sequence; 1: nothing is done.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: not needed, any batch
+                is served.
+            disable_in_eval: let every rank evaluate its own batch alone.
+            ulysses_degree: ranks that exchange heads; the ring takes the rest. None: all.
+            layout: a kind of token layout but ``balanced``. ``auto``: ``contiguous``, and
+                ``zigzag`` on a ring.
+
+        Returns:
+            The ``mpu`` for ``deepspeed.initialize``; None for one rank.
+
+        Raises:
+            ConfigError: another version of transformers, another size than was registered before.
+            UnsupportedAttentionError: a model that is not served.
+            LayoutError: an unknown layout, or ``balanced``.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        check_version()
+        if layout not in (AUTO_LAYOUT, *KINDS) or layout == "balanced":
+            kinds = ", ".join(kind for kind in KINDS if kind != "balanced")
+            raise LayoutError(
+                f"layout={layout!r} must be auto or one of {kinds}: shards alone do not tell the "
+                "documents that a balanced layout is made from"
+            )
+        model = None if isinstance(model_name_or_path, str) else find_model(model_name_or_path)
+        if model is not None:
+            check_model(model)
+        mpu = _sequence_parallel_groups(sequence_parallel_size)
+        group = mpu.get_sequence_parallel_group()
+        mesh = SequenceMesh.from_group(group, ulysses_degree)
+        if layout == AUTO_LAYOUT:
+            layout = "contiguous" if mesh.ring_degree == 1 else "zigzag"
+        implementation = core_attn_implementation
+        if model is not None:
+            implementation = model.config._attn_implementation
+        registration = _Registration(mesh, layout, disable_in_eval, mpu, implementation)
+        if group in REGISTRATIONS:
+            REGISTRATIONS[group].remove()
+        REGISTRATIONS[group] = registration
+        return mpu
+
+    @classmethod
+    def unregister_from_transformers(cls, core_attn_implementation: str = "") -> None:
+        """Leave the models as they were, and release DeepSpeed's sequence-parallel groups."""
+        import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+
+        for registration in list(REGISTRATIONS.values()):
+            registration.remove()
+        REGISTRATIONS.clear()
+        mpu._SEQUENCE_PARALLEL_GROUP = mpu._SEQUENCE_DATA_PARALLEL_GROUP = None
+
+
+def _sequence_parallel_groups(size: int) -> Any:
+    """DeepSpeed's module of sequence-parallel groups, initialized."""
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+
+    if mpu._SEQUENCE_PARALLEL_GROUP is None:
+        mpu.initialize_sequence_parallel(sequence_parallel_size=size)
+    have = mpu.get_sequence_parallel_world_size()
+    if have != size:
+        raise ConfigError(
+            f"sequence_parallel_size={size}, and DeepSpeed has groups of {have} ranks already: "
+            "call UlyssesSPAttentionHF.unregister_from_transformers() before another size"
+        )
+    return mpu
+
+
+class _Registration:
+    """What was registered for the ranks of one sequence-parallel group.
+
+    Until DeepSpeed's engine runs, the attention that an unsharded model would run is refused: a
+    model that is not in the engine would compute its shard as if it were a sequence.
+    """
+
+    def __init__(
+        self, mesh: SequenceMesh, layout: str, disable_in_eval: bool, mpu: Any, implementation: str
+    ) -> None:
+        self.mesh, self.layout_kind, self._mpu = mesh, layout, mpu
+        self._disable_in_eval = disable_in_eval
+        self._implementation = implementation
+        self._original = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
+        ALL_ATTENTION_FUNCTIONS[implementation] = self._refuse_attention
+        self._waiting: RemovableHandle | None = register_module_forward_pre_hook(self._find_engine)
+        self._sharded: _ShardedModel | None = None
+
+    def layout(self, seq_len: int) -> TokenLayout:
+        """The layout of sequences of a length."""
+        return self.mesh.layout(self.layout_kind, seq_len)
+
+    def remove(self) -> None:
+        """Undo everything."""
+        self._stop_waiting()
+        if self._sharded is not None:
+            self._sharded.remove()
+
+    def _refuse_attention(self, module: nn.Module, *_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            f"{type(module).__name__} runs before, or outside of, the engine that "
+            "deepspeed.initialize makes of the registered mpu: call the engine (pass "
+            "mpu=mpu to deepspeed.initialize), or use ds_usp.integrations.transformers.enable"
+        )
+
+    def _find_engine(self, module: nn.Module, _: Any) -> None:
+        """Shard the model of DeepSpeed's engine before its first forward pass."""
+        if getattr(module, "mpu", None) is not self._mpu or not hasattr(
+            module, "zero_optimization_stage"
+        ):
+            return
+        self._stop_waiting()
+        self._sharded = _ShardedModel(self, module, _reduction_of(module))
+        if self._disable_in_eval:
+            module.register_forward_pre_hook(self._sharded.follow_mode)
+            self._sharded.follow_mode(module)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is None:
+            return
+        self._waiting.remove()
+        self._waiting = None
+        del ALL_ATTENTION_FUNCTIONS[self._implementation]
+        if self._original is not None:
+            ALL_ATTENTION_FUNCTIONS[self._implementation] = self._original
+
+
+REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDictionary()
+
+
+def _reduction_of(engine: Any) -> Any:
+    """What an engine makes of the gradients of a sequence's ranks.
+
+    Raises:
+        ConfigError: ZeRO-3 without reduce-scatter, which averages some buckets and sums others.
+    """
+    if engine.zero_optimization_stage() < 3:
+        return "sum"
+    if not engine.zero_reduce_scatter():
+        raise ConfigError(
+            "ZeRO-3 with reduce_scatter=false averages some gradients over the ranks of a "
+            "sequence and sums others (DeepSpeed 0.19.8): leave reduce_scatter out"
+        )
+    return "mean"
+
+
+class _ShardedModel:
+    """The model of an engine, which is given shards and returns shards.
+
+    Around the hooks of :func:`enable`, which takes whole batches: one joins the shards before, one
+    sets the gradients of what a script makes its loss from.
+    """
+
+    def __init__(self, registration: _Registration, engine: Any, reduction: Any) -> None:
+        self._registration, self._model = registration, engine.module
+        self._mesh, self._reduction = registration.mesh, reduction
+        self._enabled: EnabledModel | None = None
+        self._handles: list[RemovableHandle] = []
+        self._enable()
+
+    def _enable(self) -> None:
+        self._enabled = enable(
+            self._model,
+            self._mesh,
+            layout=self._registration.layout_kind,
+            gradients=self._reduction,
+            logits="shard",
+        )
+        if self._enabled._loss is not None:
+            find_model(self._model).loss_function = _ShardLoss(self._enabled._loss)
+        self._handles = [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        if self._enabled is not None:
+            self._enabled.disable()
+        self._enabled = None
+
+    def follow_mode(self, engine: nn.Module, _: Any = None) -> None:
+        """Shard in training, and not in evaluation."""
+        if self._model.training == (self._enabled is not None):
+            return
+        if self._enabled is None:
+            self._enable()
+        else:
+            self.remove()
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Join the shards of a batch: the arguments of :func:`enable`'s forward pass."""
+        names = self._parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: x for name, x in given.items() if x is not None}
+        tokens = given.get("input_ids")
+        if tokens is None:
+            raise DataError("a sharded batch needs input_ids; inputs_embeds are not joined")
+        layout = self._layout_of(tokens.shape[1])
+        whole = {name: self._join(name, x, layout, tokens) for name, x in given.items()}
+        targets = whole.pop("shift_labels", None)
+        if whole.pop("labels", None) is None or targets is None:
+            return (), whole  # the script computes its loss from the logits
+        # As ALST's adapter gives them, the labels are the shifted ones.
+        whole["labels"] = nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
+        whole["shift_labels"] = targets
+        return (), whole
+
+    @property
+    def _parameters(self) -> tuple[str, ...]:
+        assert self._enabled is not None  # noqa: S101 - for mypy: hooks are removed with it
+        return self._enabled._parameters
+
+    def _layout_of(self, length: int) -> TokenLayout:
+        """The layout of the batch of which this rank has a shard of ``length`` tokens.
+
+        Raises:
+            LayoutError: on every rank, shards that the adapter has not made.
+        """
+        group: Any = self._mesh.sp_group
+        lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
+        layout = self._registration.layout(sum(lengths))
+        want = [layout.length(rank) for rank in range(self._mesh.sp_degree)]
+        if lengths != want:
+            raise LayoutError(
+                f"the ranks were given {lengths} tokens, {layout.kind} shards of {sum(lengths)} "
+                f"are {want}: shard batches by UlyssesSPDataLoaderAdapter"
+            )
+        return layout
+
+    def _join(self, name: str, x: Any, layout: TokenLayout, tokens: Tensor) -> Any:
+        """The whole tensor of an argument that has tokens; others as they are."""
+        dim = token_dim(name, x)
+        if dim is None:
+            return x
+        if x.shape[dim] != tokens.shape[1]:
+            raise LayoutError(
+                f"{name} {list(x.shape)} has other tokens than input_ids {list(tokens.shape)}"
+            )
+        local = x.to(torch.uint8) if x.dtype == torch.bool else x
+        return self._mesh.gather(local.contiguous(), layout, dim % x.ndim)
+
+    def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
+        """Let the loss that a script makes of shards have the whole loss's gradient."""
+        length = self._enabled._shard.length if self._enabled and self._enabled._shard else -1
+        if self._reduction == "sum":
+            for name in [name for name in out if name != "loss"]:
+                out[name] = _scaled(out[name], length, 1 / self._mesh.sp_degree)
+        if out.get("loss") is not None:
+            out["loss"] = MeanOfGradients.apply(out["loss"], self._mesh)
+        return out
+
+
+class _ShardLoss:
+    """``model.loss_function`` for scripts, which call it with logits and labels of a shard."""
+
+    def __init__(self, whole: WholeBatchLoss) -> None:
+        self._whole = whole
+
+    def __call__(self, logits: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Shapes: logits ``[b, s_local, v]``; a scalar, 0 of a shard without loss tokens."""
+        inside = self._whole.targets is not None  # the model calls it in its forward pass
+        loss = self._whole(logits, labels, *args, **kwargs)  # type: ignore[arg-type]
+        targets = kwargs.get("shift_labels", labels)
+        if inside or targets is None:
+            return loss
+        # Its weight is 0 in a script, and 0 times the nan of a mean of nothing is nan.
+        return torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss))
+
+
+def _scaled(value: Any, length: int, factor: float) -> Any:
+    """Outputs per token of this rank's shard, with scaled gradients."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(x, length, factor) for x in value)
+    if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:
+        return ScaledGradient.apply(value, factor)
+    return value
+
+
+class ScaledGradient(torch.autograd.Function):
+    """A tensor as it is, with its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """Shapes: any."""
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient times the factor."""
+        return grad * ctx.factor, None
+
+
+class MeanOfGradients(torch.autograd.Function):
+    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses.
+
+    Weights that add up to 1 leave its value. In a differentiable all-gather the gradient of the
+    loss of rank r is ``sp_degree`` times its weight, without one it is 1: the mean over the ranks
+    is 1 either way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mesh: SequenceMesh) -> Tensor:
+        """Shapes: any, the same on all ranks."""
+        ctx.mesh = mesh
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The mean over the ranks of the mesh."""
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.mesh.sp_group)
+        return grad / ctx.mesh.sp_degree, None
