@@ -258,4 +258,6 @@ AUTOGRAD_FUNCTIONS = {
     "Rotation",
     "JoinShards",
     "SumOfShards",
+    "ScaledGradient",
+    "MeanOfGradients",
 }

@@ -122,11 +122,14 @@ class UlyssesSPAttentionHF:
     def unregister_from_transformers(cls, core_attn_implementation: str = "") -> None:
         """Leave the models as they were, and release DeepSpeed's sequence-parallel groups."""
         import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+        from deepspeed.utils import groups
 
         for registration in list(REGISTRATIONS.values()):
             registration.remove()
         REGISTRATIONS.clear()
         mpu._SEQUENCE_PARALLEL_GROUP = mpu._SEQUENCE_DATA_PARALLEL_GROUP = None
+        if groups.mpu is mpu:  # which later engines without an mpu would take
+            groups.mpu = None
 
 
 def _sequence_parallel_groups(size: int) -> Any:
