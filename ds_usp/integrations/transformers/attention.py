@@ -29,7 +29,9 @@ IMPLEMENTATION: Final = "usp"
 
 # Tensors that layers hand down and that change nothing about attention: positions and borders are
 # those of this rank's shard; the whole batch's are in the Shard.
-_KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "num_items_in_batch", "shift_labels"})
+_KNOWN_TENSORS = frozenset(
+    {"position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels"}
+)
 
 
 class Shard:

@@ -60,7 +60,12 @@ class WholeBatchLoss:
         return self.original is ForCausalLMLoss
 
     def __call__(
-        self, logits: Tensor | ChunkedLogits, labels: Tensor, *args: Any, **kwargs: Any
+        self,
+        logits: Tensor | ChunkedLogits,
+        labels: Tensor | None,
+        *args: Any,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar.
 
@@ -76,7 +81,12 @@ class WholeBatchLoss:
                 f"{list(targets.labels.shape)}: its head chooses or adds tokens, which is not "
                 "served"
             )
-        if labels.shape != targets.given.shape or labels.data_ptr() != targets.given.data_ptr():
+        if (
+            labels is None
+            or labels.data_ptr() != targets.given.data_ptr()
+            or labels.shape != targets.given.shape
+            or (shift_labels is not None and shift_labels is not targets.labels)
+        ):
             raise UnsupportedAttentionError(
                 "the model changes its labels before it computes its loss, which is not served"
             )

@@ -22,10 +22,22 @@ from ds_usp.geometry.masks import Borders, MaskSpec
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """A window in tokens, and the chunk size of chunked attention (Llama 4)."""
+    """What a layer may see.
+
+    Args:
+        mask: a window in tokens.
+        chunk: the chunk size of chunked attention (Llama 4).
+        refusal: why a layer cannot use this mask. Models make the masks of all kinds of layers,
+            also of those that they do not have.
+    """
 
     mask: MaskSpec
     chunk: int | None = None
+    refusal: str = ""
+
+
+# Slices that leave a tensor as it is (some models cut a mask to the length of a cache).
+_WHOLE = (slice(None), slice(0, None))
 
 
 class LayerMask:
@@ -46,6 +58,9 @@ class LayerMask:
         raise _model_reads_mask(f"its attribute {name!r}")
 
     def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(i, slice) and i in _WHOLE for i in indices):
+            return self
         raise _model_reads_mask(f"mask[{index!r}]")
 
     @classmethod
@@ -75,6 +90,8 @@ def mask_of(mask: LayerMask, documents: tuple[Borders, ...], seq_len: int) -> Ma
         documents: cumulative borders, one tuple for all samples or one each; () without any.
     """
     band: _Band = mask._band
+    if band.refusal:
+        raise UnsupportedAttentionError(band.refusal)
     if band.chunk is None:
         return replace(band.mask, documents=documents)
     # Chunks are counted from the start of each document: they are shorter documents.
@@ -138,9 +155,10 @@ def _causal_window(closure: dict[str, Any], inner: _Band) -> _Band:
     _require(inner.mask.is_causal and inner.chunk is None, "a sliding window")
     size = closure["sliding_window"]
     if size < 1:
-        raise UnsupportedAttentionError(
-            f"a sliding window of {size} tokens: a token would not even see itself; set the "
-            "configuration's sliding_window to None or to 1 and more"
+        return _Band(
+            inner.mask,
+            refusal=f"a sliding window of {size} tokens: a token would not even see itself; set "
+            "the configuration's sliding_window to None or to 1 and more",
         )
     return _Band(MaskSpec.window(size - 1))
 

@@ -36,6 +36,7 @@ from ds_usp.integrations.transformers.refusals import (
     check_version,
     find_head,
     find_model,
+    holds_tensor,
     positions_are_offset,
     positions_follow_padding,
     refuse_generate,
@@ -45,6 +46,11 @@ from ds_usp.kernels.registry import AUTO
 from ds_usp.training.batch import IGNORE_INDEX
 
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
+# What it returns for every token, of which trainers make losses: always joined.
+_LOG_PROBABILITIES = frozenset(
+    {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
+)
+_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
 
 
 def enable(
@@ -130,6 +136,7 @@ class EnabledModel:
         self._inner, self._options = inner, options
         self._parameters = tuple(inspect.signature(inner.forward).parameters)
         self._forward_passes = 0
+        self._enabled = True
         self._drop_last = False  # per-token outputs have none for the last token
         self._shard: Shard | None = None
         head = find_head(inner) if options.loss_chunks else None
@@ -179,8 +186,9 @@ class EnabledModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._inner.config._attn_implementation != IMPLEMENTATION:
+        if not self._enabled:
             return
+        self._enabled = False
         self._inner.set_attn_implementation(self._previous)
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
@@ -269,6 +277,8 @@ class EnabledModel:
 
     def _set_targets(self, batch: WholeBatch, shard: Shard, local: dict[str, Any]) -> None:
         """Shard the labels, and count those of the whole batch."""
+        local.pop("shift_labels", None)
+        count = local.pop("num_items_in_batch", None)
         if self._loss is None:
             return
         self._loss.targets = self._loss.result = None
@@ -277,17 +287,15 @@ class EnabledModel:
         labels = batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
         if labels is None:
             return
-        count = batch.arguments.get("num_items_in_batch")
         if count is None:
             count = (labels != IGNORE_INDEX).sum()
-        shifted = shard.layout.shard(labels, 1, self.mesh.rank)
-        local.setdefault("labels", shifted)
-        self._loss.targets = Targets(local["labels"], shifted, count)
+        shard_labels = shard.layout.shard(labels, 1, self.mesh.rank)
+        local.setdefault("labels", shard_labels)
+        self._loss.targets = Targets(local["labels"], shard_labels, count)
         if self._head is not None:
             self._head.active = True
-        if self._loss.shifts:
-            local["shift_labels"] = shifted
-        local["num_items_in_batch"] = count
+        if _TRL_FUSED_HEAD in local:  # which computes its loss from these
+            local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
 
     def _dropout_seed(self) -> int:
         """A seed of this forward pass, far from those of others, the same on all ranks."""
@@ -316,15 +324,28 @@ class EnabledModel:
         choice = self._options.logits
         whole = choice == "whole" or (choice == "auto" and not labeled)
         for key in [key for key in out if key != "loss"]:
-            value = out[key]
-            if _is_per_token(value, shard, ndim=2):  # log-probabilities, which losses are made of
-                joined = self.whole(value)
+            self._check_output(key, out[key])
+            if key in _LOG_PROBABILITIES and out[key] is not None:
+                joined = self.whole(out[key])
                 out[key] = joined[:, :-1] if self._drop_last else joined
-            elif whole and isinstance(value, tuple):
-                out[key] = tuple(self.whole(x) if _is_per_token(x, shard) else x for x in value)
-            elif whole and _is_per_token(value, shard):
-                out[key] = self.whole(value)
+            elif whole and isinstance(out[key], tuple):
+                out[key] = tuple(self.whole(x) for x in out[key])
+            elif whole and isinstance(out[key], Tensor):
+                out[key] = self.whole(out[key])
         return out
+
+    def _check_output(self, key: str, value: Any) -> None:
+        """Refuse an output that is not known to have a value for each token.
+
+        Raises:
+            UnsupportedAttentionError: which one.
+        """
+        if key not in _PER_TOKEN and holds_tensor(value):
+            raise UnsupportedAttentionError(
+                f"{type(self._inner).__name__} returns {key}, which is not known here and may be "
+                "made of single tokens, of which each rank has others (as a pooled output is of "
+                f"the first): use a model without it; {', '.join(sorted(_PER_TOKEN))} are served"
+            )
 
     def _finish_loss(self, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
         """Check that the loss is the whole batch's.
@@ -350,16 +371,6 @@ class EnabledModel:
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
                 "(logits='whole'), or use a model whose loss is model.loss_function"
             )
-
-
-def _is_per_token(x: Any, shard: Shard, ndim: int = 0) -> bool:
-    """Whether an output has this rank's tokens in dim 1."""
-    return (
-        isinstance(x, Tensor)
-        and x.ndim >= 2
-        and (not ndim or x.ndim == ndim)
-        and x.shape[1] == shard.length
-    )
 
 
 def _largest_position(batch: WholeBatch) -> Tensor | int:

@@ -175,13 +175,21 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     if arguments.get("return_dict") is False:
         raise UnsupportedAttentionError("return_dict=False: outputs are told by their names")
     for name, value in arguments.items():
-        tensors = value if isinstance(value, (list, tuple)) else (value,)
-        if name not in _KNOWN_TENSORS and any(isinstance(x, Tensor) for x in tensors):
+        if name not in _KNOWN_TENSORS and holds_tensor(value):
             raise UnsupportedAttentionError(
                 f"{name}: a tensor that is not known here. Tokens are sharded over the ranks; "
                 "images, audio and other inputs that are placed by the whole sequence are not "
                 "served. Give inputs_embeds that hold them already"
             )
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or holds one."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(holds_tensor(x) for x in value)
+    return isinstance(value, Tensor)
 
 
 def refuse_generate(name: str) -> Callable[..., Any]:
