@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders
+from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.integrations.transformers.masks import (
     LayerMask,
     causal_mask,
@@ -94,16 +95,7 @@ def usp_attention_forward(
         ConfigError: the model was not enabled.
         UnsupportedAttentionError: an argument that changes attention and is not known.
     """
-    name = type(module).__name__
-    if usp is None:
-        raise ConfigError(
-            f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
-            "to ds_usp.integrations.transformers.enable, not a part of it; if you did, the model "
-            "does not hand keyword arguments to its layers and is not served"
-        )
-    _refuse_unknown(name, others)
-    usp.layers.append(name)
-    mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
+    usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)
     layer = getattr(module, "layer_idx", None) or 0
     out = usp_attention(
         query.transpose(1, 2),
@@ -111,7 +103,7 @@ def usp_attention_forward(
         value.transpose(1, 2),
         mesh=usp.mesh,
         layout=usp.layout,
-        mask=mask_of(mask, usp.documents, usp.layout.seq_len),
+        mask=mask,
         softmax_scale=scaling,
         dropout_p=dropout,
         kernel=usp.kernel,
@@ -123,6 +115,32 @@ def usp_attention_forward(
         ),
     )
     return out, None
+
+
+def check_call(
+    module: nn.Module,
+    attention_mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    usp: Shard | None,
+    others: Mapping[str, Any],
+) -> tuple[Shard, MaskSpec]:
+    """The shard and the mask of a layer's call; the arguments are :func:`usp_attention_forward`'s.
+
+    Raises:
+        ConfigError, UnsupportedAttentionError: see there.
+    """
+    name = type(module).__name__
+    if usp is None:
+        raise ConfigError(
+            f"{name} runs attention 'usp' without a sharded batch. Call the model that was given "
+            "to ds_usp.integrations.transformers.enable, not a part of it; if you did, the model "
+            "does not hand keyword arguments to its layers and is not served"
+        )
+    _refuse_unknown(name, others)
+    usp.layers.append(name)
+    mask = _layer_mask(module, attention_mask, is_causal, sliding_window)
+    return usp, mask_of(mask, usp.documents, usp.layout.seq_len)
 
 
 def _layer_mask(
@@ -149,7 +167,7 @@ def _layer_mask(
     )
 
 
-def _refuse_unknown(name: str, others: dict[str, Any]) -> None:
+def _refuse_unknown(name: str, others: Mapping[str, Any]) -> None:
     """Refuse arguments that might change the scores."""
     if others.get("output_attentions"):
         raise UnsupportedAttentionError(

@@ -84,7 +84,7 @@ def find_head(model: PreTrainedModel) -> nn.Module:
         ConfigError: the model has none, computes no loss, or the head has hooks.
     """
     head = model.get_output_embeddings()
-    if head is None or not _has_head(model):
+    if head is None or not has_head(model):
         raise ConfigError(
             f"loss_chunks: {type(model).__name__} has no output embeddings and loss of its own; "
             "leave loss_chunks out"
@@ -126,7 +126,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
         yield "config.output_attentions: " + _FLAGS["output_attentions"]
     if getattr(model.config, "return_dict", True) is False:
         yield "config.return_dict is False: outputs are told by their names; set it to True"
-    if _has_head(model) and model.loss_function not in SUMS_OVER_TOKENS:
+    if has_head(model) and model.loss_function not in SUMS_OVER_TOKENS:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         yield (
             f"its loss ({name}) is not known to be a sum over tokens; causal and masked language "
@@ -138,7 +138,8 @@ def _is_attention(kind: str) -> bool:
     return "attention" in kind and "linear" not in kind
 
 
-def _has_head(model: PreTrainedModel) -> bool:
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether a model takes labels."""
     return "labels" in inspect.signature(model.forward).parameters
 
 

@@ -1,0 +1,75 @@
+"""``python -m ds_usp.integrations.transformers`` against what the sweep has found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from harness import RankContext, WorkerPool
+from tiny_models import NOT_BUILT, config, model_types
+
+from ds_usp.integrations.transformers.__main__ import main
+from ds_usp.integrations.transformers.trial import judge
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
+TYPES = [name for name in model_types() if name not in NOT_BUILT]
+
+
+def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
+    """Of each tiny model: is it refused, and was that told without a forward pass."""
+    told = {}
+    for model_type in TYPES:
+        tiny = config(model_type)
+        tiny.architectures = [model_types()[model_type].__name__]
+        verdict = judge(tiny)
+        told[model_type] = bool(verdict.reasons), bool(verdict.untold)
+    return told
+
+
+def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}:" not in page:
+        pytest.skip("the page is of another transformers")
+    refused = set(re.findall(r"`([\w-]+)`", page.split("## Refused")[1].split("## Not tried")[0]))
+    (told,) = pool.run(verdicts, 1)
+    wrong = [name for name, (no, untold) in told.items() if not untold and no != (name in refused)]
+    assert not wrong
+    assert sum(untold for _, untold in told.values()) <= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("llama", 0, r"LlamaForCausalLM \(transformers \d\S+\): served\n$"),
+        ("modernbert", 0, r"ModernBertForMaskedLM .*: served\n$"),
+        ("roberta", 0, r"served\n  where position_ids are given"),
+        ("mamba", 1, r"MambaForCausalLM .*: refused\n  its layers \(linear_attention\)"),
+        ("doge", 1, r"refused\n  the model computes with its attention mask"),
+        ("t5", 1, r"refused\n  encoder-decoder"),
+    ],
+)
+def test_the_command_says_what_is_served(
+    name: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name]) == code
+    printed = capsys.readouterr().out
+    assert re.search(text, printed), printed
+
+
+def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config("gemma3_text").save_pretrained(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().out.count("Gemma3ForCausalLM") == 2
+
+
+def test_a_name_of_nothing_ends_with_code_2() -> None:
+    command = [sys.executable, "-m", "ds_usp.integrations.transformers", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "error: no configuration 'no-such-model'" in done.stderr
+    assert "Traceback" not in done.stderr
