@@ -70,11 +70,14 @@ def start_case(args: argparse.Namespace, name: str, case: Case, round_: int, pat
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     )
-    done = subprocess.run(
-        [*command, *sys.argv[1:], *flags], env=environment, timeout=args.case_timeout
-    )
-    if done.returncode:
-        print(f"{name}: ended with exit code {done.returncode}", flush=True)
+    with subprocess.Popen([*command, *sys.argv[1:], *flags], env=environment) as launched:
+        try:
+            code = launched.wait(args.case_timeout)
+        except subprocess.TimeoutExpired:
+            launched.terminate()  # the launcher ends its ranks
+            code = launched.wait()
+    if code:
+        print(f"{name}: ended with exit code {code}", flush=True)
 
 
 def run_case(args: argparse.Namespace) -> None:
