@@ -54,6 +54,10 @@ class WholeBatchLoss:
         self.targets: Targets | None = None
         self.result: Tensor | None = None
 
+    def __deepcopy__(self, _: dict[int, Any]) -> WholeBatchLoss:
+        """That of a copied model, on the same ranks."""
+        return WholeBatchLoss(self.original, self._mesh, self._gradients)
+
     @property
     def shifts(self) -> bool:
         """Whether a token's label is the next token."""

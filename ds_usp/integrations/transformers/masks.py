@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.memory.compile_guard import disable_in_compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def window_mask(left: int, right: int = 0) -> LayerMask:
     return LayerMask(_Band(MaskSpec.window(left, right)))
 
 
+@disable_in_compile("masks are read from functions, which torch.compile cannot trace")
 def usp_mask(
     *, mask_function: Callable[..., Any] = masking_utils.causal_mask_function, **_: Any
 ) -> LayerMask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any
@@ -43,6 +44,7 @@ from ds_usp.integrations.transformers.refusals import (
 )
 from ds_usp.integrations.transformers.rotary import LargestPosition
 from ds_usp.kernels.registry import AUTO
+from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.batch import IGNORE_INDEX
 
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
@@ -197,6 +199,13 @@ class EnabledModel:
         if self._loss is not None:
             self._inner.loss_function = self._loss.original
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EnabledModel:
+        """That of a copied model, which is enabled on the same ranks by itself."""
+        copied = memo[id(self)] = object.__new__(EnabledModel)
+        for name, value in {**self.__dict__, "_shard": None}.items():
+            setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
+        return copied
+
     def __enter__(self) -> EnabledModel:
         return self
 
@@ -208,6 +217,7 @@ class EnabledModel:
     ) -> None:
         self.disable()
 
+    @disable_in_compile("the ranks compare their batches before a forward pass")
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -302,6 +312,7 @@ class EnabledModel:
         text = f"{torch.initial_seed()} {self._forward_passes}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
+    @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Make the outputs those of the whole batch."""
         shard: Shard = kwargs["usp"]
