@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers on ulysses x ring, by one call of :func:`enable`."""
 
 from ds_usp.integrations.transformers.alst import UlyssesSPAttentionHF
+from ds_usp.integrations.transformers.alst_accelerate import patch_accelerate, sequence_mesh
 from ds_usp.integrations.transformers.alst_data_loader import UlyssesSPDataLoaderAdapter
 from ds_usp.integrations.transformers.data_loader import replicate_batches, share_batches
 from ds_usp.integrations.transformers.model import EnabledModel, enable
@@ -12,6 +13,8 @@ __all__ = [
     "UlyssesSPDataLoaderAdapter",
     "attach",
     "enable",
+    "patch_accelerate",
     "replicate_batches",
+    "sequence_mesh",
     "share_batches",
 ]

@@ -30,8 +30,12 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import KINDS, TokenLayout
+from ds_usp.integrations.transformers.alst_outputs import (
+    MeanOfGradients,
+    ShardLoss,
+    scale_gradients,
+)
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, TOKEN_DIM
-from ds_usp.integrations.transformers.loss import WholeBatchLoss
 from ds_usp.integrations.transformers.model import EnabledModel, enable
 from ds_usp.integrations.transformers.refusals import check_model, check_version, find_model
 from ds_usp.training.batch import IGNORE_INDEX
@@ -49,7 +53,14 @@ def token_dim(name: str, x: Any) -> int | None:
 
 
 class UlyssesSPAttentionHF:
-    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
+    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``.
+
+    Attributes:
+        ulysses_degree, layout: where they are not given.
+    """
+
+    ulysses_degree: int | None = None
+    layout: str = AUTO_LAYOUT
 
     @classmethod
     def register_with_transformers(
@@ -64,7 +75,7 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         *,
         ulysses_degree: int | None = None,
-        layout: str = AUTO_LAYOUT,
+        layout: str | None = None,
     ) -> Any:
         """Shard the model that DeepSpeed's engine will run over groups of so many ranks.
 
@@ -95,6 +106,7 @@ class UlyssesSPAttentionHF:
         if sequence_parallel_size == 1:
             return None
         check_version()
+        layout = layout or cls.layout
         if layout not in (AUTO_LAYOUT, *KINDS) or layout == "balanced":
             kinds = ", ".join(kind for kind in KINDS if kind != "balanced")
             raise LayoutError(
@@ -106,7 +118,7 @@ class UlyssesSPAttentionHF:
             check_model(model)
         mpu = _sequence_parallel_groups(sequence_parallel_size)
         group = mpu.get_sequence_parallel_group()
-        mesh = SequenceMesh.from_group(group, ulysses_degree)
+        mesh = SequenceMesh.from_group(group, ulysses_degree or cls.ulysses_degree)
         if layout == AUTO_LAYOUT:
             layout = "contiguous" if mesh.ring_degree == 1 else "zigzag"
         implementation = core_attn_implementation
@@ -191,8 +203,7 @@ class _Registration:
         self._stop_waiting()
         self._sharded = _ShardedModel(self, module, _reduction_of(module))
         if self._disable_in_eval:
-            module.register_forward_pre_hook(self._sharded.follow_mode)
-            self._sharded.follow_mode(module)
+            self._sharded.follow_mode()
 
     def _stop_waiting(self) -> None:
         if self._waiting is None:
@@ -246,7 +257,7 @@ class _ShardedModel:
             logits="shard",
         )
         if self._enabled._loss is not None:
-            find_model(self._model).loss_function = _ShardLoss(self._enabled._loss)
+            find_model(self._model).loss_function = ShardLoss(self._enabled._loss)
         self._handles = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self._model.register_forward_hook(self._after),
@@ -254,20 +265,36 @@ class _ShardedModel:
 
     def remove(self) -> None:
         """Leave the model as it was."""
+        self._model.__dict__.pop("train", None)
+        self._disable()
+
+    def _disable(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._enabled is not None:
             self._enabled.disable()
         self._enabled = None
 
-    def follow_mode(self, engine: nn.Module, _: Any = None) -> None:
-        """Shard in training, and not in evaluation."""
-        if self._model.training == (self._enabled is not None):
+    def follow_mode(self) -> None:
+        """Shard in training, and not in evaluation, whoever calls ``train`` or ``eval``: trainers
+        evaluate the model without the engine, on other batches on every rank."""
+        train = self._model.train
+
+        def train_and_follow(mode: bool = True) -> nn.Module:
+            train(mode)
+            self._set_mode(mode)
+            return self._model
+
+        self._model.train = train_and_follow
+        self._set_mode(self._model.training)
+
+    def _set_mode(self, training: bool) -> None:
+        if training == (self._enabled is not None):
             return
-        if self._enabled is None:
+        if training:
             self._enable()
         else:
-            self.remove()
+            self._disable()
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -328,70 +355,7 @@ class _ShardedModel:
         length = self._enabled._shard.length if self._enabled and self._enabled._shard else -1
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
-                out[name] = _scaled(out[name], length, 1 / self._mesh.sp_degree)
+                out[name] = scale_gradients(out[name], length, 1 / self._mesh.sp_degree)
         if out.get("loss") is not None:
             out["loss"] = MeanOfGradients.apply(out["loss"], self._mesh)
         return out
-
-
-class _ShardLoss:
-    """``model.loss_function`` for scripts, which call it with logits and labels of a shard."""
-
-    def __init__(self, whole: WholeBatchLoss) -> None:
-        self._whole = whole
-
-    def __call__(self, logits: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Shapes: logits ``[b, s_local, v]``; a scalar, 0 of a shard without loss tokens."""
-        inside = self._whole.targets is not None  # the model calls it in its forward pass
-        loss = self._whole(logits, labels, *args, **kwargs)  # type: ignore[arg-type]
-        targets = kwargs.get("shift_labels", labels)
-        if inside or targets is None:
-            return loss
-        # Its weight is 0 in a script, and 0 times the nan of a mean of nothing is nan.
-        return torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss))
-
-
-def _scaled(value: Any, length: int, factor: float) -> Any:
-    """Outputs per token of this rank's shard, with scaled gradients."""
-    if isinstance(value, tuple):
-        return tuple(_scaled(x, length, factor) for x in value)
-    if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:
-        return ScaledGradient.apply(value, factor)
-    return value
-
-
-class ScaledGradient(torch.autograd.Function):
-    """A tensor as it is, with its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        """Shapes: any."""
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient times the factor."""
-        return grad * ctx.factor, None
-
-
-class MeanOfGradients(torch.autograd.Function):
-    """The whole batch's loss, which every rank has, for scripts that weigh the ranks' losses.
-
-    Weights that add up to 1 leave its value. In a differentiable all-gather the gradient of the
-    loss of rank r is ``sp_degree`` times its weight, without one it is 1: the mean over the ranks
-    is 1 either way.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, mesh: SequenceMesh) -> Tensor:
-        """Shapes: any, the same on all ranks."""
-        ctx.mesh = mesh
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The mean over the ranks of the mesh."""
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.mesh.sp_group)
-        return grad / ctx.mesh.sp_degree, None

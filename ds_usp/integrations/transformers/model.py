@@ -152,7 +152,7 @@ class EnabledModel:
         self._handles: list[RemovableHandle] = [
             *self._largest_position.handles,
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
         ]
 
     def _wrap_loss(self) -> WholeBatchLoss | None:

@@ -1,0 +1,163 @@
+"""Unedited trainers with Accelerate's ParallelismConfig(sp_size), against one process."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from harness import RankContext, WorkerPool
+from trainer_runs import Record, restored_environment, tiny_model, tokenizer
+
+from ds_usp.errors import ConfigError
+from ds_usp.training import prepare_deepspeed
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of 35 tokens, which 4 ranks do not divide, of two documents each."""
+
+    def __init__(self, count: int = 16) -> None:
+        self.ids = torch.randint(3, 97, (count, 35), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = 5 + index
+        positions = torch.cat([torch.arange(start), torch.arange(35 - start)])
+        labels = self.ids[index].masked_fill(positions == 0, -100)
+        return {"input_ids": self.ids[index], "position_ids": positions, "labels": labels}
+
+
+def train(ctx: RankContext, sp: int = 1, degree: int | None = None, **options: Any) -> Any:
+    from accelerate import ParallelismConfig
+
+    from ds_usp.integrations.transformers import UlyssesSPAttentionHF, patch_accelerate
+
+    stage = options.pop("stage", None)
+    sft = options.pop("sft", False)
+    with restored_environment():
+        engine: dict[str, Any] = {}
+        if stage is not None:
+            import deepspeed.comm
+
+            prepare_deepspeed()
+            deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+            engine["deepspeed"] = {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 2,
+                "zero_optimization": {"stage": stage},
+                "gradient_clipping": 0.5,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            }
+            engine["parallelism_config"] = ParallelismConfig(sp_size=sp, sp_backend="deepspeed")
+        arguments = {
+            "output_dir": tempfile.mkdtemp(),
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 3,
+            "learning_rate": 0.05,
+            "optim": "sgd",
+            "lr_scheduler_type": "constant",
+            "train_sampling_strategy": "sequential",
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "average_tokens_across_devices": False,
+            "include_num_input_tokens_seen": "all",
+            **engine,
+            **options,
+        }
+        patched = patch_accelerate(degree) if sp > 1 else None
+        try:
+            record = Record()
+            trainer = (sft_trainer if sft else packed_trainer)(arguments, record)
+            trainer.remove_callback(transformers.PrinterCallback)
+            trainer.train()
+            steps = [log for log in record.logs if "grad_norm" in log]
+            return {
+                "losses": [log["loss"] for log in steps],
+                "norms": [log["grad_norm"] for log in steps],
+                "tokens": trainer.state.num_input_tokens_seen,
+                "evaluation": trainer.evaluate()["eval_loss"] if not sft else 0.0,
+            }
+        finally:
+            if patched is not None:
+                patched.restore()
+                UlyssesSPAttentionHF.unregister_from_transformers()
+
+
+def packed_trainer(arguments: dict[str, Any], record: Record) -> Any:
+    return transformers.Trainer(
+        tiny_model(),
+        transformers.TrainingArguments(**arguments),
+        train_dataset=Rows(),
+        eval_dataset=Rows(4),
+        callbacks=[record],
+    )
+
+
+def sft_trainer(arguments: dict[str, Any], record: Record) -> Any:
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    arguments.pop("average_tokens_across_devices")
+    model = tiny_model()
+    model.config._name_or_path = "tiny"
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**arguments, bf16=False, max_length=64, packing=True),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": x.tolist()} for x in Rows().ids]),
+        processing_class=tokenizer(),
+        callbacks=[record],
+    )
+
+
+@pytest.mark.parametrize(("degree", "stage"), [(4, 1), (2, 2), (1, 3), (2, 3), (2, 1)])
+def test_an_unedited_trainer_trains_as_one_process_does(
+    pool: WorkerPool, degree: int, stage: int
+) -> None:
+    """Stock, norms are 4 times too large under ZeRO-1 and 2, and packed documents leak."""
+    want = pool.run(train, 1)[0]
+    for run in pool.run(train, 4, sp=4, degree=degree, stage=stage):
+        assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert run["norms"] == pytest.approx(want["norms"], rel=1e-5)
+        assert run["tokens"] == want["tokens"]
+        assert run["evaluation"] == pytest.approx(want["evaluation"], rel=1e-5)
+
+
+def test_an_unedited_sft_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
+    want = pool.run(train, 1, sft=True)[0]
+    for run in pool.run(train, 4, sp=4, degree=2, stage=2, sft=True):
+        assert run["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert run["norms"] == pytest.approx(want["norms"], rel=1e-5)
+
+
+def mesh_of_sizes(ctx: RankContext, **sizes: int) -> Any:
+    from accelerate import ParallelismConfig
+
+    from ds_usp.integrations.transformers import sequence_mesh
+
+    degree = sizes.pop("ulysses_degree", None)
+    mesh = sequence_mesh(ParallelismConfig(**sizes), degree)
+    members = torch.distributed.get_process_group_ranks(mesh.sp_group)
+    return mesh.ulysses_degree, mesh.ring_degree, members
+
+
+def test_a_mesh_of_accelerates_sizes(pool: WorkerPool) -> None:
+    found = pool.run(mesh_of_sizes, 4, cp_size=2, dp_shard_size=2, ulysses_degree=1)
+    assert found == [(1, 2, [0, 1])] * 2 + [(1, 2, [2, 3])] * 2
+    assert pool.run(mesh_of_sizes, 4, sp_size=4)[3] == (4, 1, [0, 1, 2, 3])
+
+
+def test_sizes_that_do_not_divide_the_world_are_refused(pool: WorkerPool) -> None:
+    for error in pool.errors(mesh_of_sizes, 4, sp_size=3):
+        assert isinstance(error, ConfigError)
