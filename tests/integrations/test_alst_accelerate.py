@@ -31,50 +31,53 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "position_ids": positions, "labels": labels}
 
 
-def train(ctx: RankContext, sp: int = 1, degree: int | None = None, **options: Any) -> Any:
+def arguments_of(sp: int, stage: int | None) -> dict[str, Any]:
     from accelerate import ParallelismConfig
 
+    engine: dict[str, Any] = {}
+    if stage is not None:
+        import deepspeed.comm
+
+        prepare_deepspeed()
+        deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+        engine["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.5,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        engine["parallelism_config"] = ParallelismConfig(sp_size=sp, sp_backend="deepspeed")
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "average_tokens_across_devices": False,
+        "include_num_input_tokens_seen": "all",
+        **engine,
+    }
+
+
+def train(ctx: RankContext, sp: int = 1, degree: int | None = None, **options: Any) -> Any:
     from ds_usp.integrations.transformers import UlyssesSPAttentionHF, patch_accelerate
 
     stage = options.pop("stage", None)
     sft = options.pop("sft", False)
     with restored_environment():
-        engine: dict[str, Any] = {}
-        if stage is not None:
-            import deepspeed.comm
-
-            prepare_deepspeed()
-            deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
-            engine["deepspeed"] = {
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 2,
-                "zero_optimization": {"stage": stage},
-                "gradient_clipping": 0.5,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-            }
-            engine["parallelism_config"] = ParallelismConfig(sp_size=sp, sp_backend="deepspeed")
-        arguments = {
-            "output_dir": tempfile.mkdtemp(),
-            "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 3,
-            "learning_rate": 0.05,
-            "optim": "sgd",
-            "lr_scheduler_type": "constant",
-            "train_sampling_strategy": "sequential",
-            "max_grad_norm": 0.5,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "average_tokens_across_devices": False,
-            "include_num_input_tokens_seen": "all",
-            **engine,
-            **options,
-        }
+        arguments = {**arguments_of(sp, stage), **options}
         patched = patch_accelerate(degree) if sp > 1 else None
         try:
             record = Record()

@@ -22,7 +22,7 @@ class ShardLoss:
     def __call__(self, logits: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Shapes: logits ``[b, s_local, v]``; a scalar, 0 of a shard without loss tokens."""
         inside = self._whole.targets is not None  # the model calls it in its forward pass
-        loss = self._whole(logits, labels, *args, **kwargs)  # type: ignore[arg-type]
+        loss = self._whole(logits, labels, *args, **kwargs)
         targets = kwargs.get("shift_labels", labels)
         if inside or targets is None:
             return loss
