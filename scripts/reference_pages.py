@@ -36,6 +36,7 @@ TRAINER = "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
 COMMANDS = (
     *(f"ds-usp {name}" for name in ("", "env", "verify")),
     *(f"ds-usp {name}" for name in ("plan", "memory", "max-length", "comm", "explain", "profile")),
+    "python -m ds_usp.integrations.transformers",
     "python -m megatron_patches",
     f"python {TRAINER}",
 )
