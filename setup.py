@@ -21,6 +21,12 @@ TRANSFORMERS = [
     "peft>=0.18",
     "datasets>=4",
 ]
+# diffusers 0.42 needs Python 3.11.
+DIFFUSERS = [
+    'diffusers>=0.42,<1; python_version >= "3.11"',
+    "accelerate>=1.12",
+    "peft>=0.18",
+]
 
 
 def write_commit(folder: str) -> list[str]:
@@ -108,6 +114,7 @@ setup(
         "deepspeed": DEEPSPEED,
         "plots": PLOTS,
         "transformers": TRANSFORMERS,
+        "diffusers": DIFFUSERS,
         "trainer": [*DEEPSPEED, *MEGATRON, *PLOTS, "tqdm"],
         "test": ["hypothesis", "pytest>=8", "pytest-xdist>=3.8", "ruff", "mypy", "import-linter"],
     },

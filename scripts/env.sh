@@ -124,12 +124,12 @@ build() {
     --constraint "$constraints" --no-compile)
   # DeepSpeed is built from source, and its setup imports what this stage installs.
   stage "2/4 torch" "${pip[@]}" "${torch[@]}" numpy packaging setuptools wheel ninja py-cpuinfo
-  stage "3/4 DeepSpeed, megatron-core, transformers and tools" env DS_BUILD_OPS=0 "${pip[@]}" \
-    --no-build-isolation --editable "${root}[trainer,transformers,test]"
+  stage "3/4 DeepSpeed, megatron-core, transformers, diffusers and tools" env DS_BUILD_OPS=0 "${pip[@]}" \
+    --no-build-isolation --editable "${root}[trainer,transformers,diffusers,test]"
   # Compiles just the modules that are used (pip would compile everything), and proves they import.
   stage "4/4 first import" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -W ignore -c \
     'import torch, deepspeed, megatron.core.models.gpt.gpt_model, matplotlib.pyplot, tqdm, pytest
-import accelerate, datasets, peft, transformers.trainer, trl
+import accelerate, datasets, diffusers, peft, transformers.trainer, trl
 print("torch", torch.__version__, "CUDA", torch.version.cuda)'
   if nvidia-smi >/dev/null 2>&1 && ! "$venv/bin/python" -c \
     'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then

@@ -3,7 +3,7 @@
 #   fast      some cases of every test of ds_usp: less than three minutes on two cores
 #   unit      no process groups, no GPU           dist  gloo ranks on the CPU
 #   megatron  megatron-core and DeepSpeed, gloo   gpu   needs an NVIDIA GPU
-#   transformers  Hugging Face's models and trainers, gloo
+#   transformers  Hugging Face's models and trainers, diffusion models, gloo
 #   all       everything (the default)
 # Files of tests run beside each other; -n 0 runs one after the other, as -s and --trace need it.
 set -euo pipefail

@@ -21,12 +21,13 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 OPTIONAL = {
     *("deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"),
-    *("accelerate", "peft", "trl", "datasets"),
+    *("accelerate", "peft", "trl", "datasets", "diffusers"),
 }
 NO_PROCESS_GROUPS = ("ds_usp/kernels/", "ds_usp/memory/")
 PUBLIC_MODULES = {
     "ds_usp",
     "ds_usp.errors",
+    "ds_usp.integrations.diffusers",
     "ds_usp.integrations.transformers",
     "ds_usp.memory",
     "ds_usp.planner",
