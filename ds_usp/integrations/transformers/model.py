@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -37,7 +36,9 @@ from ds_usp.integrations.transformers.refusals import (
     check_version,
     find_head,
     find_model,
+    has_head,
     holds_tensor,
+    positional_arguments,
     positions_are_offset,
     positions_follow_padding,
     refuse_generate,
@@ -136,7 +137,7 @@ class EnabledModel:
     ) -> None:
         self.model, self.mesh = model, mesh
         self._inner, self._options = inner, options
-        self._parameters = tuple(inspect.signature(inner.forward).parameters)
+        self._parameters = positional_arguments(model, inner)
         self._forward_passes = 0
         self._enabled = True
         self._drop_last = False  # per-token outputs have none for the last token
@@ -157,7 +158,7 @@ class EnabledModel:
 
     def _wrap_loss(self) -> WholeBatchLoss | None:
         """The loss function in the place of the model's own; None for a model without a head."""
-        if "labels" not in self._parameters:
+        if not has_head(self._inner):
             return None
         loss = WholeBatchLoss(self._inner.loss_function, self.mesh, self._options.gradients)
         self._inner.loss_function = loss

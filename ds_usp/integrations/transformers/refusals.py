@@ -138,6 +138,14 @@ def _is_attention(kind: str) -> bool:
     return "attention" in kind and "linear" not in kind
 
 
+def positional_arguments(model: nn.Module, inner: PreTrainedModel) -> tuple[str, ...]:
+    """The names of a forward pass's arguments, in order: PEFT's models have an order of their own,
+    or hand on what they are given."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters.values())
+    return tuple(inspect.signature(inner.forward).parameters if hands_on else parameters)
+
+
 def has_head(model: PreTrainedModel) -> bool:
     """Whether a model takes labels."""
     return "labels" in inspect.signature(model.forward).parameters

@@ -1,0 +1,87 @@
+"""LoRA by PEFT: losses and gradients as without a mesh, with memory options too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from training_models import Model, batch_of, difference, forward, gradients, llama
+
+from ds_usp.errors import UnsupportedAttentionError
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "all": {"target_modules": "all-linear"},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+MEMORY = {"recompute": "attention", "offload_ratio": 0.5, "loss_chunks": 3, "mlp_chunks": 2}
+
+
+def adapted(model: Model, adapter: str) -> Model:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[adapter]
+    )
+    return peft.get_peft_model(model, config).train()
+
+
+def error_of_an_adapter(
+    ctx: RankContext, adapter: str, first: str, options: dict[str, Any], ulysses: int
+) -> tuple[float, float]:
+    """Of the loss and of gradients, their mean over the ranks, relative to one rank's."""
+    from ds_usp.integrations.transformers import enable
+
+    base = llama(attention_dropout=0.0)
+    one_rank = adapted(llama(attention_dropout=0.0), adapter)
+    wanted = forward(one_rank, batch_of(41))
+    wanted.backward()
+    if first == "enable":
+        enable(base, mesh_of(ulysses), **options)
+        model = adapted(base, adapter)
+    else:
+        model = adapted(base, adapter)
+        enable(model, mesh_of(ulysses), **options)
+    batch = batch_of(41)
+    got = model(batch["input_ids"], None, None, batch["labels"]).loss  # as PEFT orders them
+    got.backward()
+    grads = gradients(model)
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    return float((got - wanted).abs()), difference(grads, gradients(one_rank))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "first", "options", "ulysses"),
+    [
+        ("attention", "PEFT", {}, 1),
+        ("all", "enable", {}, 2),
+        ("all", "PEFT", MEMORY, 2),
+        ("all", "enable", {"recompute": "attention", "mlp_chunks": 2}, 1),
+        ("head", "PEFT", MEMORY, 1),
+        ("trained head", "PEFT", MEMORY, 2),
+    ],
+)
+def test_adapters_are_trained_as_on_one_rank(
+    pool: WorkerPool, adapter: str, first: str, options: dict[str, Any], ulysses: int
+) -> None:
+    for loss, grads in pool.run(
+        error_of_an_adapter, 2, adapter=adapter, first=first, options=options, ulysses=ulysses
+    ):
+        assert loss < 1e-5
+        assert grads < 1e-5
+
+
+def test_an_adapter_around_a_chunked_head_is_refused(pool: WorkerPool) -> None:
+    options = {"loss_chunks": 2}
+    for error in pool.errors(
+        error_of_an_adapter, 2, adapter="head", first="enable", options=options, ulysses=2
+    ):
+        assert type(error) is UnsupportedAttentionError
+        assert "loss_chunks" in str(error)
