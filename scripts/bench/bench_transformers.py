@@ -140,13 +140,21 @@ def write(session: Session, args: argparse.Namespace, row: dict[str, Any]) -> No
     """Append a row, with the run that it is of."""
     if session.rank:
         return
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    versions = ", ".join(map(version_of, PACKAGES))
     command, hardware = header(session, f"{versions}; {args.model}, {args.attention}")
     row |= {"world": session.world, "run": hardware, "command": command, "time": int(time.time())}
     with args.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     text = row.get("refused") or f"{row['tokens_per_s_per_gpu']:,} tokens/s, loss {row['loss']:.6f}"
     session.print0(f"{row['workload']:14} {row['case']:36} {text}")
+
+
+def version_of(package: str) -> str:
+    """A package with its version, if it is installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 def summarize(path: Path, device: str) -> int:
