@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from harness import RankContext, WorkerPool
 from torch import Tensor
 from trainer_runs import restored_environment, tiny_model, weights_of
 
+from ds_usp.errors import USPError
+from ds_usp.integrations.transformers import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from ds_usp.training import prepare_deepspeed
 
 SCRIPT = Path(__file__).with_name("alst_script.py")
@@ -144,3 +147,94 @@ def test_a_script_with_two_lines_changed_trains_as_one_rank_does(
         assert losses == pytest.approx(want_losses, rel=1e-5)
         off = sum((a - b).double().pow(2).sum() for a, b in zip(weights, want, strict=True))
         assert (off / moved) ** 0.5 < 1e-4
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def register(**options: Any) -> Any:
+    arguments = {"core_attn_implementation": "sdpa", "micro_batch_size": 1, **options}
+    return UlyssesSPAttentionHF.register_with_transformers(
+        "tiny", sequence_parallel_size=2, **arguments
+    )
+
+
+def balanced_layout() -> None:
+    register(layout="balanced")
+
+
+def model_outside_of_the_engine() -> None:
+    register()
+    tiny_model()(**packed())
+
+
+def adapter_without_registration() -> None:
+    UlyssesSPDataLoaderAdapter([packed()], 0, torch.distributed.group.WORLD, 2, "cpu")
+
+
+def other_size() -> None:
+    register()
+    UlyssesSPAttentionHF.register_with_transformers("tiny", "sdpa", 4, 1)
+
+
+def engine_with(stage: int, **zero: Any) -> Any:
+    import deepspeed
+
+    model = tiny_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return deepspeed.initialize(
+        config=config, model=model, optimizer=optimizer, mpu=register(ulysses_degree=1)
+    )[0]
+
+
+def whole_batches() -> None:
+    """Rows that the adapter has not sharded, of other lengths on each rank."""
+    length = 30 + torch.distributed.get_rank()
+    engine_with(0)(input_ids=torch.ones(1, length, dtype=torch.long))
+
+
+def sums_and_means() -> None:
+    engine_with(3, reduce_scatter=False)(**packed())
+
+
+CASES_REFUSED = {
+    balanced_layout: "layout='balanced' must be auto or one of",
+    model_outside_of_the_engine: "runs before, or outside of, the engine",
+    adapter_without_registration: "no model was registered for this group",
+    other_size: "DeepSpeed has groups of 2 ranks already",
+    whole_batches: r"were given \[30, 31\] tokens, zigzag shards of 61 are",
+    sums_and_means: "reduce_scatter=false",
+}
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    """The error of each case on this rank; ranks that have imported transformers are dear."""
+    import deepspeed.comm
+
+    prepare_deepspeed()
+    deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+    texts = []
+    for case in CASES_REFUSED:
+        try:
+            with pytest.raises(USPError) as error:
+                case()
+            texts.append(str(error.value))
+        finally:
+            UlyssesSPAttentionHF.unregister_from_transformers()
+    return texts
+
+
+def test_what_alst_cannot_do_exactly_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for texts in pool.run(refusals, 2):
+        for text, want in zip(texts, CASES_REFUSED.values(), strict=True):
+            assert re.search(want, text), text
+
+
+def test_one_rank_needs_nothing() -> None:
+    assert UlyssesSPAttentionHF.register_with_transformers("tiny", "sdpa", 1, 1) is None

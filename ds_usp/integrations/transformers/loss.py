@@ -78,6 +78,8 @@ class WholeBatchLoss:
         """
         targets = self.targets
         if targets is None:  # not in a forward pass: of logits and labels of the caller's own
+            if shift_labels is not None:
+                kwargs["shift_labels"] = shift_labels
             return self.original(logits, labels, *args, **kwargs)
         if logits.shape[:2] != targets.labels.shape:
             raise UnsupportedAttentionError(
