@@ -135,23 +135,110 @@ def factor_table(results: str) -> str:
     return markdown([*head, "ms a step", "tokens/s per GPU", "speed"], rows)
 
 
-README_METHODS = (
-    "one GPU",
-    "ds_usp 4x1",
-    "ds_usp 2x2",
-    "ds_usp 1x4",
-    "DeepSpeed ulysses",
-    "TransformerEngine a2a",
-    "TransformerEngine p2p",
-    "torch allgather",
+def training_table(results: str, layers: str) -> str:
+    """Tokens/s per GPU in megatron-core's loop, a line for each workload.
+
+    The last column is the rate of the fastest ds_usp mesh over that of TransformerEngine's faster
+    context parallelism: above 1, ds_usp is faster.
+    """
+    rates: dict[str, dict[str, float]] = {}
+    for row in read(results):
+        name, _, kind = row["contender"].partition(", ")
+        if kind == layers:
+            rates.setdefault(row["workload"], {})[name] = float(row["tokens_per_s_per_gpu"])
+    columns = {
+        "ds_usp 2x1": "ds_usp 2 x 1",
+        "ds_usp 1x2": "ds_usp 1 x 2",
+        "TE p2p": "TransformerEngine `p2p`",
+        "TE a2a": "TransformerEngine `a2a`",
+    }
+    lines = []
+    for workload, of in rates.items():
+        length, _, sequences = workload.split()[-3:]
+        ours, theirs = (
+            max(rate for name, rate in of.items() if name.startswith(prefix))
+            for prefix in ("ds_usp", "TE")
+        )
+        cells = [f"{of[name]:,.0f}" for name in columns]
+        lines.append([f"{length}, {sequences}", *cells, f"{ours / theirs:.3f}"])
+    return markdown(["tokens, batch", *columns.values(), "best / best"], lines)
+
+
+def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
+    """Milliseconds of the fastest ds_usp mesh and of the fastest other method.
+
+    The last column is the time of the other over that of ds_usp: above 1, ds_usp is faster.
+
+    Args:
+        cases: what the table says, the results file, the shape or workload, and the kernel or
+            layers, as they end the name of a method there.
+    """
+    lines = []
+    for label, results, case, last in cases:
+        times = {
+            row["contender"].removesuffix(f", {last}"): float(row["ms"])
+            for row in read(results)
+            if case == (row.get("shape") or row.get("workload"))
+            and row["contender"].endswith(f", {last}")
+        }
+        meshes = [name for name in times if name.startswith("ds_usp")]
+        others = [name for name in times if name not in (*meshes, ALONE, UNSHARDED)]
+        ours, other = min(meshes, key=times.__getitem__), min(others, key=times.__getitem__)
+        mesh = ours.removeprefix("ds_usp ").replace("x", " x ")
+        method = SHORT_NAMES.get(other, other)
+        ratio = times[other] / times[ours]
+        cells = [f"{_rounded(times[ours])} ms, {mesh}", f"{_rounded(times[other])} ms, {method}"]
+        lines.append([label, *cells, f"{ratio:.3f}"])
+    return markdown(["H200", "ds_usp", "fastest other", "ratio; above 1: ds_usp is faster"], lines)
+
+
+def _rounded(milliseconds: float) -> str:
+    """Three digits at least, one of them behind the point."""
+    return f"{milliseconds:.{1 if milliseconds >= 10 else 2}f}"
+
+
+UNSHARDED = "stock"  # every sequence whole, on one rank
+SHORT_NAMES = {
+    "DeepSpeed ulysses": "DeepSpeed",
+    "plain all-to-all": "plain all-to-alls",
+    "TE p2p": "TransformerEngine `p2p`",
+    "TE a2a": "TransformerEngine `a2a`",
+    "TransformerEngine p2p": "TransformerEngine `p2p`",
+    "TransformerEngine a2a": "TransformerEngine `a2a`",
+}
+TE_LAYERS = "TransformerEngine's layers"
+HEADLINES = (
+    ("8K, 32/8 heads, FlashAttention-4, 2 GPUs", "attention_short.csv", "8K 32/8 d128", "flash4"),
+    ("32K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "32K 32/32 d128", "flash4"),
+    ("32K, 32/32, cuDNN, 4 GPUs", "attention.csv", "32K 32/32 d128", "cudnn"),
+    ("128K, 32/32, FlashAttention-4, 4 GPUs", "attention.csv", "128K 32/32 d128", "flash4"),
+    ("128K, 32/32, cuDNN, 4 GPUs", "attention.csv", "128K 32/32 d128", "cudnn"),
+    (
+        "75,600, 40/40, full mask, forward, cuDNN, 2 GPUs",
+        "attention_inference.csv",
+        "75600 40/40 d128 full forward",
+        "cudnn",
+    ),
+    *(
+        (
+            f"GPT 1.3B step, {tokens}, batch {batch}, 2 GPUs",
+            "megatron_lm.csv",
+            f"gpt-1.3b 24 layers {tokens} x {batch}",
+            TE_LAYERS,
+        )
+        for tokens, batch in (("16K", 2), ("32K", 1), ("64K", 1))
+    ),
 )
 COMPARED = "attention.csv"
 TABLES: Mapping[str, Callable[[], str]] = {
-    "attention-readme": partial(attention_table, COMPARED, "cudnn", README_METHODS),
+    "headline": partial(headline_table, HEADLINES),
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
+    "attention-short": lambda: comparison_table(read("attention_short.csv")),
+    "attention-inference": lambda: comparison_table(read("attention_inference.csv")),
     "factors": partial(factor_table, "step_factors.csv"),
+    "megatron-lm": partial(training_table, "megatron_lm.csv", TE_LAYERS),
 }
 
 

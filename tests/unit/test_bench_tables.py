@@ -20,7 +20,9 @@ def test_tables_are_up_to_date(name: str) -> None:
 
 
 def test_a_changed_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = (tables.ROOT / "README.md").read_text(encoding="utf-8").replace("| 15.7 |", "| 14.7 |")
+    text = (tables.ROOT / "README.md").read_text(encoding="utf-8")
+    stale = text.replace("| 15.7 ms", "| 14.7 ms")
+    assert stale != text
     (tmp_path / "README.md").write_text(stale, encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", ("README.md",))
@@ -48,3 +50,20 @@ def test_a_comparison_names_the_ratio_of_the_fastest(
     assert [cell.strip() for cell in head.split("|")][3:8] == names
     assert flash4.endswith("| 3.000 | 3.500 | 3.300 | 3.150 | 2.500 | 1.050 |")
     assert cudnn.endswith("| cuDNN | 2.000 |  |  |  |  |  |")
+
+
+def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        '16K,"stock, TransformerEngine\'s layers",400.0',
+        '16K,"TE p2p, TransformerEngine\'s layers",560.0',
+        '16K,"ds_usp 2x1, TransformerEngine\'s layers",500.0',
+        '16K,"ds_usp 1x2, TransformerEngine\'s layers",499.0',
+        '16K,"ds_usp 1x2, local layers",450.0',
+        '32K,"TE a2a, TransformerEngine\'s layers",100.0',
+    ]
+    (tmp_path / "steps.csv").write_text("\n".join(["workload,contender,ms", *rows]))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    *_, line = tables.headline_table([("a", "steps.csv", "16K", tables.TE_LAYERS)]).splitlines()
+    assert line == "| a | 499.0 ms, 1 x 2 | 560.0 ms, TransformerEngine `p2p` | 1.122 |"
