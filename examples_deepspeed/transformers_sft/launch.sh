@@ -36,10 +36,11 @@ setting global_batch_size 1        # sequences of a step
 setting train_iters 1000           # steps
 setting lr 2.0e-5
 setting device cuda                # or cpu
-setting output_home "$here/output"
+setting output_home usp_output     # folder of checkpoints
 setting compare false              # true: train on one rank too, and compare the losses
 setting activation_checkpoint true # less memory, more time: backward recomputes the layers
-setting usp_recompute attention    # none: attention too; attention: all but attention
+kept="$([[ "$activation_checkpoint" == true ]] && echo attention || echo none)"
+setting usp_recompute "$kept"      # attention: it recomputes all but attention; full; none
 setting usp_offload_ratio 0        # of saved activations, in host memory
 setting usp_loss_chunks 0          # chunks of tokens of head and loss; 0: not in chunks
 setting usp_mlp_chunks 0           # chunks of tokens of each MLP; 0: not in chunks
