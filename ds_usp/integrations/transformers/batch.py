@@ -101,24 +101,34 @@ class WholeBatch:
             return given
         return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
-    def check_left_padding(self) -> None:
-        """Refuse a loss on the first token after padding on the left: it would be predicted from a
-        padding token, which sees no token at all.
+    def check_targets(self, targets: Tensor | None) -> None:
+        """Refuse a loss of padding: the kernels of transformers differ in what padding sees.
+
+        Args:
+            targets: what the outputs of every token are compared with; None without labels.
 
         Raises:
-            DataError: the rows.
+            LayoutError: another shape than the batch has.
+            DataError: the rows in which padding is compared with a label.
         """
-        labels = self.arguments.get("labels")
-        if not self.left_padded or labels is None:
+        if targets is None:
             return
-        mask = self.arguments["attention_mask"].bool()
-        first = torch.nn.functional.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
-        rows = (first & (labels != IGNORE_INDEX)).any(dim=1).nonzero().flatten().tolist()
+        if tuple(targets.shape) != (self.size, self.seq_len):
+            raise LayoutError(
+                f"labels {list(targets.shape)} must be [{self.size}, {self.seq_len}], as the "
+                "tokens are"
+            )
+        mask = self.arguments.get("attention_mask")
+        if mask is None:
+            return
+        wrong = (targets != IGNORE_INDEX) & (mask == 0).to(targets.device)
+        rows = wrong.any(dim=1).nonzero().flatten().tolist()
         if rows:
             raise DataError(
-                f"rows {rows[:8]} are padded on the left and their first real token has a label: "
-                "it would be predicted from padding. Pad on the right "
-                "(tokenizer.padding_side='right'), or set that label to -100"
+                f"labels of rows {rows[:8]} would be predicted from padding: set the labels of "
+                "padding to -100 (labels[attention_mask == 0] = -100), and with padding on the "
+                "left the label of the first real token too, or pad on the right "
+                "(tokenizer.padding_side='right')"
             )
 
     def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:

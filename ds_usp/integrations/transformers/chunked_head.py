@@ -109,17 +109,14 @@ class ChunkedHead:
         """Gradients are computed in the forward pass: no logits are computed twice."""
         dtype = _compute_dtype(hidden)
         weight = cast(nn.Linear, self._head).weight
-        weights = (labels != IGNORE_INDEX).to(torch.float32)
-        if isinstance(count, Tensor):
-            count = count.to(weights.device)
+        count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)
+        weights = torch.where(labels != IGNORE_INDEX, 1 / count, 0.0)
         with torch.autocast(hidden.device.type, enabled=False):
-            return chunked_weighted_loss(
-                hidden.to(dtype),
-                weight.to(dtype),
-                labels,
-                weights / count,
-                chunks=self._chunks,
+            loss = chunked_weighted_loss(
+                hidden.to(dtype), weight.to(dtype), labels, weights, chunks=self._chunks
             )
+        # Without a token that counts the loss is nan, and the gradients are 0, as without chunks.
+        return loss + 0.0 / count
 
     def _any_loss(
         self,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError, USPError
+from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import (
     Reduction,
@@ -115,11 +115,11 @@ def enable(
         mlp_chunks=mlp_chunks,
     )
     inner = find_model(model)
-    check_model(inner)
     if inner.config._attn_implementation == IMPLEMENTATION:
         raise ConfigError(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
+    check_model(inner)
     register()
     return EnabledModel(model, inner, mesh, options)
 
@@ -228,7 +228,8 @@ class EnabledModel:
             check_arguments(arguments)
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
-            batch.check_left_padding()
+            targets = self._targets_of(batch)
+            batch.check_targets(targets)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1
@@ -241,7 +242,7 @@ class EnabledModel:
             self._options.tuning,
         )
         local = batch.shard(layout, self.mesh.rank)
-        self._set_targets(batch, shard, local)
+        self._set_targets(targets, shard, local)
         self._largest_position.value = _largest_position(batch)
         self._drop_last = "shift_labels" not in batch.arguments
         self._shard = shard
@@ -253,12 +254,12 @@ class EnabledModel:
 
         Raises:
             MeshError: the ranks were given other batches.
-            USPError: what the body has raised.
+            Exception: what the body has raised.
         """
-        error: USPError | None = None
+        error: Exception | None = None
         try:
             yield
-        except USPError as refused:
+        except Exception as refused:
             error = refused
         if self.mesh.sp_group is not None:
             tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
@@ -286,7 +287,16 @@ class EnabledModel:
                 "the left: pad on the right, or give position_ids"
             )
 
-    def _set_targets(self, batch: WholeBatch, shard: Shard, local: dict[str, Any]) -> None:
+    def _targets_of(self, batch: WholeBatch) -> Tensor | None:
+        """What the outputs of every token are compared with; None without labels.
+
+        Shapes: ``[b, seq_len]``.
+        """
+        if self._loss is None:
+            return None
+        return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
+
+    def _set_targets(self, targets: Tensor | None, shard: Shard, local: dict[str, Any]) -> None:
         """Shard the labels, and count those of the whole batch."""
         local.pop("shift_labels", None)
         count = local.pop("num_items_in_batch", None)
@@ -295,12 +305,11 @@ class EnabledModel:
         self._loss.targets = self._loss.result = None
         if self._head is not None:
             self._head.active = False
-        labels = batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
-        if labels is None:
+        if targets is None:
             return
         if count is None:
-            count = (labels != IGNORE_INDEX).sum()
-        shard_labels = shard.layout.shard(labels, 1, self.mesh.rank)
+            count = (targets != IGNORE_INDEX).sum()
+        shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
         local.setdefault("labels", shard_labels)
         self._loss.targets = Targets(local["labels"], shard_labels, count)
         if self._head is not None:

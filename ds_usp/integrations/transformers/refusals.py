@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.batch import BORDERS, TOKEN_DIM
 from ds_usp.integrations.transformers.loss import SUMS_OVER_TOKENS
+from ds_usp.training.batch import IGNORE_INDEX
 
 OLDEST, BEFORE = "5.17", "6"
 
@@ -181,6 +182,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and not isinstance(value, Tensor) and value:
             raise UnsupportedAttentionError(f"{name}={value!r}: {advice}")
+    if arguments.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+        raise UnsupportedAttentionError(
+            f"ignore_index={arguments['ignore_index']!r}: labels that do not count are "
+            f"{IGNORE_INDEX}; leave ignore_index out"
+        )
     if arguments.get("return_dict") is False:
         raise UnsupportedAttentionError("return_dict=False: outputs are told by their names")
     for name, value in arguments.items():

@@ -1,0 +1,340 @@
+"""What a model on a mesh refuses, on every rank, and what joins and sums shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from model_runs import IGNORED, padded_batch, plain_batch
+from tiny_models import build
+
+import ds_usp
+from ds_usp.integrations.replicas import batch_digest, join_shards
+from ds_usp.integrations.transformers import enable
+
+WORLD = 2
+
+
+def unlabeled(**more: Any) -> dict[str, Any]:
+    """Only tokens, and what is refused."""
+    return {"input_ids": plain_batch()["input_ids"], **more}
+
+
+def padded_with_labels(side: str) -> dict[str, Any]:
+    """labels=input_ids.clone(), the padding too."""
+    batch = padded_batch(side)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def first_token_after_padding() -> dict[str, Any]:
+    batch = padded_batch("left")
+    batch["labels"][1, 13] = 5
+    return batch
+
+
+def a_hole() -> dict[str, Any]:
+    batch = padded_batch("right")
+    batch["attention_mask"][0, 7] = 0
+    return batch
+
+
+def packed_and_masked() -> dict[str, Any]:
+    ids = plain_batch()["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids) % 20
+    return unlabeled(position_ids=positions, attention_mask=torch.ones_like(ids))
+
+
+BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "labels of padding on the right": (
+        lambda: padded_with_labels("right"),
+        ds_usp.DataError,
+        "padding to -100",
+    ),
+    "labels of padding on the left": (
+        lambda: padded_with_labels("left"),
+        ds_usp.DataError,
+        "padding to -100",
+    ),
+    "a label after padding": (first_token_after_padding, ds_usp.DataError, "first real token"),
+    "padding inside": (a_hole, ds_usp.UnsupportedAttentionError, "ends of a row"),
+    "a mask of tokens x tokens": (
+        lambda: unlabeled(attention_mask=torch.ones(2, 1, 41, 41)),
+        ds_usp.UnsupportedAttentionError,
+        "[batch, tokens]",
+    ),
+    "a mask of documents": (
+        lambda: unlabeled(attention_mask=torch.full((2, 41), 2)),
+        ds_usp.UnsupportedAttentionError,
+        "other than 0 and 1",
+    ),
+    "positions and a mask": (packed_and_masked, ds_usp.DataError, "Leave attention_mask out"),
+    "borders that positions contradict": (
+        lambda: {
+            "input_ids": torch.arange(3, 44)[None],
+            "position_ids": (torch.arange(41) % 20)[None],
+            "cu_seq_lens_q": torch.tensor([0, 9, 41]),
+            "cu_seq_lens_k": torch.tensor([0, 9, 41]),
+        },
+        ds_usp.DataError,
+        "give one of the two",
+    ),
+    "labels of a shard": (
+        lambda: unlabeled(labels=plain_batch()["labels"][:, :21]),
+        ds_usp.LayoutError,
+        "whole sequence",
+    ),
+    "too few tokens": (
+        lambda: {"input_ids": torch.ones(1, 1, dtype=torch.int64)},
+        ds_usp.LayoutError,
+        "at least",
+    ),
+    "no tokens": (lambda: {"labels": plain_batch()["labels"]}, ds_usp.DataError, "input_ids"),
+    "a cache": (
+        lambda: unlabeled(past_key_values=transformers.DynamicCache()),
+        ds_usp.UnsupportedAttentionError,
+        "no KV cache",
+    ),
+    "use_cache": (lambda: unlabeled(use_cache=True), ds_usp.UnsupportedAttentionError, "no KV"),
+    "logits_to_keep": (
+        lambda: unlabeled(logits_to_keep=1),
+        ds_usp.UnsupportedAttentionError,
+        "last tokens",
+    ),
+    "output_attentions": (
+        lambda: unlabeled(output_attentions=True),
+        ds_usp.UnsupportedAttentionError,
+        "never made",
+    ),
+    "router logits": (
+        lambda: unlabeled(output_router_logits=True),
+        ds_usp.UnsupportedAttentionError,
+        "no sum over tokens",
+    ),
+    "return_dict": (
+        lambda: unlabeled(return_dict=False),
+        ds_usp.UnsupportedAttentionError,
+        "by their names",
+    ),
+    "ignore_index": (
+        lambda: {**plain_batch(), "ignore_index": 0},
+        ds_usp.UnsupportedAttentionError,
+        "-100",
+    ),
+    "images": (
+        lambda: unlabeled(pixel_values=torch.zeros(1, 3, 4, 4)),
+        ds_usp.UnsupportedAttentionError,
+        "placed by the whole sequence",
+    ),
+    "tensors in a dict": (
+        lambda: unlabeled(shared={"keys": (torch.zeros(2),)}),
+        ds_usp.UnsupportedAttentionError,
+        "not known here",
+    ),
+}
+
+
+def every_batch(ctx: RankContext, names: list[str]) -> dict[str, str | None]:
+    """What each batch raised, if it was the expected error, and what was sent for it."""
+    model, seen = build("llama"), {}
+    mesh = mesh_of(WORLD)
+    with enable(model, mesh):
+        for name in names:
+            make, kind, _ = BATCHES[name]
+            mesh.ledger.reset()
+            try:
+                model(**make())
+                seen[name] = None
+            except kind as error:
+                seen[name] = str(error)
+            assert not mesh.ledger.calls, f"{name}: {mesh.ledger}"
+        model(**plain_batch()).loss.backward()  # the ranks still agree
+    return seen
+
+
+def test_batches_are_refused_on_every_rank_and_nothing_is_sent(pool: WorkerPool) -> None:
+    for seen in pool.run(every_batch, WORLD, names=list(BATCHES)):
+        for name, text in seen.items():
+            assert text is not None and BATCHES[name][2] in text, (name, text)
+
+
+def another_batch(ctx: RankContext) -> None:
+    batch = plain_batch()
+    if ctx.rank:  # two tokens change places: their sum does not
+        batch["input_ids"][0, [3, 8]] = batch["input_ids"][0, [8, 3]]
+    with enable(build("llama"), mesh_of(WORLD)) as enabled:
+        enabled.model(**batch)
+
+
+def one_rank_cannot_read_its_batch(ctx: RankContext) -> None:
+    batch: dict[str, Any] = plain_batch()
+    if ctx.rank:
+        batch["input_ids"] = "not a tensor"
+    with enable(build("llama"), mesh_of(WORLD)) as enabled:
+        enabled.model(**batch)
+
+
+def test_ranks_with_other_batches_raise_everywhere(pool: WorkerPool) -> None:
+    errors = pool.errors(another_batch, WORLD)
+    assert all(isinstance(e, ds_usp.MeshError) and "a batch of" in str(e) for e in errors), errors
+    first, second = pool.errors(one_rank_cannot_read_its_batch, WORLD)
+    assert isinstance(first, ds_usp.MeshError)
+    assert isinstance(second, Exception)
+
+
+MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "two sequences": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+            )
+        ),
+        ds_usp.UnsupportedAttentionError,
+        "two sequences",
+    ),
+    "a state": (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
+        ),
+        ds_usp.UnsupportedAttentionError,
+        "carry a state",
+    ),
+    "no positions": (
+        lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
+        ),
+        ds_usp.UnsupportedAttentionError,
+        "position_ids",
+    ),
+    "a head of single tokens": (
+        lambda: transformers.LlamaForSequenceClassification(build("llama").config),
+        ds_usp.UnsupportedAttentionError,
+        "sum over tokens",
+    ),
+    "a router's loss": (
+        lambda: build("mixtral", output_router_logits=True),
+        ds_usp.UnsupportedAttentionError,
+        "auxiliary loss",
+    ),
+    "outputs without names": (
+        lambda: build("llama", return_dict=False),
+        ds_usp.UnsupportedAttentionError,
+        "return_dict",
+    ),
+    "no model of transformers": (
+        lambda: torch.nn.Linear(2, 2),
+        ds_usp.ConfigError,
+        "PreTrainedModel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_refused(name: str) -> None:
+    make, kind, text = MODELS[name]
+    with pytest.raises(kind, match=text):
+        enable(make(), ds_usp.SequenceMesh.single())
+
+
+def test_arguments_of_enable_are_checked() -> None:
+    model, mesh = build("llama"), ds_usp.SequenceMesh.single()
+    for changes, kind in (
+        ({"layout": "diagonal"}, ds_usp.LayoutError),
+        ({"gradients": "max"}, ds_usp.ConfigError),
+        ({"logits": "none"}, ds_usp.ConfigError),
+    ):
+        with pytest.raises(kind):
+            enable(model, mesh, **changes)
+    before = model.config._attn_implementation, model.loss_function
+    with enable(model, mesh):
+        with pytest.raises(ds_usp.ConfigError, match="enabled already"):
+            enable(model, mesh)
+        with pytest.raises(ds_usp.UnsupportedAttentionError, match="after disable"):
+            model.generate(torch.ones(1, 4, dtype=torch.int64))
+    assert (model.config._attn_implementation, model.loss_function) == before
+    assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
+
+
+def test_a_part_of_a_model_has_no_batch() -> None:
+    model = build("llama")
+    with (
+        enable(model, ds_usp.SequenceMesh.single()),
+        pytest.raises(ds_usp.ConfigError, match="not a part of it"),
+    ):
+        model.model(**unlabeled())
+
+
+def test_outputs_of_single_tokens_are_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    for pooling in (False, True):
+        model = transformers.BertModel(config, add_pooling_layer=pooling)
+        with enable(model, ds_usp.SequenceMesh.single()):
+            if not pooling:
+                assert model(**unlabeled()).last_hidden_state.shape == (2, 41, 16)
+                continue
+            with pytest.raises(ds_usp.UnsupportedAttentionError, match="pooler_output"):
+                model(**unlabeled())
+
+
+def test_positions_that_do_not_count_tokens_from_0_must_be_given() -> None:
+    mesh = ds_usp.SequenceMesh.single()
+    roberta = build("roberta")
+    with enable(roberta, mesh), pytest.raises(ds_usp.DataError, match="padding_idx"):
+        roberta(**plain_batch())
+    with enable(build("opt"), mesh) as enabled:
+        enabled.model(**padded_batch("right"))
+        with pytest.raises(ds_usp.DataError, match="first real token"):
+            enabled.model(**padded_batch("left"))
+
+
+# ------------------------------------------------------------------ sums and joins of shards
+
+
+def joined_gradients(ctx: RankContext, gradients: str) -> float:
+    """The error of dx, where every rank makes another loss of the whole of a joined tensor."""
+    mesh = mesh_of(WORLD)
+    layout = mesh.layout("zigzag", 11)
+    generator = torch.Generator().manual_seed(3)
+    x, *weights = (
+        torch.randn(2, 11, 3, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    local = layout.shard(x, 1, mesh.rank).requires_grad_()
+    joined = join_shards(local, layout, mesh, 1, gradients)  # type: ignore[arg-type]
+    (joined.square() * weights[ctx.rank]).sum().backward()
+    # The mean over the ranks of the losses; a parameter's gradient is a sum of such shards.
+    want = layout.shard(2 * x * sum(weights) / WORLD, 1, mesh.rank)
+    scale = WORLD if gradients == "mean" else 1
+    assert local.grad is not None
+    return float((local.grad / scale - want).abs().max() + (joined - x).abs().max())
+
+
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+def test_a_joined_tensor_has_the_gradient_of_the_mean_loss(
+    pool: WorkerPool, gradients: str
+) -> None:
+    assert max(pool.run(joined_gradients, WORLD, gradients=gradients)) < 1e-12
+
+
+def test_digests_tell_batches_apart() -> None:
+    batch = plain_batch()
+    same = batch_digest(batch)
+    assert batch_digest({name: x.clone() for name, x in batch.items()}) == same
+    swapped = batch["input_ids"].clone()
+    swapped[1, [2, 3]] = swapped[1, [3, 2]]
+    others = (
+        {**batch, "input_ids": swapped},
+        {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == IGNORED, -99)},
+        {**batch, "input_ids": batch["input_ids"].T},
+        {"input_ids": batch["input_ids"]},
+        {"input_ids": batch["input_ids"].double(), "labels": batch["labels"]},
+    )
+    assert len({same, *map(batch_digest, others)}) == 1 + len(others)
+    assert batch_digest({}) == "" == batch_digest({})
+    assert not dist.is_initialized()
