@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from cases import mesh_of
 from harness import RankContext, WorkerPool
+from peak_memory import peak_of
 from training_models import Model, batch_of, difference, forward, gradients, llama
+
+from ds_usp.errors import ConfigError, LayoutError
 
 
 def by_transformers(reentrant: bool) -> Callable[[Model], None]:
@@ -120,3 +124,69 @@ def test_gradients_are_those_without_options(
         options=OTHER_OPTIONS[options],
     ):
         assert error < 1e-5
+
+
+def peak_and_offload(ctx: RankContext, options: dict[str, Any]) -> tuple[int, float]:
+    """Peak bytes of a step, and the fraction of saved bytes that was offloaded."""
+    from ds_usp.integrations.transformers import enable
+
+    model = llama(intermediate_size=1024, attention_dropout=0.0)
+    with enable(model, mesh_of(2), **options) as enabled:
+        batch = batch_of(256)
+        peak = peak_of(lambda: forward(model, batch).backward(), repeats=2)
+        offload = enabled._memory.offload(torch.device("cpu"))
+    return peak, offload.counts.offloaded / offload.counts.saved if offload else 0.0
+
+
+def test_less_is_saved(pool: WorkerPool) -> None:
+    def measured(**options: Any) -> tuple[int, float]:
+        return pool.run(peak_and_offload, 2, options=options)[0]
+
+    none, _ = measured()
+    full, _ = measured(recompute="full")
+    in_chunks, _ = measured(recompute="full", mlp_chunks=8)
+    kept, offloaded = measured(recompute="attention", offload_ratio=0.5)
+    assert in_chunks < full < kept < none
+    assert offloaded == pytest.approx(0.5, abs=0.02)
+
+
+def refused(ctx: RankContext, case: str) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from ds_usp.integrations.transformers import enable
+
+    if case == "experts":
+        experts = MixtralConfig(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=8,
+            num_local_experts=2,
+        )
+        enable(MixtralForCausalLM(experts), mesh_of(2), mlp_chunks=2)
+    model = llama()
+    before = attributes(model)
+    if case == "no mlp":
+        model.model.layers[2].mlp = None
+        with pytest.raises(ConfigError):
+            enable(model, mesh_of(2), mlp_chunks=2)
+        assert attributes(model) == before
+        assert model.config._attn_implementation == "eager"
+        enable(model, mesh_of(2), mlp_chunks=2)
+    enable(model, mesh_of(2), mlp_chunks=9)
+    forward(model, batch_of(17))
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("experts", ConfigError, "MixtralSparseMoeBlock"),
+        ("no mlp", ConfigError, "no module `mlp`"),
+        ("too many", LayoutError, "mlp_chunks=9, and a rank has 8 of the 17 tokens"),
+    ],
+)
+def test_refusals(pool: WorkerPool, case: str, error: type[Exception], words: str) -> None:
+    for raised in pool.errors(refused, 2, case=case):
+        assert type(raised) is error
+        assert words in str(raised)
