@@ -37,15 +37,32 @@ def test_the_blocks_that_are_not_run_are_counted() -> None:
     assert any(block.language == "python" for block in ALL)
 
 
+def python_of(path: Path) -> list[Block]:
+    return [block for block in blocks(path) if block.language == "python" and not block.reason]
+
+
+def needs_transformers(path: Path) -> bool:
+    return any("import transformers" in block.text for block in python_of(path))
+
+
+def run_page(path: Path, pool: WorkerPool) -> None:
+    for failures in pool.run(run_python, WORLD, page=python_of(path)):
+        assert failures == []
+
+
 @pytest.mark.parametrize(
-    "path",
-    [p for p in pages() if any(b.language == "python" and not b.reason for b in blocks(p))],
-    ids=relative,
+    "path", [p for p in pages() if python_of(p) and not needs_transformers(p)], ids=relative
 )
 def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
-    page = [block for block in blocks(path) if block.language == "python" and not block.reason]
-    for failures in pool.run(run_python, WORLD, page=page):
-        assert failures == []
+    run_page(path, pool)
+
+
+@pytest.mark.transformers
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("path", [*filter(needs_transformers, pages())], ids=relative)
+def test_python_with_transformers_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
+    run_page(path, pool)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_bad_settings_are_refused(settings: dict[str, str], message: str) -> Non
 
 @pytest.mark.transformers
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 def test_the_tiny_script_trains_as_transformers_does_on_one_rank(tmp_path: Path) -> None:
     settings = {"OUTPUT_HOME": str(tmp_path), "TRAIN_ITERS": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = bash("sft_tiny_usp_cpu", **settings)
