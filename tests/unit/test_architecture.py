@@ -21,7 +21,7 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
 OPTIONAL = {
     *("deepspeed", "megatron", "transformer_engine", "flash_attn", "flash_attn_interface"),
-    *("accelerate", "peft", "trl", "datasets", "diffusers"),
+    *("accelerate", "peft", "trl", "datasets"),
 }
 NO_PROCESS_GROUPS = ("ds_usp/kernels/", "ds_usp/memory/")
 PUBLIC_MODULES = {

@@ -1,0 +1,84 @@
+"""The arguments of a forward pass: what they are called, what is refused, what ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.integrations.diffusers.plans import Plan, parameters_of
+from ds_usp.integrations.replicas import batch_digest
+
+_ATTENTION_KWARGS = frozenset(
+    {"attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}
+)
+_LORA_SCALE = "scale"
+_ADVICE: Mapping[str, str] = {
+    "controlnet": "residuals of a ControlNet belong to tokens by their index; leave it out",
+    "ip_adapter": "IP-Adapters are not served; unload them",
+    "kv_cache": "a cache of keys belongs to whole tokens; leave it out",
+    "num_ref_tokens": "reference tokens are told by their index; leave the cache of them out",
+}
+
+
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a module's forward pass by their names."""
+    return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+
+
+def check_arguments(transformer: nn.Module, plan: Plan, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that the plan does not know.
+
+    Raises:
+        UnsupportedAttentionError: which ones.
+    """
+    known = plan.arguments | {"return_dict"}
+    for name, value in given.items():
+        if name in _ATTENTION_KWARGS:
+            for key, inner in (value or {}).items():
+                if key != _LORA_SCALE and _is_given(inner):
+                    raise _refusal(transformer, key, f" in {name}")
+        elif name not in known and _is_given(value):
+            raise _refusal(transformer, name)
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _refusal(transformer: nn.Module, name: str, where: str = "") -> UnsupportedAttentionError:
+    advice = "its plan does not know whether that has tokens; leave it out"
+    for part, text in _ADVICE.items():
+        if part in name:
+            advice = text
+    return UnsupportedAttentionError(f"{type(transformer).__name__}: {name}{where}: {advice}")
+
+
+def describe(given: Mapping[str, Any]) -> str:
+    """A text that tells the arguments of a forward pass apart, tensors by their values.
+
+    One transfer from the device for all tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: list[str] = []
+    for name, value in _flat("", given):
+        if isinstance(value, Tensor):
+            tensors[name] = torch.view_as_real(value) if value.is_complex() else value
+        elif isinstance(value, (int, float, str)):
+            plain.append(f"{name} {value}")
+    return "; ".join((batch_digest(tensors), ", ".join(plain)))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value and what it holds, with names; mappings, lists and tuples are gone through."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{name}.{index}", inner)
+    else:
+        yield name, value

@@ -1,0 +1,252 @@
+"""The hooks that shard a transformer's forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
+from ds_usp.integrations.diffusers.arguments import bind, check_arguments, describe
+from ds_usp.integrations.diffusers.pass_state import Options, PassState
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
+from ds_usp.integrations.diffusers.processor import check_processor, sharded
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_transformer(transformer: nn.Module) -> None:
+    """Refuse what diffusers may have switched on: its own parallelism, and caches of blocks.
+
+    Raises:
+        ConfigError: diffusers' parallelism.
+        UnsupportedAttentionError: a cache.
+    """
+    name = type(transformer).__name__
+    if getattr(transformer, "_parallel_config", None) is not None:
+        raise ConfigError(
+            f"{name} has diffusers' own parallelism (enable_parallelism, parallel_config): load "
+            "the transformer without it"
+        )
+    if getattr(transformer, "is_cache_enabled", False):
+        raise UnsupportedAttentionError(
+            f"{name} has a cache of its blocks, whose choices would differ between shards: call "
+            "disable_cache()"
+        )
+
+
+class ShardedTransformer:
+    """One transformer whose forward passes are sharded; whole arguments, whole outputs.
+
+    Attributes:
+        transformer: with hooks, and other attention processors.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, mesh: SequenceMesh, plan: Plan, options: Options
+    ) -> None:
+        self.transformer = transformer
+        self._mesh, self._plan, self._options = mesh, plan, options
+        self._state: PassState | None = None
+        self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
+        attention = [
+            (module, order)
+            for path, order in plan.attention.items()
+            for module in modules_at(transformer, path)
+        ]
+        for module, _ in attention:
+            check_processor(module)
+        self._processors: list[tuple[nn.Module, Any, Any]] = []
+        for module, order in attention:
+            processor = sharded(module.processor, order, self._current)
+            self._processors.append((module, module.processor, processor))
+            module.processor = processor
+        self._handles = list(self._register())
+
+    def remove(self) -> None:
+        """Leave the transformer as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, original, processor in self._processors:
+            if module.processor is processor:  # else it was replaced since
+                module.processor = original
+        self._processors.clear()
+
+    def _current(self) -> PassState | None:
+        return self._state
+
+    def _register(self) -> Iterator[RemovableHandle]:
+        plan, transformer = self._plan, self.transformer
+        order = next(iter(plan.attention.values()))
+        for path, argument in plan.masks.items():
+            for module in modules_at(transformer, path):
+                yield module.register_forward_pre_hook(
+                    partial(self._take_mask, argument, order), with_kwargs=True
+                )
+        for path, entries in plan.inputs.items():
+            for module in modules_at(transformer, path) if path else ():
+                # Before the masks', which need the lengths.
+                yield module.register_forward_pre_hook(
+                    partial(self._shard_inputs, entries), with_kwargs=True, prepend=True
+                )
+        for path, outputs in plan.outputs.items():
+            for module in modules_at(transformer, path):
+                yield module.register_forward_hook(partial(self._shard_outputs, outputs))
+        for module in modules_at(transformer, plan.joined):
+            yield module.register_forward_hook(self._join_output)
+        yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        yield transformer.register_forward_hook(self._end, always_call=True)
+
+    # ------------------------------------------------------------------ around the transformer
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Check the call on all ranks, and shard the transformer's own arguments."""
+        given = bind(self.transformer, args, kwargs)
+        with self._same_on_all_ranks(given):
+            self._check_unchanged()
+            check_arguments(self.transformer, self._plan, given)
+        name = type(self.transformer).__name__
+        self._state = PassState(name, self._mesh, self._options)
+        if torch.is_grad_enabled():
+            self._wrap_checkpoints(self._state)
+        return (), _sharded(self._state, given, self._plan.inputs.get("", {}))
+
+    def _end(self, _: nn.Module, __: Any, out: Any) -> None:
+        """After every pass, one that has raised too (without an output)."""
+        state, self._state = self._state, None
+        for module, original in self._stock_checkpoints:
+            setattr(module, _CHECKPOINT, original)
+        self._stock_checkpoints.clear()
+        if out is not None and state is not None and not state.joined:
+            raise UnsupportedAttentionError(
+                f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
+                "output its plan joins: what it returns is a shard"
+            )
+
+    @contextmanager
+    def _same_on_all_ranks(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Compare the call on all ranks; what one rank refuses every rank refuses.
+
+        Raises:
+            MeshError: the ranks were given other arguments, or other noise.
+            USPError: what the body has raised.
+        """
+        error: USPError | None = None
+        try:
+            yield
+        except USPError as refused:
+            error = refused
+        if self._mesh.sp_group is not None:
+            name = type(self.transformer).__name__
+            self._mesh.agree(f"arguments of {name} (noise too): {describe(given)}", error)
+        if error is not None:
+            raise error
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was changed since :func:`enable`.
+
+        Raises:
+            USPError: attention processors, parallelism or a cache.
+        """
+        check_transformer(self.transformer)
+        for module, _, processor in self._processors:
+            if module.processor is not processor:
+                raise ConfigError(
+                    f"the attention processors of {type(self.transformer).__name__} were replaced "
+                    f"since enable (there is a {type(module.processor).__name__}): disable(), "
+                    "change them, and enable again"
+                )
+
+    def _wrap_checkpoints(self, state: PassState) -> None:
+        """Let blocks that a checkpoint runs again in backward find the state of their own pass,
+        even if another pass came between."""
+
+        def checkpointed(
+            original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            return original(partial(self._resume, state, block), *args, **kwargs)
+
+        for module in self.transformer.modules():
+            original = vars(module).get(_CHECKPOINT)
+            if original is not None:
+                self._stock_checkpoints.append((module, original))
+                setattr(module, _CHECKPOINT, partial(checkpointed, original))
+
+    def _resume(
+        self, state: PassState, block: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        before, self._state = self._state, state
+        try:
+            return block(*args, **kwargs)
+        finally:
+            self._state = before
+
+    # ------------------------------------------------------------------ inside
+
+    def _active(self, module: nn.Module) -> PassState:
+        if self._state is None:
+            raise ConfigError(
+                f"{type(module).__name__} of an enabled {type(self.transformer).__name__} runs "
+                "outside of a forward pass of it. Call the transformer, not a part of it; "
+                "checkpoint by its enable_gradient_checkpointing()"
+            )
+        return self._state
+
+    def _shard_inputs(
+        self,
+        entries: Mapping[str, TokenDim],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        return (), _sharded(self._active(module), bind(module, args, kwargs), entries)
+
+    def _shard_outputs(
+        self, entries: tuple[TokenDim | None, ...], module: nn.Module, _: Any, out: Any
+    ) -> Any:
+        state = self._active(module)
+        if isinstance(out, Tensor):
+            return _shard_value(state, out, entries[0])
+        return type(out)(_shard_value(state, x, at) for x, at in zip(out, entries, strict=True))
+
+    def _take_mask(
+        self,
+        argument: str,
+        order: tuple[Kind, ...],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        """Read the mask of keys; the module goes on without it."""
+        given = bind(module, args, kwargs)
+        if given.get(argument) is not None:
+            self._active(module).read_mask(given[argument], order)
+            given[argument] = None
+        return (), given
+
+    def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
+        return self._active(module).join(out)
+
+
+def _sharded(
+    state: PassState, given: dict[str, Any], entries: Mapping[str, TokenDim]
+) -> dict[str, Any]:
+    for name, at in entries.items():
+        given[name] = _shard_value(state, given.get(name), at)
+    return given
+
+
+def _shard_value(state: PassState, value: Any, at: TokenDim | None) -> Any:
+    if at is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_shard_value(state, x, at) for x in value)
+    return state.shard(value, at) if isinstance(value, Tensor) else value

@@ -1,0 +1,162 @@
+"""``enable``: a diffusion transformer, or a pipeline's, sharded over a mesh."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import diffusers
+from diffusers import DiffusionPipeline, ModelMixin
+from packaging.version import Version
+
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.diffusers.hooks import ShardedTransformer, check_transformer
+from ds_usp.integrations.diffusers.pass_state import Options
+from ds_usp.integrations.diffusers.plans import PLANS, Plan
+from ds_usp.integrations.replicas import Reduction
+from ds_usp.kernels.registry import AUTO
+
+OLDEST, BEFORE = "0.42", "1"
+_OF_A_PIPELINE = ("transformer", "transformer_2")
+
+
+def enable(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    mesh: SequenceMesh,
+    *,
+    kernel: str = AUTO,
+    plan: Plan | None = None,
+    gradients: Reduction = "mean",
+    tuning: Tuning = AUTO_TUNING,
+) -> EnabledTransformer:
+    """Shard every forward pass of a diffusion transformer over the ranks of a mesh.
+
+    To everything around the transformer the ranks of the mesh are data-parallel replicas that were
+    given the same batch: each gives whole latents, text and timesteps, the same on every rank, and
+    gets the whole output; the mean over the ranks of the gradients is the gradient. Call it on
+    every rank, before DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` takes
+    the transformer. Ranks need the same noise: seed generators alike.
+
+    Image tokens are sharded, and text tokens where they take part in the same attention; text that
+    is attended to by cross-attention stays whole. Any number of tokens, at least one for each rank.
+
+    Args:
+        model_or_pipeline: a transformer of a class of :data:`PLANS`, or a pipeline: then its
+            ``transformer`` and, if it has one, ``transformer_2``.
+        kernel, tuning: as of :func:`ds_usp.usp_attention`.
+        plan: of a class that has none in :data:`PLANS`, or instead of that one.
+        gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
+            FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
+
+    Raises:
+        ConfigError: another version of diffusers, no transformer, one that is enabled already, or
+            that the plan does not fit; diffusers' own parallelism.
+        UnsupportedAttentionError: a class without a plan, an option of the configuration that
+            treats tokens by their index, an IP-Adapter, a cache or an attention backend.
+    """
+    _check_version()
+    options = Options(kernel, gradients, tuning)
+    transformers = _transformers_of(model_or_pipeline)
+    plans = [plan or _plan_of(transformer) for transformer in transformers]
+    for transformer, its_plan in zip(transformers, plans, strict=True):
+        _check(transformer, its_plan)
+    enabled = EnabledTransformer(model_or_pipeline, mesh)
+    try:
+        for transformer, its_plan in zip(transformers, plans, strict=True):
+            enabled._sharded.append(ShardedTransformer(transformer, mesh, its_plan, options))
+    except BaseException:
+        enabled.disable()  # a pipeline's first transformer, if its second one was refused
+        raise
+    return enabled
+
+
+class EnabledTransformer:
+    """What :func:`enable` has changed; as a context manager it is disabled at the end.
+
+    Attributes:
+        model: the transformer, or the pipeline, that was given to :func:`enable`.
+        mesh: the ranks that share each batch.
+    """
+
+    def __init__(self, model: ModelMixin | DiffusionPipeline, mesh: SequenceMesh) -> None:
+        self.model, self.mesh = model, mesh
+        self._sharded: list[ShardedTransformer] = []
+
+    @property
+    def transformers(self) -> tuple[ModelMixin, ...]:
+        """The transformers that are sharded; none once it is disabled."""
+        return tuple(each.transformer for each in self._sharded)
+
+    def disable(self) -> None:
+        """Leave the transformers as they were before :func:`enable`."""
+        for each in self._sharded:
+            each.remove()
+        self._sharded.clear()
+
+    def __enter__(self) -> EnabledTransformer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.disable()
+
+
+def _check_version() -> None:
+    have = Version(diffusers.__version__)
+    if not Version(OLDEST) <= have < Version(BEFORE):
+        raise ConfigError(
+            f"diffusers {have} is not served: install diffusers>={OLDEST},<{BEFORE} (Python 3.11 "
+            "or newer)"
+        )
+
+
+def _transformers_of(given: Any) -> list[ModelMixin]:
+    """The transformer itself, or those of a pipeline, each once."""
+    if isinstance(given, DiffusionPipeline):
+        found = [getattr(given, name, None) for name in _OF_A_PIPELINE]
+        transformers = list({id(x): x for x in found if x is not None}.values())
+        if not transformers:
+            raise ConfigError(
+                f"{type(given).__name__} has neither {' nor '.join(_OF_A_PIPELINE)}: pipelines "
+                "with a UNet are not served"
+            )
+        return transformers
+    if not isinstance(given, ModelMixin):
+        raise ConfigError(
+            f"{type(given).__name__} is no transformer (ModelMixin) and no pipeline of diffusers. "
+            "Enable the transformer before DistributedDataParallel, deepspeed.initialize or "
+            "torch.compile wraps it"
+        )
+    return [given]
+
+
+def _plan_of(transformer: ModelMixin) -> Plan:
+    name = type(transformer).__name__
+    if name not in PLANS:
+        raise UnsupportedAttentionError(
+            f"there is no plan for {name}; there are plans for {', '.join(PLANS)}. Give one of "
+            "your own (plan=...); enable a transformer before fully_shard renames its class"
+        )
+    return PLANS[name]
+
+
+def _check(transformer: ModelMixin, plan: Plan) -> None:
+    """Compare a transformer with its plan.
+
+    Raises:
+        USPError: it cannot be sharded.
+    """
+    plan.check(transformer)
+    check_transformer(transformer)
+    for option, value in plan.refused.items():
+        if transformer.config[option] == value:
+            raise UnsupportedAttentionError(
+                f"{type(transformer).__name__} with {option}={value!r} treats tokens by their "
+                "index, which a shard does not know: it is not served"
+            )

@@ -1,0 +1,176 @@
+"""One forward pass of a sharded transformer: lengths, shards and the padding of its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_usp.attention.functional import usp_attention
+from ds_usp.attention.tuning import AUTO_TUNING, Tuning
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
+from ds_usp.geometry.joint import JointLayout
+from ds_usp.geometry.layout import TokenLayout
+from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.integrations.diffusers.plans import Kind, TokenDim
+from ds_usp.integrations.replicas import Reduction, check_reduction, join_shards
+from ds_usp.kernels.registry import AUTO
+
+LAYOUT = "contiguous"
+
+
+@dataclass(frozen=True)
+class Options:
+    """See :func:`ds_usp.integrations.diffusers.enable`.
+
+    Raises:
+        ConfigError: a reduction that does not exist.
+    """
+
+    kernel: str = AUTO
+    gradients: Reduction = "mean"
+    tuning: Tuning = AUTO_TUNING
+
+    def __post_init__(self) -> None:
+        check_reduction(self.gradients)
+
+
+class PassState:
+    """What one forward pass knows of its tokens, and its recomputation later.
+
+    Full attention does not depend on the order of tokens. So image and text are sharded each by
+    itself, whatever the order of a model is; and where text is padded, attention runs over image,
+    text and padding in this order, the padding being a document of its own.
+
+    Attributes:
+        joined: whether an output was joined.
+    """
+
+    def __init__(self, name: str, mesh: SequenceMesh, options: Options) -> None:
+        self.joined = False
+        self._name, self._mesh, self._options = name, mesh, options
+        self._lengths: dict[Kind, int] = {}
+        self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
+
+    def layout(self, kind: Kind) -> TokenLayout:
+        """The layout of the image's or the text's tokens.
+
+        Raises:
+            ConfigError: none of them was sharded before.
+            LayoutError: fewer tokens than ranks.
+        """
+        if kind not in self._lengths:
+            raise ConfigError(f"{self._name}: its plan shards no {kind} before it is needed")
+        try:
+            return self._mesh.layout(LAYOUT, self._lengths[kind])
+        except LayoutError as error:
+            raise LayoutError(f"{self._name}, {kind}: {error}") from None
+
+    def shard(self, x: Tensor, at: TokenDim) -> Tensor:
+        """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
+
+        Raises:
+            LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
+        """
+        if at.ndim is not None and (x.ndim != at.ndim or x.shape[at.dim] == 1):
+            return x
+        length = self._lengths.setdefault(at.kind, x.shape[at.dim])
+        if x.shape[at.dim] != length:
+            raise LayoutError(
+                f"{self._name}: a tensor of {x.shape[at.dim]} {at.kind} tokens, dim {at.dim} of "
+                f"{list(x.shape)}, where others of the same forward pass have {length}"
+            )
+        return self.layout(at.kind).shard(x, at.dim, self._mesh.rank)
+
+    def join(self, x: Tensor) -> Tensor:
+        """``[b, image tokens, ...]`` on every rank, from the ranks' shards."""
+        self.joined = True
+        return join_shards(x, self.layout("image"), self._mesh, 1, self._options.gradients)
+
+    def read_mask(self, mask: Tensor, order: tuple[Kind, ...]) -> None:
+        """Take a mask of keys, of the whole text or of image and text.
+
+        Args:
+            mask: ``[b, ...]`` with one number for each key, not 0 for real tokens.
+            order: of the keys.
+
+        Raises:
+            UnsupportedAttentionError: padding before real text, or numbers other than 0 and 1.
+            LayoutError: a mask of another length.
+        """
+        if self._documents is not None:  # of another layer, or a recomputation
+            return
+        image, text = self.layout("image").seq_len, self.layout("text").seq_len
+        keys = mask.reshape(mask.shape[0], -1)
+        if keys.shape[1] == image + text:
+            keys = keys[:, image:] if order[-1] == "text" else keys[:, :text]
+        elif keys.shape[1] != text:
+            raise LayoutError(
+                f"{self._name}: a mask {list(mask.shape)} of {keys.shape[1]} keys, for {text} text "
+                f"tokens and {image} of the image"
+            )
+        real = keys != 0
+        ordered = real == (torch.arange(text, device=keys.device) < real.sum(1, keepdim=True))
+        summary = torch.stack([real.sum(1), ordered.all(1), (keys == real).all(1)], 1)
+        counts, in_order, zero_or_one = zip(*summary.tolist(), strict=True)
+        if not all(in_order) or not all(zero_or_one):
+            raise UnsupportedAttentionError(
+                f"{self._name}: a text mask must be ones and then zeros in each row. Put padding "
+                "last (padding_side='right'), or leave the padded tokens out"
+            )
+        total = image + text
+        padded = min(counts) < text
+        self._documents = tuple((0, image + n, total) for n in counts) if padded else ()
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, order: tuple[Kind, ...], scale: float | None
+    ) -> Tensor:
+        """Attention of this rank's tokens with all.
+
+        Shapes:
+            q, k, v ``[b, s_local, h, d]``: this rank's shards, in the order given.
+
+        Raises:
+            UnsupportedAttentionError: other tokens than these.
+        """
+        lengths = [self.layout(kind).length(self._mesh.rank) for kind in order]
+        if not q.shape[1] == k.shape[1] == sum(lengths):
+            raise UnsupportedAttentionError(
+                f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
+                f"this rank has {' + '.join(map(str, lengths))} tokens ({' + '.join(order)})"
+            )
+        # Padding is at the end only if text is.
+        moved = lengths[0] if self._documents and order[0] == "text" else 0
+        if moved:
+            q, k, v = (x.roll(-moved, 1) for x in (q, k, v))
+        out = usp_attention(
+            q,
+            k,
+            v,
+            mesh=self._mesh,
+            layout=self._attention_layout(order, bool(moved)),
+            mask=MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full(),
+            softmax_scale=scale,
+            kernel=self._options.kernel,
+            tuning=self._options.tuning,
+        )
+        return out.roll(moved, 1) if moved else out
+
+    def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
+        """The layout of an attention's tokens.
+
+        Without padding only the number of a rank's tokens matters: where these numbers are those of
+        one contiguous sequence it is taken, whose shards are exchanged in one piece.
+        """
+        image = self.layout("image")
+        if order == ("image",):
+            return image
+        text = self.layout("text")
+        one = self._mesh.layout(LAYOUT, image.seq_len + text.seq_len)
+        ranks = range(self._mesh.sp_degree)
+        fits = all(image.length(r) + text.length(r) == one.length(r) for r in ranks)
+        if fits and not self._documents:
+            return one
+        return JointLayout.of(image, text.seq_len, front=order[0] == "text" and not moved)

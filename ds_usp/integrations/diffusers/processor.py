@@ -1,0 +1,134 @@
+"""Attention processors of diffusers whose attention runs over a mesh."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.diffusers.pass_state import PassState
+from ds_usp.integrations.diffusers.plans import Kind
+
+_NATIVE = "native"
+_MARK = "_sharded_by_ds_usp"
+
+
+class _ShardedAttention(TorchFunctionMode):
+    """Within it ``scaled_dot_product_attention`` is attention over the mesh.
+
+    Attributes:
+        calls: how many there were.
+    """
+
+    def __init__(self, name: str, state: PassState, order: tuple[Kind, ...]) -> None:
+        super().__init__()
+        self._name, self._state, self._order = name, state, order
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The signature of torch's; ``enable_gqa`` is what fewer KV heads mean here anyway."""
+        if attn_mask is not None or dropout_p or is_causal:
+            what = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
+            what = what or ("is_causal" if is_causal else f"dropout {dropout_p}")
+            raise UnsupportedAttentionError(
+                f"{self._name} gives attention {what}, which its plan does not know: attention "
+                "over sharded tokens is full, but for padding of text that the plan names"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self._state.attend(q, k, v, self._order, scale).transpose(1, 2)
+
+
+def check_processor(module: nn.Module) -> None:
+    """Refuse a processor whose attention cannot be sharded.
+
+    Raises:
+        ConfigError: it is sharded already.
+        UnsupportedAttentionError: IP-Adapters and other processors with weights, or an attention
+            backend.
+    """
+    processor, name = module.processor, type(module.processor).__name__
+    if is_sharded(processor):
+        raise ConfigError(f"{name} is sharded already: disable() the transformer first")
+    if isinstance(processor, nn.Module) or "IPAdapter" in name:
+        raise UnsupportedAttentionError(
+            f"{name}: IP-Adapters, and other attention processors with weights of their own, are "
+            "not served; unload them"
+        )
+    _check_backend(processor, name)
+
+
+def _check_backend(processor: Any, name: str) -> None:
+    backend = getattr(processor, "_attention_backend", None)
+    if backend is not None and str(getattr(backend, "value", backend)) != _NATIVE:
+        raise UnsupportedAttentionError(
+            f"{name} has the attention backend {getattr(backend, 'value', backend)!r}: call "
+            "set_attention_backend('native'); the kernel is chosen by enable(kernel=...)"
+        )
+
+
+def is_sharded(processor: Any) -> bool:
+    """Whether :func:`sharded` has made it."""
+    return hasattr(processor, _MARK)
+
+
+def sharded(
+    processor: Any, order: tuple[Kind, ...], current: Callable[[], PassState | None]
+) -> Any:
+    """A copy of an attention processor whose attention runs over the mesh.
+
+    Its class is a subclass whose call has the same signature, which diffusers reads.
+
+    Args:
+        order: the tokens of its keys.
+        current: returns the forward pass that runs.
+    """
+    cls = type(processor)
+    call = cls.__call__
+    name = cls.__name__
+
+    @functools.wraps(call)
+    def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = current()
+        if state is None:
+            raise ConfigError(
+                f"{name} of an enabled transformer runs outside of a forward pass of it. Call the "
+                "transformer, not a part of it; checkpoint by its enable_gradient_checkpointing()"
+            )
+        _check_backend(self, name)
+        with _ShardedAttention(name, state, order) as attention:
+            out = call(self, *args, **kwargs)
+        if attention.calls != 1:
+            raise UnsupportedAttentionError(
+                f"{name} has called torch's scaled_dot_product_attention {attention.calls} times, "
+                "and once is served. It computes attention in its own way (adapters, caches), or "
+                "by another backend: call set_attention_backend('native')"
+            )
+        return out
+
+    made = copy.copy(processor)
+    made.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call, _MARK: True})
+    return made

@@ -1,0 +1,225 @@
+"""Diffusion transformers on 4 ranks: every class with a plan, at every split of ulysses x ring,
+lengths that ranks share unevenly, padded text; checkpointing; pipelines; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from model_runs import BOUND, Result, relative, take_gradients
+from tiny_diffusers import MASKS, VARIANTS, arguments, build, flux_pipeline, wan_pipeline
+from torch import Tensor
+
+import ds_usp
+from ds_usp.integrations.diffusers import PLANS, enable
+
+WORLD = 4
+ULYSSES = (4, 2, 1)
+Errors = dict[str, float]
+
+
+def cases_of(name: str) -> dict[str, dict[str, Any]]:
+    """Arguments of forward passes by what they try."""
+    cases = {"odd": arguments(name)}
+    if name not in VARIANTS:
+        cases["even"] = arguments(name, odd=False)
+    if name in MASKS:
+        cases["padded"] = arguments(name, padded=True)
+    return cases
+
+
+def forward_and_backward(transformer: Any, *passes: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of some forward passes before one backward pass, and the last output."""
+    loss = torch.zeros(())
+    for given in passes:
+        output = transformer(**given, return_dict=False)[0]
+        target = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+        loss = loss + ((output - target) ** 2).mean()
+    loss.backward()
+    return loss.detach(), output.detach()
+
+
+def alone(transformer: Any, *passes: dict[str, Any]) -> Result:
+    return Result(*forward_and_backward(transformer, *passes), take_gradients(transformer))
+
+
+def on_the_mesh(transformer: Any, *passes: dict[str, Any], divisor: int = WORLD) -> Result:
+    """On all ranks; the gradients are their sum by the divisor, the mean."""
+    loss, output = forward_and_backward(transformer, *passes)
+    gradients = take_gradients(transformer)
+    joined = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    dist.all_reduce(joined)
+    parts = (joined / divisor).split([gradient.numel() for gradient in gradients.values()])
+    means = (x.view_as(g) for x, g in zip(parts, gradients.values(), strict=True))
+    return Result(loss, output, dict(zip(gradients, means, strict=True)))
+
+
+def every_case(ctx: RankContext, name: str) -> Errors:
+    """Errors by case and mesh. Each rank has the truth of its share of the cases."""
+    transformer, cases = build(name), cases_of(name)
+    mine = [case for index, case in enumerate(cases) if index % ctx.world == ctx.rank]
+    wants = {case: alone(transformer, cases[case]) for case in mine}
+    errors = {}
+    for ulysses in ULYSSES:
+        with enable(transformer, mesh_of(ulysses)):
+            for case, given in cases.items():
+                have = on_the_mesh(transformer, given)
+                if case in wants:
+                    errors[f"{case}, ulysses {ulysses}"] = have.error(wants[case])
+    return errors
+
+
+def check(errors: list[Errors], count: int) -> None:
+    joined = {name: error for each in errors for name, error in each.items()}
+    assert len(joined) == count
+    wrong = {name: error for name, error in joined.items() if not error <= BOUND}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", [*PLANS, *VARIANTS])
+def test_outputs_and_gradients_are_exact_at_every_split(pool: WorkerPool, name: str) -> None:
+    errors = pool.run(every_case, WORLD, name=name)
+    check(errors, len(cases_of(name)) * len(ULYSSES))
+
+
+# ------------------------------------------------------------------ checkpointing, reductions
+
+
+def checkpointed(ctx: RankContext, name: str, reentrant: bool) -> tuple[Errors, int]:
+    """Two passes of other lengths before one backward pass, and how often attention ran."""
+    from ds_usp.integrations.diffusers import pass_state
+
+    transformer = build(name)
+    passes = arguments(name, padded=True), arguments(name, odd=False, seed=2)
+    if reentrant:  # which computes no gradients unless an input has one
+        for given in passes:
+            given["hidden_states"].requires_grad_()
+    want = alone(transformer, *passes)
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    def reentrant_checkpoint(block: Callable[..., Any], *args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=True)
+
+    original, pass_state.usp_attention = pass_state.usp_attention, counted
+    try:
+        with enable(transformer, mesh_of(2)):
+            transformer.enable_gradient_checkpointing(reentrant_checkpoint if reentrant else None)
+            have = on_the_mesh(transformer, *passes)
+    finally:
+        pass_state.usp_attention = original
+    return {f"rank {ctx.rank}": have.error(want)}, sum(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        ("QwenImageTransformer2DModel", False),
+        ("HunyuanVideoTransformer3DModel", False),
+        ("WanTransformer3DModel", True),
+    ],
+)
+def test_checkpointed_blocks_recompute_their_own_pass(
+    pool: WorkerPool, name: str, reentrant: bool
+) -> None:
+    errors, calls = zip(*pool.run(checkpointed, WORLD, name=name, reentrant=reentrant), strict=True)
+    check(list(errors), WORLD)
+    assert set(calls) == {2 * 2 * 2}  # layers, passes, and again
+
+
+def summed(ctx: RankContext) -> Errors:
+    transformer, given = build("PixArtTransformer2DModel"), arguments("PixArtTransformer2DModel")
+    want = alone(transformer, given)
+    with enable(transformer, mesh_of(2), gradients="sum"):
+        have = on_the_mesh(transformer, given, divisor=1)
+    return {f"rank {ctx.rank}": have.error(want)}
+
+
+def test_gradients_may_be_summed(pool: WorkerPool) -> None:
+    check(pool.run(summed, WORLD), WORLD)
+
+
+# ------------------------------------------------------------------ pipelines
+
+
+def latents(ctx: RankContext, kind: str) -> list[tuple[float, Tensor]]:
+    """Latents after some steps on each mesh: their error, and themselves."""
+    pipeline, sample = (flux_pipeline if kind == "flux" else wan_pipeline)()
+    want = sample(pipeline)
+    results = []
+    for ulysses in ULYSSES:
+        with enable(pipeline, mesh_of(ulysses)) as enabled:
+            assert len(enabled.transformers) == (1 if kind == "flux" else 2)
+            have = sample(pipeline)
+        results.append((relative(have, want), have))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+def test_pipelines_give_one_rank_s_latents_on_every_rank(pool: WorkerPool, kind: str) -> None:
+    """Wan's has two transformers, one for each part of the steps, and guidance."""
+    by_rank = pool.run(latents, WORLD, kind=kind)
+    for index in range(len(ULYSSES)):
+        assert max(results[index][0] for results in by_rank) <= BOUND
+        assert all(torch.equal(results[index][1], by_rank[0][index][1]) for results in by_rank)
+
+
+# ------------------------------------------------------------------ refused on every rank
+
+
+def other_noise(rank: int) -> tuple[str, dict[str, Any]]:
+    return "FluxTransformer2DModel", arguments("FluxTransformer2DModel", seed=1 + (rank == 2))
+
+
+def one_controlnet(rank: int) -> tuple[str, dict[str, Any]]:
+    residuals = [torch.zeros(2, 35, 128)] if rank == 1 else None
+    given = arguments("FluxTransformer2DModel")
+    return "FluxTransformer2DModel", given | {"controlnet_block_samples": residuals}
+
+
+def holes(rank: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("QwenImageTransformer2DModel", padded=True)
+    given["encoder_hidden_states_mask"][:, 1] = False
+    return "QwenImageTransformer2DModel", given
+
+
+def few_tokens(rank: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("FluxTransformer2DModel")
+    text = {name: given[name].narrow(-2, 0, 3) for name in ("encoder_hidden_states", "txt_ids")}
+    return "FluxTransformer2DModel", given | text
+
+
+def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]]) -> Any:
+    """The error's type and text; the transformer then serves a right call."""
+    name, given = make(ctx.rank)
+    transformer = build(name)
+    want = transformer(**arguments(name), return_dict=False)[0]
+    with enable(transformer, mesh_of(2)):
+        with pytest.raises(ds_usp.USPError) as error:
+            transformer(**given)
+        have = transformer(**arguments(name), return_dict=False)[0]
+    assert relative(have, want) <= BOUND
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (other_noise, "MeshError", "noise too"),
+        (one_controlnet, "", "ControlNet"),
+        (holes, "UnsupportedAttentionError", "ones and then zeros"),
+        (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
+    ],
+)
+def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -> None:
+    for have, message in pool.run(refused, WORLD, make=make):
+        assert kind in ("", have), (have, message)
+        assert text in message

@@ -1,0 +1,228 @@
+"""``enable`` of diffusers by itself, on one rank: what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.models.attention_dispatch import AttentionBackendName
+from model_runs import relative
+from tiny_diffusers import arguments, build, flux_pipeline
+from torch import nn
+
+import ds_usp
+from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
+
+FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
+MESH = ds_usp.SequenceMesh.single()
+
+
+def hooks_of(transformer: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in transformer.modules())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_disable_leaves_the_transformer_as_it_was(name: str) -> None:
+    transformer, given = build(name), arguments(name, padded=True)
+    before = transformer(**given, return_dict=False)[0]
+    processors = {m: m.processor for m in transformer.modules() if hasattr(m, "processor")}
+    attributes = {m: set(vars(m)) for m in transformer.modules()}
+    with enable(transformer, MESH) as enabled:
+        assert enabled.transformers == (transformer,)
+        assert hooks_of(transformer) > 0
+        assert relative(transformer(**given).sample, before) < 1e-6
+    assert enabled.transformers == () and hooks_of(transformer) == 0
+    assert all(m.processor is processor for m, processor in processors.items())
+    assert all(set(vars(m)) == attributes[m] for m in transformer.modules())
+    assert torch.equal(transformer(**given, return_dict=False)[0], before)
+
+
+def test_a_pipeline_is_restored_where_its_second_transformer_is_refused() -> None:
+    pipeline, _ = flux_pipeline()
+    pipeline.transformer_2 = build(WAN)
+    pipeline.transformer_2.blocks[0].attn1.processor._attention_backend = "flash"
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="'flash'"):
+        enable(pipeline, MESH)
+    assert hooks_of(pipeline.transformer) == 0
+
+
+# ------------------------------------------------------------------ refused by enable
+
+
+class IPAdapterAttnProcessor:
+    def __call__(self, *_: Any) -> Any: ...
+
+
+def with_an_ip_adapter() -> Any:
+    transformer = build(FLUX)
+    transformer.transformer_blocks[0].attn.processor = IPAdapterAttnProcessor()
+    return transformer
+
+
+def set_backend(transformer: Any, backend: Any) -> None:
+    """As set_attention_backend does, which sets it for all transformers of the process too."""
+    for processor in transformer.attn_processors.values():
+        processor._attention_backend = backend
+
+
+def with_a_backend() -> Any:
+    transformer = build(FLUX)
+    set_backend(transformer, AttentionBackendName.FLASH)
+    return transformer
+
+
+def with_parallelism() -> Any:
+    transformer = build(FLUX)
+    transformer._parallel_config = diffusers.ParallelConfig()
+    return transformer
+
+
+def with_a_cache() -> Any:
+    transformer = build(FLUX)
+    transformer.enable_cache(FirstBlockCacheConfig())
+    return transformer
+
+
+def enabled_before() -> Any:
+    transformer = build(FLUX)
+    enable(transformer, MESH)
+    return transformer
+
+
+def token_replace() -> Any:
+    return build("HunyuanVideoTransformer3DModel", image_condition_type="token_replace")
+
+
+def unet_pipeline() -> Any:
+    return diffusers.DDPMPipeline(unet=None, scheduler=diffusers.DDPMScheduler())
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: diffusers.AuraFlowTransformer2DModel(num_mmdit_layers=0, num_single_dit_layers=0),
+        ds_usp.UnsupportedAttentionError,
+        "no plan for AuraFlowTransformer2DModel; there are plans for FluxTransformer2DModel, ",
+    ),
+    (token_replace, ds_usp.UnsupportedAttentionError, "image_condition_type='token_replace'"),
+    (with_an_ip_adapter, ds_usp.UnsupportedAttentionError, "IP-Adapters"),
+    (with_a_backend, ds_usp.UnsupportedAttentionError, r"set_attention_backend\('native'\)"),
+    (with_parallelism, ds_usp.ConfigError, "enable_parallelism"),
+    (with_a_cache, ds_usp.UnsupportedAttentionError, "disable_cache"),
+    (enabled_before, ds_usp.ConfigError, "sharded already"),
+    (unet_pipeline, ds_usp.ConfigError, "neither transformer nor transformer_2"),
+    (lambda: nn.Linear(2, 2), ds_usp.ConfigError, "Linear is no transformer"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), REFUSED)
+def test_enable_refuses(make: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        enable(make(), MESH)
+
+
+WAN_PLAN = PLANS[WAN]
+BAD_PLANS: dict[str, tuple[Plan, str]] = {
+    "module": (replace(WAN_PLAN, joined="proj"), "no module proj"),
+    "attention": (replace(WAN_PLAN, attention={"blocks.*.attn9": ("image",)}), "blocks.*.attn9"),
+    "processor": (replace(WAN_PLAN, attention={"blocks.*.ffn": ("image",)}), "no attention proc"),
+    "argument": (
+        replace(WAN_PLAN, inputs={"blocks.0": {"hidden": TokenDim("image", 1)}}),
+        "takes no hidden",
+    ),
+    "whole": (replace(WAN_PLAN, whole=("guidance",)), "takes no guidance"),
+    "mask": (replace(WAN_PLAN, masks={"blocks.*": "mask"}), "takes no mask"),
+    "option": (replace(WAN_PLAN, refused={"no_option": 1}), "no option no_option"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_a_plan_is_compared_with_the_class(case: str) -> None:
+    plan, text = BAD_PLANS[case]
+    with pytest.raises(ds_usp.ConfigError) as error:
+        enable(build(WAN), MESH, plan=plan)
+    assert text in str(error.value) and diffusers.__version__ in str(error.value)
+
+
+def test_another_reduction_of_gradients_is_refused() -> None:
+    with pytest.raises(ds_usp.ConfigError, match="'mean'"):
+        enable(build(PIXART), MESH, gradients="max")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ refused by a forward pass
+
+
+def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any]:
+    """Arguments of a forward pass, once something was changed since enable."""
+    if what == "processors":
+        transformer.set_attn_processor(type(build(FLUX).transformer_blocks[0].attn.processor)())
+    elif what == "cache":
+        transformer.enable_cache(
+            PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+            )
+        )
+    elif what == "parallelism":
+        transformer._parallel_config = diffusers.ParallelConfig()
+    elif what == "backend":
+        set_backend(transformer, "_native_math")
+    elif what == "ip adapter":
+        images = {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}
+        return given | {"joint_attention_kwargs": images}
+    elif what == "mask":
+        real = {"attention_mask": torch.ones(2, 42, dtype=torch.bool)}
+        return given | {"joint_attention_kwargs": real}
+    elif what == "ControlNet":
+        return given | {"controlnet_single_block_samples": [torch.zeros(2, 35, 128)]}
+    elif what == "tokens":
+        return given | {"img_ids": given["img_ids"][:-1]}
+    return given
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("processors", "were replaced since enable"),
+        ("cache", "disable_cache"),
+        ("parallelism", "enable_parallelism"),
+        ("backend", "set_attention_backend"),
+        ("ip adapter", "ip_adapter_image_embeds in joint_attention_kwargs"),
+        ("mask", "attention_mask in joint_attention_kwargs"),
+        ("ControlNet", "controlnet_single_block_samples: residuals of a ControlNet"),
+        ("tokens", "34 image tokens"),
+    ],
+)
+def test_a_forward_pass_refuses(what: str, text: str) -> None:
+    transformer, given = build(FLUX), arguments(FLUX)
+    enable(transformer, MESH)
+    given = changed(transformer, given, what)
+    with pytest.raises(ds_usp.USPError, match=text):
+        transformer(**given)
+
+
+def test_a_lora_scale_is_served() -> None:
+    transformer, given = build(FLUX), arguments(FLUX)
+    with enable(transformer, MESH):
+        scaled = transformer(**given, joint_attention_kwargs={"scale": 0.5}).sample
+        assert torch.equal(scaled, transformer(**given).sample)
+
+
+def test_masks_dropout_and_causality_of_attention_are_refused() -> None:
+    """Of a plan that does not name the mask: attention gets it."""
+    name = "QwenImageTransformer2DModel"
+    transformer = build(name)
+    enable(transformer, MESH, plan=replace(PLANS[name], masks={}))
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"a mask \[2, 1, 1, 42\]"):
+        transformer(**arguments(name, padded=True))
+
+
+def test_parts_of_a_transformer_are_not_called_alone() -> None:
+    transformer = build(WAN)
+    hidden, text = torch.zeros(2, 8, 96), torch.zeros(2, 7, 96)
+    enable(transformer, MESH)
+    with pytest.raises(ds_usp.ConfigError, match="outside of a forward pass"):
+        transformer.blocks[1](hidden, text, torch.zeros(2, 6, 96), None)

@@ -1,0 +1,306 @@
+"""Tiny random diffusion transformers of every class with a plan, and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+diffusers.utils.logging.set_verbosity_error()
+
+# What every class is made of, with `heads` as the number of heads.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "FluxTransformer2DModel": {
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "axes_dims_rope": [4, 4, 8],
+    },
+    "Flux2Transformer2DModel": {
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 32,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": [4, 4, 4, 4],
+    },
+    "WanTransformer3DModel": {
+        "patch_size": (1, 2, 2),
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": 2,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 32,
+    },
+    "QwenImageTransformer2DModel": {
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (8, 4, 4),
+    },
+    "LTXVideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "cross_attention_dim": 64,
+        "caption_channels": 16,
+    },
+    "HunyuanVideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "attention_head_dim": 10,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "guidance_embeds": True,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (2, 4, 4),
+    },
+    "CogVideoXTransformer3DModel": {
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": 16,
+        "num_layers": 2,
+        "sample_width": 10,
+        "sample_height": 6,
+        "sample_frames": 9,
+        "patch_size": 2,
+        "temporal_compression_ratio": 4,
+        "max_text_seq_length": 9,
+        "use_rotary_positional_embeddings": True,
+    },
+    "SD3Transformer2DModel": {
+        "sample_size": 16,
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": 64,
+        "out_channels": 4,
+        "qk_norm": "rms_norm",
+        "dual_attention_layers": (0,),
+    },
+    "PixArtTransformer2DModel": {
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 2,
+        "cross_attention_dim": 64,
+        "sample_size": 16,
+        "patch_size": 2,
+        "caption_channels": 16,
+        "use_additional_conditions": False,
+        "norm_type": "ada_norm_single",
+    },
+}
+HEADS = 8
+# Variants of a class that have tokens where it has none by default.
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Wan 2.2, a timestep for each token": ("WanTransformer3DModel", {}),
+    "LTX, a timestep for each token": ("LTXVideoTransformer3DModel", {}),
+    "Qwen edit, tokens of a second image": ("QwenImageTransformer2DModel", {"zero_cond_t": True}),
+    "Flux, 6 heads": ("FluxTransformer2DModel", {"num_attention_heads": 6}),
+    "Wan, 6 heads": ("WanTransformer3DModel", {"num_attention_heads": 6}),
+}
+TEXT_DIM = {
+    "FluxTransformer2DModel": 32,
+    "Flux2Transformer2DModel": 32,
+    "SD3Transformer2DModel": 32,
+}
+MASKS = {
+    "QwenImageTransformer2DModel": "encoder_hidden_states_mask",
+    "LTXVideoTransformer3DModel": "encoder_attention_mask",
+    "HunyuanVideoTransformer3DModel": "encoder_attention_mask",
+    "PixArtTransformer2DModel": "encoder_attention_mask",
+}
+ALWAYS_MASKED = ("LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel")
+
+
+def build(name: str, **changes: Any) -> Any:
+    """A transformer with the same weights in every process, none of them zero, in training."""
+    name, variant = VARIANTS.get(name, (name, {}))
+    torch.manual_seed(0)
+    config = {"num_attention_heads": HEADS, **CONFIGS[name], **variant, **changes}
+    transformer = getattr(diffusers, name)(**config)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return transformer.float().train()
+
+
+def arguments(name: str, odd: bool = True, padded: bool = False, seed: int = 1) -> dict[str, Any]:
+    """The arguments of a forward pass of two samples.
+
+    Args:
+        odd: numbers of tokens that 4 ranks share unevenly.
+        padded: the first sample's text is 3 tokens shorter, if the class knows of padding.
+    """
+    variant = name
+    name = VARIANTS.get(name, (name, {}))[0]
+    torch.manual_seed(seed)
+    text = 7 if odd else 8
+    rows, columns = (5, 7) if odd else (4, 8)
+    given = _latents(name, rows, columns, odd)
+    given["encoder_hidden_states"] = torch.randn(2, text, TEXT_DIM.get(name, 16))
+    given["timestep"] = torch.tensor([3.0, 11.0])
+    if name.startswith("Flux"):
+        given |= _flux_arguments(name, rows, columns, text)
+    elif name == "HunyuanVideoTransformer3DModel":
+        given |= {"pooled_projections": torch.randn(2, 8), "guidance": torch.full((2,), 6.0)}
+    elif name == "SD3Transformer2DModel":
+        given["pooled_projections"] = torch.randn(2, 64)
+    elif name == "PixArtTransformer2DModel":
+        given["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
+    tokens = given.pop("tokens")
+    if "timestep for each token" in variant:
+        given["timestep"] = torch.randint(0, 20, (2, tokens)).float()
+    if "second image" in variant:
+        given["img_shapes"] = [[(1, rows - 2, columns), (1, 2, columns)]] * 2
+    if name in MASKS and (padded or name in ALWAYS_MASKED):
+        real = torch.tensor([[text - 3 if padded else text], [text]])
+        given[MASKS[name]] = torch.arange(text) < real
+    return given
+
+
+def _latents(name: str, rows: int, columns: int, odd: bool) -> dict[str, Any]:
+    """Latents, what says their shape, and how many tokens they are."""
+    frames = 3 if odd else 2
+    if name.startswith("Flux"):
+        return {"hidden_states": torch.randn(2, rows * columns, 4), "tokens": rows * columns}
+    if name == "QwenImageTransformer2DModel":
+        shapes = {"img_shapes": [[(1, rows, columns)]] * 2, "tokens": rows * columns}
+        return {"hidden_states": torch.randn(2, rows * columns, 16), **shapes}
+    if name == "LTXVideoTransformer3DModel":
+        tokens = frames * rows * columns
+        shape = {"num_frames": frames, "height": rows, "width": columns}
+        return {"hidden_states": torch.randn(2, tokens, 4), "tokens": tokens, **shape}
+    if name == "HunyuanVideoTransformer3DModel":
+        return {"hidden_states": torch.randn(2, 4, frames, rows, columns), "tokens": 0}
+    if name == "SD3Transformer2DModel":
+        return {"hidden_states": torch.randn(2, 4, rows, columns), "tokens": 0}
+    if name == "PixArtTransformer2DModel":
+        return {"hidden_states": torch.randn(2, 4, 2 * rows, 2 * columns), "tokens": 0}
+    rows, columns = (3, 5) if odd else (2, 4)
+    tokens = frames * rows * columns
+    if name == "WanTransformer3DModel":
+        return {"hidden_states": torch.randn(2, 4, frames, 2 * rows, 2 * columns), "tokens": tokens}
+    angles = torch.randn(tokens, 8)
+    return {
+        "hidden_states": torch.randn(2, frames, 4, 2 * rows, 2 * columns),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "tokens": tokens,
+    }
+
+
+def _flux_arguments(name: str, rows: int, columns: int, text: int) -> dict[str, Tensor]:
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float()
+    if name == "FluxTransformer2DModel":
+        return {
+            "pooled_projections": torch.randn(2, 32),
+            "timestep": torch.tensor([0.15, 0.55]),
+            "img_ids": torch.nn.functional.pad(grid, (1, 0)),
+            "txt_ids": torch.zeros(text, 3),
+        }
+    text_ids = torch.nn.functional.pad(torch.arange(text).float()[:, None], (3, 0))
+    return {
+        "timestep": torch.tensor([0.15, 0.55]),
+        "img_ids": torch.nn.functional.pad(grid, (1, 1)).expand(2, -1, -1),
+        "txt_ids": text_ids.expand(2, -1, -1),
+        "guidance": torch.ones(2),
+    }
+
+
+# ------------------------------------------------------------------ pipelines
+
+Sample = Callable[[Any], Tensor]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def flux_pipeline() -> tuple[Any, Sample]:
+    """Flux without text encoders, and what it samples in 3 steps."""
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4,),
+        latent_channels=1,
+        norm_num_groups=1,
+        shift_factor=0.0,
+        scaling_factor=1.0,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    pipeline = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        transformer=build("FluxTransformer2DModel").eval(),
+        **dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"prompt_embeds": _random(1, 7, 32), "pooled_prompt_embeds": _random(1, 32)}
+
+    def sample(pipeline: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        options = {"height": 20, "width": 28, "num_inference_steps": 3, "output_type": "latent"}
+        images: Tensor = pipeline(**given, **options, generator=generator).images
+        return images
+
+    return pipeline, sample
+
+
+def wan_pipeline() -> tuple[Any, Sample]:
+    """Wan 2.2 with two transformers and guidance, and what it samples in 4 steps."""
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=3,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    pipeline = diffusers.WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=build("WanTransformer3DModel", num_layers=1).eval(),
+        transformer_2=build("WanTransformer3DModel").eval(),
+        boundary_ratio=0.875,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"prompt_embeds": _random(1, 7, 16), "negative_prompt_embeds": _random(1, 9, 16)}
+
+    def sample(pipeline: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        size = {"height": 48, "width": 80, "num_frames": 9, "num_inference_steps": 4}
+        options = {"guidance_scale": 4.0, "output_type": "latent", "generator": generator}
+        frames: Tensor = pipeline(**given, **size, **options).frames
+        return frames
+
+    return pipeline, sample
