@@ -97,6 +97,23 @@ def test_logits_of_all_tokens_never_exist(pool: WorkerPool) -> None:
     assert chunked < whole - 1.5 * all_logits
 
 
+def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
+    """What Trainer's metrics are given."""
+    from ds_usp.integrations.transformers import enable
+    from ds_usp.integrations.transformers.trainer import _whole_logits
+
+    model = llama().eval()
+    with enable(model, mesh_of(2), loss_chunks=2) as enabled, torch.no_grad():
+        with _whole_logits(enabled, True):
+            out = model(**batch_of(30))
+        assert "logits" not in model(**batch_of(30))
+    return tuple(out.logits.shape)
+
+
+def test_metrics_are_given_logits(pool: WorkerPool) -> None:
+    assert pool.run(logits_of_an_evaluation, 2) == [(2, 30, VOCAB)] * 2
+
+
 def refused(ctx: RankContext, case: str) -> None:
     from transformers import LlamaForCausalLM, LlamaModel
 

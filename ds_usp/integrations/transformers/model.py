@@ -313,7 +313,8 @@ class EnabledModel:
         local.setdefault("labels", shard_labels)
         self._loss.targets = Targets(local["labels"], shard_labels, count)
         if self._head is not None:
-            self._head.active = True
+            of_trl = local.get(_TRL_FUSED_HEAD)
+            self._head.active = self._options.loss_chunks > 0 and not of_trl
         if _TRL_FUSED_HEAD in local:  # which computes its loss from these
             local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
 
@@ -378,7 +379,7 @@ class EnabledModel:
             self._loss.targets = None  # later calls are the caller's own
         loss = out.get("loss")
         if loss is None:
-            if self._head is not None and self._head.active and not kwargs.get(_TRL_FUSED_HEAD):
+            if self._head is not None and self._head.active:
                 raise UnsupportedAttentionError(
                     f"{type(self._inner).__name__} was given labels and returns no loss, and under "
                     "loss_chunks there are no logits: leave loss_chunks out"

@@ -132,7 +132,7 @@ def _join_logits(trainer: Trainer, enabled: EnabledModel) -> None:
 def _whole_logits(enabled: EnabledModel, wanted: bool) -> Iterator[None]:
     before = enabled._options
     if wanted:
-        enabled._options = replace(before, logits="whole")
+        enabled._options = replace(before, logits="whole", loss_chunks=0)
     try:
         yield
     finally:
