@@ -169,7 +169,7 @@ def model_outside_of_the_engine() -> None:
 
 
 def adapter_without_registration() -> None:
-    UlyssesSPDataLoaderAdapter([packed()], 0, torch.distributed.group.WORLD, 2, "cpu")
+    UlyssesSPDataLoaderAdapter([packed()], 0, torch.distributed.group.WORLD, 4, "cpu")
 
 
 def other_size() -> None:
@@ -195,7 +195,7 @@ def engine_with(stage: int, **zero: Any) -> Any:
 
 def whole_batches() -> None:
     """Rows that the adapter has not sharded, of other lengths on each rank."""
-    length = 30 + torch.distributed.get_rank()
+    length = 30 + torch.distributed.get_rank() % 2
     engine_with(0)(input_ids=torch.ones(1, length, dtype=torch.long))
 
 
@@ -231,7 +231,7 @@ def refusals(ctx: RankContext) -> list[str]:
 
 
 def test_what_alst_cannot_do_exactly_is_refused_on_every_rank(pool: WorkerPool) -> None:
-    for texts in pool.run(refusals, 2):
+    for texts in pool.run(refusals, 4):
         for text, want in zip(texts, CASES_REFUSED.values(), strict=True):
             assert re.search(want, text), text
 

@@ -23,7 +23,7 @@ from trainer_runs import (
 )
 
 import ds_usp
-from ds_usp.errors import ConfigError
+from ds_usp.errors import ConfigError, DataError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
 
 CLIP = {"max_grad_norm": 0.5}
@@ -138,9 +138,8 @@ def predict(ctx: RankContext, split: Split) -> Any:
 
 
 def test_predictions_are_the_whole_batchs(pool: WorkerPool) -> None:
-    """Two replicas, three samples: Trainer weighs their losses by the replicas' batches."""
-    want, labels, loss = pool.run(predict, 2, split=Split())[0]
-    for got, got_labels, got_loss in pool.run(predict, 4, split=Split(1, 2)):
+    want, labels, loss = pool.run(predict, 1, split=Split())[0]
+    for got, got_labels, got_loss in pool.run(predict, 4, split=Split(2, 2)):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert got_labels == labels
         assert got_loss == pytest.approx(loss, rel=1e-5)
@@ -161,6 +160,19 @@ def test_the_order_does_not_depend_on_the_ranks_random_states(
         0
     ]
     assert run.state["epoch"] == 2.0
+
+
+def worker_rank(ctx: RankContext) -> int:
+    with restored_environment():
+        args = transformers.TrainingArguments(use_cpu=True, report_to=[], dataloader_num_workers=1)
+        trainer = transformers.Trainer(tiny_model(), args, train_dataset=Documents(8))
+        attach(trainer, mesh_of(ctx, Split(2, 1)))
+        return trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
+
+
+def test_workers_of_a_mesh_are_seeded_alike(pool: WorkerPool) -> None:
+    """By default they are seeded by rank, and what collators draw would differ in a mesh."""
+    assert pool.run(worker_rank, 4) == [0, 0, 1, 1]
 
 
 def test_a_run_resumes_on_another_split(pool: WorkerPool, tmp_path: Path) -> None:
@@ -250,16 +262,20 @@ def read_alike(ctx: RankContext) -> Any:
     return dp.rank, len(batches), first, [x.tolist() for x in batches]
 
 
-def read_broken(ctx: RankContext) -> None:
-    mesh = mesh_of(ctx, Split(2, 2))
-    for batch in replicate_batches(Broken(), mesh):
-        assert batch["input_ids"].tolist() == [0, 1, 2]
+def read_broken(ctx: RankContext) -> str:
+    batches = iter(replicate_batches(Broken(), mesh_of(ctx, Split(2, 2))))
+    assert next(batches)["input_ids"].tolist() == [0, 1, 2]
+    with pytest.raises(OSError if ctx.rank == 0 else DataError) as error:
+        next(batches)
+    return str(error.value)
 
 
-def read_by_all_ranks(ctx: RankContext) -> None:
+def read_by_all_ranks(ctx: RankContext) -> str:
     sampler = torch.utils.data.DistributedSampler(range(8), ctx.world, ctx.rank)
     loader = torch.utils.data.DataLoader(range(8), sampler=sampler)
-    replicate_batches(loader, mesh_of(ctx, Split(1, 2)))
+    with pytest.raises(ConfigError) as error:
+        replicate_batches(loader, mesh_of(ctx, Split(1, 2)))
+    return str(error.value)
 
 
 def test_the_first_rank_of_a_mesh_reads_for_the_others(pool: WorkerPool) -> None:
@@ -274,12 +290,9 @@ def test_the_first_rank_of_a_mesh_reads_for_the_others(pool: WorkerPool) -> None
 
 
 def test_an_error_in_reading_reaches_every_rank(pool: WorkerPool) -> None:
-    errors = pool.errors(read_broken, 4)
-    assert isinstance(errors[0], OSError)
-    assert all("no such shard" in str(error) for error in errors)
+    assert all("no such shard" in text for text in pool.run(read_broken, 4))
 
 
 def test_a_sampler_for_all_ranks_is_refused(pool: WorkerPool) -> None:
-    for error in pool.errors(read_by_all_ranks, 4):
-        assert isinstance(error, ConfigError)
-        assert "out to 4 replicas, and there are 2 meshes" in str(error)
+    for text in pool.run(read_by_all_ranks, 4):
+        assert "out to 4 replicas, and there are 2 meshes" in text
