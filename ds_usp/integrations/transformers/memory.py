@@ -31,8 +31,8 @@ _TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
 
 
 class LayersMemory:
-    """What the layers of a model save for backward, recompute, or offload; None of it if the
-    options say so.
+    """What the layers of a model save for backward, recompute, or offload; by default nothing is
+    changed.
 
     Args:
         options: recompute, offload_ratio and mlp_chunks.
