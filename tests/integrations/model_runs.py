@@ -43,7 +43,8 @@ class Result:
         errors.append(0.0 if scale else 1.0)
         for name, want in reference.gradients.items():
             have = self.gradients[name]
-            errors.append(float((have - want).norm()) / max(float(want.norm()), SMALL * scale))
+            norm = max(float(want.norm()), SMALL * scale, 1e-30)
+            errors.append(float((have - want).norm()) / norm)
         return max(e if e == e else float("inf") for e in errors)
 
 

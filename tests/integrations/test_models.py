@@ -26,6 +26,7 @@ from tiny_models import build
 from torch import Tensor
 
 import ds_usp
+from ds_usp import DataError
 from ds_usp.integrations.transformers import enable
 
 WORLD = 4
@@ -96,6 +97,24 @@ def every_batch(ctx: RankContext, model_type: str) -> Errors:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_batches_are_exact_at_every_split(pool: WorkerPool, model_type: str) -> None:
     all_exact(pool.run(every_batch, WORLD, model_type=model_type), len(BATCHES))
+
+
+def padded_opt(ctx: RankContext) -> tuple[float, str]:
+    """OPT counts positions from the first real token: padding on the right, and on the left."""
+    model = build("opt")
+    want = whole_model(model, padded_batch("right"))
+    want.logits *= padded_batch("right")["attention_mask"][..., None]
+    with enable(model, mesh_of(1), logits="whole"):
+        error = on_the_mesh(model, mesh_of(1), padded_batch("right")).error(want)
+        with pytest.raises(DataError) as refusal:
+            model(**padded_batch("left"))
+    return error, str(refusal.value)
+
+
+def test_positions_that_follow_padding_are_exact_or_refused(pool: WorkerPool) -> None:
+    for error, refusal in pool.run(padded_opt, WORLD):
+        assert error < BOUND
+        assert "counts positions from the first real token" in refusal
 
 
 # ------------------------------------------------------------------ scaled rotary embeddings

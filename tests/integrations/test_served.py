@@ -24,7 +24,7 @@ def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
     told = {}
     for model_type in TYPES:
         tiny = config(model_type)
-        tiny.architectures = [model_types()[model_type].__name__]
+        tiny.architectures = [model_types()[model_type]]
         verdict = judge(tiny)
         told[model_type] = bool(verdict.reasons), bool(verdict.untold)
     return told

@@ -151,7 +151,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "phi4_multimodal_vision": {"image_size": 28, "patch_size": 14, "crop_size": 28},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
-    "qwen2_moe": {"use_sliding_window": True, "layer_types": WINDOWS},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": WINDOWS},
     "qwen3_moe": {"use_sliding_window": True},
     "qwen4_exp": {
@@ -181,16 +180,14 @@ FP64 = frozenset({"gemma4", "gemma4_text", "gemma4_unified_text"})
 
 
 @functools.cache
-def model_types() -> dict[str, type[Any]]:
-    """Every model type of a ``*ForCausalLM`` class, and of what Auto classes take for one."""
-    types = {
-        model_type: getattr(transformers, name)
-        for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    }
-    known = {*types.values(), transformers.AutoModelForCausalLM}
+def model_types() -> Mapping[str, str]:
+    """The class of every model type: a ``*ForCausalLM``, or what Auto classes take for one. By its
+    name, as each class is a file to import."""
+    types = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    known = {*types.values(), "AutoModelForCausalLM"}
     for name in dir(transformers):
-        if name.endswith("ForCausalLM") and getattr(transformers, name) not in known:
-            types[getattr(transformers, name).config_class.model_type] = getattr(transformers, name)
+        if name.endswith("ForCausalLM") and name not in known:
+            types[getattr(transformers, name).config_class.model_type] = name
     return types
 
 
@@ -202,9 +199,8 @@ def config(model_type: str, **changes: Any) -> Any:
 
 def model_class(model_type: str) -> type[Any]:
     """The class of a causal language model, or of a masked one where there is none."""
-    if model_type in model_types():
-        return model_types()[model_type]
-    cls: type[Any] = getattr(transformers, MODEL_FOR_MASKED_LM_MAPPING_NAMES[model_type])
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type, "")
+    cls: type[Any] = getattr(transformers, model_types().get(model_type, masked))
     return cls
 
 
