@@ -17,6 +17,7 @@ from trainer_runs import (
     Split,
     mesh_of,
     restored_environment,
+    run_dpo,
     run_sft,
     run_trainer,
     tiny_model,
@@ -113,6 +114,15 @@ def test_lora_made_by_the_sft_trainer_trains_as_one_process_does(pool: WorkerPoo
     assert run.losses == pytest.approx(want.losses, rel=1e-5)
     assert run.norms == pytest.approx(want.norms, rel=1e-5)
     assert run.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=1e-5)
+
+
+def test_a_dpo_trainer_trains_as_one_process_does(pool: WorkerPool) -> None:
+    """Its loss is made of per-token log-probabilities; the reference model is not enabled."""
+    want = pool.run(run_dpo, 1, micro=2)[0]
+    run = pool.run(run_dpo, 4, split=Split(2, 1))[0]
+    assert len(run) == len(want) == 4
+    for step, expected in zip(run, want, strict=True):
+        assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("split", [Split(2, 1), Split(2, 2)], ids=str)

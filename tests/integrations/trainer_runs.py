@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -295,3 +296,37 @@ def train_sft(ctx: RankContext, split: Split = Split(), lora: bool = False, **op
         else None,
     )
     return finish(ctx, trainer, split, record, evaluate)
+
+
+def run_dpo(ctx: RankContext, split: Split = Split(), **options: Any) -> list[tuple[float, ...]]:
+    """Loss, gradient norm and margin of each step of TRL's DPOTrainer, with a reference model."""
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    items = Documents().items
+    rows = [
+        {"prompt": text(x[:4]), "chosen": text(x[4:20]), "rejected": text(y[:12])}
+        for x, y in pairwise(items)
+    ]
+    with restored_environment():
+        replicas = ctx.world // (split.ulysses * split.ring)
+        args = trl.DPOConfig(**arguments(split, replicas, **options), bf16=False, max_length=64)
+        model, reference = tiny_model(), tiny_model(2)
+        model.config._name_or_path = reference.config._name_or_path = "tiny"
+        record = Record()
+        trainer = trl.DPOTrainer(
+            model=model,
+            ref_model=reference,
+            args=args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            callbacks=[record],
+        )
+        finish(ctx, trainer, split, record)
+    steps = [log for log in record.logs if "grad_norm" in log]
+    return [(log["loss"], log["grad_norm"], log["rewards/margins"]) for log in steps]
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
