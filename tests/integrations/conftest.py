@@ -18,4 +18,7 @@ harness.PRELOAD = (
     "trl.trainer.sft_trainer",
     "peft",
     "ds_usp.integrations.transformers",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "ds_usp.integrations.diffusers",
 )

@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_exact_at_every_split(pool: WorkerPool, name: 
     check(errors, len(cases_of(name)) * len(ULYSSES))
 
 
-# ------------------------------------------------------------------ checkpointing, reductions
+# ------------------------------------------------------------------ gradients
 
 
 def checkpointed(ctx: RankContext, name: str, reentrant: bool) -> tuple[Errors, int]:
@@ -145,6 +145,75 @@ def summed(ctx: RankContext) -> Errors:
 
 def test_gradients_may_be_summed(pool: WorkerPool) -> None:
     check(pool.run(summed, WORLD), WORLD)
+
+
+# ------------------------------------------------------------------ training
+
+
+def sharded_parameters(ctx: RankContext) -> Errors:
+    """FSDP2, checkpointed, which averages the gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    name = "HunyuanVideoTransformer3DModel"
+    transformer, given = build(name), arguments(name, padded=True)
+    want = alone(transformer, given)
+    enable(transformer, mesh_of(2))
+    transformer.enable_gradient_checkpointing()
+    ranks = init_device_mesh("cpu", (ctx.world,))
+    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
+        fully_shard(block, mesh=ranks)
+    fully_shard(transformer, mesh=ranks)
+    loss, output = forward_and_backward(transformer, given)
+    gradients = {
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
+        for name, p in transformer.named_parameters()
+    }
+    return {f"rank {ctx.rank}": Result(loss, output, gradients).error(want)}
+
+
+def test_parameters_may_be_sharded(pool: WorkerPool) -> None:
+    check(pool.run(sharded_parameters, WORLD), WORLD)
+
+
+def with_lora() -> Any:
+    from peft import LoraConfig
+
+    transformer = build("FluxTransformer2DModel").requires_grad_(False)
+    options = {"r": 4, "init_lora_weights": False, "target_modules": ["to_q", "to_v", "to_out.0"]}
+    transformer.add_adapter(LoraConfig(**options))
+    return transformer
+
+
+def adapted(ctx: RankContext) -> Errors:
+    given = arguments("FluxTransformer2DModel")
+    want = alone(with_lora(), given)
+    transformer = with_lora()
+    with enable(transformer, mesh_of(2)):
+        have = on_the_mesh(transformer, given)
+    return {f"rank {ctx.rank}": have.error(want)}
+
+
+def test_adapters_are_trained(pool: WorkerPool) -> None:
+    check(pool.run(adapted, WORLD), WORLD)
+
+
+def compiled(ctx: RankContext) -> Errors:
+    """Two passes of other lengths, so that nothing of one is compiled into the next."""
+    torch._dynamo.reset()
+    name = "WanTransformer3DModel"
+    transformer = build(name, num_layers=1)
+    passes = arguments(name), arguments(name, odd=False, seed=2)
+    want = alone(transformer, *passes)
+    with enable(transformer, mesh_of(1)):
+        transformer.compile(backend="aot_eager")  # in place: parameters keep their names
+        have = on_the_mesh(transformer, *passes, divisor=ctx.world)
+    return {f"rank {ctx.rank}": have.error(want)}
+
+
+@pytest.mark.slow
+def test_a_compiled_transformer_is_exact(pool: WorkerPool) -> None:
+    check(pool.run(compiled, 2), 2)
 
 
 # ------------------------------------------------------------------ pipelines

@@ -17,6 +17,7 @@ from ds_usp.integrations.diffusers.arguments import bind, check_arguments, descr
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_processor, sharded
+from ds_usp.memory.compile_guard import disable_in_compile
 
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -107,6 +108,7 @@ class ShardedTransformer:
 
     # ------------------------------------------------------------------ around the transformer
 
+    @disable_in_compile("the ranks compare their arguments before a forward pass")
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         given = bind(self.transformer, args, kwargs)
@@ -119,6 +121,7 @@ class ShardedTransformer:
             self._wrap_checkpoints(self._state)
         return (), _sharded(self._state, given, self._plan.inputs.get("", {}))
 
+    @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> None:
         """After every pass, one that has raised too (without an output)."""
         state, self._state = self._state, None
@@ -200,6 +203,7 @@ class ShardedTransformer:
             )
         return self._state
 
+    @disable_in_compile("tokens are counted and sharded")
     def _shard_inputs(
         self,
         entries: Mapping[str, TokenDim],
@@ -209,6 +213,7 @@ class ShardedTransformer:
     ) -> Arguments:
         return (), _sharded(self._active(module), bind(module, args, kwargs), entries)
 
+    @disable_in_compile("tokens are counted and sharded")
     def _shard_outputs(
         self, entries: tuple[TokenDim | None, ...], module: nn.Module, _: Any, out: Any
     ) -> Any:
@@ -217,6 +222,7 @@ class ShardedTransformer:
             return _shard_value(state, out, entries[0])
         return type(out)(_shard_value(state, x, at) for x, at in zip(out, entries, strict=True))
 
+    @disable_in_compile("padding is counted")
     def _take_mask(
         self,
         argument: str,
@@ -232,6 +238,7 @@ class ShardedTransformer:
             given[argument] = None
         return (), given
 
+    @disable_in_compile("outputs are joined over the ranks")
     def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         return self._active(module).join(out)
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plans import Kind
+from ds_usp.memory.compile_guard import disable_in_compile
 
 _NATIVE = "native"
 _MARK = "_sharded_by_ds_usp"
@@ -111,6 +112,7 @@ def sharded(
     name = cls.__name__
 
     @functools.wraps(call)
+    @disable_in_compile("attention runs over the mesh")
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = current()
         if state is None:
