@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import ForwardRef
@@ -29,6 +29,7 @@ MODULES = {
     "ds_usp.training": "batches, loss, DeepSpeed",
     "ds_usp.memory": "recomputation and offload",
     "ds_usp.integrations.transformers": "models of Hugging Face transformers",
+    "ds_usp.integrations.diffusers": "diffusion transformers and pipelines of diffusers",
     "ds_usp.planner": "memory, time and degrees from formulas",
     "megatron_patches": "patches of Megatron-DeepSpeed, megatron-core and DeepSpeed",
 }
@@ -67,7 +68,10 @@ def api_page() -> str:
 def described(name: str, member: object) -> Iterator[str]:
     """Signature, docstring and public methods of a member, as Markdown."""
     if not callable(member):
-        yield f"A constant: `{member!r}`."
+        if isinstance(member, Mapping):
+            yield f"A mapping with the keys {', '.join(f'`{key}`' for key in member)}."
+        else:
+            yield f"A constant: `{member!r}`."
         return
     is_error = inspect.isclass(member) and issubclass(member, BaseException)
     if not is_error:

@@ -41,8 +41,12 @@ def python_of(path: Path) -> list[Block]:
     return [block for block in blocks(path) if block.language == "python" and not block.reason]
 
 
+def imports(path: Path, package: str) -> bool:
+    return any(f"import {package}" in block.text for block in python_of(path))
+
+
 def needs_transformers(path: Path) -> bool:
-    return any("import transformers" in block.text for block in python_of(path))
+    return imports(path, "transformers") or imports(path, "diffusers")
 
 
 def run_page(path: Path, pool: WorkerPool) -> None:
@@ -62,6 +66,8 @@ def test_python_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("path", [*filter(needs_transformers, pages())], ids=relative)
 def test_python_with_transformers_runs_on_four_ranks(path: Path, pool: WorkerPool) -> None:
+    if imports(path, "diffusers"):
+        pytest.importorskip("diffusers")
     run_page(path, pool)
 
 

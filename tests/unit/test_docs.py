@@ -98,6 +98,8 @@ def test_every_result_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_reference_pages_are_current(name: str) -> None:
+    if name == "api.md":
+        pytest.importorskip("diffusers")  # which needs Python 3.11
     text = reference_pages.PAGES[name]()
     assert reference_pages.is_current(name, text), "run python scripts/reference_pages.py"
 
