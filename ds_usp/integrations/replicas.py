@@ -109,7 +109,7 @@ def batch_digest(tensors: Mapping[str, Tensor]) -> str:
     for x in tensors.values():
         values = x.detach().reshape(-1)
         values = values.double() if values.is_floating_point() else values.long()
-        weights = torch.arange(1, 2 * len(values), 2, device=x.device)  # tokens that swap show
+        weights = torch.arange(len(values), device=x.device) * 2 + 1  # tokens that swap show
         sums.append((values * weights).sum().view(torch.int64))
     numbers = torch.stack(sums).tolist() if sums else []
     return ", ".join(

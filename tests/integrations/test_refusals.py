@@ -94,6 +94,21 @@ BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
         ds_usp.LayoutError,
         "at least",
     ),
+    "tokens without rows": (
+        lambda: {"input_ids": torch.arange(3, 44)},
+        ds_usp.DataError,
+        "of one row or more",
+    ),
+    "rows of choices": (
+        lambda: {"input_ids": torch.ones(2, 3, 41, dtype=torch.int64)},
+        ds_usp.DataError,
+        "must be a tensor",
+    ),
+    "no rows": (
+        lambda: {"input_ids": torch.ones(0, 41, dtype=torch.int64)},
+        ds_usp.DataError,
+        "one row or more",
+    ),
     "no tokens": (lambda: {"labels": plain_batch()["labels"]}, ds_usp.DataError, "input_ids"),
     "a cache": (
         lambda: unlabeled(past_key_values=transformers.DynamicCache()),
@@ -226,6 +241,11 @@ MODELS: Mapping[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ds_usp.UnsupportedAttentionError,
         "return_dict",
     ),
+    "an attention that counts its tokens": (
+        lambda: build("llama4_text", no_rope_layers=[1, 0]),
+        ds_usp.UnsupportedAttentionError,
+        "counts the tokens",
+    ),
     "no model of transformers": (
         lambda: torch.nn.Linear(2, 2),
         ds_usp.ConfigError,
@@ -260,6 +280,18 @@ def test_arguments_of_enable_are_checked() -> None:
     assert model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2).shape == (1, 6)
 
 
+def test_models_that_share_a_configuration_are_told_apart() -> None:
+    config, mesh = build("llama").config, ds_usp.SequenceMesh.single()
+    first, second = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    with enable(first, mesh), pytest.raises(ds_usp.ConfigError, match="configuration of its own"):
+        enable(second, mesh)
+    enable(second, mesh).disable()
+    with enable(first, mesh) as enabled:
+        first.set_attn_implementation("eager")
+        with pytest.raises(ds_usp.ConfigError, match="after enable"):
+            enabled.model(**plain_batch())
+
+
 def test_a_part_of_a_model_has_no_batch() -> None:
     model = build("llama")
     with (
@@ -281,6 +313,29 @@ def test_outputs_of_single_tokens_are_refused() -> None:
                 continue
             with pytest.raises(ds_usp.UnsupportedAttentionError, match="pooler_output"):
                 model(**unlabeled())
+    model = transformers.BertForNextSentencePrediction(config)
+    with (
+        enable(model, ds_usp.SequenceMesh.single()),
+        pytest.raises(ds_usp.UnsupportedAttentionError, match="returns logits"),
+    ):
+        model(**unlabeled())
+
+
+def under_autocast(ctx: RankContext, ulysses: int) -> float:
+    """The relative difference of logits of bf16 autocast on the mesh from one rank's."""
+    model, batch = build("qwen3"), plain_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(**batch, use_cache=False)
+        with enable(model, mesh_of(ulysses), logits="whole"):
+            have = model(**batch)
+            have.loss.backward()
+    assert have.logits.dtype == want.logits.dtype
+    return float((have.logits - want.logits).norm() / want.logits.norm())
+
+
+@pytest.mark.parametrize("ulysses", [2, 1])
+def test_autocast_leaves_queries_and_keys_in_another_dtype(pool: WorkerPool, ulysses: int) -> None:
+    assert max(pool.run(under_autocast, WORLD, ulysses=ulysses)) < 0.02
 
 
 def test_positions_that_do_not_count_tokens_from_0_must_be_given() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -97,24 +98,35 @@ def usp_attention_forward(
     """
     usp, mask = check_call(module, attention_mask, is_causal, sliding_window, usp, others)
     layer = getattr(module, "layer_idx", None) or 0
-    out = usp_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        mesh=usp.mesh,
-        layout=usp.layout,
-        mask=mask,
-        softmax_scale=scaling,
-        dropout_p=dropout,
-        kernel=usp.kernel,
-        tuning=usp.tuning,
-        scores=Scores(
-            softcap=softcap or None,
-            sinks=s_aux,
-            dropout_seed=(usp.dropout_seed + layer) % 2**63 if dropout else None,
-        ),
-    )
+    q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(query, key, value))
+    with torch.autocast(q.device.type, enabled=False):
+        out = usp_attention(
+            q,
+            k,
+            v,
+            mesh=usp.mesh,
+            layout=usp.layout,
+            mask=mask,
+            softmax_scale=scaling,
+            dropout_p=dropout,
+            kernel=usp.kernel,
+            tuning=usp.tuning,
+            scores=Scores(
+                softcap=softcap or None,
+                sinks=s_aux,
+                dropout_seed=(usp.dropout_seed + layer) % 2**63 if dropout else None,
+            ),
+        )
     return out, None
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Rotary embeddings and norms may leave queries and keys in fp32: as transformers' own
+    functions do, all are cast to autocast's dtype, else to the values'."""
+    kind, dtype = query.device.type, value.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) for x in (query, key, value))
 
 
 def check_call(

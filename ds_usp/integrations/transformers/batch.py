@@ -63,6 +63,8 @@ class WholeBatch:
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None or ("input_ids" in given and "inputs_embeds" in given):
             raise DataError("give either input_ids or inputs_embeds, of the whole sequence")
+        for name in TOKEN_DIM.keys() & given.keys():
+            _check_dims(name, given[name])
         size, seq_len = tokens.shape[:2]
         for name, dim in TOKEN_DIM.items():
             if name in given and given[name].shape[dim] != seq_len:
@@ -157,6 +159,19 @@ def check_layout_kind(kind: str) -> None:
         raise LayoutError(f"unknown token layout {kind!r}; there are auto, {', '.join(KINDS)}")
 
 
+def _check_dims(name: str, x: Any) -> None:
+    """Refuse what is no tensor of rows and tokens.
+
+    Raises:
+        DataError: what was given.
+    """
+    dims = {"inputs_embeds": (3,), "position_ids": (2, 3)}.get(name, (2,))
+    if not isinstance(x, Tensor) or x.ndim not in dims or 0 in x.shape:
+        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        wanted = "[batch, tokens, hidden]" if dims == (3,) else "[batch, tokens]"
+        raise DataError(f"{name} {given} must be a tensor {wanted}, of one row or more")
+
+
 def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[int, int]]:
     """The first and the last real token of each row, + 1; [] if there is no padding.
 
@@ -221,9 +236,9 @@ def _documents(
             inside = [i for i in starts[row] if first < i < stop] if starts else []
             if inside:
                 raise DataError(
-                    f"position_ids of row {row} start anew at token {inside[0]}, and an "
-                    "attention_mask is given: packed by one, one document by the other. Leave "
-                    "attention_mask out for packed batches"
+                    f"position_ids of row {row} do not go on by 1 at token {inside[0]}, so another "
+                    "document begins there, and an attention_mask is given, by which none does. "
+                    "Leave attention_mask out for packed batches"
                 )
         return tuple(_borders((first, stop), seq_len) for first, stop in padding)
     if not any(starts):
@@ -232,12 +247,11 @@ def _documents(
 
 
 def _starts(positions: Tensor | None, size: int) -> list[list[int]]:
-    """For each row the tokens at which positions do not go on by one; [] without positions."""
-    if positions is None:
+    """For each row the tokens at which positions do not go on by one; [] without positions, or
+    with those of time, height and width alone, of which transformers reads no documents."""
+    if positions is None or (positions.ndim == 3 and len(positions) < 4):
         return []
-    text = (
-        positions if positions.ndim == 2 else positions[0]
-    )  # of 3D positions the first are text's
+    text = positions if positions.ndim == 2 else positions[0]  # the first of four is text's
     jumps = (text.diff(dim=-1) != 1).nonzero().tolist()
     rows: list[list[int]] = [[] for _ in range(len(text))]
     for row, index in jumps:

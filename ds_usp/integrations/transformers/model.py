@@ -30,6 +30,7 @@ from ds_usp.integrations.transformers.chunked_head import ChunkedHead, ChunkedLo
 from ds_usp.integrations.transformers.loss import Targets, WholeBatchLoss
 from ds_usp.integrations.transformers.memory import LayersMemory
 from ds_usp.integrations.transformers.options import Logits, Options, Recompute
+from ds_usp.integrations.transformers.outputs import check_outputs, join_outputs
 from ds_usp.integrations.transformers.refusals import (
     check_arguments,
     check_model,
@@ -37,7 +38,6 @@ from ds_usp.integrations.transformers.refusals import (
     find_head,
     find_model,
     has_head,
-    holds_tensor,
     positional_arguments,
     positions_are_offset,
     positions_follow_padding,
@@ -49,11 +49,6 @@ from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.batch import IGNORE_INDEX
 
 _TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
-# What it returns for every token, of which trainers make losses: always joined.
-_LOG_PROBABILITIES = frozenset(
-    {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
-)
-_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", *_LOG_PROBABILITIES})
 
 
 def enable(
@@ -115,13 +110,33 @@ def enable(
         mlp_chunks=mlp_chunks,
     )
     inner = find_model(model)
-    if inner.config._attn_implementation == IMPLEMENTATION:
+    if find_enabled(model, inner) is not None:
         raise ConfigError(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
     check_model(inner)
     register()
     return EnabledModel(model, inner, mesh, options)
+
+
+def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:
+    """What :func:`enable` returned for a model, or for the model that PEFT has wrapped since.
+
+    Raises:
+        ConfigError: its configuration is that of an enabled model, and itself is not enabled.
+    """
+    for module in (model, inner):
+        for hook in module._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, EnabledModel):
+                return owner
+    if inner.config._attn_implementation == IMPLEMENTATION:
+        raise ConfigError(
+            f"the configuration of {type(inner).__name__} says attention {IMPLEMENTATION!r}, but "
+            "the model was not enabled: give each model a configuration of its own "
+            "(copy.deepcopy(config)), or load it with another attn_implementation"
+        )
+    return None
 
 
 class EnabledModel:
@@ -292,7 +307,7 @@ class EnabledModel:
 
         Shapes: ``[b, seq_len]``.
         """
-        if self._loss is None:
+        if self._loss is None or not {"labels", _TRL_FUSED_HEAD} & batch.arguments.keys():
             return None
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
 
@@ -328,6 +343,11 @@ class EnabledModel:
         """Make the outputs those of the whole batch."""
         shard: Shard = kwargs["usp"]
         name = type(self._inner).__name__
+        if self._inner.config._attn_implementation != IMPLEMENTATION:
+            raise ConfigError(
+                f"attention of {name} was set to {self._inner.config._attn_implementation!r} after "
+                "enable: disable() it first, or leave its attn_implementation"
+            )
         if not shard.layers:
             raise UnsupportedAttentionError(
                 f"{name}: no layer has called transformers' attention interface; the model "
@@ -345,29 +365,10 @@ class EnabledModel:
         labeled = "labels" in kwargs or "shift_labels" in kwargs
         choice = self._options.logits
         whole = choice == "whole" or (choice == "auto" and not labeled)
-        for key in [key for key in out if key != "loss"]:
-            self._check_output(key, out[key])
-            if key in _LOG_PROBABILITIES and out[key] is not None:
-                joined = self.whole(out[key])
-                out[key] = joined[:, :-1] if self._drop_last else joined
-            elif whole and isinstance(out[key], tuple):
-                out[key] = tuple(self.whole(x) for x in out[key])
-            elif whole and isinstance(out[key], Tensor):
-                out[key] = self.whole(out[key])
+        tokens = len(kwargs["attention_mask"]), shard.length
+        check_outputs(out, name, tokens)
+        join_outputs(out, self.whole, join_all=whole, drop_last=self._drop_last)
         return out
-
-    def _check_output(self, key: str, value: Any) -> None:
-        """Refuse an output that is not known to have a value for each token.
-
-        Raises:
-            UnsupportedAttentionError: which one.
-        """
-        if key not in _PER_TOKEN and holds_tensor(value):
-            raise UnsupportedAttentionError(
-                f"{type(self._inner).__name__} returns {key}, which is not known here and may be "
-                "made of single tokens, of which each rank has others (as a pooled output is of "
-                f"the first): use a model without it; {', '.join(sorted(_PER_TOKEN))} are served"
-            )
 
     def _finish_loss(self, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
         """Check that the loss is the whole batch's.

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -119,6 +120,14 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
         yield f"its layers ({names}) carry a state from token to token, and ranks hand none on"
     if not _takes_positions(model):
         yield "it takes no position_ids: each rank would count its tokens from 0"
+    for module in model.modules():
+        if _counts_tokens(module):
+            yield (
+                f"{type(module).__name__} counts the tokens that it is given instead of reading "
+                "their positions, and a rank has some of them (Llama 4: config."
+                "attn_temperature_tuning=False is the same for fewer than floor_scale tokens)"
+            )
+            break
     if not model._supports_attention_backend:
         yield "it computes attention itself (_supports_attention_backend is not set)"
     if getattr(text, "output_router_logits", False):
@@ -156,6 +165,32 @@ def _takes_positions(model: PreTrainedModel) -> bool:
     """Whether the model, and the model under its head, can be told positions."""
     base = model.base_model
     return all("position_ids" in inspect.signature(m.forward).parameters for m in (model, base))
+
+
+def _counts_tokens(module: nn.Module) -> bool:
+    """Whether an attention module makes positions of its own from the number of its tokens."""
+    kind: Any = type(module)
+    if not hasattr(module, "layer_idx") or "arange(" not in _source_of_forward(kind):
+        return False
+    uses_it = _WHEN_COUNTED.get(kind.__name__)
+    return uses_it is None or uses_it(module)
+
+
+@lru_cache(maxsize=256)
+def _source_of_forward(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # made at run time
+        return ""
+
+
+# Attention modules that count their tokens in some layers or configurations only.
+_WHEN_COUNTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "Llama4TextAttention": lambda m: m.attn_temperature_tuning and not m.use_rope,
+        "MiniMaxM3VLAttention": lambda m: m.indexer is not None,
+    }
+)
 
 
 def positions_are_offset(model: PreTrainedModel) -> bool:

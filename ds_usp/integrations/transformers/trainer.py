@@ -18,9 +18,8 @@ from transformers import Trainer
 
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError
-from ds_usp.integrations.transformers.attention import IMPLEMENTATION
 from ds_usp.integrations.transformers.data_loader import share_batches
-from ds_usp.integrations.transformers.model import EnabledModel, enable
+from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
 
 
@@ -49,7 +48,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
         trainer.accelerator.gather_for_metrics,
         use_gather_object=trainer.args.eval_use_gather_object,
     )
-    enabled = enabled_model(trainer.model) or enable(trainer.model, mesh)
+    enabled = find_enabled(trainer.model, find_model(trainer.model)) or enable(trainer.model, mesh)
     if enabled.mesh is not mesh:
         raise ConfigError(
             f"the trainer's model is enabled for another mesh ({enabled.mesh}) than that given "
@@ -58,22 +57,6 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
     _count_replicas(trainer, mesh.sp_degree)
     _join_logits(trainer, enabled)
     return enabled
-
-
-def enabled_model(model: nn.Module) -> EnabledModel | None:
-    """What ``enable`` returned for a model, or for the model that PEFT has wrapped since."""
-    inner = find_model(model)
-    for module in (model, inner):
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, EnabledModel):
-                return owner
-    if inner.config._attn_implementation == IMPLEMENTATION:
-        raise ConfigError(
-            f"the configuration of {type(inner).__name__} says attention {IMPLEMENTATION!r}, but "
-            "the model was not enabled: load it with another attn_implementation"
-        )
-    return None
 
 
 def _check_trainer(trainer: Trainer) -> None:
