@@ -7,7 +7,8 @@ framework that sums over the ranks of a mesh instead asks for ``gradients="sum"`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -116,3 +117,53 @@ def batch_digest(tensors: Mapping[str, Tensor]) -> str:
         f"{name} {tuple(x.shape)} {number:x}"
         for (name, x), number in zip(tensors.items(), numbers, strict=True)
     )
+
+
+def describe_arguments(given: Mapping[str, Any]) -> str:
+    """A text that tells the arguments of a forward pass apart, tensors by their values.
+
+    One transfer from the device for all tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: list[str] = []
+    for name, value in _flat("", given):
+        if isinstance(value, Tensor):
+            tensors[name] = torch.view_as_real(value) if value.is_complex() else value
+        elif isinstance(value, (int, float, str)):
+            plain.append(f"{name} {value}")
+    return "; ".join((batch_digest(tensors), ", ".join(plain)))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value and what it holds, with names; mappings, lists and tuples are gone through."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{name}.{index}", inner)
+    else:
+        yield name, value
+
+
+@contextmanager
+def same_on_all_ranks(mesh: SequenceMesh, what: str, given: Mapping[str, Any]) -> Iterator[None]:
+    """Compare the arguments of a forward pass on all ranks when the body has ended, well or not:
+    what one rank refuses every rank refuses. Collective over the mesh.
+
+    Args:
+        what: names the arguments in the error.
+
+    Raises:
+        MeshError: the ranks were given other arguments, or another rank has refused its own.
+        Exception: what the body has raised.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as refused:
+        error = refused
+    if mesh.sp_group is not None:
+        mesh.agree(f"{what} of {describe_arguments(given)}", error)
+    if error is not None:
+        raise error

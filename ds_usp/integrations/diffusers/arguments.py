@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.diffusers.plans import Plan, parameters_of
-from ds_usp.integrations.replicas import batch_digest
 
 _ATTENTION_KWARGS = frozenset(
     {"attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}
@@ -55,30 +53,3 @@ def _refusal(transformer: nn.Module, name: str, where: str = "") -> UnsupportedA
         if part in name:
             advice = text
     return UnsupportedAttentionError(f"{type(transformer).__name__}: {name}{where}: {advice}")
-
-
-def describe(given: Mapping[str, Any]) -> str:
-    """A text that tells the arguments of a forward pass apart, tensors by their values.
-
-    One transfer from the device for all tensors.
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: list[str] = []
-    for name, value in _flat("", given):
-        if isinstance(value, Tensor):
-            tensors[name] = torch.view_as_real(value) if value.is_complex() else value
-        elif isinstance(value, (int, float, str)):
-            plain.append(f"{name} {value}")
-    return "; ".join((batch_digest(tensors), ", ".join(plain)))
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value and what it holds, with names; mappings, lists and tuples are gone through."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _flat(f"{name}.{index}", inner)
-    else:
-        yield name, value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_usp.comm.mesh import SequenceMesh
-from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
-from ds_usp.integrations.diffusers.arguments import bind, check_arguments, describe
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_processor, sharded
@@ -112,10 +111,10 @@ class ShardedTransformer:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         given = bind(self.transformer, args, kwargs)
-        with self._same_on_all_ranks(given):
+        name = type(self.transformer).__name__
+        with same_on_all_ranks(self._mesh, f"arguments (noise too) of {name}:", given):
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, given)
-        name = type(self.transformer).__name__
         self._state = PassState(name, self._mesh, self._options)
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self._state)
@@ -133,25 +132,6 @@ class ShardedTransformer:
                 f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                 "output its plan joins: what it returns is a shard"
             )
-
-    @contextmanager
-    def _same_on_all_ranks(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Compare the call on all ranks; what one rank refuses every rank refuses.
-
-        Raises:
-            MeshError: the ranks were given other arguments, or other noise.
-            USPError: what the body has raised.
-        """
-        error: USPError | None = None
-        try:
-            yield
-        except USPError as refused:
-            error = refused
-        if self._mesh.sp_group is not None:
-            name = type(self.transformer).__name__
-            self._mesh.agree(f"arguments of {name} (noise too): {describe(given)}", error)
-        if error is not None:
-            raise error
 
     def _check_unchanged(self) -> None:
         """Refuse what was changed since :func:`enable`.

@@ -168,6 +168,11 @@ class ChunkedLogits:
         """That of the logits."""
         return self.hidden.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the logits, which Accelerate asks of all outputs."""
+        return self.hidden.dtype
+
     def loss(self, original: Loss, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See :meth:`ChunkedHead.loss`."""
         return self._head.loss(self, original, labels, *args, **kwargs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from hashlib import blake2b
 from types import TracebackType
@@ -21,8 +20,8 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import (
     Reduction,
     SumOfShards,
-    batch_digest,
     join_shards,
+    same_on_all_ranks,
 )
 from ds_usp.integrations.transformers.attention import IMPLEMENTATION, Shard, register
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT, WholeBatch
@@ -96,6 +95,7 @@ def enable(
             layers that an option does not fit.
         UnsupportedAttentionError: a model that a shard of the tokens would compute wrongly.
         LayoutError: an unknown layout.
+        MeshError: on every rank, if their options differ; collective over the mesh.
     """
     check_version()
     options = Options(
@@ -115,6 +115,7 @@ def enable(
             f"{type(inner).__name__} is enabled already: disable() it before you enable it again"
         )
     check_model(inner)
+    mesh.agree(f"enable {type(inner).__name__} with {options}")
     register()
     return EnabledModel(model, inner, mesh, options)
 
@@ -239,7 +240,7 @@ class EnabledModel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shard the arguments of a forward pass."""
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        with self._same_on_all_ranks(arguments):
+        with same_on_all_ranks(self.mesh, "a batch", arguments):
             check_arguments(arguments)
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
@@ -262,25 +263,6 @@ class EnabledModel:
         self._drop_last = "shift_labels" not in batch.arguments
         self._shard = shard
         return (), {**local, "use_cache": False, "usp": shard}
-
-    @contextmanager
-    def _same_on_all_ranks(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Compare the batch on all ranks; what one rank refuses every rank refuses.
-
-        Raises:
-            MeshError: the ranks were given other batches.
-            Exception: what the body has raised.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as refused:
-            error = refused
-        if self.mesh.sp_group is not None:
-            tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-            self.mesh.agree(f"a batch of {batch_digest(tensors)}", error)
-        if error is not None:
-            raise error
 
     def _check_positions(self, batch: WholeBatch) -> None:
         """Refuse a batch whose default positions are not the index of its tokens.

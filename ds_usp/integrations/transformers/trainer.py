@@ -70,6 +70,11 @@ def _check_trainer(trainer: Trainer) -> None:
             f"the trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start "
             "one process for each GPU (torchrun, accelerate launch, deepspeed)"
         )
+    if trainer.model_init is not None:
+        raise ConfigError(
+            "model_init makes a new model in train, which would not be enabled: make the model "
+            "before, and give it to the trainer"
+        )
     if trainer.neftune_noise_alpha is not None:
         raise ConfigError(
             f"neftune_noise_alpha={trainer.neftune_noise_alpha}: its noise depends on the number "
