@@ -16,6 +16,7 @@ from ds_usp.integrations.diffusers.arguments import bind, check_arguments
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
 from ds_usp.integrations.diffusers.processor import check_processor, sharded
+from ds_usp.integrations.replicas import same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
 _CHECKPOINT = "_gradient_checkpointing_func"
