@@ -176,6 +176,50 @@ def test_parameters_may_be_sharded(pool: WorkerPool) -> None:
     check(pool.run(sharded_parameters, WORLD), WORLD)
 
 
+def zero_step(ctx: RankContext) -> float:
+    """The relative error of a step of ZeRO-3, checkpointed."""
+    from ds_usp.training import prepare_deepspeed
+
+    prepare_deepspeed()
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
+    name, rate = "WanTransformer3DModel", 256.0
+    transformer, given = build(name), arguments(name)
+    before = {name: p.detach().clone() for name, p in transformer.named_parameters()}
+    want = alone(transformer, given).gradients
+    enable(transformer, mesh_of(2))
+    transformer.enable_gradient_checkpointing()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=transformer,
+        optimizer=torch.optim.SGD(transformer.parameters(), lr=rate),
+        config=config,
+        dist_init_required=False,
+    )
+    output = engine(**given, return_dict=False)[0]
+    target = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    engine.backward(((output - target) ** 2).mean())
+    engine.step()
+    errors = []
+    for name, p in transformer.named_parameters():
+        with deepspeed.zero.GatheredParameters([p]):
+            errors.append(((before[name] - p.detach()) / rate - want[name]).norm())
+    scale = torch.stack([gradient.norm() for gradient in want.values()]).norm()
+    return float(torch.stack(errors).norm() / scale)
+
+
+def test_a_step_of_zero_3_is_that_of_one_rank(pool: WorkerPool) -> None:
+    assert max(pool.run(zero_step, WORLD)) <= BOUND
+
+
 def with_lora() -> Any:
     from peft import LoraConfig
 

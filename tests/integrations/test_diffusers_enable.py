@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 import ds_usp
 from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
+from ds_usp.integrations.diffusers.arguments import ATTENTION_KWARGS
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
 MESH = ds_usp.SequenceMesh.single()
@@ -62,6 +64,41 @@ def test_the_page_lists_the_classes() -> None:
         rows.append(f"| `{name}` | {' and '.join(sorted(kinds))} |{mask} |")
     assert table.partition("\n\n")[0].splitlines()[2:] == rows
     assert all(name in MASKS for name, plan in PLANS.items() if plan.masks)
+
+
+# Folders of pipelines by their transformer, and what of their arguments is refused by name.
+PIPELINES = {
+    "flux": FLUX,
+    "flux2": "Flux2Transformer2DModel",
+    "wan": WAN,
+    "qwenimage": "QwenImageTransformer2DModel",
+    "ltx": "LTXVideoTransformer3DModel",
+    "hunyuan_video": "HunyuanVideoTransformer3DModel",
+    "cogvideo": "CogVideoXTransformer3DModel",
+    "stable_diffusion_3": "SD3Transformer2DModel",
+    "pixart_alpha": PIXART,
+}
+REFUSED_ARGUMENTS = ("controlnet_", "kv_cache", "num_ref_tokens")
+OTHER_TRANSFORMERS = ("pipeline_wan_animate", "pipeline_wan_vace", "hunyuan_video_framepack")
+
+
+def arguments_of_pipelines(folder: str) -> Iterator[tuple[str, str]]:
+    """File and name of every argument that pipelines give their transformer."""
+    for file in sorted((Path(diffusers.__file__).parent / "pipelines" / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            callee = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and callee in ("self.transformer", "current_model"):
+                yield from ((file.stem, str(keyword.arg)) for keyword in node.keywords)
+
+
+@pytest.mark.parametrize("folder", PIPELINES)
+def test_plans_know_what_pipelines_give(folder: str) -> None:
+    known = PLANS[PIPELINES[folder]].arguments | ATTENTION_KWARGS | {"return_dict"}
+    given = [pair for pair in arguments_of_pipelines(folder) if pair[1] not in known]
+    assert len(list(arguments_of_pipelines(folder))) > 4
+    for file, argument in given:
+        refused = argument.startswith(REFUSED_ARGUMENTS)
+        assert refused or any(name in file for name in OTHER_TRANSFORMERS), (file, argument)
 
 
 # ------------------------------------------------------------------ refused by enable

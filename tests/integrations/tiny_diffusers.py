@@ -118,6 +118,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "norm_type": "ada_norm_single",
     },
 }
+_WAN = CONFIGS["WanTransformer3DModel"]
+_VACE = {"vace_layers": [0, 1], "vace_in_channels": 6}
+CONFIGS = {**CONFIGS, "WanVACETransformer3DModel": {**_WAN, **_VACE}}
 HEADS = 8
 # Variants of a class that have tokens where it has none by default.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -207,8 +210,11 @@ def _latents(name: str, rows: int, columns: int, odd: bool) -> dict[str, Any]:
         return {"hidden_states": torch.randn(2, 4, 2 * rows, 2 * columns), "tokens": 0}
     rows, columns = (3, 5) if odd else (2, 4)
     tokens = frames * rows * columns
-    if name == "WanTransformer3DModel":
-        return {"hidden_states": torch.randn(2, 4, frames, 2 * rows, 2 * columns), "tokens": tokens}
+    if name.startswith("Wan"):
+        size = frames, 2 * rows, 2 * columns
+        given = {"hidden_states": torch.randn(2, 4, *size), "tokens": tokens}
+        control = {"control_hidden_states": torch.randn(2, 6, *size)}
+        return given | (control if "VACE" in name else {})
     angles = torch.randn(tokens, 8)
     return {
         "hidden_states": torch.randn(2, frames, 4, 2 * rows, 2 * columns),

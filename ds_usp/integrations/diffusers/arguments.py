@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.integrations.diffusers.plans import Plan, parameters_of
 
-_ATTENTION_KWARGS = frozenset(
+ATTENTION_KWARGS = frozenset(
     {"attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}
 )
 _LORA_SCALE = "scale"
@@ -35,7 +35,7 @@ def check_arguments(transformer: nn.Module, plan: Plan, given: Mapping[str, Any]
     """
     known = plan.arguments | {"return_dict"}
     for name, value in given.items():
-        if name in _ATTENTION_KWARGS:
+        if name in ATTENTION_KWARGS:
             for key, inner in (value or {}).items():
                 if key != _LORA_SCALE and _is_given(inner):
                     raise _refusal(transformer, key, f" in {name}")

@@ -155,6 +155,20 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             attention={"blocks.*.attn1": ("image",)},
             whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
         ),
+        "WanVACETransformer3DModel": Plan(
+            inputs={
+                "vace_blocks.*": {"hidden_states": _IMAGE},
+                "vace_blocks.0": {"control_hidden_states": _IMAGE},
+                "blocks.0": {"hidden_states": _IMAGE},
+            },
+            outputs={"rope": (_IMAGE, _IMAGE)},
+            attention={"vace_blocks.*.attn1": ("image",), "blocks.*.attn1": ("image",)},
+            whole=(
+                *("hidden_states", "timestep", "encoder_hidden_states"),
+                *("encoder_hidden_states_image", "control_hidden_states"),
+                "control_hidden_states_scale",
+            ),
+        ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
                 "": {"hidden_states": _IMAGE},
