@@ -18,6 +18,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.integrations.diffusers import PLANS, enable
 
+PIXART = "PixArtTransformer2DModel"
 WORLD = 4
 ULYSSES = (4, 2, 1)
 Errors = dict[str, float]
@@ -136,7 +137,7 @@ def test_checkpointed_blocks_recompute_their_own_pass(
 
 
 def summed(ctx: RankContext) -> Errors:
-    transformer, given = build("PixArtTransformer2DModel"), arguments("PixArtTransformer2DModel")
+    transformer, given = build(PIXART), arguments(PIXART)
     want = alone(transformer, given)
     with enable(transformer, mesh_of(2), gradients="sum"):
         have = on_the_mesh(transformer, given, divisor=1)
@@ -258,6 +259,35 @@ def compiled(ctx: RankContext) -> Errors:
 @pytest.mark.slow
 def test_a_compiled_transformer_is_exact(pool: WorkerPool) -> None:
     check(pool.run(compiled, 2), 2)
+
+
+def bf16_errors(ctx: RankContext, name: str) -> tuple[float, float]:
+    """Of outputs under autocast to fp32's, on one rank and on the mesh."""
+    transformer, given = build(name), arguments(name, padded=True)
+    with torch.no_grad():
+        want = transformer(**given, return_dict=False)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            one = transformer(**given, return_dict=False)[0]
+            with enable(transformer, mesh_of(2)):
+                have = transformer(**given, return_dict=False)[0]
+    assert have.dtype == one.dtype
+    return relative(one, want), relative(have, want)
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "HunyuanVideoTransformer3DModel"])
+def test_autocast_is_as_exact_as_on_one_rank(pool: WorkerPool, name: str) -> None:
+    for one, have in pool.run(bf16_errors, WORLD, name=name):
+        assert 1e-4 < have < 1.5 * one
+
+
+def other_options(ctx: RankContext) -> str:
+    with pytest.raises(ds_usp.MeshError) as error:
+        enable(build(PIXART), mesh_of(2), gradients="sum" if ctx.rank == 3 else "mean")
+    return str(error.value)
+
+
+def test_ranks_with_other_options_are_refused(pool: WorkerPool) -> None:
+    assert all("gradients='sum'" in message for message in pool.run(other_options, WORLD))
 
 
 # ------------------------------------------------------------------ pipelines

@@ -55,6 +55,7 @@ def enable(
             that the plan does not fit; diffusers' own parallelism.
         UnsupportedAttentionError: a class without a plan, an option of the configuration that
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
+        MeshError: on every rank, if their options differ; collective over the mesh.
     """
     _check_version()
     options = Options(kernel, gradients, tuning)
@@ -62,6 +63,8 @@ def enable(
     plans = [plan or _plan_of(transformer) for transformer in transformers]
     for transformer, its_plan in zip(transformers, plans, strict=True):
         _check(transformer, its_plan)
+    names = ", ".join(type(transformer).__name__ for transformer in transformers)
+    mesh.agree(f"enable {names} with {options}")
     enabled = EnabledTransformer(model_or_pipeline, mesh)
     try:
         for transformer, its_plan in zip(transformers, plans, strict=True):

@@ -145,17 +145,21 @@ class PassState:
         moved = lengths[0] if self._documents and order[0] == "text" else 0
         if moved:
             q, k, v = (x.roll(-moved, 1) for x in (q, k, v))
-        out = usp_attention(
-            q,
-            k,
-            v,
-            mesh=self._mesh,
-            layout=self._attention_layout(order, bool(moved)),
-            mask=MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full(),
-            softmax_scale=scale,
-            kernel=self._options.kernel,
-            tuning=self._options.tuning,
-        )
+        device = q.device.type
+        if torch.is_autocast_enabled(device):  # which casts torch's own attention
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            out = usp_attention(
+                q,
+                k,
+                v,
+                mesh=self._mesh,
+                layout=self._attention_layout(order, bool(moved)),
+                mask=MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full(),
+                softmax_scale=scale,
+                kernel=self._options.kernel,
+                tuning=self._options.tuning,
+            )
         return out.roll(moved, 1) if moved else out
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
