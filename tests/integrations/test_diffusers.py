@@ -148,6 +148,25 @@ def test_gradients_may_be_summed(pool: WorkerPool) -> None:
     check(pool.run(summed, WORLD), WORLD)
 
 
+def of_two_meshes(ctx: RankContext) -> Errors:
+    """Two meshes with other batches: the mean over all ranks is that of both batches."""
+    transformer = build(PIXART)
+    batches = [arguments(PIXART, odd=bool(seed), seed=seed) for seed in range(2)]
+    mine = batches[ctx.rank // 2]
+    both = alone(transformer, *batches)
+    loss, output = forward_and_backward(transformer, mine)
+    take_gradients(transformer)
+    want = Result(loss, output, {name: g / 2 for name, g in both.gradients.items()})
+    grid = ds_usp.RankGrid({"ulysses": 1, "ring": 2, "dp": 2})
+    with enable(transformer, ds_usp.SequenceMesh.build(grid)):
+        have = on_the_mesh(transformer, mine)
+    return {f"rank {ctx.rank}": have.error(want)}
+
+
+def test_meshes_may_have_other_batches(pool: WorkerPool) -> None:
+    check(pool.run(of_two_meshes, WORLD), WORLD)
+
+
 # ------------------------------------------------------------------ training
 
 

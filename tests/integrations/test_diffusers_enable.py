@@ -126,6 +126,12 @@ def with_a_backend() -> Any:
     return transformer
 
 
+def with_a_group_norm() -> Any:
+    transformer = build(PIXART)
+    transformer.transformer_blocks[1].attn1.group_norm = nn.GroupNorm(8, 64)
+    return transformer
+
+
 def with_parallelism() -> Any:
     transformer = build(FLUX)
     transformer._parallel_config = diffusers.ParallelConfig()
@@ -161,6 +167,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (token_replace, ds_usp.UnsupportedAttentionError, "image_condition_type='token_replace'"),
     (with_an_ip_adapter, ds_usp.UnsupportedAttentionError, "IP-Adapters"),
     (with_a_backend, ds_usp.UnsupportedAttentionError, r"set_attention_backend\('native'\)"),
+    (with_a_group_norm, ds_usp.UnsupportedAttentionError, "group_norm"),
     (with_parallelism, ds_usp.ConfigError, "enable_parallelism"),
     (with_a_cache, ds_usp.UnsupportedAttentionError, "disable_cache"),
     (enabled_before, ds_usp.ConfigError, "sharded already"),

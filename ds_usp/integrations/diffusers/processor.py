@@ -68,8 +68,8 @@ def check_processor(module: nn.Module) -> None:
 
     Raises:
         ConfigError: it is sharded already.
-        UnsupportedAttentionError: IP-Adapters and other processors with weights, or an attention
-            backend.
+        UnsupportedAttentionError: IP-Adapters and other processors with weights, norms over
+            tokens, or an attention backend.
     """
     processor, name = module.processor, type(module.processor).__name__
     if is_sharded(processor):
@@ -79,6 +79,12 @@ def check_processor(module: nn.Module) -> None:
             f"{name}: IP-Adapters, and other attention processors with weights of their own, are "
             "not served; unload them"
         )
+    for norm in ("group_norm", "spatial_norm"):
+        if getattr(module, norm, None) is not None:
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} has a {norm}, which normalizes over all tokens: a shard "
+                "has other means than the sequence"
+            )
     _check_backend(processor, name)
 
 
