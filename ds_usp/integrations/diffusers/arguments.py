@@ -18,7 +18,7 @@ _ADVICE: Mapping[str, str] = {
     "controlnet": "residuals of a ControlNet belong to tokens by their index; leave it out",
     "ip_adapter": "IP-Adapters are not served; unload them",
     "kv_cache": "a cache of keys belongs to whole tokens; leave it out",
-    "num_ref_tokens": "reference tokens are told by their index; leave the cache of them out",
+    "num_ref_tokens": "reference tokens are known by their index; leave the cache of them out",
 }
 
 
@@ -27,14 +27,14 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
 
 
-def check_arguments(transformer: nn.Module, plan: Plan, given: Mapping[str, Any]) -> None:
+def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the plan does not know.
 
     Raises:
         UnsupportedAttentionError: which ones.
     """
     known = plan.arguments | {"return_dict"}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in ATTENTION_KWARGS:
             for key, inner in (value or {}).items():
                 if key != _LORA_SCALE and _is_given(inner):

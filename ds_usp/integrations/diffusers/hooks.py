@@ -111,15 +111,15 @@ class ShardedTransformer:
     @disable_in_compile("the ranks compare their arguments before a forward pass")
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Check the call on all ranks, and shard the transformer's own arguments."""
-        given = bind(self.transformer, args, kwargs)
+        arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
-        with same_on_all_ranks(self._mesh, f"arguments (noise too) of {name}:", given):
+        with same_on_all_ranks(self._mesh, f"arguments (noise too) of {name}:", arguments):
             self._check_unchanged()
-            check_arguments(self.transformer, self._plan, given)
+            check_arguments(self.transformer, self._plan, arguments)
         self._state = PassState(name, self._mesh, self._options)
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self._state)
-        return (), _sharded(self._state, given, self._plan.inputs.get("", {}))
+        return (), _sharded(self._state, arguments, self._plan.inputs.get("", {}))
 
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> None:
@@ -201,7 +201,9 @@ class ShardedTransformer:
         state = self._active(module)
         if isinstance(out, Tensor):
             return _shard_value(state, out, entries[0])
-        return type(out)(_shard_value(state, x, at) for x, at in zip(out, entries, strict=True))
+        return type(out)(
+            _shard_value(state, x, token_dim) for x, token_dim in zip(out, entries, strict=True)
+        )
 
     @disable_in_compile("padding is counted")
     def _take_mask(
@@ -213,11 +215,11 @@ class ShardedTransformer:
         kwargs: dict[str, Any],
     ) -> Arguments:
         """Read the mask of keys; the module goes on without it."""
-        given = bind(module, args, kwargs)
-        if given.get(argument) is not None:
-            self._active(module).read_mask(given[argument], order)
-            given[argument] = None
-        return (), given
+        arguments = bind(module, args, kwargs)
+        if arguments.get(argument) is not None:
+            self._active(module).read_mask(arguments[argument], order)
+            arguments[argument] = None
+        return (), arguments
 
     @disable_in_compile("outputs are joined over the ranks")
     def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
@@ -225,16 +227,16 @@ class ShardedTransformer:
 
 
 def _sharded(
-    state: PassState, given: dict[str, Any], entries: Mapping[str, TokenDim]
+    state: PassState, arguments: dict[str, Any], entries: Mapping[str, TokenDim]
 ) -> dict[str, Any]:
-    for name, at in entries.items():
-        given[name] = _shard_value(state, given.get(name), at)
-    return given
+    for name, token_dim in entries.items():
+        arguments[name] = _shard_value(state, arguments.get(name), token_dim)
+    return arguments
 
 
-def _shard_value(state: PassState, value: Any, at: TokenDim | None) -> Any:
-    if at is None:
+def _shard_value(state: PassState, value: Any, token_dim: TokenDim | None) -> Any:
+    if token_dim is None:
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(_shard_value(state, x, at) for x in value)
-    return state.shard(value, at) if isinstance(value, Tensor) else value
+        return type(value)(_shard_value(state, x, token_dim) for x in value)
+    return state.shard(value, token_dim) if isinstance(value, Tensor) else value

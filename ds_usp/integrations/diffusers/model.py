@@ -90,12 +90,12 @@ class EnabledTransformer:
     @property
     def transformers(self) -> tuple[ModelMixin, ...]:
         """The transformers that are sharded; none once it is disabled."""
-        return tuple(each.transformer for each in self._sharded)
+        return tuple(sharded.transformer for sharded in self._sharded)
 
     def disable(self) -> None:
         """Leave the transformers as they were before :func:`enable`."""
-        for each in self._sharded:
-            each.remove()
+        for sharded in self._sharded:
+            sharded.remove()
         self._sharded.clear()
 
     def __enter__(self) -> EnabledTransformer:
@@ -119,24 +119,24 @@ def _check_version() -> None:
         )
 
 
-def _transformers_of(given: Any) -> list[ModelMixin]:
+def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
     """The transformer itself, or those of a pipeline, each once."""
-    if isinstance(given, DiffusionPipeline):
-        found = [getattr(given, name, None) for name in _OF_A_PIPELINE]
-        transformers = list({id(x): x for x in found if x is not None}.values())
+    if isinstance(model_or_pipeline, DiffusionPipeline):
+        candidates = [getattr(model_or_pipeline, name, None) for name in _OF_A_PIPELINE]
+        transformers = list({id(x): x for x in candidates if x is not None}.values())
         if not transformers:
             raise ConfigError(
-                f"{type(given).__name__} has neither {' nor '.join(_OF_A_PIPELINE)}: pipelines "
-                "with a UNet are not served"
+                f"{type(model_or_pipeline).__name__} has neither "
+                f"{' nor '.join(_OF_A_PIPELINE)}: pipelines with a UNet are not served"
             )
         return transformers
-    if not isinstance(given, ModelMixin):
+    if not isinstance(model_or_pipeline, ModelMixin):
         raise ConfigError(
-            f"{type(given).__name__} is no transformer (ModelMixin) and no pipeline of diffusers. "
-            "Enable the transformer before DistributedDataParallel, deepspeed.initialize or "
-            "torch.compile wraps it"
+            f"{type(model_or_pipeline).__name__} is no transformer (ModelMixin) and no pipeline "
+            "of diffusers. Enable the transformer before DistributedDataParallel, "
+            "deepspeed.initialize or torch.compile wraps it"
         )
-    return [given]
+    return [model_or_pipeline]
 
 
 def _plan_of(transformer: ModelMixin) -> Plan:

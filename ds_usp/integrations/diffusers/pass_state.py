@@ -68,21 +68,21 @@ class PassState:
         except LayoutError as error:
             raise LayoutError(f"{self._name}, {kind}: {error}") from None
 
-    def shard(self, x: Tensor, at: TokenDim) -> Tensor:
+    def shard(self, x: Tensor, token_dim: TokenDim) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
 
         Raises:
             LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
         """
-        if at.ndim is not None and (x.ndim != at.ndim or x.shape[at.dim] == 1):
+        if token_dim.ndim is not None and (x.ndim != token_dim.ndim or x.shape[token_dim.dim] == 1):
             return x
-        length = self._lengths.setdefault(at.kind, x.shape[at.dim])
-        if x.shape[at.dim] != length:
+        length = self._lengths.setdefault(token_dim.kind, x.shape[token_dim.dim])
+        if x.shape[token_dim.dim] != length:
             raise LayoutError(
-                f"{self._name}: a tensor of {x.shape[at.dim]} {at.kind} tokens, dim {at.dim} of "
-                f"{list(x.shape)}, where others of the same forward pass have {length}"
+                f"{self._name}: a tensor of {x.shape[token_dim.dim]} {token_dim.kind} tokens, "
+                f"dim {token_dim.dim} of {list(x.shape)}, where others of the same forward pass have {length}"
             )
-        return self.layout(at.kind).shard(x, at.dim, self._mesh.rank)
+        return self.layout(token_dim.kind).shard(x, token_dim.dim, self._mesh.rank)
 
     def join(self, x: Tensor) -> Tensor:
         """``[b, image tokens, ...]`` on every rank, from the ranks' shards."""
@@ -172,9 +172,9 @@ class PassState:
         if order == ("image",):
             return image
         text = self.layout("text")
-        one = self._mesh.layout(LAYOUT, image.seq_len + text.seq_len)
+        contiguous = self._mesh.layout(LAYOUT, image.seq_len + text.seq_len)
         ranks = range(self._mesh.sp_degree)
-        fits = all(image.length(r) + text.length(r) == one.length(r) for r in ranks)
+        fits = all(image.length(r) + text.length(r) == contiguous.length(r) for r in ranks)
         if fits and not self._documents:
-            return one
+            return contiguous
         return JointLayout.of(image, text.seq_len, front=order[0] == "text" and not moved)

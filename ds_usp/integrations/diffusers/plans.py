@@ -108,22 +108,22 @@ def modules_at(transformer: nn.Module, path: str) -> Iterator[nn.Module]:
     Raises:
         ConfigError: there is no such attribute.
     """
-    found: list[Any] = [transformer]
+    modules: list[Any] = [transformer]
     for part in path.split(".") if path else ():
         if part == "*":
-            found = [child for module in found for child in module.children()]
+            modules = [child for module in modules for child in module.children()]
             continue
-        for module in found:
+        for module in modules:
             if not hasattr(module, part):
                 raise _differs(transformer, f"there is no module {path}")
-        found = [child for module in found if (child := getattr(module, part)) is not None]
-    yield from found
+        modules = [child for module in modules if (child := getattr(module, part)) is not None]
+    yield from modules
 
 
-def _differs(transformer: nn.Module, what: str) -> ConfigError:
+def _differs(transformer: nn.Module, difference: str) -> ConfigError:
     return ConfigError(
-        f"the plan of {type(transformer).__name__} does not fit it: {what}. The plans of ds_usp "
-        f"were made for diffusers 0.42, this is {diffusers.__version__}; a plan of your own is an "
+        f"the plan of {type(transformer).__name__} does not fit it: {difference}. The plans of "
+        f"ds_usp were made for diffusers 0.42, this is {diffusers.__version__}; a plan of your own is an "
         "argument of enable (plan=...)"
     )
 

@@ -53,10 +53,10 @@ class _ShardedAttention(TorchFunctionMode):
     ) -> Tensor:
         """The signature of torch's; ``enable_gqa`` is what fewer KV heads mean here anyway."""
         if attn_mask is not None or dropout_p or is_causal:
-            what = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
-            what = what or ("is_causal" if is_causal else f"dropout {dropout_p}")
+            problem = f"a mask {list(attn_mask.shape)}" if attn_mask is not None else ""
+            problem = problem or ("is_causal" if is_causal else f"dropout {dropout_p}")
             raise UnsupportedAttentionError(
-                f"{self._name} gives attention {what}, which its plan does not know: attention "
+                f"{self._name} gives attention {problem}, which its plan does not know: attention "
                 "over sharded tokens is full, but for padding of text that the plan names"
             )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -132,11 +132,11 @@ def sharded(
         if attention.calls != 1:
             raise UnsupportedAttentionError(
                 f"{name} has called torch's scaled_dot_product_attention {attention.calls} times, "
-                "and once is served. It computes attention in its own way (adapters, caches), or "
+                "and once is served. It computes attention itself (adapters, caches), or "
                 "by another backend: call set_attention_backend('native')"
             )
         return out
 
-    made = copy.copy(processor)
-    made.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call, _MARK: True})
-    return made
+    copied = copy.copy(processor)
+    copied.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call, _MARK: True})
+    return copied
