@@ -80,7 +80,8 @@ class PassState:
         if x.shape[token_dim.dim] != length:
             raise LayoutError(
                 f"{self._name}: a tensor of {x.shape[token_dim.dim]} {token_dim.kind} tokens, "
-                f"dim {token_dim.dim} of {list(x.shape)}, where others of the same forward pass have {length}"
+                f"dim {token_dim.dim} of {list(x.shape)}, where others of the same forward "
+                f"pass have {length}"
             )
         return self.layout(token_dim.kind).shard(x, token_dim.dim, self._mesh.rank)
 

@@ -123,8 +123,8 @@ def modules_at(transformer: nn.Module, path: str) -> Iterator[nn.Module]:
 def _differs(transformer: nn.Module, difference: str) -> ConfigError:
     return ConfigError(
         f"the plan of {type(transformer).__name__} does not fit it: {difference}. The plans of "
-        f"ds_usp were made for diffusers 0.42, this is {diffusers.__version__}; a plan of your own is an "
-        "argument of enable (plan=...)"
+        f"ds_usp were made for diffusers 0.42, this is {diffusers.__version__}; a plan of "
+        "your own is an argument of enable (plan=...)"
     )
 
 
