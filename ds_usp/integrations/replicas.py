@@ -101,7 +101,7 @@ def check_reduction(gradients: str) -> None:
 
 
 def batch_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A text that tells batches apart: shapes, and a position-weighted sum of each tensor's values.
+    """A text that differs between batches: shapes, and a position-weighted sum of each tensor.
 
     One transfer from the device for all tensors. Sums of integers wrap around, those of other
     dtypes are in fp64, in the same order on every rank.
@@ -120,7 +120,7 @@ def batch_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def describe_arguments(given: Mapping[str, Any]) -> str:
-    """A text that tells the arguments of a forward pass apart, tensors by their values.
+    """A text that differs between the arguments of forward passes, tensors by their values.
 
     One transfer from the device for all tensors.
     """

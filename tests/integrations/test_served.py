@@ -26,7 +26,7 @@ def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
         tiny = config(model_type)
         tiny.architectures = [model_types()[model_type]]
         verdict = judge(tiny)
-        told[model_type] = bool(verdict.reasons), bool(verdict.untold)
+        told[model_type] = bool(verdict.reasons), bool(verdict.undecided)
     return told
 
 
@@ -36,9 +36,9 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> N
         pytest.skip("the page is of another transformers")
     refused = set(re.findall(r"`([\w-]+)`", page.split("## Refused")[1].split("## Not tried")[0]))
     (told,) = pool.run(verdicts, 1)
-    wrong = [name for name, (no, untold) in told.items() if not untold and no != (name in refused)]
+    wrong = [name for name, (no, undecided) in told.items() if not undecided and no != (name in refused)]
     assert not wrong
-    assert sum(untold for _, untold in told.values()) <= 12
+    assert sum(undecided for _, undecided in told.values()) <= 12
 
 
 @pytest.mark.parametrize(

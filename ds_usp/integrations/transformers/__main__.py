@@ -1,7 +1,7 @@
 """``python -m ds_usp.integrations.transformers MODEL``: is a model served, and if not, why.
 
 The exit code is 0 for a model that is served, 1 for one that is refused, 2 for one that cannot be
-told. No weights are loaded.
+decided. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m ds_usp.integrations.transformers",
-        description="Say whether enable() serves a model of transformers, and if not, why: from "
+        description="Print whether enable() serves a model of transformers, and if not, why: from "
         "its configuration, on any machine, without its weights.",
         epilog="Exit codes: 0 served, 1 refused, 2 the configuration cannot be read.",
     )
@@ -78,8 +78,8 @@ def report(verdict: Verdict) -> list[str]:
     lines = [f"{title}: served"]
     if verdict.needs_positions:
         lines.append("  where position_ids are given: it does not count positions from 0")
-    if verdict.untold:
-        first = verdict.untold.strip().split("\n")[0]
+    if verdict.undecided:
+        first = verdict.undecided.strip().split("\n")[0]
         lines.append(f"  by its configuration; it does not run without weights ({first[:80]}), ")
         lines[-1] += "so its first forward pass may still refuse"
     return lines

@@ -39,7 +39,7 @@ _KNOWN_TENSORS = frozenset(
 class Shard:
     """What attention needs to know of one forward pass.
 
-    It travels through the layers as their keyword argument ``usp``, not in a global: the second
+    It is passed through the layers as their keyword argument ``usp``, not in a global: the second
     run of a checkpointed layer has its own, even if another batch came between. It is no dataclass,
     because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
 

@@ -187,7 +187,7 @@ def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[in
         raise UnsupportedAttentionError(
             f"attention_mask {list(getattr(mask, 'shape', [])) or type(mask).__name__} must be "
             "[batch, tokens] of 0 and 1: masks of tokens x tokens are not served. Packed documents "
-            "are told by position_ids that start anew"
+            "are given by position_ids that start anew"
         )
     if tuple(mask.shape) != (size, seq_len):
         raise LayoutError(
@@ -206,7 +206,7 @@ def _padding(given: Mapping[str, Any], size: int, seq_len: int) -> list[tuple[in
         if other:
             raise UnsupportedAttentionError(
                 f"attention_mask of row {row} has values other than 0 and 1. Packed documents are "
-                "told by position_ids that start anew, without an attention_mask"
+                "given by position_ids that start anew, without an attention_mask"
             )
         if count and count != stop - first:
             raise UnsupportedAttentionError(

@@ -1,4 +1,4 @@
-"""Whether a model is served: told from its configuration, without weights and without ranks.
+"""Whether a model is served: decided from its configuration, without weights and without ranks.
 
 The model is made on the meta device, where tensors have shapes but no values, enabled on a mesh of
 one rank, and called once with an attention that checks its arguments and computes nothing.
@@ -50,13 +50,13 @@ class Verdict:
         model: the name of its class.
         reasons: why it is refused; () if it is served.
         needs_positions: only batches with position_ids are served.
-        untold: why the trial forward pass has ended, where it could not run without values.
+        undecided: why the trial forward pass has ended, where it could not run without values.
     """
 
     model: str
     reasons: tuple[str, ...] = ()
     needs_positions: bool = False
-    untold: str = ""
+    undecided: str = ""
 
 
 def judge(config: PreTrainedConfig) -> Verdict:
