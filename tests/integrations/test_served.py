@@ -20,14 +20,14 @@ TYPES = [name for name in model_types() if name not in NOT_BUILT]
 
 
 def verdicts(ctx: RankContext) -> dict[str, tuple[bool, bool]]:
-    """Of each tiny model: is it refused, and was that told without a forward pass."""
-    told = {}
+    """Of each tiny model: is it refused, and was that decided without a forward pass."""
+    decided = {}
     for model_type in TYPES:
         tiny = config(model_type)
         tiny.architectures = [model_types()[model_type]]
         verdict = judge(tiny)
-        told[model_type] = bool(verdict.reasons), bool(verdict.undecided)
-    return told
+        decided[model_type] = bool(verdict.reasons), bool(verdict.undecided)
+    return decided
 
 
 def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> None:
@@ -35,10 +35,14 @@ def test_the_command_refuses_what_the_sweep_finds_refused(pool: WorkerPool) -> N
     if f"transformers {transformers.__version__}:" not in page:
         pytest.skip("the page is of another transformers")
     refused = set(re.findall(r"`([\w-]+)`", page.split("## Refused")[1].split("## Not tried")[0]))
-    (told,) = pool.run(verdicts, 1)
-    wrong = [name for name, (no, undecided) in told.items() if not undecided and no != (name in refused)]
+    (decided,) = pool.run(verdicts, 1)
+    wrong = [
+        name
+        for name, (no, undecided) in decided.items()
+        if not undecided and no != (name in refused)
+    ]
     assert not wrong
-    assert sum(undecided for _, undecided in told.values()) <= 12
+    assert sum(undecided for _, undecided in decided.values()) <= 12
 
 
 @pytest.mark.parametrize(
