@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness import RankContext, WorkerPool
+from hf_trainer_runs import restored_environment, tiny_model, weights_of
 from torch import Tensor
-from trainer_runs import restored_environment, tiny_model, weights_of
 
 from ds_usp.errors import USPError
 from ds_usp.integrations.transformers import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from harness import RankContext, WorkerPool
-from trainer_runs import Record, restored_environment, tiny_model, tokenizer
+from hf_trainer_runs import Record, restored_environment, tiny_model, tokenizer
 
 from ds_usp.errors import ConfigError
 from ds_usp.training import prepare_deepspeed

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from harness import RankContext, WorkerPool
-from trainer_runs import (
+from hf_trainer_runs import (
     Documents,
     Run,
     Split,
