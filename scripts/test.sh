@@ -69,7 +69,7 @@ run() {
 }
 if [[ "$group" != gpu ]]; then
   # A file's tests have up to eight ranks at a time, each of 40 MB.
-  mapfile -t flags < <([[ "$group" == paths ]] || parallel 6 loadfile)
+  mapfile -t flags < <([[ "$group" == paths ]] || parallel 4 loadfile)
   ((has_gpu)) && paths+=(--ignore tests/gpu)
   run "${flags[@]}" "${paths[@]}" "$@"
 fi

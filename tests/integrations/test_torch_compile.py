@@ -19,11 +19,6 @@ def whole(model: Model) -> Model:
     return torch.compile(model, backend=BACKEND)
 
 
-def in_place(model: Model) -> Model:
-    model.compile(backend=BACKEND)
-    return model
-
-
 def layers(model: Model) -> Model:
     """Accelerate's regional compilation."""
     for layer in model.model.layers:
@@ -31,7 +26,7 @@ def layers(model: Model) -> Model:
     return model
 
 
-HOW = {f.__name__: f for f in (whole, in_place, layers)}
+HOW = {f.__name__: f for f in (whole, layers)}
 
 
 def packed(*lengths: int) -> Batch:
@@ -83,7 +78,6 @@ SLOW = pytest.mark.slow
     ("how", "ulysses", "options"),
     [
         pytest.param("whole", 2, {}, marks=SLOW, id="whole"),
-        pytest.param("in_place", 1, {}, marks=SLOW, id="in place"),
         pytest.param("layers", 2, {}, id="layers"),
         pytest.param("whole", 1, ALL, id="memory options"),
     ],
