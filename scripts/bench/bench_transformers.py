@@ -165,10 +165,10 @@ def summarize(path: Path, device: str) -> int:
         of_workload = [row for row in rows if row["workload"] == workload]
         losses = [row["loss"] for row in of_workload if "loss" in row]
         for name in dict.fromkeys(row["case"] for row in of_workload):
-            mine = [row for row in of_workload if row["case"] == name]
-            ran = [row for row in mine if "loss" in row]
+            case_rows = [row for row in of_workload if row["case"] == name]
+            ran = [row for row in case_rows if "loss" in row]
             if not ran:
-                print(f"{workload:14} {name:36} left out: {mine[-1]['refused']}")
+                print(f"{workload:14} {name:36} left out: {case_rows[-1]['refused']}")
                 continue
             difference = max(abs(row["loss"] - losses[0]) / losses[0] for row in ran)
             ok = difference <= LIMIT[device]

@@ -155,12 +155,12 @@ def training_table(results: str, layers: str) -> str:
     lines = []
     for workload, of in rates.items():
         length, _, sequences = workload.split()[-3:]
-        ours, theirs = (
+        best_usp, best_peer = (
             max(rate for name, rate in of.items() if name.startswith(prefix))
             for prefix in ("ds_usp", "TE")
         )
         cells = [f"{of[name]:,.0f}" for name in columns]
-        lines.append([f"{length}, {sequences}", *cells, f"{ours / theirs:.3f}"])
+        lines.append([f"{length}, {sequences}", *cells, f"{best_usp / best_peer:.3f}"])
     return markdown(["tokens, batch", *columns.values(), "best / best"], lines)
 
 

@@ -64,7 +64,7 @@ def plain_batch(rows: int = 2, tokens: int = 41) -> dict[str, Tensor]:
 
 
 def packed_batch(*rows: tuple[int, ...]) -> dict[str, Tensor]:
-    """Rows of documents of these lengths, told by positions that start anew."""
+    """Rows of documents of these lengths, given by positions that start anew."""
     rows = rows or ((9, 21, 11),)
     batch = plain_batch(len(rows), sum(rows[0]))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
@@ -165,11 +165,11 @@ def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[
     """How a type fares on two ranks, by batch and mesh: its error, or why it is refused. Each rank
     has the reference of one batch; where the model cannot compute it the error is infinite."""
     model = build(model_type)
-    mine = tuple(BATCHES)[ctx.rank]
+    batch_name = tuple(BATCHES)[ctx.rank]
     outcomes: dict[str, float | str] = {}
     want: Result | None = None
     with suppress(ValueError):
-        want = reference(model, BATCHES[mine]())
+        want = reference(model, BATCHES[batch_name]())
     for mesh_name, ulysses_degree in MESHES.items():
         mesh = mesh_of(ulysses_degree)
         for name, make in BATCHES.items():
@@ -177,10 +177,10 @@ def sweep_case(ctx: RankContext, model_type: str, layout: str = "auto") -> dict[
             try:
                 with enable(model, mesh, layout=layout, logits="whole"):
                     have = on_the_mesh(model, mesh, make())
-                outcome = have.error(want) if want and name == mine else float("inf")
+                outcome = have.error(want) if want and name == batch_name else float("inf")
             except ds_usp.USPError as refusal:
                 outcome = str(refusal)
                 take_gradients(model)
-            if name == mine:
+            if name == batch_name:
                 outcomes[f"{name}, {mesh_name}"] = outcome
     return outcomes

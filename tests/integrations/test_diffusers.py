@@ -63,8 +63,8 @@ def on_the_mesh(transformer: Any, *passes: dict[str, Any], divisor: int = WORLD)
 def every_case(ctx: RankContext, name: str) -> Errors:
     """Errors by case and mesh. Each rank has the truth of its share of the cases."""
     transformer, cases = build(name), cases_of(name)
-    mine = [case for index, case in enumerate(cases) if index % ctx.world == ctx.rank]
-    wants = {case: alone(transformer, cases[case]) for case in mine}
+    rank_cases = [case for index, case in enumerate(cases) if index % ctx.world == ctx.rank]
+    wants = {case: alone(transformer, cases[case]) for case in rank_cases}
     errors = {}
     for ulysses in ULYSSES:
         with enable(transformer, mesh_of(ulysses)):
@@ -152,14 +152,14 @@ def of_two_meshes(ctx: RankContext) -> Errors:
     """Two meshes with other batches: the mean over all ranks is that of both batches."""
     transformer = build(PIXART)
     batches = [arguments(PIXART, odd=bool(seed), seed=seed) for seed in range(2)]
-    mine = batches[ctx.rank // 2]
+    batch = batches[ctx.rank // 2]
     both = alone(transformer, *batches)
-    loss, output = forward_and_backward(transformer, mine)
+    loss, output = forward_and_backward(transformer, batch)
     take_gradients(transformer)
     want = Result(loss, output, {name: g / 2 for name, g in both.gradients.items()})
     grid = ds_usp.RankGrid({"ulysses": 1, "ring": 2, "dp": 2})
     with enable(transformer, ds_usp.SequenceMesh.build(grid)):
-        have = on_the_mesh(transformer, mine)
+        have = on_the_mesh(transformer, batch)
     return {f"rank {ctx.rank}": have.error(want)}
 
 

@@ -59,7 +59,7 @@ class PatchedAccelerate:
         stock.UlyssesSPDataLoaderAdapter = UlyssesSPDataLoaderAdapter
 
     def restore(self) -> None:
-        """Put DeepSpeed's own classes back; models that run keep theirs."""
+        """Put DeepSpeed's own classes back; models that run keep the classes they have."""
         self._stock.UlyssesSPAttentionHF, self._stock.UlyssesSPDataLoaderAdapter = self._originals
 
     def __enter__(self) -> PatchedAccelerate:
