@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import diffusers
@@ -16,6 +15,7 @@ from ds_usp.integrations.diffusers.hooks import ShardedTransformer, check_transf
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
 from ds_usp.integrations.replicas import Reduction
+from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"
@@ -75,7 +75,7 @@ def enable(
     return enabled
 
 
-class EnabledTransformer:
+class EnabledTransformer(UndoneAtExit):
     """What :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
@@ -98,15 +98,7 @@ class EnabledTransformer:
             sharded.remove()
         self._sharded.clear()
 
-    def __enter__(self) -> EnabledTransformer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _undo(self) -> None:
         self.disable()
 
 

@@ -3,7 +3,6 @@ mesh of its sizes."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from ds_usp.geometry.ranks import RankGrid
 from ds_usp.integrations.transformers.alst import UlyssesSPAttentionHF
 from ds_usp.integrations.transformers.alst_data_loader import UlyssesSPDataLoaderAdapter
 from ds_usp.integrations.transformers.batch import AUTO_LAYOUT
+from ds_usp.integrations.undo import UndoneAtExit
 
 
 def patch_accelerate(
@@ -41,7 +41,7 @@ def patch_accelerate(
     return PatchedAccelerate(ulysses_degree, layout)
 
 
-class PatchedAccelerate:
+class PatchedAccelerate(UndoneAtExit):
     """DeepSpeed's two classes of ALST, replaced where Accelerate imports them."""
 
     def __init__(self, ulysses_degree: int | None, layout: str) -> None:
@@ -62,15 +62,7 @@ class PatchedAccelerate:
         """Put DeepSpeed's own classes back; models that run keep the classes they have."""
         self._stock.UlyssesSPAttentionHF, self._stock.UlyssesSPDataLoaderAdapter = self._originals
 
-    def __enter__(self) -> PatchedAccelerate:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _undo(self) -> None:
         self.restore()
 
 

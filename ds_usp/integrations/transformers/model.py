@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from ds_usp.integrations.transformers.refusals import (
     refuse_generate,
 )
 from ds_usp.integrations.transformers.rotary import LargestPosition
+from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.batch import IGNORE_INDEX
@@ -140,7 +140,7 @@ def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | Non
     return None
 
 
-class EnabledModel:
+class EnabledModel(UndoneAtExit):
     """A model that :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
@@ -223,15 +223,7 @@ class EnabledModel:
             setattr(copied, name, value if name == "mesh" else deepcopy(value, memo))
         return copied
 
-    def __enter__(self) -> EnabledModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _undo(self) -> None:
         self.disable()
 
     @disable_in_compile("the ranks compare their batches before a forward pass")
