@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import importlib.metadata
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,14 +44,14 @@ class Session:
     world: int
 
     @classmethod
-    def start(cls, kind: str) -> Session:
+    def start(cls, kind: str, timeout_s: float = 120) -> Session:
         """Join the ranks that torchrun started, on "cuda" or "cpu"."""
         os.environ.update(NO_MULTICAST)
         device = torch.device(kind)
         if kind == "cuda":
             device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group(BACKENDS[kind], timeout=datetime.timedelta(seconds=120))
+        dist.init_process_group(BACKENDS[kind], timeout=datetime.timedelta(seconds=timeout_s))
         return cls(device, dist.get_rank(), dist.get_world_size())
 
     @property
@@ -159,6 +162,49 @@ class Table:
         if self._path:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerow(row)
+
+
+def start_ranks(arguments: Sequence[str], ranks: int, timeout_s: float) -> int:
+    """Run this program again as the ranks of torchrun, with more arguments; its exit code."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-W", "ignore", *launcher, *sys.argv, *arguments]
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **NO_MULTICAST, "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment) as launched:
+        try:
+            return launched.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            launched.terminate()  # the launcher ends its ranks
+            return launched.wait()
+
+
+def append_row(
+    session: Session, path: Path, row: Mapping[str, Any], packages: Sequence[str], note: str
+) -> None:
+    """On rank 0: append a row to a file of JSON lines, with the run that it is of."""
+    if session.rank:
+        return
+    versions = ", ".join(map(_version_of, packages))
+    command_line, hardware = header(session, f"{versions}; {note}")
+    run = {"world": session.world, "run": hardware, "command": command_line}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**row, **run, "time": int(time.time())}) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _version_of(package: str) -> str:
+    """A package with its version, if it is installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 def header(session: Session, note: str) -> list[str]:

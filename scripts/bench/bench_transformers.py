@@ -19,19 +19,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
-import json
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_harness import NO_MULTICAST, Session, common_flags, header
+from bench_harness import Session, append_row, common_flags, read_rows, start_ranks
 from torch.distributed import ReduceOp
 from transformers_cases import Batch, Case, Settings, Training, cases, new_batch
 
@@ -63,19 +57,8 @@ def main() -> int:
 
 def start_case(args: argparse.Namespace, name: str, case: Case, round_: int, path: Path) -> None:
     """Run a case in processes of its own; its rows go to ``path``."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     flags = [f"--case={name}", f"--round={round_}", f"--out={path}"]
-    command = [sys.executable, "-W", "ignore", *launcher, str(case.ranks or args.ranks), __file__]
-    environment = {**os.environ, **NO_MULTICAST}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
-    with subprocess.Popen([*command, *sys.argv[1:], *flags], env=environment) as launched:
-        try:
-            code = launched.wait(args.case_timeout)
-        except subprocess.TimeoutExpired:
-            launched.terminate()  # the launcher ends its ranks
-            code = launched.wait()
+    code = start_ranks(flags, case.ranks or args.ranks, args.case_timeout)
     if code:
         print(f"{name}: ended with exit code {code}", flush=True)
 
@@ -137,29 +120,15 @@ def measured(
 
 
 def write(session: Session, args: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Append a row, with the run that it is of."""
-    if session.rank:
-        return
-    versions = ", ".join(map(version_of, PACKAGES))
-    command, hardware = header(session, f"{versions}; {args.model}, {args.attention}")
-    row |= {"world": session.world, "run": hardware, "command": command, "time": int(time.time())}
-    with args.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    """Append a row to the file."""
+    append_row(session, args.out, row, PACKAGES, f"{args.model}, {args.attention}")
     text = row.get("refused") or f"{row['tokens_per_s_per_gpu']:,} tokens/s, loss {row['loss']:.6f}"
     session.print0(f"{row['workload']:14} {row['case']:36} {text}")
 
 
-def version_of(package: str) -> str:
-    """A package with its version, if it is installed."""
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"no {package}"
-
-
 def summarize(path: Path, device: str) -> int:
     """Print medians; 1 if a loss differs from the first case's, or there is none."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_rows(path)
     wrong = 0
     for workload in dict.fromkeys(row["workload"] for row in rows):
         of_workload = [row for row in rows if row["workload"] == workload]

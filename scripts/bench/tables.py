@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -164,6 +167,43 @@ def training_table(results: str, layers: str) -> str:
     return markdown(["tokens, batch", *columns.values(), "best / best"], lines)
 
 
+def diffusion_table(results: str) -> str:
+    """Milliseconds a step of diffusion transformers, a line for each workload, kernel and mode.
+
+    The last columns are the time of diffusers' faster method, and of one GPU, over that of the
+    fastest ds_usp mesh: above 1, ds_usp is faster.
+    """
+    runs: dict[tuple[str, str, str, str], dict[str, str | float]] = {}
+    for row in read_json_lines(results):
+        name, _, kernel = row["case"].rpartition(", ")
+        mode = "compiled" if name.endswith(" compiled") else "eager"
+        workload, _, kind = row["workload"].partition(":")
+        key = (f"{workload}, {row['tokens']:,} tokens", kind, kernel, mode)
+        refused = "WRONG" if row.get("wrong") else "refused"
+        time = statistics.median(row["ms"]) if "ms" in row and not row.get("wrong") else refused
+        runs.setdefault(key, {})[name.removesuffix(" compiled")] = time
+    methods = list(dict.fromkeys(method for times in runs.values() for method in times))
+    lines = []
+    for (workload, kind, kernel, mode), times in runs.items():
+        cells = [f"{x:,.1f}" if isinstance(x := times.get(m, ""), float) else x for m in methods]
+        best = [
+            min((x for m, x in times.items() if m.startswith(start) and isinstance(x, float)),
+                default=0.0)
+            for start in ("ds_usp", "diffusers", ALONE)
+        ]  # fmt: skip
+        ratios = [f"{x / best[0]:.3f}" if x and best[0] else "" for x in best[1:]]
+        lines.append([workload, kind, KERNELS.get(kernel, kernel), mode, *cells, *ratios])
+    head = ["workload", "step", "kernel", "", *methods]
+    return markdown([*head, "diffusers / best ds_usp", "one GPU / best ds_usp"], lines)
+
+
+def read_json_lines(name: str) -> list[dict[str, Any]]:
+    """The rows of a results file of JSON lines, the last of each workload and case."""
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return list({(row["workload"], row["case"]): row for row in rows}.values())
+
+
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
     """Milliseconds of the fastest ds_usp mesh and of the fastest other method.
 
@@ -237,6 +277,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
     "attention-short": lambda: comparison_table(read("attention_short.csv")),
     "attention-inference": lambda: comparison_table(read("attention_inference.csv")),
+    "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(training_table, "megatron_lm.csv", TE_LAYERS),
 }

@@ -1,0 +1,344 @@
+"""One way to run a diffusion transformer of diffusers: what ``bench_diffusers.py`` times.
+
+All cases of a workload share one set of random weights: each has modules of its own, with other
+hooks, processors and compiled blocks, but the same parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Given = dict[str, Any]
+# The attention kernels: ds_usp's name and diffusers' backend.
+KERNELS = {
+    "flash4": "flash_4_hub",
+    "cudnn": "_native_cudnn",
+    "flash2": "_native_flash",
+    "sdpa": "native",
+    "eager": "_native_math",
+}
+SHARPNESS = 3.0  # of the norms of queries: softmax over random tokens is otherwise nearly a mean
+GATES = ("norm1.linear.bias", "norm1_context.linear.bias", ".norm.linear.bias")
+COMPARED = ("to_q.weight", "to_v.weight")  # gradients of the first and the last such parameter
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer and the sizes of its inputs.
+
+    Args:
+        model: class of diffusers.
+        config: of the class.
+        sizes: by name: ``[height, width]`` of an image's tokens, ``[frames, height, width]`` of a
+            video's latents.
+        text: tokens of text.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    sizes: Mapping[str, tuple[int, ...]]
+    text: int = 512
+
+
+_TINY_FLUX = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": [4, 4, 8],
+}
+_TINY_WAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "attention_head_dim": 12,
+    "num_attention_heads": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+SHAPES = {
+    "flux": Shape(
+        "FluxTransformer2DModel",
+        {"guidance_embeds": True},  # the other defaults are Flux.1-dev's
+        {"1024": (64, 64), "2048": (128, 128)},
+    ),
+    "wan": Shape(
+        "WanTransformer3DModel",
+        {"num_layers": 10},  # the other defaults are Wan 2.1 14B's, which has 40 layers
+        {"480p": (21, 60, 104), "720p": (21, 90, 160)},
+    ),
+    "tiny-flux": Shape("FluxTransformer2DModel", _TINY_FLUX, {"small": (6, 8)}, text=8),
+    "tiny-wan": Shape("WanTransformer3DModel", _TINY_WAN, {"small": (3, 8, 8)}, text=8),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``MODEL-SIZE:KIND``, kind ``forward`` (as in sampling) or ``train``."""
+
+    name: str
+
+    @property
+    def model(self) -> str:
+        """A key of :data:`SHAPES`."""
+        return self.name.partition(":")[0].rpartition("-")[0]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of :class:`Shape`."""
+        return SHAPES[self.model].sizes[self.name.partition(":")[0].rpartition("-")[2]]
+
+    @property
+    def train(self) -> bool:
+        """Whether a step is forward and backward, with gradient checkpointing."""
+        return self.name.endswith(":train")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the attention over all."""
+        tokens = math.prod(self.size)
+        return tokens + SHAPES[self.model].text if "flux" in self.model else tokens // 4
+
+    @staticmethod
+    def checked(name: str) -> Workload:
+        """The workload of a name.
+
+        Raises:
+            SystemExit: there is none.
+        """
+        known = [
+            f"{model}-{size}:{kind}"
+            for model, shape in SHAPES.items()
+            for size in shape.sizes
+            for kind in ("forward", "train")
+        ]
+        if name not in known:
+            raise SystemExit(f"no workload {name!r}; there are: {', '.join(known)}")
+        return Workload(name)
+
+
+def new_transformer(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A transformer with random weights, the same on every rank, made on the device.
+
+    Gates and sharp attention are set such that an error of attention changes the output.
+    """
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    shape = SHAPES[model]
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            transformer: nn.Module = getattr(diffusers, shape.model)(**shape.config)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                parameter.fill_(SHARPNESS)
+            elif name.endswith("scale_shift_table"):
+                parameter.add_(0.5)
+            elif name.endswith(GATES):
+                parameter.fill_(0.5)
+    return transformer
+
+
+def inputs(workload: Workload, transformer: Any, device: torch.device) -> Given:
+    """Arguments of a forward pass of one sample, the same on every rank."""
+    shape, config = SHAPES[workload.model], transformer.config
+    dtype = next(transformer.parameters()).dtype
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw).to(device, dtype)
+
+    if "wan" in workload.model:
+        return {
+            "hidden_states": random(1, config.in_channels, *workload.size),
+            "timestep": torch.tensor([500], device=device),
+            "encoder_hidden_states": random(1, shape.text, config.text_dim),
+        }
+    rows, columns = workload.size
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    given = {
+        "hidden_states": random(1, rows * columns, config.in_channels),
+        "timestep": torch.tensor([0.5], device=device, dtype=dtype),
+        "encoder_hidden_states": random(1, shape.text, config.joint_attention_dim),
+        "pooled_projections": random(1, config.pooled_projection_dim),
+        "img_ids": nn.functional.pad(grid, (1, 0)).to(device, dtype),
+        "txt_ids": torch.zeros(shape.text, 3, device=device, dtype=dtype),
+    }
+    guidance = {"guidance": torch.tensor([3.5], device=device, dtype=dtype)}
+    return given | (guidance if config.guidance_embeds else {})
+
+
+class Step:
+    """One step of a workload by one case.
+
+    Args:
+        transformer: whose parameters' gradients are dropped after each step.
+        sharded: whether all ranks share it; else rank 0 runs it alone, the others do nothing.
+
+    Attributes:
+        reserved_bytes: GPU memory that torch's allocator does not count.
+    """
+
+    def __init__(self, transformer: nn.Module, given: Given, train: bool, sharded: bool) -> None:
+        self._transformer, self._given, self._train = transformer, given, train
+        self._sharded, self._idle = sharded, not sharded and dist.get_rank() > 0
+        self.reserved_bytes: Callable[[], int] = int
+
+    def __call__(self) -> None:
+        """Run the step; results are dropped."""
+        self._run()
+        self._transformer.zero_grad()
+
+    def results(self) -> list[Tensor]:
+        """The output and, in training, gradients of some parameters, summed over the ranks."""
+        output = self._run()
+        found = [] if self._idle else [output, *self._gradients()]
+        if self._sharded:
+            for gradient in found[1:]:
+                dist.all_reduce(gradient)
+        self._transformer.zero_grad()
+        return found
+
+    def _run(self) -> Tensor:
+        if self._idle:
+            return torch.empty(0)
+        with torch.set_grad_enabled(self._train):
+            output: Tensor = self._transformer(**self._given, return_dict=False)[0]
+        if self._train:
+            output.float().square().mean().backward()
+        return output.detach()
+
+    def _gradients(self) -> list[Tensor]:
+        if not self._train:
+            return []
+        parameters = dict(self._transformer.named_parameters())
+        found = []
+        for end in COMPARED:
+            of_kind = [p for name, p in parameters.items() if name.endswith(f".{end}")]
+            found += [p.grad.clone() for p in (of_kind[0], of_kind[-1]) if p.grad is not None]
+        return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run a transformer.
+
+    Args:
+        prepare: changes the modules of a case, called on every rank; returns what says the GPU
+            memory that torch's allocator does not count.
+        compiled: whether the repeated blocks are.
+        sharded: see :class:`Step`.
+    """
+
+    prepare: Callable[[Any], Callable[[], int]]
+    compiled: bool = False
+    sharded: bool = True
+
+    def step(self, transformer: nn.Module, given: Given, train: bool) -> Step:
+        """A step on a copy of the modules, with the same parameters."""
+        shared = {id(x): x for x in (*transformer.parameters(), *transformer.buffers())}
+        modules: Any = copy.deepcopy(transformer, shared)
+        modules.train(train)
+        if train:
+            modules.enable_gradient_checkpointing()
+        step = Step(modules, given, train, self.sharded)
+        step.reserved_bytes = self.prepare(modules)
+        if self.compiled:
+            modules.compile_repeated_blocks(dynamic=False)
+        return step
+
+
+def set_backend(transformer: Any, kernel: str) -> None:
+    """Let diffusers' attention run on a kernel, without its global setting.
+
+    FlashAttention-4 is taken from ``flash_attn.cute``, where diffusers takes it from a hub.
+    """
+    from diffusers.models import attention_dispatch as dispatch
+
+    backend = dispatch.AttentionBackendName(KERNELS[kernel])
+    if kernel == "flash4":
+        from flash_attn.cute import flash_attn_func
+
+        dispatch._HUB_KERNELS_REGISTRY[backend].kernel_fn = flash_attn_func
+    for processor in transformer.attn_processors.values():
+        processor._attention_backend = backend
+
+
+def alone(kernel: str, transformer: Any) -> Callable[[], int]:
+    """diffusers as it is."""
+    set_backend(transformer, kernel)
+    return int
+
+
+def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Callable[[], int]:
+    """Enabled on ulysses x ring over all ranks."""
+    from ds_usp.integrations.diffusers import enable
+
+    mesh = _mesh_of_ds_usp(ulysses)
+    enable(transformer, mesh, kernel=kernel, gradients="sum")
+    return lambda: mesh.reserved_bytes
+
+
+@lru_cache
+def _mesh_of_ds_usp(ulysses: int) -> Any:
+    from ds_usp import SequenceMesh
+
+    return SequenceMesh.from_group(None, ulysses)
+
+
+def of_diffusers(kernel: str, ulysses: int, ring: int, transformer: Any) -> Callable[[], int]:
+    """diffusers' own context parallelism."""
+    from diffusers import ContextParallelConfig
+
+    if not torch.accelerator.is_available():  # diffusers divides by the number of devices
+        torch.accelerator.device_count = dist.get_world_size
+    set_backend(transformer, kernel)
+    degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
+    config = ContextParallelConfig(**degrees, mesh=_mesh_of_diffusers(ulysses, ring))
+    transformer.enable_parallelism(config=config)
+    return int
+
+
+@lru_cache
+def _mesh_of_diffusers(ulysses: int, ring: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = torch._C._get_accelerator().type
+    return init_device_mesh(kind, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[str, Case]:
+    """All cases by name; the first is what the others are compared with."""
+    found = {}
+    for kernel in kernels:
+        for compile_it in compiled:
+            end = f"{' compiled' if compile_it else ''}, {kernel}"
+            found[f"one GPU{end}"] = Case(partial(alone, kernel), compile_it, sharded=False)
+            for ulysses in (u for u in range(world, 0, -1) if world % u == 0):
+                name = f"ds_usp {ulysses}x{world // ulysses}{end}"
+                found[name] = Case(partial(of_ds_usp, kernel, ulysses), compile_it)
+            if world > 1:
+                of_kind = {"ulysses": (world, 1), "ring": (1, world)}
+                for kind, degrees in of_kind.items():
+                    prepare = partial(of_diffusers, kernel, *degrees)
+                    found[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
+    return found
