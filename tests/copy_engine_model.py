@@ -10,12 +10,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 
 from ds_usp.comm import copy_engine
+from ds_usp.comm.channel import RecvSpec
 from ds_usp.comm.copy_engine import CopyEngine, num_slots
 from ds_usp.comm.copy_engine_channel import CopyEngineChannel
 from ds_usp.comm.cuda_driver import FlagOp
@@ -150,10 +151,8 @@ class World:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        def pull(
-            engine: Any, stream: FakeStream, source: int, start: int, place: Place, row_bytes: int
-        ) -> None:
-            stream.operations.append(("pull", (engine.kind, source, start), place))
+        def pull(engine: Any, stream: FakeStream, recv: Any, start: int, itemsize: int) -> None:
+            stream.operations.append(("pull", (engine.kind, recv.rank, start), recv.out))
 
         with (
             mock.patch.object(copy_engine, "FlagOpBatch", FakeFlagOpBatch),
@@ -222,7 +221,7 @@ class FakeChannel:
         ]
         others = [pair for pair in sorted(pairs) if pair[0] == self.rank != pair[1]]
         leaving = [(pair[1], 0, 1) for pair in others for _ in pieces(pair)]
-        arriving: Any = [(source, place, 0, 0) for source, place in self.places]
+        arriving = [RecvSpec(source, cast(Any, place), 0) for source, place in self.places]
         self.real.post(self.packed, leaving, arriving, overlapped=overlapped)
 
     def wait(self) -> None:

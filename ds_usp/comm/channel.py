@@ -25,6 +25,18 @@ class SendSlice(NamedTuple):
     stop: int
 
 
+class StridedView(NamedTuple):
+    """A view of a tensor, counted in elements from its first one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The view of ``x``."""
+        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+
 class RecvSpec(NamedTuple):
     """A tensor that is filled from the staging buffer of a rank of the group.
 
@@ -33,12 +45,20 @@ class RecvSpec(NamedTuple):
         out: the tensor.
         offset: of its first element in that rank's buffer, in elements.
         row_stride: elements from row to row there; 0 if ``out`` is dense there.
+        view: the part of ``out`` that is filled instead of all of it. Copy engines need its
+            address only, which costs less CPU time than a tensor.
     """
 
     rank: int
     out: torch.Tensor
     offset: int
     row_stride: int = 0
+    view: StridedView | None = None
+
+    @property
+    def target(self) -> torch.Tensor:
+        """What is filled, as a tensor."""
+        return self.out if self.view is None else self.view.of(self.out)
 
 
 class StagingBuffer:
@@ -179,7 +199,8 @@ class P2PChannel:
             x = packed[start:stop]
             slices.append((to, x))
             sent_bytes += x.numel() * x.element_size()
-        for source, out, offset, _ in recvs:
+        for recv in recvs:
+            source, out, offset = recv.rank, recv.target, recv.offset
             if source == self._rank:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))
             else:

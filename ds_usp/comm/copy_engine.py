@@ -30,6 +30,7 @@ call: every call costs CPU time. NVLink multicast is never used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -326,35 +327,37 @@ class CopyEngine:
         current_stream(self._device).wait_event(done)
 
     def _pull_all(self, stream: int, slot: Slot, recvs: Sequence[RecvSpec], itemsize: int) -> None:
-        for source, out, offset, row_stride in recvs:
-            start = slot.start + offset * itemsize  # a slot starts at the same byte on every rank
-            self._pull(stream, source, start, out, row_stride * itemsize)
+        for recv in recvs:
+            start = slot.start + recv.offset * itemsize  # the same byte on every rank
+            self._pull(stream, recv, start, itemsize)
 
-    def _pull(
-        self, stream: int, source: int, start: int, out: torch.Tensor, row_bytes: int
-    ) -> None:
-        """Enqueue the copy of ``out`` from the staging memory of rank ``source``.
+    def _pull(self, stream: int, recv: RecvSpec, start: int, itemsize: int) -> None:
+        """Enqueue a copy from the staging memory of another rank.
 
         Args:
+            recv: whose target is contiguous, or, with a stride between the source's rows, ``[rows,
+                batch, heads, dim]`` with strides between rows and samples.
             start: byte offset in that memory.
-            out: contiguous, or [rows, batch, heads, dim] with a stride between rows.
-            row_bytes: from row to row of the source; 0: one contiguous copy.
+            itemsize: bytes of an element.
         """
         if self._memory is None:
             raise MeshError("the copy engine has no staging memory: reserve some first")
-        size, address = out.element_size(), self._memory.address(source, start)
-        if not row_bytes:
-            copy_async(stream, out.data_ptr(), address, out.numel() * size)
+        source, out, _, row_stride, view = recv
+        target, address = out.data_ptr(), self._memory.address(source, start)
+        size, stride = (out.shape, out.stride()) if view is None else view[:2]
+        if view is not None:
+            target += view.offset * itemsize
+        if not row_stride:
+            copy_async(stream, target, address, math.prod(size) * itemsize)
             return
-        rows, batch, heads, dim = out.shape
-        out_row, out_sample = out.stride()[:2]
+        rows, batch, heads, dim = size
         for sample in range(batch):
             copy_2d_async(
                 stream,
-                out.data_ptr() + sample * out_sample * size,
-                out_row * size,
-                address + sample * (row_bytes // batch),
-                row_bytes,
-                heads * dim * size,
+                target + sample * stride[1] * itemsize,
+                stride[0] * itemsize,
+                address + sample * (row_stride * itemsize // batch),
+                row_stride * itemsize,
+                heads * dim * itemsize,
                 rows,
             )

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, split_features
+from ds_usp.comm.channel import Channel, HeadShapes, StagingBuffer, StridedView, split_features
 from ds_usp.strided_copy import strided_copy
 from ds_usp.triton_launch import load_triton_module
 
@@ -47,18 +47,6 @@ class SendTensor(NamedTuple):
     local_out: torch.Tensor
 
 
-class StridedView(NamedTuple):
-    """A view of a tensor, counted in elements from its first one."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The view of ``x``."""
-        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
-
-
 class SendViews(NamedTuple):
     """:class:`SendTensor` as views of the tensor and of the one that holds ``local_out``."""
 
@@ -82,18 +70,30 @@ class PackPlan:
         self.head_shapes = tuple([(x.size[4], x.size[5]) for x, _ in self.views])
 
     def pack(
-        self, staging: torch.Tensor, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self,
+        staging: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        *,
+        already_packed: bool = False,
     ) -> None:
-        """Pack ``sources``, and write this rank's own pieces to ``outs``."""
-        if staging.is_cuda and self._fused is not None and self._fused(staging, sources, outs):
-            return
+        """Pack ``sources``, and write this rank's own pieces to ``outs``.
+
+        Args:
+            already_packed: the sources are views of ``staging``: only ``outs`` are written.
+        """
+        if staging.is_cuda and self._fused is not None:
+            fused = self._fused[already_packed]
+            if fused(staging, sources, outs):
+                return
         pairs = zip(self.views, sources, outs, strict=True)
         tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
-        pack_for_send(staging, self.local, self.head_shapes, tensors)
+        pack_for_send(staging, self.local, self.head_shapes, tensors, already_packed=already_packed)
 
     @cached_property
-    def _fused(self) -> Callable[..., bool] | None:
-        """The same as one kernel, which returns False where it cannot be; None without Triton."""
+    def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
+        """The same as one kernel, which returns False where it cannot be, of all pieces and of this
+        rank's own; None without Triton."""
         triton = load_triton_module("ds_usp.comm.packing_triton")
         return None if triton is None else triton.prepare(self)
 

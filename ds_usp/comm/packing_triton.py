@@ -20,7 +20,8 @@ _COLUMNS = 1024
 
 # Packs up to three tensors [pieces, runs, tokens, batch, width] into staging [pieces, runs, tokens,
 # batch, features]; grid (row blocks, pieces x runs, tensors). The rows of this rank's own pieces,
-# which are local0 and local1 (-1: there is one), go to its own outputs, dst.
+# which are local0 and local1 (-1: there is one), go to its own outputs, dst. With ONLY_LOCAL the
+# grid has no other pieces.
 @triton.jit
 def _pack_for_send(  # type: ignore[no-untyped-def]
     staging, src0, src1, src2, dst0, dst1, dst2,
@@ -28,10 +29,12 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
     piece0, run0, token0, sample0, local_piece0, local_run0, local_token0, local_sample0, width0,
     piece1, run1, token1, sample1, local_piece1, local_run1, local_token1, local_sample1, width1,
     piece2, run2, token2, sample2, local_piece2, local_run2, local_token2, local_sample2, width2,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ONLY_LOCAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     slice_index, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2)
     piece, run = slice_index // runs, slice_index % runs
+    if ONLY_LOCAL:
+        piece = tl.where(piece == 0, local0, local1).to(tl.int64)
     second = (piece == local1).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = (row < tokens * batch)[:, None]
@@ -65,9 +68,10 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
             tl.store(send_out + column, value, mask=mask)
 
 
-def prepare(plan: PackPlan) -> Callable[..., bool] | None:
-    """:meth:`PackPlan.pack` as one kernel, which returns False for tensors of several dtypes; None
-    where heads are no neighbours, for more than three tensors or two own pieces."""
+def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
+    """:meth:`PackPlan.pack` as one kernel, which returns False for tensors of several dtypes, of
+    all pieces and of this rank's own; None where heads are no neighbours, for more than three
+    tensors or two own pieces."""
     strides: list[tuple[int, ...]] = []
     max_width = 0
     for view, local_out in plan.views:
@@ -84,14 +88,25 @@ def prepare(plan: PackPlan) -> Callable[..., bool] | None:
     strides += strides[:1] * unused
     columns = min(triton.next_power_of_2(max_width), _COLUMNS)
     rows = _TILE // columns
-    launch = PreparedLaunch(
-        _pack_for_send,
-        (triton.cdiv(tokens * batch, rows), pieces * runs, count),
-        (*(*plan.local, -1)[:_MAX_LOCAL], runs, tokens, batch, plan.shape[3], *chain(*strides)),
-        num_warps=8,
-        ROWS=rows,
-        COLUMNS=columns,
-    )
+
+    def launch_of(pieces: int, only_local: bool) -> Callable[..., bool]:
+        launch = PreparedLaunch(
+            _pack_for_send,
+            (triton.cdiv(tokens * batch, rows), pieces * runs, count),
+            (*(*plan.local, -1)[:_MAX_LOCAL], runs, tokens, batch, plan.shape[3], *chain(*strides)),
+            num_warps=8,
+            ONLY_LOCAL=only_local,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+        return _with_addresses(launch, plan)
+
+    return launch_of(pieces, False), launch_of(len(plan.local), True)
+
+
+def _with_addresses(launch: PreparedLaunch, plan: PackPlan) -> Callable[..., bool]:
+    """The launch as a function of the staging buffer, the sources and the outputs."""
+    unused = _MAX_TENSORS - len(plan.views)
     offsets = [(source.offset, out.offset) for source, out in plan.views]
 
     def pack(

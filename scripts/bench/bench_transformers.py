@@ -171,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", help="names of cases (default: all)")
     parser.add_argument("--kernel", default="auto", help="of ds_usp")
     parser.add_argument("--recompute", default="attention", help="of ds_usp")
-    parser.add_argument("--loss-chunks", type=int, default=16, help="of ds_usp")
+    parser.add_argument("--loss-chunks", type=int, default=8, help="of ds_usp")
     parser.add_argument("--mlp-chunks", type=int, default=0, help="of ds_usp")
     parser.add_argument("--offload-ratio", type=float, default=0.0, help="of ds_usp")
     parser.add_argument("--attention", default="sdpa", help="transformers' own, of the others")

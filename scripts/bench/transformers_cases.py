@@ -139,6 +139,12 @@ class Training:
 # ------------------------------------------------------------------ engines
 
 
+def adamw(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every case; on GPUs fused, the default of transformers' ``Trainer``."""
+    fused = settings.device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
+
+
 def zero3(settings: Settings, model: nn.Module, mpu: Any = None) -> Any:
     """DeepSpeed's engine under ZeRO-3."""
     import deepspeed
@@ -150,7 +156,7 @@ def zero3(settings: Settings, model: nn.Module, mpu: Any = None) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = adamw(settings, model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     return engine
 
@@ -182,9 +188,11 @@ def fsdp2(settings: Settings, model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=ranks, mp_policy=policy)
 
 
-def of_torch(model: nn.Module, loss_of: Callable[[Batch], Tensor], **more: Any) -> Training:
+def of_torch(
+    settings: Settings, model: nn.Module, loss_of: Callable[[Batch], Tensor], **more: Any
+) -> Training:
     """A case on torch's optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = adamw(settings, model)
 
     def update() -> None:
         optimizer.step()
@@ -214,7 +222,7 @@ def ds_usp_case(settings: Settings, ulysses: int, engine: str) -> Training:
         deepspeed_engine = zero3(settings, model)
         training = of_engine(deepspeed_engine, partial(_loss, deepspeed_engine))
     else:
-        training = of_torch(fsdp2(settings, model), partial(_loss, model))
+        training = of_torch(settings, fsdp2(settings, model), partial(_loss, model))
     training.reserved_bytes = lambda: mesh.reserved_bytes
     return training
 
@@ -227,7 +235,7 @@ def one_rank_case(settings: Settings, enabled: bool) -> Training:
     model = new_model(settings, settings.attention, settings.dtype)
     if enabled:
         enable(model, SequenceMesh.single(), **settings.options)
-    return of_torch(model, partial(_loss, model))
+    return of_torch(settings, model, partial(_loss, model))
 
 
 def alst_case(settings: Settings) -> Training:
@@ -296,7 +304,7 @@ def accelerate_case(settings: Settings) -> Training:
     ranks = init_device_mesh(settings.device.type, (dist.get_world_size(),))
     around = partial(_context_parallel, ranks)
     loss_of = partial(_loss, fsdp2(settings, model))
-    return of_torch(model, loss_of, reported=_mean_over_ranks, around=around)
+    return of_torch(settings, model, loss_of, reported=_mean_over_ranks, around=around)
 
 
 @contextmanager

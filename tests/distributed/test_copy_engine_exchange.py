@@ -71,7 +71,7 @@ class PullingChannel(P2PChannel):
         assert packed is self.staging.tensor
         assert self.generation == slots.generations[self.slot], "another exchange acquired the slot"
         slots.published = True
-        readers, sources = ({rank for rank, *_ in each} for each in (sends, recvs))
+        readers, sources = ({spec.rank for spec in each} for each in (sends, recvs))
         dist.all_gather_object(peers, (packed, readers, sources, self.slot), self._group)
         own_rank = dist.get_rank(self._group)
         for rank, (_, published, pulls, slot) in enumerate(peers):
@@ -81,7 +81,8 @@ class PullingChannel(P2PChannel):
                     "published to a rank that does not pull, or the reverse"
                 )
                 assert (own_rank in pulls) == (rank in readers)
-        for source, place, at, pitch in recvs:
+        for recv in recvs:
+            source, place, at, pitch = recv.rank, recv.target, recv.offset, recv.row_stride
             room = peers[source][0]
             flat = room.flatten()
             if not pitch:

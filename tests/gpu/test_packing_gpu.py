@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_usp.comm.packing import PackPlan, SendTensor, SendViews, StridedView, pack_for_send
-from ds_usp.comm.uniform_all_to_all import (
-    _HeadRange,
-    _plan_to_heads,
-    _plan_to_sequence,
-    _strided,
+from ds_usp.comm.channel import StagingBuffer, StridedView
+from ds_usp.comm.packing import PackPlan, SendTensor, SendViews, pack_for_send
+from ds_usp.comm.uniform_plan import (
+    HeadRange,
+    plan_to_heads,
+    plan_to_sequence,
+    strided,
 )
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.token_slices import TokenSlices
@@ -52,12 +53,12 @@ def test_each_rank_gets_its_heads_and_its_tokens(
     slices = TokenSlices.of_runs(runs, ranks)
     assert slices is not None
     own, length = slices.of_rank[own_rank], tokens // slices.per_rank
-    ranges = tuple(_HeadRange(0, heads, heads) for heads, _ in shapes)
+    ranges = tuple(HeadRange(0, heads, heads) for heads, _ in shapes)
     features = sum(heads * dim for heads, dim in shapes)
 
     shards = [wide(batch, tokens, ranks * heads, dim) for heads, dim in shapes]
     received = torch.empty(ranks * tokens, batch, features, device="cuda", dtype=torch.bfloat16)
-    _, plan = _plan_to_heads(ranks, own_rank, slices, ranges, *_strided(shards))
+    _, plan = plan_to_heads(ranks, own_rank, slices, ranges, *strided(shards))
     staging = launched(plan, shards, [received] * len(shards))
     for rank in range(ranks):
         heads = [x.unflatten(2, (ranks, -1))[:, :, rank].transpose(0, 1) for x in shards]
@@ -71,13 +72,27 @@ def test_each_rank_gets_its_heads_and_its_tokens(
 
     results = [wide(batch, ranks * tokens, heads, dim) for heads, dim in shapes]
     outs = [torch.empty_like(x) for x in shards]
-    plan = _plan_to_sequence(ranks, own_rank, slices, ranges, _strided(results), _strided(outs))
+    plan = plan_to_sequence(ranks, own_rank, slices, ranges, strided(results), strided(outs))
     staging = launched(plan, results, outs)
     pieces = torch.cat([x.transpose(0, 1).flatten(2) for x in results], 2).split(length)
     for number, piece in enumerate(pieces):
         if number not in own:
             assert torch.equal(staging[number], piece)
     for out, x in zip(outs, results, strict=True):
+        want = torch.full_like(out, -1).unflatten(2, (ranks, -1))
+        want[:, :, own_rank] = torch.cat([x.split(length, 1)[number] for number in own], 1)
+        assert torch.equal(out, want.flatten(2, 3))
+
+    # A kernel wrote them into the buffer: this rank's own pieces go to the outputs, nothing else.
+    staging = torch.randn(plan.shape, device="cuda").bfloat16()
+    written, before = StagingBuffer(staging).views(shapes, tokens_first=True), staging.clone()
+    plan = plan_to_sequence(ranks, own_rank, slices, ranges, strided(written), strided(outs))
+    assert plan._fused is not None
+    for out in outs:
+        out.fill_(-1)
+    plan.pack(staging, written, outs, already_packed=True)
+    assert torch.equal(staging, before)
+    for out, x in zip(outs, written, strict=True):
         want = torch.full_like(out, -1).unflatten(2, (ranks, -1))
         want[:, :, own_rank] = torch.cat([x.split(length, 1)[number] for number in own], 1)
         assert torch.equal(out, want.flatten(2, 3))

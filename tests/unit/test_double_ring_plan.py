@@ -103,7 +103,7 @@ class Recorder:
     ) -> None:
         assert not self.in_flight
         self.in_flight = True
-        self.filling = [recv_buffer for _, recv_buffer, _, _ in recvs]
+        self.filling = [recv.target for recv in recvs]
         self.buffers |= {recv_buffer.untyped_storage().data_ptr() for recv_buffer in self.filling}
 
     def wait(self) -> None:
