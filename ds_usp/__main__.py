@@ -1,4 +1,4 @@
-"""``ds-usp`` and ``python -m ds_usp``: env, verify, and the commands of the planner."""
+"""``ds-usp`` and ``python -m ds_usp``: its own commands, and those of the planner."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "env": "versions, GPUs and links, usable kernels, copy engines: for a bug report",
         "verify": "run attention as you configure it, here, against a dense reference in fp64",
+        "report-communication": "what of a traced step's communication no kernel hides; any trace",
     }
 )
 _PLANNER: Mapping[str, str] = MappingProxyType(
@@ -67,6 +68,10 @@ def _run(command: str, argv: list[str]) -> int:
         from ds_usp.cli.environment import main as environment
 
         return environment(argv, _print_line)
+    if command == "report-communication":
+        from ds_usp.cli.report_communication import main as report_communication
+
+        return report_communication(argv, _print_line)
     from ds_usp.cli.verify import main as verify
 
     return verify(argv, _print_line)

@@ -144,6 +144,31 @@ def add_recompute_flag(parser: Parser) -> None:
     )
 
 
+def add_report_flag(parser: Parser, *, step_type: FlagType = int) -> None:
+    """Add ``--usp-report-communication`` to a program's parser."""
+    parser.add_argument(
+        "--usp-report-communication",
+        type=step_type,
+        metavar="STEP",
+        help="trace this step, counted from 1, and report its communication: bytes, time, and how "
+        "much of it no kernel hides",
+    )
+
+
+def check_report_flag(args: Any) -> None:
+    """Refuse a step that is never trained.
+
+    Raises:
+        ConfigError: the step is below 1 or above ``--train-iters``.
+    """
+    step, last = args.usp_report_communication, args.train_iters
+    if step is not None and (step < 1 or (last is not None and step > last)):
+        raise ConfigError(
+            f"--usp-report-communication {step} is no step of 1 to --train-iters {last}; steps are "
+            "counted from 1"
+        )
+
+
 def check_cluster_flag(args: Any) -> None:
     """Refuse a cluster that nothing would read.
 

@@ -28,6 +28,7 @@ MODULES = {
     "ds_usp": "attention, meshes, layouts, masks, errors",
     "ds_usp.training": "batches, loss, DeepSpeed",
     "ds_usp.memory": "recomputation and offload",
+    "ds_usp.profiling.exposed": "where a step's time goes",
     "ds_usp.integrations.transformers": "models of Hugging Face transformers",
     "ds_usp.integrations.diffusers": "diffusion transformers and pipelines of diffusers",
     "ds_usp.planner": "memory, time and degrees from formulas",
@@ -35,7 +36,7 @@ MODULES = {
 }
 TRAINER = "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
 COMMANDS = (
-    *(f"ds-usp {name}" for name in ("", "env", "verify")),
+    *(f"ds-usp {name}" for name in ("", "env", "verify", "report-communication")),
     *(f"ds-usp {name}" for name in ("plan", "memory", "max-length", "comm", "explain", "profile")),
     "python -m ds_usp.integrations.transformers",
     "python -m megatron_patches",

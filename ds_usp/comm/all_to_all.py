@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
+from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.uniform_all_to_all import UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout
 from ds_usp.geometry.token_slices import TokenSlices
@@ -216,15 +217,17 @@ class HeadAllToAll:
     ) -> dist.Work:
         """Post ``all_to_all_single`` of elements for and from each rank."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
-        self.mesh.ledger.add("all_to_all", to_peers * send_buffer.element_size())
-        work: dist.Work = dist.all_to_all_single(
-            recv_buffer.view(-1),
-            send_buffer.view(-1),
-            received or sent,
-            sent,
-            group=self.mesh.ulysses_group,
-            async_op=True,
-        )
+        sent_bytes = to_peers * send_buffer.element_size()
+        self.mesh.ledger.add("all_to_all", sent_bytes)
+        with exchange_range("all_to_all", sent_bytes) if profiler_enabled() else NO_RANGE:
+            work: dist.Work = dist.all_to_all_single(
+                recv_buffer.view(-1),
+                send_buffer.view(-1),
+                received or sent,
+                sent,
+                group=self.mesh.ulysses_group,
+                async_op=True,
+            )
         return work
 
 

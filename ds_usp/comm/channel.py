@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.errors import MeshError
 
 HeadShapes = tuple[tuple[int, int], ...]  # heads and head dim of each tensor
@@ -205,7 +206,8 @@ class P2PChannel:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))
             else:
                 outs.append((source, out))
-        self._works = _exchange(self._group, slices, outs) if slices or outs else []
+        with exchange_range(self._kind, sent_bytes) if profiler_enabled() else NO_RANGE:
+            self._works = _exchange(self._group, slices, outs) if slices or outs else []
         self._sending, self.in_flight = slices, True
         if slices:
             self._ledger.add(self._kind, sent_bytes)

@@ -12,6 +12,7 @@ import torch
 from ds_usp.comm.channel import RecvSpec, SendSlice, StagingBuffer
 from ds_usp.comm.copy_engine import CopyEngine, Slot
 from ds_usp.comm.ledger import CommLedger
+from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.errors import MeshError
 
 _ABORT_TIMEOUT_S = 60.0  # for streams that wait for something else after an error
@@ -65,12 +66,14 @@ class CopyEngineChannel:
         for to, start, stop in sends:
             readers[to] = None
             rows += stop - start
-        self._done = self._engine.publish_and_pull(
-            self._slot, list(readers), recvs, itemsize, overlapped=overlapped
-        )
+        sent_bytes = rows * packed.stride(0) * itemsize  # it is dense
+        with exchange_range(self._kind, sent_bytes) if profiler_enabled() else NO_RANGE:
+            self._done = self._engine.publish_and_pull(
+                self._slot, list(readers), recvs, itemsize, overlapped=overlapped
+            )
         self.in_flight = True
         if sends:
-            self._ledger.add(self._kind, rows * packed.stride(0) * itemsize)  # it is dense
+            self._ledger.add(self._kind, sent_bytes)
 
     def wait(self) -> None:
         """See :meth:`ds_usp.comm.channel.P2PChannel.wait`."""

@@ -57,6 +57,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_attention_flags(group, settings=settings)
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     flags.add_memory_flags(group, ratio_type=offload_ratio)
+    flags.add_report_flag(group)
 
 
 def validate_args(
@@ -101,6 +102,7 @@ def _refuse_before(args: Any) -> None:
     if args.ulysses_degree != AUTO:
         ds_usp.USPConfig.from_args(args)
     flags.check_cluster_flag(args)
+    flags.check_report_flag(args)
     if sp > 1 and args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel (Megatron's) shards the sequence over tensor-parallel ranks, and "

@@ -9,21 +9,16 @@ whatever the checkpoint contains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.dropout_seeds import dropout_seeds
 from megatron_patches.megatron_deepspeed.state import get_state
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``train_step`` with seeds of this step, where sequences are sharded and dropout is on."""
-    from megatron import get_args
-
-    flags = get_args()
+def seed_step(flags: Any) -> None:
+    """Seed this step, where sequences are sharded and dropout is on."""
     if get_state().is_sequence_parallel and max(flags.hidden_dropout, flags.attention_dropout) > 0:
         _seed(flags.seed, flags.curr_iteration)
-    return original(*args, **kwargs)
 
 
 def _seed(seed: int, step: int) -> None:

@@ -14,13 +14,13 @@ from megatron_patches.megatron_deepspeed import (
     arguments,
     attention,
     batch,
-    dropout,
     gradients,
     groups,
     loss,
     memory,
     pipeline,
     startup,
+    step,
 )
 from megatron_patches.patch import Patch, add, wrap
 from megatron_patches.settings import MeshSettings
@@ -145,9 +145,10 @@ def model() -> tuple[Patch, ...]:
         ),
         wrap(
             "megatron.training:train_step",
-            dropout.train_step,
+            step.train_step,
             guard=source_guard("c2358aeebdebeb7b"),
-            reason="dropout masks would be equal for every shard of a sequence",
+            reason="dropout masks would be equal for every shard of a sequence; "
+            "--usp-report-communication",
         ),
     )
 

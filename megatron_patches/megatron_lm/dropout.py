@@ -8,21 +8,16 @@ does, whatever the checkpoint contains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.dropout_seeds import dropout_seeds
 from megatron_patches.megatron_lm.context_parallel_kind import uses_usp
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``train_step`` with seeds of this step, where USP shards sequences and dropout is on."""
-    from megatron.training import get_args
-
-    flags = get_args()
+def seed_step(flags: Any) -> None:
+    """Seed this step, where USP shards sequences and dropout is on."""
     if uses_usp(flags) and flags.hidden_dropout > 0:
         _seed(flags)
-    return original(*args, **kwargs)
 
 
 def _seed(flags: Any) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_patches.guards import megatron_core_guard
 from megatron_patches.megatron_core.context_parallel import ContextParallel
-from megatron_patches.megatron_lm import arguments, dropout, loss, memory, missing, packed
+from megatron_patches.megatron_lm import arguments, loss, memory, missing, packed, step
 from megatron_patches.patch import Patch, wrap
 from megatron_patches.settings import MeshSettings
 
@@ -78,8 +78,9 @@ def training() -> tuple[Patch, ...]:
         ),
         wrap(
             f"{_TRAINING}.training:train_step",
-            dropout.train_step,
+            step.train_step,
             guard=megatron_core_guard("4de7b5433aed06eb"),
-            reason="dropout masks would be equal for every shard of a sequence",
+            reason="dropout masks would be equal for every shard of a sequence; "
+            "--usp-report-communication",
         ),
     )

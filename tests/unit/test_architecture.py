@@ -31,6 +31,7 @@ PUBLIC_MODULES = {
     "ds_usp.integrations.transformers",
     "ds_usp.memory",
     "ds_usp.planner",
+    "ds_usp.profiling.exposed",
     "ds_usp.training",
 }
 ORACLES = ("tests/oracle.py", "ds_usp/cli/oracle.py")

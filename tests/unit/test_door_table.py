@@ -64,6 +64,11 @@ NAMES: dict[str, Doors] = {
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "
         "solved_ratio this_cluster",
     },
+    "ds_usp.profiling.exposed": {
+        "traces one step, and writes nothing without a folder": "report",
+        "reads traces; groups by their descriptions, else by what a call does": "read_traces",
+        "holds what was traced": "CommunicationReport",
+    },
     "ds_usp.memory": {
         "changes memory and time, never the result; refuses what it cannot repeat": "GemmLast "
         "LayerMemory Offload in_chunks keep_attention recompute_before",
@@ -115,12 +120,14 @@ FRAMEWORK_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks",
+    "nothing is traced": "--usp-report-communication",
 }
 
 MEGATRON_LM_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute",
+    "nothing is traced": "--usp-report-communication",
 }
 
 TRAINER_FLAGS: Doors = {
@@ -151,6 +158,7 @@ TRAINER_FLAGS: Doors = {
     "--wandb-exp-name --wandb-project --wandb-save-dir --check-for-nan-in-loss-and-grad "
     "--no-check-for-nan-in-loss-and-grad",
     "nothing is trained": "--check-only --help -h",
+    "nothing is traced": "--usp-report-communication",
     "how it is started": "--device --num-processes --local-rank --local_rank --quickstart",
 }
 

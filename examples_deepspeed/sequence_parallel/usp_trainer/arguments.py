@@ -9,7 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.planner import AUTO
-from megatron_patches.flags import add_attention_flags, add_degree_flags, add_memory_flags
+from megatron_patches.flags import (
+    add_attention_flags,
+    add_degree_flags,
+    add_memory_flags,
+    add_report_flag,
+)
 from megatron_patches.settings import MeshSettings
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
@@ -239,6 +244,7 @@ def _data(parser: Parser) -> None:
 def _output(parser: Parser) -> None:
     """Add the flags of output files, checkpoints, validation and exit."""
     group, add = _group(parser, "output")
+    add_report_flag(group, step_type=COUNT)
     add("--output-dir", PATH, "usp_output", "for metrics.jsonl and loss.png")
     group.add_argument("--quiet", action="store_true", help="write metrics.jsonl and nothing else")
     add("--save", PATH, None, "checkpoints go here")

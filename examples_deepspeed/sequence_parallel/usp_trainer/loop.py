@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ds_usp import SequenceMesh, TokenLayout
+from ds_usp.profiling import exposed
 from ds_usp.training import ParallelGroups, attention_kernel, owned_parameters
 from megatron_patches.megatron_core import cpu_fallbacks_patch_set
 from megatron_patches.megatron_core.groups import initialize_groups
@@ -95,6 +97,22 @@ class TrainingLoop:
             "seconds": seconds,
         }
 
+    def reported_step(self) -> dict[str, Any]:
+        """:meth:`step`, traced: rank 0 writes to ``--output-dir`` what of its communication no
+        kernel hides, and prints it unless ``--quiet``."""
+        step, groups = self.progress.step + 1, self.groups
+        roles: dict[str, Any] = {"tensor": groups.tp, "data": [groups.dp, groups.sp_dp]}
+        if groups.stages > 1:
+            roles["pipeline"] = dist.group.WORLD  # DeepSpeed's pipeline sends in the default group
+        roles["sequence"] = groups.sp
+        with exposed.report(
+            self.args.output_dir,
+            groups=roles,
+            title=f"step {step}",
+            print_line=_print_nothing if self.args.quiet else tqdm.write,
+        ):
+            return self.step()
+
     def validate(self) -> float:
         """Mean loss over ``--eval-iters`` global batches of validation data."""
         count = self.args.eval_iters
@@ -133,7 +151,8 @@ def _train(loop: TrainingLoop, explanation: Sequence[str], stop_rule: StopRule) 
     if dist.get_rank() == 0:
         reporter = _build_reporter(loop, explanation)
     while loop.progress.step < args.train_iters and not reason:
-        row = loop.step()
+        is_reported = loop.progress.step + 1 == args.usp_report_communication
+        row = loop.reported_step() if is_reported else loop.step()
         reason = stop_rule.reason(row["step"])
         last = row["step"] == args.train_iters or reason is not None
         if _is_due(row["step"], args.eval_interval):
@@ -170,6 +189,10 @@ def _build_reporter(loop: TrainingLoop, explanation: Sequence[str]) -> progress.
                 f"--train-iters above {step}"
             )
     return reporter
+
+
+def _print_nothing(line: str) -> None:
+    """In place of a printer."""
 
 
 def _is_due(step: int, interval: int | None) -> bool:

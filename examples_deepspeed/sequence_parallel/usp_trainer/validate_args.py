@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
-from megatron_patches.flags import check_cluster_flag
+from megatron_patches.flags import check_cluster_flag, check_report_flag
 from usp_trainer import environment, input_files, trackers, transformer_impl
 
 
@@ -38,6 +38,7 @@ def check_start(args: Namespace) -> None:
         if args.num_processes:
             raise ConfigError("--num-processes is set by the launcher: leave it out under one")
     check_cluster_flag(args)
+    check_report_flag(args)
     # Without a launcher torch counts the GPUs later; until then assume the ranks of one replica.
     ranks = environment.world_size() or args.num_processes or model_parallel_size(args)
     trial = Namespace(**vars(args))

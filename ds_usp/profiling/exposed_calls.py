@@ -1,0 +1,110 @@
+"""Names the collectives of one step in the profiler's trace: kind, and bytes sent.
+
+For one step the methods of torch's ProcessGroup are replaced by ones that open a range and call the
+original. A range says what NCCL's kernels do not: for which of a program's groups they ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+
+from ds_usp.comm.profiler_ranges import PREFIX, exchange_range
+from ds_usp.profiling.exposed_kinds import (
+    OTHER,
+    kind_of_call,
+    operation_of,
+    role_of_description,
+    sent_bytes,
+)
+
+LAUNCH = "launch"  # in place of a range's bytes: it launches what ranges before it counted
+# Methods of ProcessGroup: the number of the argument that this rank sends.
+_METHODS: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), 0),
+        **dict.fromkeys(("send", "recv", "recv_anysource", "barrier"), 0),
+        **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single"), 1),
+        **dict.fromkeys(("allgather_coalesced", "allgather_into_tensor_coalesced"), 1),
+        **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter"), 1),
+        **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), 1),
+        **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), 1),
+        **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
+        **dict.fromkeys(("gather", "scatter"), 1),
+    }
+)
+
+
+@contextlib.contextmanager
+def named_calls(roles: Mapping[str, str]) -> Iterator[None]:
+    """Within this context every call of a process group, on any thread, has a range.
+
+    Args:
+        roles: what groups are for, by ``ProcessGroup.group_name``.
+    """
+    last_kinds: dict[str, str] = {}  # of the last call by group: that of the launch after it
+    originals = {
+        name: vars(dist.ProcessGroup)[name]
+        for name in (*_METHODS, "_end_coalescing")
+        if name in vars(dist.ProcessGroup)
+    }
+    try:
+        for name in originals:
+            if name == "_end_coalescing":
+                wrapped = _named_launch(getattr(dist.ProcessGroup, name), last_kinds)
+            else:
+                wrapped = _named_call(getattr(dist.ProcessGroup, name), name, roles, last_kinds)
+            setattr(dist.ProcessGroup, name, wrapped)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+
+def _named_call(
+    original: Callable[..., Any], name: str, roles: Mapping[str, str], last_kinds: dict[str, str]
+) -> Callable[..., Any]:
+    """The method with a range around each call."""
+    operation, number = operation_of(name), _METHODS[name]
+
+    @functools.wraps(original)
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[number] if len(args) > number else None
+        num_bytes = _num_bytes(inputs)
+        role = roles.get(group.group_name) or role_of_description(group.group_desc)
+        kind = kind_of_call(role, operation, num_bytes) if group.size() > 1 else OTHER
+        last_kinds[group.group_name] = kind
+        with exchange_range(kind, sent_bytes(operation, num_bytes, group.size())):
+            return original(group, *args, **kwargs)
+
+    return call
+
+
+def _named_launch(
+    original: Callable[..., Any], last_kinds: Mapping[str, str]
+) -> Callable[..., Any]:
+    """``_end_coalescing``, in which NCCL launches the kernel of the calls before it."""
+
+    @functools.wraps(original)
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        kind = last_kinds.get(group.group_name)
+        if kind is None:
+            return original(group, *args, **kwargs)
+        with record_function(f"{PREFIX}{kind}/{LAUNCH}"):
+            return original(group, *args, **kwargs)
+
+    return call
+
+
+def _num_bytes(value: Any) -> int:
+    """Of a tensor, or of all tensors in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,226 @@
+"""Which kind of communication each GPU event of a trace belongs to, and what every call sent.
+
+What launched an event decides: the range of an exchange around the launch, else NCCL's metadata
+(name and description of the process group), else the kernel's name. Copy engines are driven by
+calls that a trace does not always record: their copies are known by the range that the profiler
+draws on their stream, else by the exchange that was posted last.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from ds_usp.comm.profiler_ranges import PREFIX
+from ds_usp.profiling.exposed_calls import LAUNCH
+from ds_usp.profiling.exposed_kinds import (
+    COMPUTE,
+    FROM_HOST,
+    OTHER,
+    TO_HOST,
+    kind_of_call,
+    kind_of_range,
+    operation_of,
+    role_of_description,
+    sent_bytes,
+)
+from ds_usp.profiling.exposed_trace import (
+    COPY,
+    CPU,
+    GPU_RANGE,
+    KERNEL,
+    PARAM_COMMS,
+    RUNTIME,
+    SET,
+    TraceEvent,
+)
+
+STEP = "ds_usp.step"  # the range of a traced step
+_COMMUNICATES = re.compile(r"nccl|symm_mem|multimem|one_shot_all|two_shot_all", re.IGNORECASE)
+_ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("Double", "Long"), 8),
+}
+
+
+class GpuEvent(NamedTuple):
+    """A kernel or a copy, times in nanoseconds.
+
+    Attributes:
+        kind: of communication, or ``kernels``.
+        launched: when the CPU's call that launched it returned; None: unknown.
+    """
+
+    name: str
+    kind: str
+    start: int
+    stop: int
+    launched: int | None
+
+
+class Call(NamedTuple):
+    """One exchange, collective or copy: its kind, and what this rank sent; None: unknown."""
+
+    kind: str
+    sent_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step: its GPU events by start, and its calls."""
+
+    gpu: tuple[GpuEvent, ...]
+    calls: tuple[Call, ...]
+
+
+def classify(
+    events: Iterable[TraceEvent], roles: Mapping[str, str] | None = None, step: str = STEP
+) -> StepTrace:
+    """The step in these events.
+
+    Args:
+        events: of one rank.
+        roles: what process groups are for, by their name in NCCL's metadata; as
+            :func:`ds_usp.profiling.exposed_kinds.role_of_description` where it says nothing.
+        step: the name of the CPU range that is the step; the last one if there are several, all
+            events if there is none.
+    """
+    return _Classifier(tuple(events), roles or {}, step).result()
+
+
+class _Classifier:
+    """The events of one rank, indexed by what launched what."""
+
+    def __init__(self, events: Sequence[TraceEvent], roles: Mapping[str, str], step: str) -> None:
+        self._roles = roles
+        steps = [(e.start, e.stop) for e in events if e.category == CPU and e.name == step]
+        self._step = steps[-1] if steps else None
+        self._on_gpu = [e for e in events if e.category in (KERNEL, COPY, SET)]
+        self._cpu_by_id = {e.external: e for e in events if e.category == CPU and e.external}
+        self._runtime = {e.correlation: e for e in events if e.category == RUNTIME}
+        self._ranges = _Ranges(e for e in events if e.category == CPU and e.name.startswith(PREFIX))
+        self._gpu_ranges = _Ranges(
+            (e for e in events if e.category == GPU_RANGE and e.name.startswith(PREFIX)),
+            key=attrgetter("stream"),
+        )
+        self._metadata = [e for e in events if e.name == PARAM_COMMS and e.args]
+
+    def result(self) -> StepTrace:
+        gpu, calls = [], []
+        for event in sorted(self._on_gpu, key=lambda event: event.start):
+            launch = self._runtime.get(event.correlation)
+            at = launch.start if launch else event.start
+            if not self._in_step(at):
+                continue
+            kind = self._kind(event, launch)
+            launched = launch.stop if launch else None
+            gpu.append(GpuEvent(event.name, kind, event.start, event.stop, launched))
+            if kind in (FROM_HOST, TO_HOST):
+                calls.append(Call(kind, event.args.get("bytes")))
+        for inner in self._ranges.outermost():
+            kind, sent = parse_range(inner.name)
+            if sent is not None and self._in_step(inner.start):
+                calls.append(Call(kind, sent))
+        for event in self._metadata:
+            if self._in_step(event.start) and not self._ranges.around(event.thread, event.start):
+                calls.append(self._call_of_metadata(event.args))
+        return StepTrace(tuple(gpu), tuple(calls))
+
+    def _in_step(self, at: int) -> bool:
+        return self._step is None or self._step[0] <= at <= self._step[1]
+
+    def _kind(self, event: TraceEvent, launch: TraceEvent | None) -> str:
+        """The kind of a GPU event."""
+        if event.category == COPY:
+            if "HtoD" in event.name:
+                return FROM_HOST
+            if "DtoH" in event.name:
+                return TO_HOST
+        elif event.category != KERNEL or not _COMMUNICATES.search(event.name):
+            return COMPUTE
+        cpu = self._cpu_by_id.get(event.external)
+        around = (
+            self._gpu_ranges.around(event.stream, event.start)
+            or (launch and self._ranges.on_any_thread(launch.start))
+            or (cpu and self._ranges.around(cpu.thread, cpu.start))
+        )
+        if around:
+            return parse_range(around.name)[0]
+        if event.category == COPY:
+            return self._kind_of_copy(event, launch)
+        for args in (event.args, cpu.args if cpu else {}):
+            if args.get("Collective name"):
+                return self._call_of_metadata(args).kind
+        return kind_of_call("", operation_of(event.name), None)
+
+    def _kind_of_copy(self, event: TraceEvent, launch: TraceEvent | None) -> str:
+        """The kind of a copy between GPUs, or in one, that is in no range."""
+        if launch is None and (posted := self._ranges.last_before(event.start)):
+            return parse_range(posted.name)[0]
+        return OTHER if "PtoP" in event.name else COMPUTE
+
+    def _call_of_metadata(self, args: Mapping[str, Any]) -> Call:
+        """The call that NCCL's metadata describes."""
+        name = str(args.get("Process Group Name", ""))
+        role = self._roles.get(name) or role_of_description(
+            str(args.get("Process Group Description", ""))
+        )
+        operation = operation_of(str(args["Collective name"])) if "Collective name" in args else ""
+        size = _ITEM_BYTES.get(str(args.get("dtype", "")))
+        elements = int(args.get("In msg nelems", 0))
+        if size is None:
+            return Call(kind_of_call(role, operation, None), None)
+        sent = sent_bytes(operation, size * elements, int(args.get("Group size", 2)))
+        return Call(kind_of_call(role, operation, size * elements), sent)
+
+
+def parse_range(name: str) -> tuple[str, int | None]:
+    """Kind and sent bytes in the name of a range; None for one that only launches."""
+    kind, _, sent = name.removeprefix(PREFIX).rpartition("/")
+    return kind_of_range(kind), None if sent == LAUNCH or not sent.isdecimal() else int(sent)
+
+
+class _Ranges:
+    """The ranges of exchanges of each thread or stream, the outermost ones: a range inside another
+    one is the same exchange, named by a lower layer."""
+
+    def __init__(
+        self,
+        events: Iterable[TraceEvent],
+        key: Callable[[TraceEvent], int] = attrgetter("thread"),
+    ) -> None:
+        self._by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
+        for event in sorted(events, key=lambda event: (event.start, -event.stop)):
+            known = self._by_thread[key(event)]
+            if not known or event.start >= known[-1].stop:
+                known.append(event)
+
+    def outermost(self) -> list[TraceEvent]:
+        """All of them."""
+        return [event for events in self._by_thread.values() for event in events]
+
+    def around(self, thread: int, at: int) -> TraceEvent | None:
+        """The range of this thread at this time."""
+        events = self._by_thread.get(thread, [])
+        index = bisect_right(events, at, key=lambda event: event.start) - 1
+        return events[index] if index >= 0 and at <= events[index].stop else None
+
+    def on_any_thread(self, at: int) -> TraceEvent | None:
+        """The range of some thread at this time."""
+        found = (self.around(thread, at) for thread in self._by_thread)
+        return next((event for event in found if event), None)
+
+    def last_before(self, at: int) -> TraceEvent | None:
+        """The range of any thread that began last before this time."""
+        found = []
+        for events in self._by_thread.values():
+            index = bisect_right(events, at, key=lambda event: event.start) - 1
+            found += events[index : index + 1] if index >= 0 else []
+        return max(found, key=lambda event: event.start, default=None)

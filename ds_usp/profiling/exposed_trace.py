@@ -1,0 +1,190 @@
+"""The events of a trace, from a profiler in this process or from a trace file of any program."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_usp.comm.profiler_ranges import PREFIX
+from ds_usp.errors import ConfigError
+
+CPU, RUNTIME, KERNEL, COPY, SET = "cpu", "runtime", "kernel", "copy", "set"
+GPU_RANGE = "gpu range"  # of a CPU range: from the first to the last event that it launched
+PARAM_COMMS = "record_param_comms"
+_CATEGORIES: Mapping[str, str] = {
+    "cpu_op": CPU,
+    "user_annotation": CPU,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    "kernel": KERNEL,
+    "gpu_memcpy": COPY,
+    "gpu_memset": SET,
+    "gpu_user_annotation": GPU_RANGE,
+}
+_NO_ARGS: Mapping[str, Any] = {}
+_PIECE = 2_000_000  # characters that are read at once
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """An event of a trace, times in nanoseconds.
+
+    Args:
+        category: one of the constants of this module.
+        thread: of the CPU.
+        correlation: one number for a call of CUDA's API and what it started on the GPU; 0: none.
+        external: of an operator its own number, else that of the innermost operator in which the
+            call was made; 0: none.
+        stream: of the GPU.
+        args: NCCL's metadata (``Collective name`` ...), and ``bytes`` of a copy.
+    """
+
+    category: str
+    name: str
+    start: int
+    stop: int
+    thread: int = 0
+    correlation: int = 0
+    external: int = 0
+    stream: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def events_of_profiler(profiler: torch.profiler.profile) -> list[TraceEvent]:
+    """The events that a finished profiler holds in memory."""
+    recorded = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    on_gpu = torch.autograd.DeviceType.CUDA
+    annotations = {e.name() for e in recorded if e.device_type() != on_gpu and _is_annotation(e)}
+    events = []
+    for e in recorded:
+        category = _category(e, e.device_type() == on_gpu, annotations)
+        if category is None or (category == GPU_RANGE and not e.name().startswith(PREFIX)):
+            continue
+        is_cpu, correlation = category == CPU, e.correlation_id()
+        name, start = e.name(), e.start_ns()
+        events.append(
+            TraceEvent(
+                category,
+                name,
+                start,
+                start + e.duration_ns(),
+                e.start_thread_id(),
+                0 if is_cpu else correlation,
+                correlation if is_cpu else e.linked_correlation_id(),
+                0 if is_cpu else e.device_resource_id(),
+                _args_in_memory(e, name, category),
+            )
+        )
+    return events
+
+
+def _is_annotation(event: Any) -> bool:
+    return event.name().startswith(PREFIX) or event.is_user_annotation()
+
+
+def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
+    """By kineto's type where this torch tells it, else by device and name."""
+    if hasattr(event, "activity_type"):
+        return _CATEGORIES.get(event.activity_type())
+    name = event.name()
+    if on_gpu:
+        if name in annotations or event.is_user_annotation():
+            return GPU_RANGE
+        return {"Memcpy": COPY, "Memset": SET}.get(name.split(" ")[0], KERNEL)
+    return RUNTIME if name.startswith(("cuda", "cuLaunch", "cuMem", "cuStream")) else CPU
+
+
+def _args_in_memory(event: Any, name: str, category: str) -> Mapping[str, Any]:
+    """Metadata of a collective or a copy; later versions of torch tell more of it."""
+    if category == COPY or name == PARAM_COMMS:
+        args: dict[str, Any] = {}
+        if hasattr(event, "metadata_json"):
+            with contextlib.suppress(ValueError):
+                args.update(json.loads("{" + event.metadata_json().strip().strip(",") + "}"))
+        if hasattr(event, "extra_meta"):
+            for key, text in event.extra_meta().items():
+                args.setdefault(key, text.strip('"'))
+        return args
+    return _NO_ARGS
+
+
+def events_of_file(path: Path) -> Iterator[TraceEvent]:
+    """The events of a file that ``torch.profiler``'s ``export_chrome_trace`` wrote, ``.gz`` or not.
+
+    The file is read in pieces: it may be larger than memory.
+
+    Raises:
+        ConfigError: no such file, or no trace.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no trace file {path}")
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    known = False
+    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+        for raw in _objects(file):
+            known = True
+            category = _CATEGORIES.get(raw.get("cat", ""))
+            if raw.get("ph") == "X" and category is not None:
+                yield _event_of_json(raw, category)
+    if not known:
+        raise ConfigError(
+            f"{path} holds no traceEvents: give a file of torch.profiler's export_chrome_trace"
+        )
+
+
+def _event_of_json(raw: Mapping[str, Any], category: str) -> TraceEvent:
+    args = raw.get("args", _NO_ARGS)
+    start = round(float(raw["ts"]) * 1000)
+    external = args.get("External id", args.get("external id", 0))
+    thread = raw.get("tid", 0)
+    return TraceEvent(
+        category,
+        raw.get("name", ""),
+        start,
+        start + round(float(raw.get("dur", 0)) * 1000),
+        thread if isinstance(thread, int) else 0,
+        int(args.get("correlation", 0)),
+        int(external),
+        thread if isinstance(thread, int) and category not in (CPU, RUNTIME) else 0,
+        args,
+    )
+
+
+def _objects(file: Any) -> Iterator[Mapping[str, Any]]:
+    """The objects of the list ``traceEvents``, one at a time."""
+    decoder, text = json.JSONDecoder(), ""
+    while (at := text.find('"traceEvents"')) < 0:
+        piece = file.read(_PIECE)
+        if not piece:
+            return
+        text = text[-20:] + piece
+    text, position = text[at + len('"traceEvents"') :], 0
+    while True:
+        position = _skip(text, position)
+        if position < len(text) and text[position] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except ValueError:
+            piece = file.read(_PIECE)
+            if not piece:
+                return
+            text, position = text[position:] + piece, 0
+            continue
+        position = end
+        if isinstance(value, dict):
+            yield value
+
+
+def _skip(text: str, position: int) -> int:
+    """The position of the next character that is no space, comma, colon or list's start."""
+    while position < len(text) and text[position] in " \t\r\n,:[":
+        position += 1
+    return position

@@ -1,0 +1,300 @@
+"""The report of exposed communication: intervals, kinds, a classified trace, table and files."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_usp import ConfigError
+from ds_usp.__main__ import main
+from ds_usp.profiling import exposed, exposed_kinds
+from ds_usp.profiling.exposed_classify import STEP, Call, GpuEvent, StepTrace, classify
+from ds_usp.profiling.exposed_kinds import (
+    ALL_TO_ALL,
+    COMPUTE,
+    FROM_HOST,
+    GRADIENTS,
+    OTHER,
+    P2P,
+    PARAMETERS,
+    PIPELINE,
+    RING,
+    TENSOR,
+    TO_HOST,
+    kind_of_call,
+    operation_of,
+    role_of_description,
+    sent_bytes,
+)
+from ds_usp.profiling.exposed_step import KindTimes, idle, step_times
+from ds_usp.profiling.exposed_trace import TraceEvent, events_of_file
+from ds_usp.profiling.intervals import gaps, merge_intervals, subtract_intervals, total_length
+
+MS = 1_000_000
+
+
+def test_unions_and_differences_of_intervals() -> None:
+    assert merge_intervals([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
+    assert merge_intervals([(0, 9), (1, 2), (4, 4)]) == [(0, 9)]
+    assert merge_intervals([(3, 3)]) == merge_intervals([]) == []
+    assert total_length([(0, 4), (2, 6), (10, 11)]) == 7
+    assert subtract_intervals([(0, 10)], [(2, 3), (3, 4), (6, 6), (9, 20)]) == [(0, 2), (4, 9)]
+    assert subtract_intervals([(0, 4), (6, 8)], [(1, 7)]) == [(0, 1), (7, 8)]  # one hole over two
+    assert subtract_intervals([(2, 3)], [(0, 9)]) == subtract_intervals([], [(0, 9)]) == []
+    assert subtract_intervals([(0, 3), (2, 5)], []) == [(0, 5)]
+    assert gaps([(0, 2), (1, 3), (5, 6)]) == [(3, 5)]
+    assert gaps([]) == gaps([(4, 9)]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("_allgather_base", "allgather"),
+        ("reduce_scatter_tensor_coalesced", "reducescatter"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", "reducescatter"),
+        ("ncclDevKernel_AllReduce_Sum_f32_TREE_LL", "allreduce"),
+        ("ncclDevKernel_SendRecv", "sendrecv"),
+        ("all_to_allv", "alltoall"),
+        ("recv_anysource", "recv"),
+        ("gemm", ""),
+    ],
+)
+def test_operations_are_known_by_any_of_their_names(name: str, operation: str) -> None:
+    assert operation_of(name) == operation
+
+
+def test_groups_are_known_by_their_descriptions() -> None:
+    descriptions = {
+        "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+        "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+        "CONTEXT_PARALLEL_GROUP": "sequence",
+        "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0": "sequence",
+        "DATA_PARALLEL_GROUP_WITH_CP_AG": "data",
+        "EMBEDDING_GROUP": "data",
+        "TENSOR_AND_DATA_PARALLEL_GROUP": "",
+        "mesh_tp": "tensor",
+        "mesh_cp": "sequence",
+        "mesh_dp_shard": "data",
+        "default_pg": "",
+        "undefined": "",
+    }
+    assert {text: role_of_description(text) for text in descriptions} == descriptions
+    assert exposed_kinds.check_role("data") == "data"
+    with pytest.raises(ConfigError, match="must be one of tensor, pipeline"):
+        exposed_kinds.check_role("dp")
+
+
+def test_a_call_s_kind_is_by_its_group_and_by_what_it_does() -> None:
+    size = 1 << 20
+    kinds = {
+        ("tensor", "allreduce"): TENSOR,
+        ("pipeline", "send"): PIPELINE,
+        ("sequence", "coalesced"): RING,
+        ("sequence", "allgather"): RING,
+        ("sequence", "alltoall"): ALL_TO_ALL,
+        ("data", "reducescatter"): GRADIENTS,
+        ("data", "allgather"): PARAMETERS,
+        ("data", "broadcast"): PARAMETERS,
+        ("pipeline", "allreduce"): GRADIENTS,
+        ("", "allreduce"): GRADIENTS,
+        ("", "recv"): P2P,
+        ("", "barrier"): OTHER,
+    }
+    assert {case: kind_of_call(*case, size) for case in kinds} == kinds
+    assert kind_of_call("data", "allreduce", 4) == OTHER  # a loss, a norm
+    operations = ("allreduce", "reducescatter", "allgather", "alltoall", "send", "recv")
+    assert [sent_bytes(name, 1024, 4) for name in operations] == [1536, 768, 3072, 768, 1024, 0]
+    assert sent_bytes("allreduce", 1024, 1) == 0
+
+
+def kernel(name: str, start: int, stop: int, **more: Any) -> TraceEvent:
+    return TraceEvent("kernel", name, start * MS, stop * MS, **more)
+
+
+def cpu(name: str, start: int, stop: int, **more: Any) -> TraceEvent:
+    return TraceEvent("cpu", name, start * MS, stop * MS, **more)
+
+
+def call(correlation: int, at: int, **more: Any) -> TraceEvent:
+    return TraceEvent("runtime", "cudaLaunchKernel", at * MS, at * MS, correlation=correlation)
+
+
+NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
+    metadata = {
+        "Collective name": "_allgather_base",
+        "dtype": "BFloat16",
+        "In msg nelems": 1 << 20,
+        "Group size": 4,
+        "Process Group Name": "7",
+        "Process Group Description": "undefined",
+    }
+    events = [
+        cpu(STEP, 10, 1000, thread=1),
+        kernel(NCCL, 0, 1, correlation=1),  # before the step
+        call(1, 0),
+        # An exchange of ds_usp, with torch's own range inside: one call.
+        cpu("ds_usp.comm/ring_kv/4096", 20, 30, thread=2),
+        cpu("ds_usp.comm/point to point/9999", 21, 22, thread=2),
+        call(2, 25),
+        kernel(NCCL, 40, 50, correlation=2, external=6),
+        cpu("UnifiedAttentionBackward", 15, 60, thread=2, external=6),
+        # Copy engines: no call of the driver is recorded, the profiler draws a range on the stream.
+        cpu("ds_usp.comm/all_to_all/512", 60, 61, thread=2),
+        TraceEvent("gpu range", "ds_usp.comm/all_to_all/512", 70 * MS, 80 * MS, stream=13),
+        TraceEvent("copy", "Memcpy PtoP (Device -> Device)", 70 * MS, 75 * MS, stream=13),
+        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 90 * MS, 91 * MS, stream=14),
+        # A coalesced launch does not count again.
+        cpu("ds_usp.comm/pipeline/64", 100, 101, thread=2),
+        cpu("ds_usp.comm/pipeline/launch", 102, 103, thread=2),
+        call(3, 102),
+        kernel(NCCL, 104, 105, correlation=3),
+        # NCCL's metadata: of the CPU's call, and in files also of the kernel.
+        cpu("record_param_comms", 110, 111, thread=2, external=9, args=metadata),
+        kernel("ncclDevKernel_AllGather_RING_LL", 112, 113, external=9),
+        kernel("ncclDevKernel_AllGather_RING_LL", 114, 115, args=metadata),
+        # Nothing is known but the name; copies in a GPU and of the host.
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 120, 121),
+        call(5, 130),
+        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 130 * MS, 131 * MS, correlation=5),
+        TraceEvent("copy", "Memcpy HtoD (Pinned -> Device)", 132 * MS, 133 * MS, args={"bytes": 8}),
+        TraceEvent("copy", "Memcpy DtoH (Device -> Pinned)", 134 * MS, 135 * MS),
+        TraceEvent("set", "Memset (Device)", 136 * MS, 137 * MS),
+        kernel("flash_fwd_kernel", 140, 150),
+    ]
+    trace = classify(events, {"7": "data"})
+    assert [event.kind for event in trace.gpu] == [
+        *(RING, ALL_TO_ALL, ALL_TO_ALL, PIPELINE, PARAMETERS, PARAMETERS, GRADIENTS),
+        *(COMPUTE, FROM_HOST, TO_HOST, COMPUTE, COMPUTE),
+    ]
+    assert sorted(trace.calls, key=str) == sorted(
+        [
+            *(Call(RING, 4096), Call(ALL_TO_ALL, 512), Call(PIPELINE, 64)),
+            *(Call(PARAMETERS, 3 << 21), Call(FROM_HOST, 8), Call(TO_HOST, None)),
+        ],
+        key=str,
+    )
+
+
+def gpu(kind: str, start: int, stop: int, launched: int | None = 0, name: str = "x") -> GpuEvent:
+    return GpuEvent(name, kind, start * MS, stop * MS, None if launched is None else launched * MS)
+
+
+STREAMS = StepTrace(
+    (
+        gpu(COMPUTE, 0, 4),
+        gpu(COMPUTE, 2, 6),  # another stream
+        gpu(RING, 3, 5),  # hidden
+        gpu(GRADIENTS, 5, 9),  # 1 hidden, 3 exposed
+        gpu(RING, 8, 10),  # both kinds for 1 ms
+        gpu(COMPUTE, 12, 13, launched=12),  # the CPU was late
+        gpu(ALL_TO_ALL, 15, 16, launched=0, name="Memcpy PtoP"),  # another rank was
+        gpu(COMPUTE, 17, 18, launched=None),
+        gpu(COMPUTE, 18, 18),
+    ),
+    (Call(RING, 10), Call(RING, 20), Call(GRADIENTS, 5), Call(OTHER, None)),
+)
+
+
+def test_exposed_is_what_runs_under_no_kernel() -> None:
+    times = step_times(STREAMS)
+    assert times.kinds == {
+        ALL_TO_ALL: KindTimes(0, 0, MS, MS),
+        RING: KindTimes(2, 30, 4 * MS, 2 * MS),
+        GRADIENTS: KindTimes(1, 5, 4 * MS, 3 * MS),
+        OTHER: KindTimes(1, None),
+    }
+    assert times.kinds[RING].hidden_ns == 2 * MS
+    assert (times.step_ns, times.compute_ns) == (18 * MS, 8 * MS)
+    assert (times.communication_ns, times.exposed_ns) == (8 * MS, 5 * MS)
+    assert (times.host_ns, times.ranks_ns, times.other_ns) == (2 * MS, 2 * MS, MS)
+    parts = times.compute_ns + times.exposed_ns + times.host_ns + times.ranks_ns + times.other_ns
+    assert parts == times.step_ns
+    # A launch that is a few microseconds old is the CPU's too.
+    late = (GpuEvent("a", COMPUTE, 0, 100, 0), GpuEvent("b", COMPUTE, 5100, 5200, 2000))
+    assert {name: total_length(found) for name, found in idle(late).items()} == {
+        "host": 5000,
+        "ranks": 0,
+        "other": 0,
+    }
+
+
+def test_the_table_the_file_and_the_picture_have_every_rank(tmp_path: Path) -> None:
+    report = exposed.CommunicationReport((step_times(STREAMS),) * 2, STREAMS, "step 3")
+    written = report.write(tmp_path / "new")
+    assert [path.name for path in written] == ["communication.csv", "communication.png"]
+    assert all(path.stat().st_size for path in written)
+    lines = report.table().splitlines()
+    assert lines[0].startswith("communication of step 3, 2 ranks; milliseconds")
+    ring = next(line for line in lines if line.startswith("  ring"))
+    assert ring.split() == ["ring", "2", "0.00", "4.00", "2.00", "2.00", "11.1%", "2.00", "r0"]
+    assert any(
+        line.startswith("gradient reduction: 16.7% of the step is exposed") for line in lines
+    )
+    rows = list(csv.DictReader(written[0].read_text().splitlines()[1:]))
+    assert [row["rank"] for row in rows if row["kind"] == "step"] == ["0", "1"]
+    gradients = next(row for row in rows if row["kind"] == GRADIENTS)
+    assert (gradients["exposed_ms"], gradients["of_step"]) == ("3.0000", "0.16667")
+    counted = exposed.CommunicationReport((step_times(StepTrace((), STREAMS.calls)),))
+    assert "times need a GPU" in counted.table()
+    assert (
+        "no communication" in exposed.CommunicationReport((step_times(StepTrace((), ())),)).table()
+    )
+
+
+# As torch writes it: kernels have NCCL's metadata and the number of the CPU's operator.
+FILE = {
+    "schemaVersion": 1,
+    "distributedInfo": {"backend": "nccl", "rank": 0},
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#5", "tid": 1, "ts": 10.0,
+         "dur": 90.0, "args": {"External id": 1}},
+        {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "tid": 1, "ts": 20.5, "dur": 2.0,
+         "args": {"External id": 2, "Collective name": "allreduce", "dtype": "Float",
+                  "In msg nelems": 4096, "Group size": 2, "Process Group Name": "3",
+                  "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"}},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernelExC", "tid": 1, "ts": 21.0,
+         "dur": 1.0, "args": {"External id": 2, "correlation": 77}},
+        {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "tid": 20,
+         "ts": 30.0, "dur": 5.5,
+         "args": {"External id": 2, "correlation": 77, "Collective name": "allreduce",
+                  "dtype": "Float", "In msg nelems": 4096, "Group size": 2,
+                  "Process Group Name": "3",
+                  "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"}},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "tid": 7, "ts": 33.0, "dur": 7.0, "args": {}},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "tid": 7, "ts": 200.0, "dur": 7.0, "args": {}},
+    ],
+    "traceName": "a.json",
+}  # fmt: skip
+
+
+def test_a_file_of_any_program_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_usp.profiling.exposed_trace._PIECE", 100)  # read in many pieces
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(FILE, indent=2).encode()))
+    assert len(list(events_of_file(path))) == 6
+    arguments = ["report-communication", str(path), "--step", "ProfilerStep#5"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.startswith("  tensor parallel"))
+    assert row.split()[2:] == ["1", "0.02", "0.01", "0.00", "0.00", "30.0%", "0.00", "r0"]
+    assert (tmp_path / "communication.csv").exists()
+    assert main([*arguments, "--group", "3=data"]) == 0
+    assert "gradient reduction" in capsys.readouterr().out
+    empty = tmp_path / "b.json"
+    empty.write_text("{}")
+    for argument in (str(empty), str(tmp_path / "missing.json")):
+        assert main(["report-communication", argument]) == 2
+    assert main([*arguments, "--group", "3"]) == 2
+    assert main([*arguments, "--group", "3=dp"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 4
