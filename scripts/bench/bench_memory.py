@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bench_harness import Session, Table, common_flags
-from overlap import record_events, total_length
+from step_trace import record_events
 from torch import Tensor, nn
 
 import ds_usp
 from ds_usp.memory import GemmLast, LayerMemory, Offload, recompute_before
+from ds_usp.profiling.intervals import total_length
 
 COLUMNS = ("shape", "policy", "ms", "tokens_per_s_per_gpu", "peak_gib", "host_gib", "copies_hidden")
 MOMENTS = ("shape", "policy", "moment", "device_gib", "host_gib")

@@ -12,14 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from bench_harness import Session, Step
-from overlap import ATTENTION, COMMUNICATION, Event, breakdown_ms, record_events, total_length
 from torch.profiler import ProfilerActivity, profile
 
+from ds_usp.profiling.intervals import total_length
+
+Event = tuple[str, int, int]  # name, start, stop in nanoseconds
+COMMUNICATION = re.compile(r"nccl|gloo|Memcpy PtoP|Memcpy DtoD|symm_|push_|pull_", re.IGNORECASE)
+ATTENTION = re.compile(r"flash|cudnn|fmha|sdpa|attention", re.IGNORECASE)
 GEMM = re.compile(r"gemm|cutlass|cublas|nvjet|xmma|addmm|splitkreduce|aten::mm", re.IGNORECASE)
 OPTIMIZER = re.compile(r"adam|multi_tensor|foreach", re.IGNORECASE)
 COPY = re.compile(r"memcpy|memset|copy_kernel|CatArray", re.IGNORECASE)
-# The first that matches; communication and attention as in overlap.py.
+# The first that matches.
 KINDS: Mapping[str, re.Pattern[str]] = {
     "communication": COMMUNICATION,
     "attention": ATTENTION,
@@ -46,8 +51,31 @@ def kinds_ms(events: Sequence[Event]) -> dict[str, float]:
     intervals: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     for name, start, stop in events:
         intervals[kind_of(name)].append((start, stop))
-    times = {kind: total_length(pairs) / 1e6 for kind, pairs in intervals.items()}
-    return times | {name: breakdown_ms(events)[name] for name in ("span", "exposed", "idle")}
+    everything = [pair for pairs in intervals.values() for pair in pairs]
+    computing = [pair for kind in KINDS if kind != "communication" for pair in intervals[kind]]
+    span = max(stop for _, stop in everything) - min(start for start, _ in everything)
+    busy = total_length(everything)
+    times = {kind: total_length(pairs) for kind, pairs in intervals.items()}
+    times |= {"span": span, "exposed": busy - total_length(computing), "idle": span - busy}
+    return {name: nanoseconds / 1e6 for name, nanoseconds in times.items()}
+
+
+def record_events(session: Session, step: Step, steps: int) -> list[Event]:
+    """Profiler events of ``steps`` steps on this device: (name, start, stop) in nanoseconds."""
+    kind = "CUDA" if session.on_gpu else "CPU"
+    dist.barrier()
+    session.synchronize()
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+        for _ in range(steps):
+            step()
+        session.synchronize()
+    results = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return [
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results
+        if event.device_type() == getattr(torch.autograd.DeviceType, kind)
+        and event.duration_ns() > 0
+    ]
 
 
 def traced(session: Session, step: Step, steps: int, path: Path | None) -> dict[str, float]:

@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 import bench_attention
 import bench_documents
 import bench_harness
-import overlap
 import reference
 import shapes
 import step_trace
@@ -51,30 +50,6 @@ def test_warm_up_defaults_to_gpus_only() -> None:
         bench_harness.comparison_flags(parser)
         args = parser.parse_args(["--device", *text.split()])
         assert bench_harness.warm_up_seconds(args) == expected
-
-
-def test_intervals_are_merged_and_counted_once() -> None:
-    merge = overlap.merge_intervals
-    assert merge([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
-    assert merge([(0, 9), (1, 2)]) == [(0, 9)]
-    assert merge([]) == []
-    assert overlap.total_length([(0, 4), (2, 6), (10, 11)]) == 7
-
-
-def test_communication_is_exposed_where_no_kernel_computes() -> None:
-    events = [
-        ("flash_fwd_kernel", 0, 4_000_000),
-        ("ncclDevKernel_SendRecv", 3_000_000, 6_000_000),  # 1 ms hidden, 2 ms exposed
-        ("vectorized_elementwise_kernel", 7_000_000, 8_000_000),  # after 1 idle ms
-    ]
-    assert overlap.breakdown_ms(events) == {
-        "span": 8.0,
-        "attention": 4.0,
-        "other_compute": 1.0,
-        "communication": 3.0,
-        "exposed": 2.0,
-        "idle": 1.0,
-    }
 
 
 def test_kernels_are_counted_by_kind() -> None:

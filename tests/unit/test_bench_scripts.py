@@ -152,12 +152,6 @@ def test_documents_and_windows(pool: WorkerPool, tmp_path: Path) -> None:
     assert len(rows) == 12
 
 
-def test_overlap(pool: WorkerPool, tmp_path: Path) -> None:
-    path = tmp_path / "overlap.csv"
-    run(pool, "overlap", "--shapes", "64:2:2:16", "--steps", "1", "--out", str(path))
-    assert len(read(path)) == 3
-
-
 def test_idle_link_power(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "links.csv"
     run(pool, "idle_link_power", *SHAPE, "--every", "1", "--rounds", "1", "--out", str(path))
