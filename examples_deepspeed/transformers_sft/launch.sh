@@ -5,22 +5,10 @@
 #
 # Every setting can be overridden by its name in capitals. Arguments of the script go to sft.py
 # unchanged, after its own. DRY_RUN=1 prints the command only.
-set -euo pipefail
+tiny_models="tiny"
+# shellcheck source=examples_deepspeed/settings.sh
+. "$(dirname "${BASH_SOURCE[0]}")/../settings.sh"
 
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-root="$(cd "$here/../.." && pwd)"
-[[ ! -x "$root/.venv/bin/torchrun" ]] || PATH="$PATH:$root/.venv/bin"
-
-die() {
-  printf 'error: %s\n' "$*" >&2
-  exit 2
-}
-
-# setting NAME DEFAULT: the value of the environment, else of the script, else the default.
-setting() {
-  local capitals="${1^^}"
-  printf -v "$1" '%s' "${!capitals-${!1-$2}}"
-}
 setting model ""                   # a folder, an id of the hub, or tiny
 setting trainer trl                # or transformers
 setting data_path ""               # JSON lines or an id of the hub; empty: Python's documentation
@@ -45,14 +33,7 @@ setting usp_offload_ratio 0        # of saved activations, in host memory
 setting usp_loss_chunks 0          # chunks of tokens of head and loss; 0: not in chunks
 setting usp_mlp_chunks 0           # chunks of tokens of each MLP; 0: not in chunks
 
-for name in seq_length num_gpus sp_size ulysses_degree batch_size global_batch_size train_iters; do
-  [[ "${!name}" =~ ^[0-9]+$ ]] || die "${name^^}='${!name}' must be a whole number"
-done
-[[ -n "$model" ]] || die "MODEL is not set: a folder, an id of the hub, or tiny"
-((num_gpus % sp_size == 0)) || die "SP_SIZE=$sp_size must divide NUM_GPUS=$num_gpus"
-((sp_size % (ulysses_degree ? ulysses_degree : 1) == 0)) ||
-  die "ULYSSES_DEGREE=$ulysses_degree must divide SP_SIZE=$sp_size"
-[[ "$zero_stage" =~ ^[0-3]?$ ]] || die "ZERO_STAGE='$zero_stage' must be 0, 1, 2, 3 or empty"
+check_settings seq_length batch_size global_batch_size train_iters
 
 # Set `command` to what trains on RANKS ranks with sequences over SP of them.
 build_command() {
@@ -81,17 +62,6 @@ build_command() {
   fi
 }
 
-# Print or run `command`, with further arguments.
-start() {
-  if [[ "${DRY_RUN:-0}" == 1 ]]; then
-    printf '%q ' "${command[@]}" "$@" && printf '\n'
-    return
-  fi
-  command -v torchrun >/dev/null || die "there is no torchrun on PATH. Run: . $root/scripts/env.sh"
-  "${command[@]}" "$@"
-}
-
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 name="$(basename "$model")_s${seq_length}"
 folder="$output_home/${name}_g${num_gpus}_sp${sp_size}_u${ulysses_degree}"
 if [[ "$compare" == true ]]; then # first the same steps on one rank, by transformers alone

@@ -48,7 +48,7 @@ WORKLOADS = [
     for kind in ("forward", "train")
 ]
 SMOKE = ["tiny-flux-small:forward", "tiny-flux-small:train", "tiny-wan-small:train"]
-FLOOR = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # relative difference that is never WRONG
+NEVER_WRONG = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # relative differences
 OTHER_KERNEL = {"cudnn": "flash2", "sdpa": "eager"}  # for the spread; of the others "cudnn"
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,7 @@ class Run:
         try:
             step = case.step(self._transformer, self._given, self._workload.train)
             others = step.results()
-        except Exception as error:  # without a spread the floor alone holds
+        except Exception as error:  # without a spread NEVER_WRONG holds
             self._session.print0(f"no spread of {kernel}: {error}")
             others = self._reference
         self._spread = differences(others, self._reference)
@@ -203,8 +203,8 @@ class Run:
         found = differences(results, self._reference)
         if not found or self._session.rank:
             return {}
-        floor = FLOOR[DTYPE[self._args.device]]
-        limits = [max(3 * spread, floor) for spread in self._spread]
+        least = NEVER_WRONG[DTYPE[self._args.device]]
+        limits = [max(3 * spread, least) for spread in self._spread]
         pairs = list(zip(found, limits, strict=True))
         row = {"difference": found[0], "difference_limit": limits[0]}
         if len(found) > 1:

@@ -243,7 +243,7 @@ class Case:
     """A way to run a transformer.
 
     Args:
-        prepare: changes the modules of a case, called on every rank; returns what says the GPU
+        prepare: changes the modules of a case, called on every rank; returns a function of the GPU
             memory that torch's allocator does not count.
         compiled: whether the repeated blocks are.
         sharded: see :class:`Step`.

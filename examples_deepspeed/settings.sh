@@ -1,0 +1,42 @@
+# shellcheck shell=bash
+# What launch.sh of transformers_sft and of diffusion have in common: settings, and the start.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)" # the folder of the launch.sh that sources this
+root="$(cd "$here/../.." && pwd)"
+[[ ! -x "$root/.venv/bin/torchrun" ]] || PATH="$PATH:$root/.venv/bin"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+# setting NAME DEFAULT: the value of the environment, else of the script, else the default.
+setting() {
+  local capitals="${1^^}"
+  printf -v "$1" '%s' "${!capitals-${!1-$2}}"
+}
+
+# check_settings NAME...: these are whole numbers, and the degrees of parallelism divide the ranks.
+check_settings() {
+  local name
+  for name in num_gpus sp_size ulysses_degree "$@"; do
+    [[ "${!name}" =~ ^[0-9]+$ ]] || die "${name^^}='${!name}' must be a whole number"
+  done
+  [[ -n "$model" ]] || die "MODEL is not set: a folder, an id of the hub, or $tiny_models"
+  ((num_gpus % sp_size == 0)) || die "SP_SIZE=$sp_size must divide NUM_GPUS=$num_gpus"
+  ((sp_size % (ulysses_degree ? ulysses_degree : 1) == 0)) ||
+    die "ULYSSES_DEGREE=$ulysses_degree must divide SP_SIZE=$sp_size"
+  [[ "${zero_stage-}" =~ ^[0-3]?$ ]] || die "ZERO_STAGE='$zero_stage' must be 0, 1, 2, 3 or empty"
+}
+
+# Print or run `command`, with further arguments.
+start() {
+  if [[ "${DRY_RUN:-0}" == 1 ]]; then
+    printf '%q ' "${command[@]}" "$@" && printf '\n'
+    return
+  fi
+  command -v torchrun >/dev/null || die "there is no torchrun on PATH. Run: . $root/scripts/env.sh"
+  "${command[@]}" "$@"
+}

@@ -1,0 +1,127 @@
+"""The scripts of examples_deepspeed/diffusion: commands, refusals, and what the tiny ones run.
+
+The tiny scripts' programs run on ranks of the pool, with the flags that DRY_RUN=1 prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from harness import RankContext, WorkerPool
+from pretrain_scripts import ROOT, environment
+
+FOLDER = ROOT / "examples_deepspeed" / "diffusion"
+WORLD = 4
+GENERATE, TRAIN = "generate_tiny_usp_cpu", "train_tiny_usp_cpu"
+
+
+def bash(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(FOLDER / f"{name}.sh"), *arguments],
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def printed(name: str, *arguments: str, **settings: str) -> list[str]:
+    """The command that a script would run."""
+    done = bash(name, *arguments, DRY_RUN="1", **settings)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def value(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+@pytest.mark.parametrize("name", ["generate", "train_flow_matching"])
+def test_a_program_has_at_most_150_lines(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("gpus", ["2", "4", "8"])
+@pytest.mark.parametrize("name", ["generate_flux_usp", "generate_wan_usp", "train_flux_lora_usp"])
+def test_scripts_take_the_number_of_gpus(name: str, gpus: str) -> None:
+    command = printed(name, "--seed", "7", NUM_GPUS=gpus, ULYSSES_DEGREE="2")
+    assert command[:2] == ["torchrun", "--standalone"]
+    assert value(command, "--nproc-per-node") == gpus
+    assert value(command, "--ulysses-degree") == "2" and command[-2:] == ["--seed", "7"]
+    if name.startswith("generate"):
+        assert value(command, "--prompt").startswith("a red fox")
+    else:
+        assert value(command, "--deepspeed") == '{"zero_optimization": {"stage": 2}}'
+        assert value(command, "--sequence-parallel-size") == gpus
+
+
+def test_the_readme_lists_the_scripts_and_settings() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert all(f"`{path.name}`" in text for path in FOLDER.glob("*_usp*.sh"))
+    settings = [x.split()[1] for x in (FOLDER / "launch.sh").read_text().splitlines()
+                if x.startswith("setting ")]  # fmt: skip
+    assert [x for x in settings if f"`{x.upper()}`" not in text] == ["program"]
+
+
+REFUSED = [
+    (GENERATE, {"SP_SIZE": "2"}, "SP_SIZE=2: all 4 ranks share a sample"),
+    (GENERATE, {"STEPS": "many"}, "STEPS='many' must be a whole number"),
+    (GENERATE, {"MODEL": ""}, "MODEL is not set: a folder, an id of the hub, or tiny-flux"),
+    (TRAIN, {"ULYSSES_DEGREE": "3"}, "ULYSSES_DEGREE=3 must divide SP_SIZE=4"),
+    (TRAIN, {"PROGRAM": "sft.py"}, "PROGRAM='sft.py' must be generate.py or"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
+def test_bad_settings_are_refused(name: str, settings: dict[str, str], message: str) -> None:
+    done = bash(name, **settings)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+
+
+def run_programs(ctx: RankContext, commands: list[list[str]]) -> list[tuple[int, str]]:
+    """The exit code and the output of programs on this rank, each with its flags."""
+    sys.path.insert(0, str(FOLDER))
+    outcomes = []
+    for program, *flags in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = import_module(Path(program).stem).main(flags)
+        outcomes.append((code, out.getvalue()))
+    return outcomes
+
+
+def run(pool: WorkerPool, *commands: list[str]) -> list[str]:
+    """What rank 0 prints; all ranks end without an error."""
+    starts = [command.index(value(command, "--nproc-per-node")) + 1 for command in commands]
+    programs = [command[at:] for command, at in zip(commands, starts, strict=True)]
+    ranks = pool.run(run_programs, WORLD, commands=programs)
+    assert all(code == 0 for rank in ranks for code, _ in rank), ranks[0]
+    return [text for _, text in ranks[0]]
+
+
+def test_the_tiny_script_generates_as_one_rank_does(pool: WorkerPool, tmp_path: Path) -> None:
+    models = {"tiny-flux": ("image.png",), "tiny-wan": ("video.gif", "video.mp4")}
+    commands = [printed(GENERATE, MODEL=model, OUTPUT=str(tmp_path / model)) for model in models]
+    for (model, files), text in zip(models.items(), run(pool, *commands), strict=True):
+        assert "6 steps on ulysses 2 x ring 2" in text and "limit 1.0e-05: ok" in text, text
+        assert (tmp_path / model / "latents.safetensors").exists()
+        assert any((tmp_path / model / name).exists() for name in files)
+
+
+def test_the_tiny_script_trains_as_one_rank_does(pool: WorkerPool, tmp_path: Path) -> None:
+    all_weights = printed(TRAIN, OUTPUT=str(tmp_path / "wan"))
+    # Two replicas, ZeRO-3, low-rank matrices.
+    settings = {"MODEL": "tiny-flux", "SIZE": "10 14", "LR": "0.02", "STEPS": "3", "LORA": "4"}
+    settings |= {"SP_SIZE": "2", "ZERO_STAGE": "3", "OUTPUT": str(tmp_path / "flux")}
+    for text in (texts := run(pool, all_weights, printed(TRAIN, **settings))):
+        assert "limit 1e-05: ok" in text, text
+    losses = [float(line.split()[3]) for line in texts[0].splitlines()[:10]]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+    assert (tmp_path / "wan" / "diffusion_pytorch_model.safetensors").exists()
+    assert (tmp_path / "flux" / "pytorch_lora_weights.safetensors").exists()
