@@ -142,15 +142,17 @@ def _new_plan(
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
     _warn_slow_path(q, mesh, tuning, missing, _imbalance(layout, mask))
-    resolved = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len)
+    sinks, grad = scores.sinks, torch.is_grad_enabled()
+    trainable = grad and sinks is not None and sinks.requires_grad
+    # The same on all ranks: the signature has these flags.
+    backward = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
+    resolved = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len, backward=backward)
     # The mesh caches the plan: a reference back would keep its process groups until the exit.
     mesh_ref = cast(SequenceMesh, weakref.proxy(mesh))
     exchanges = plan_head_exchanges(
         split, mesh_ref, layout, kv_layout, resolved.chunks, resolved.use_copy_engines
     )
     signature.append(f"mask {mask}, scale {scale:.9g}, kernel {chosen.name}")
-    sinks, grad = scores.sinks, torch.is_grad_enabled()
-    trainable = grad and sinks is not None and sinks.requires_grad
     sinks_text = "no" if sinks is None else "learned" if trainable else "fixed"
     signature.append(f"{score_mod}, {sinks_text} sinks")
     signature += [str(resolved), "with lse" if return_lse else "without lse"]
@@ -160,11 +162,9 @@ def _new_plan(
         for position, schedule in schedules.items()
     }
     ring_calls = tuple(calls_by_position[position] for position in resolved.chunk_positions)
-    # The same on all ranks: the signature has these flags.
-    grads = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
-    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=grads)
+    staging_bytes = _staging_bytes(exchanges, ring_calls, q, v, backward=backward)
     plan = AttentionPlan.of_chunks(
-        exchanges, ring_calls, return_lse, staging_bytes, score_mod, q.dtype, backward=grads
+        exchanges, ring_calls, return_lse, staging_bytes, score_mod, q.dtype, backward=backward
     )
     signature.append(f"schedule {plan.digest}")
     return ", ".join(signature), plan

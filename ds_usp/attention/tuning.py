@@ -70,6 +70,8 @@ class Tuning:
         mesh: SequenceMesh,
         mask: MaskSpec,
         keys: int | None = None,
+        *,
+        backward: bool = True,
     ) -> ResolvedTuning:
         """Resolve ``"auto"`` for one call, the same on every rank.
 
@@ -77,6 +79,7 @@ class Tuning:
             q: ``[b, s, h, d]``.
             mask: which pairs attend.
             keys: tokens of the keys' sequence; None: the queries'.
+            backward: a backward pass follows.
 
         Raises:
             ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
@@ -85,6 +88,7 @@ class Tuning:
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
+        size = size._replace(backward=backward)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
         if self.inner_ring == "auto":
             inner = size.inner_ring(chunks)

@@ -54,6 +54,7 @@ def resolve(
     node: int = 1,
     no_copies: str | None = NO_COPIES,
     in_node: bool = True,
+    backward: bool = True,
 ) -> ResolvedTuning:
     """``tuning`` for one call; ``node`` ring ranks are on a node, and ``in_node`` all Ulysses
     ranks of a ring rank."""
@@ -67,7 +68,8 @@ def resolve(
         copy_engine_unavailable=no_copies,
     )
     split = HeadSplit(heads, kv_heads or heads, ulysses)
-    return tuning.resolve(split, layout, tensor(layout.length(rank), heads, device), mesh, mask)
+    q = tensor(layout.length(rank), heads, device)
+    return tuning.resolve(split, layout, q, mesh, mask, backward=backward)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, None, "all", "2"])
@@ -146,6 +148,8 @@ def test_long_sequences_have_more_chunks(ulysses: int, ring: int) -> None:
         auto = resolve(seq_len=128 * K, kv_heads=kv_heads, ulysses=ulysses, ring=ring)
         most = max(kv_heads // ulysses, 1)
         assert auto.chunks == (max(most, 3) if ring == 1 else most)
+    forward = [resolve(seq_len=n, ulysses=ulysses, ring=ring, backward=False) for n in lengths]
+    assert [x.chunks for x in forward] == [min(n, 4) for n in chunks]
 
 
 FIRST, MERGED, LAST = "local_first", "local_merged", "local_last"
