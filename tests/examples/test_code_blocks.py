@@ -82,8 +82,8 @@ def test_commands_exist_and_take_their_flags(block: Block) -> None:
         check_command(block, words)
 
 
-# Commands of ds-usp that need torch, a GPU or time: their flags are checked, the others run.
-NOT_STARTED = ("env", "profile", "verify")
+# Commands of ds-usp that need torch, a GPU, files or time: their flags are checked, the others run.
+NOT_STARTED = ("env", "profile", "report-communication", "verify")
 
 
 def check_command(block: Block, words: list[str]) -> None:

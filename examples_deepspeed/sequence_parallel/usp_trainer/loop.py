@@ -98,8 +98,8 @@ class TrainingLoop:
         }
 
     def reported_step(self) -> dict[str, Any]:
-        """:meth:`step`, traced: rank 0 writes to ``--output-dir`` what of its communication no
-        kernel hides, and prints it unless ``--quiet``."""
+        """The step of --usp-report-communication is traced: rank 0 writes what of its communication
+        no kernel hides to ``--output-dir``, and prints it unless ``--quiet``."""
         step, groups = self.progress.step + 1, self.groups
         roles: dict[str, Any] = {"tensor": groups.tp, "data": [groups.dp, groups.sp_dp]}
         if groups.stages > 1:
