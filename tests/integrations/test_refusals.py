@@ -50,6 +50,14 @@ def packed_and_masked() -> dict[str, Any]:
     return unlabeled(position_ids=positions, attention_mask=torch.ones_like(ids))
 
 
+def with_last(name: str, number: int) -> dict[str, Any]:
+    """A batch whose last token, which one rank holds, is another number."""
+    batch: dict[str, Any] = plain_batch()
+    batch[name] = batch[name].clone()
+    batch[name][0, -1] = number
+    return batch
+
+
 BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "labels of padding on the right": (
         lambda: padded_with_labels("right"),
@@ -145,6 +153,17 @@ BATCHES: Mapping[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
         lambda: unlabeled(pixel_values=torch.zeros(1, 3, 4, 4)),
         ds_usp.UnsupportedAttentionError,
         "placed by the whole sequence",
+    ),
+    "a token without an embedding": (
+        lambda: with_last("input_ids", 10_000),
+        ds_usp.DataError,
+        "input_ids contain 10000",
+    ),
+    "a negative token": (lambda: with_last("input_ids", -1), ds_usp.DataError, "contain -1"),
+    "a label without an output": (
+        lambda: with_last("labels", 10_000),
+        ds_usp.DataError,
+        "labels contain 10000",
     ),
     "tensors in a dict": (
         lambda: unlabeled(shared={"keys": (torch.zeros(2),)}),

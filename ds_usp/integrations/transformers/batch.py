@@ -133,6 +133,34 @@ class WholeBatch:
                 "(tokenizer.padding_side='right')"
             )
 
+    def check_tokens(
+        self, vocabulary: int | None, targets: Tensor | None, outputs: int | None
+    ) -> None:
+        """Refuse tokens without an embedding or an output: only the rank whose shard holds one
+        would fail, and the others would wait for it.
+
+        Args:
+            vocabulary: number of input embeddings; None: not known.
+            targets: labels of every token; None: without, or not of a vocabulary.
+            outputs: number of output embeddings; None: not known.
+
+        Raises:
+            DataError: the token and the number of embeddings.
+        """
+        ids = self.arguments.get("input_ids")
+        checks = [("input_ids", ids, vocabulary), ("labels", targets, outputs)]
+        known = [(name, x, limit) for name, x, limit in checks if x is not None and limit]
+        bounds = [torch.stack([x.min(), x.max()]).cpu() for _, x, _ in known]
+        for (name, _, limit), bound in zip(known, bounds, strict=True):
+            low, high = bound.tolist()
+            if low < (IGNORE_INDEX if name == "labels" else 0) or high >= limit:
+                wrong = high if high >= limit else low
+                raise DataError(
+                    f"{name} contain {wrong}, and the model has {limit} embeddings, 0 to "
+                    f"{limit - 1}: use the model's own tokenizer, or resize_token_embeddings "
+                    "before enable"
+                )
+
     def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:
         """The arguments of this rank, without borders; positions are always given."""
         out = {name: x for name, x in self.arguments.items() if name not in BORDERS}

@@ -238,6 +238,7 @@ class EnabledModel(UndoneAtExit):
             self._check_positions(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
+            batch.check_tokens(*_vocabulary(self._inner, targets))
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         self._forward_passes += 1
@@ -368,6 +369,13 @@ class EnabledModel(UndoneAtExit):
                 "what is no sum over tokens: leave labels out and compute the loss from logits "
                 "(logits='whole'), or use a model whose loss is model.loss_function"
             )
+
+
+def _vocabulary(model: Any, targets: Tensor | None) -> tuple[int | None, Tensor | None, int | None]:
+    """Arguments of :meth:`WholeBatch.check_tokens`."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    of_outputs: int | None = getattr(outputs, "out_features", None)
+    return getattr(inputs, "num_embeddings", None), targets, of_outputs
 
 
 def _largest_position(batch: WholeBatch) -> Tensor | int:
