@@ -226,6 +226,7 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
     zero: dict[str, object] = {"stage": config.zero}
     if config.zero in (1, 2):
         zero |= {"contiguous_gradients": True, "overlap_comm": config.overlap_gradients}
+        zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), _BUCKET_ELEMENTS)
     content = {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.micro_batches(work.global_batch),
@@ -236,6 +237,9 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
     }
     return json.dumps(content, indent=2)
 
+
+# Of one gradient reduction: large for a link, small beside what two such buffers take of a GPU.
+_BUCKET_ELEMENTS = 40_000_000
 
 _SCRIPT = """#!/usr/bin/env bash
 # {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.

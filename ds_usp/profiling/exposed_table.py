@@ -26,8 +26,8 @@ _NOTHING = KindTimes(0, 0)
 _HINTS: tuple[tuple[str, str], ...] = (
     (ALL_TO_ALL, "longer sequences, more head chunks, or a ring over the slow link"),
     (RING, "longer sequences, or more Ulysses ranks"),
-    (GRADIENTS, "overlap_comm in DeepSpeed's configuration, --overlap-grad-reduce in Megatron-LM"),
-    (PARAMETERS, "--overlap-param-gather in Megatron-LM; larger prefetch buckets under ZeRO-3"),
+    (GRADIENTS, "overlap_comm of DeepSpeed's ZeRO-2, --overlap-grad-reduce of Megatron-LM"),
+    (PARAMETERS, "--overlap-param-gather of Megatron-LM; larger prefetch buckets under ZeRO-3"),
     (TENSOR, "less tensor and more sequence parallelism"),
     (PIPELINE, "more micro batches a step"),
     (FROM_HOST, "pinned memory, a smaller offload ratio"),

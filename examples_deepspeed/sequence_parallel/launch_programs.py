@@ -213,8 +213,12 @@ class MegatronDeepSpeed(Program):
 
     def config(self) -> str:
         text = (HERE / "ds_config_gpt_TEMPLATE.json").read_text()
-        bf16 = str(self.settings["precision"] == "bf16").lower()
-        for name, value in {**self.settings, "bf16": bf16}.items():
+        derived = {
+            "bf16": self.settings["precision"] == "bf16",
+            "overlap_comm": self.settings["pp_size"] == "1",  # DeepSpeed's pipeline cannot
+        }
+        texts = {name: str(value).lower() for name, value in derived.items()}
+        for name, value in {**self.settings, **texts}.items():
             text = text.replace(f"@{name.upper()}@", value)
         return text
 

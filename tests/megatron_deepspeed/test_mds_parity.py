@@ -208,6 +208,7 @@ ZERO = {
     "z2-all-reduce": {"stage": 2, "reduce_scatter": False},
     "z2-offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "z1-all-reduce": {"stage": 1, "reduce_scatter": False},
+    "z1-buckets": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000},
 }
 
 

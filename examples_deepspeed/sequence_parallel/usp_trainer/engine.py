@@ -20,6 +20,9 @@ from ds_usp.training import (
 )
 from usp_trainer.data import TrainingBatch
 
+# Of one gradient reduction: large for a link, small beside what two such buffers take of a GPU.
+BUCKET_ELEMENTS = 40_000_000
+
 
 class Trainer:
     """Trains and evaluates global batches; every number it returns is the same on every rank.
@@ -132,11 +135,20 @@ def make_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
 
 def deepspeed_config(args: Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, without the keys that ds_usp.training sets."""
+    zero: dict[str, Any] = {"stage": args.zero_stage}
+    if args.zero_stage in (1, 2) and args.pipeline_model_parallel_size == 1:
+        # Gradients are reduced under backward. With bf16 this needs ZeRO-2: under ZeRO-1 DeepSpeed's
+        # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
+        zero |= {
+            "overlap_comm": True,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+        }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.accumulation_steps,
         "gradient_clipping": args.clip_grad,
-        "zero_optimization": {"stage": args.zero_stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
