@@ -137,7 +137,7 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, without the keys that ds_usp.training sets."""
     zero: dict[str, Any] = {"stage": args.zero_stage}
     if args.zero_stage in (1, 2) and args.pipeline_model_parallel_size == 1:
-        # Gradients are reduced under backward. With bf16 this needs ZeRO-2: under ZeRO-1 DeepSpeed's
+        # Gradients are reduced under backward. In bf16 only under ZeRO-2: under ZeRO-1 DeepSpeed's
         # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
         zero |= {
             "overlap_comm": True,
