@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from harness import RankContext, fork_world
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench"
@@ -19,15 +21,15 @@ from megatron_train import Workload  # noqa: E402
 from step_trace import COLUMNS  # noqa: E402
 
 CONTENDERS = ["ds_usp 2x1", "ds_usp 1x2", "stock"]
+SETTINGS = ("--device", "cpu", "--workloads", "tiny:64:2")
 TINY = "tiny 2 layers 64 x 2"
 
 
 def run(*arguments: str) -> str:
     """The output of the script on two ranks that torchrun starts; its patches end with them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(BENCH / "bench_megatron_lm.py"), "--device", "cpu", "--workloads", "tiny:64:2"]
     done = subprocess.run(
-        [*launcher, *script, *arguments],
+        [*launcher, str(BENCH / "bench_megatron_lm.py"), *SETTINGS, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -35,6 +37,15 @@ def run(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_here(ctx: RankContext, *, arguments: list[str]) -> None:
+    """The script in this process, which has imported megatron-core and has joined its group."""
+    import bench_megatron_lm
+
+    sys.argv = ["bench_megatron_lm.py", *SETTINGS, *arguments]
+    with mock.patch("torch.distributed.init_process_group"):
+        bench_megatron_lm.main()
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -76,7 +87,8 @@ def test_every_contender_is_timed_and_traced_on_the_same_weights(tmp_path: Path)
 def test_every_contender_trains_the_same_losses(tmp_path: Path) -> None:
     """Stock layers, each sequence on one rank, are the reference. Rows have five digits."""
     path = tmp_path / "losses.csv"
-    run("--losses", "4", "--seeds", "1", "2", "--lr", "1e-2", "--out", str(path))
+    arguments = ["--losses", "4", "--seeds", "1", "2", "--lr", "1e-2", "--out", str(path)]
+    fork_world(run_here, 2, arguments=arguments)
     rows = read(path)
     losses = {
         name: [float(row["loss"]) for row in rows if row["contender"] == f"{name}, local layers"]
