@@ -156,16 +156,22 @@ def add_report_flag(parser: Parser, *, step_type: FlagType = int) -> None:
 
 
 def check_report_flag(args: Any) -> None:
-    """Refuse a step that is never trained.
+    """Refuse a step that is never trained, and a second profiler.
 
     Raises:
-        ConfigError: the step is below 1 or above ``--train-iters``.
+        ConfigError: the step is below 1 or above ``--train-iters``; or the program's own profiler
+            is on.
     """
     step, last = args.usp_report_communication, args.train_iters
     if step is not None and (step < 1 or (last is not None and step > last)):
         raise ConfigError(
             f"--usp-report-communication {step} is no step of 1 to --train-iters {last}; steps are "
             "counted from 1"
+        )
+    if step is not None and getattr(args, "profile", None):
+        raise ConfigError(
+            "--profile and --usp-report-communication both need the profiler, of which there is "
+            "one: leave one of them out"
         )
 
 

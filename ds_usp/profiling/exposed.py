@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ds_usp.comm.profiler_ranges import profiler_enabled
+from ds_usp.errors import ConfigError
 from ds_usp.profiling import exposed_plot, exposed_table
 from ds_usp.profiling.exposed_calls import named_calls
 from ds_usp.profiling.exposed_classify import STEP, StepTrace, classify
@@ -94,8 +96,10 @@ def report(
         print_line: takes rank 0's lines.
 
     Raises:
-        ConfigError: a role that is none of these.
+        ConfigError: a role that is none of these, or a profiler that runs already.
     """
+    if profiler_enabled():
+        raise ConfigError("a profiler records already: report outside of it, or read its trace")
     roles = _roles(groups or {})
     result = CommunicationReport(title=title)
     activities = [ProfilerActivity.CPU]

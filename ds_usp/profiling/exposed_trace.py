@@ -28,6 +28,7 @@ _CATEGORIES: Mapping[str, str] = {
     "gpu_memset": SET,
     "gpu_user_annotation": GPU_RANGE,
 }
+_SYNCHRONIZATIONS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
 _NO_ARGS: Mapping[str, Any] = {}
 _PIECE = 2_000_000  # characters that are read at once
 
@@ -97,6 +98,8 @@ def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
     if on_gpu:
         if name in annotations or event.is_user_annotation():
             return GPU_RANGE
+        if name in _SYNCHRONIZATIONS:
+            return None
         return {"Memcpy": COPY, "Memset": SET}.get(name.split(" ")[0], KERNEL)
     return RUNTIME if name.startswith(("cuda", "cuLaunch", "cuMem", "cuStream")) else CPU
 

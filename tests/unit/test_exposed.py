@@ -6,9 +6,11 @@ import csv
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_usp import ConfigError
 from ds_usp.__main__ import main
@@ -32,8 +34,9 @@ from ds_usp.profiling.exposed_kinds import (
     sent_bytes,
 )
 from ds_usp.profiling.exposed_step import KindTimes, idle, step_times
-from ds_usp.profiling.exposed_trace import TraceEvent, events_of_file
+from ds_usp.profiling.exposed_trace import TraceEvent, events_of_file, events_of_profiler
 from ds_usp.profiling.intervals import gaps, merge_intervals, subtract_intervals, total_length
+from megatron_patches.flags import check_report_flag
 
 MS = 1_000_000
 
@@ -183,6 +186,61 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
     )
 
 
+class Recorded:
+    """An event as kineto returns it, of the torch that tells its type or of an older one."""
+
+    def __init__(self, kind: str, name: str, start: int, stop: int, **more: Any) -> None:
+        on_gpu = kind in ("kernel", "gpu_memcpy", "gpu_user_annotation", "cuda_sync")
+        device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+        values = {
+            "name": name,
+            "device_type": device,
+            "start_ns": start,
+            "duration_ns": stop - start,
+            "correlation_id": 0,
+            "linked_correlation_id": 0,
+            "start_thread_id": 1,
+            "device_resource_id": 0,
+            "is_user_annotation": "annotation" in kind,
+            **more,
+        }
+        for attribute, value in values.items():
+            setattr(self, attribute, lambda value=value: value)
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_the_profiler_s_own_events_are_classified_alike(types: bool) -> None:
+    name = "ds_usp.comm/all_to_all/64"
+    metadata = '"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8192, '
+    more = {"Group size": "2", "Process Group Description": '"TENSOR_MODEL_PARALLEL_GROUP"'}
+    rows = [
+        ("user_annotation", STEP, 1, 90, {}),
+        ("user_annotation", name, 2, 3, {}),
+        ("gpu_user_annotation", name, 5, 9, {"device_resource_id": 20}),
+        ("gpu_memcpy", "Memcpy PtoP", 5, 9, {"device_resource_id": 20}),
+        ("cpu_op", "record_param_comms", 10, 12, {
+            "correlation_id": 3, "metadata_json": f"{metadata}", "extra_meta": more}),
+        ("cuda_runtime", "cudaLaunchKernelExC", 11, 12, {"correlation_id": 77}),
+        ("kernel", "ncclDevKernel_AllReduce", 13, 20, {
+            "correlation_id": 77, "linked_correlation_id": 3}),
+        ("cuda_sync", "Context Sync", 20, 30, {}),
+        ("kernel", "gemm", 15, 40, {}),
+    ]  # fmt: skip
+    found = []
+    for kind, label, start, stop, values in rows:
+        found.append(Recorded(kind, label, start, stop, **values))
+        if types:
+            found[-1].activity_type = lambda kind=kind: kind
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: found))
+    trace = classify(events_of_profiler(SimpleNamespace(profiler=results)))  # type: ignore[arg-type]
+    assert [event[:4] for event in trace.gpu] == [
+        ("Memcpy PtoP", ALL_TO_ALL, 5, 9),
+        ("ncclDevKernel_AllReduce", TENSOR, 13, 20),
+        ("gemm", COMPUTE, 15, 40),
+    ]
+    assert trace.calls == (Call(ALL_TO_ALL, 64), Call(TENSOR, 32768))
+
+
 def gpu(kind: str, start: int, stop: int, launched: int | None = 0, name: str = "x") -> GpuEvent:
     return GpuEvent(name, kind, start * MS, stop * MS, None if launched is None else launched * MS)
 
@@ -247,6 +305,27 @@ def test_the_table_the_file_and_the_picture_have_every_rank(tmp_path: Path) -> N
     assert (
         "no communication" in exposed.CommunicationReport((step_times(StepTrace((), ())),)).table()
     )
+
+
+def test_a_step_is_refused_that_is_none_or_profiled_twice() -> None:
+    for values, message in (
+        ({"usp_report_communication": 9}, "is no step of 1 to --train-iters 8"),
+        ({"usp_report_communication": 0}, "is no step of 1"),
+        ({"usp_report_communication": 8, "profile": True}, "leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_report_flag(SimpleNamespace(train_iters=8, **values))
+    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=8))
+    check_report_flag(SimpleNamespace(train_iters=8, usp_report_communication=None, profile=True))
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(ConfigError, match="a profiler records already"),
+        exposed.report(),
+    ):
+        pass
+    with exposed.report(print_line=[].append) as report:  # one process, without groups
+        torch.ones(2)
+    assert len(report.ranks) == 1
 
 
 # As torch writes it: kernels have NCCL's metadata and the number of the CPU's operator.
