@@ -100,38 +100,49 @@ def check_reduction(gradients: str) -> None:
         )
 
 
-def batch_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A text that differs between batches: shapes, and a position-weighted sum of each tensor.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
-    One transfer from the device for all tensors. Sums of integers wrap around, those of other
-    dtypes are in fp64, in the same order on every rank.
+
+def batch_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A text that differs between batches: shapes, dtypes, and a sum over each tensor.
+
+    The sums are of bits as integers, each times a number that its position gives, and wrap around:
+    exact in any order, so that unlike GPUs agree. One transfer from each device; a tensor on
+    ``meta`` has no values.
     """
-    sums = []
+    sums: dict[torch.device, list[Tensor]] = {}
     for x in tensors.values():
-        values = x.detach().reshape(-1)
-        values = values.double() if values.is_floating_point() else values.long()
-        weights = torch.arange(len(values), device=x.device) * 2 + 1  # tokens that swap show
-        sums.append((values * weights).sum().view(torch.int64))
-    numbers = torch.stack(sums).tolist() if sums else []
+        bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
+        weights = torch.arange(1, len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
+        weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: tokens that swap show
+        sums.setdefault(x.device, []).append((bits * weights).sum())
+    numbers = {
+        device: iter([0] * len(each) if device.type == "meta" else torch.stack(each).tolist())
+        for device, each in sums.items()
+    }
     return ", ".join(
-        f"{name} {tuple(x.shape)} {number:x}"
-        for (name, x), number in zip(tensors.items(), numbers, strict=True)
+        f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {next(numbers[x.device]):x}"
+        for name, x in tensors.items()
     )
 
 
 def describe_arguments(given: Mapping[str, Any]) -> str:
     """A text that differs between the arguments of forward passes, tensors by their values.
 
-    One transfer from the device for all tensors.
+    See :func:`batch_digest`.
     """
     tensors: dict[str, Tensor] = {}
     plain: list[str] = []
     for name, value in _flat("", given):
         if isinstance(value, Tensor):
-            tensors[name] = torch.view_as_real(value) if value.is_complex() else value
+            tensors[name] = _real(value)
         elif isinstance(value, (int, float, str)):
             plain.append(f"{name} {value}")
     return "; ".join((batch_digest(tensors), ", ".join(plain)))
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
