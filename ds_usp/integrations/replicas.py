@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -100,7 +101,9 @@ def check_reduction(gradients: str) -> None:
         )
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+)  # by bytes
 
 
 def batch_digest(tensors: Mapping[str, Tensor]) -> str:
