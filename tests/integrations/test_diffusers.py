@@ -1,5 +1,5 @@
 """Diffusion transformers on 4 ranks: every class with a plan, at every split of ulysses x ring,
-lengths that ranks share unevenly, padded text; checkpointing; pipelines; refusals."""
+lengths that ranks share unevenly, padded text; checkpointing; pipelines."""
 
 from __future__ import annotations
 
@@ -299,16 +299,6 @@ def test_autocast_is_as_exact_as_on_one_rank(pool: WorkerPool, name: str) -> Non
         assert 1e-4 < have < 1.5 * one
 
 
-def other_options(ctx: RankContext) -> str:
-    with pytest.raises(ds_usp.MeshError) as error:
-        enable(build(PIXART), mesh_of(2), gradients="sum" if ctx.rank == 3 else "mean")
-    return str(error.value)
-
-
-def test_ranks_with_other_options_are_refused(pool: WorkerPool) -> None:
-    assert all("gradients='sum'" in message for message in pool.run(other_options, WORLD))
-
-
 # ------------------------------------------------------------------ pipelines
 
 
@@ -332,56 +322,3 @@ def test_pipelines_give_one_rank_s_latents_on_every_rank(pool: WorkerPool, kind:
     for index in range(len(ULYSSES)):
         assert max(results[index][0] for results in by_rank) <= BOUND
         assert all(torch.equal(results[index][1], by_rank[0][index][1]) for results in by_rank)
-
-
-# ------------------------------------------------------------------ refused on every rank
-
-
-def other_noise(rank: int) -> tuple[str, dict[str, Any]]:
-    return "FluxTransformer2DModel", arguments("FluxTransformer2DModel", seed=1 + (rank == 2))
-
-
-def one_controlnet(rank: int) -> tuple[str, dict[str, Any]]:
-    residuals = [torch.zeros(2, 35, 128)] if rank == 1 else None
-    given = arguments("FluxTransformer2DModel")
-    return "FluxTransformer2DModel", given | {"controlnet_block_samples": residuals}
-
-
-def holes(rank: int) -> tuple[str, dict[str, Any]]:
-    given = arguments("QwenImageTransformer2DModel", padded=True)
-    given["encoder_hidden_states_mask"][:, 1] = False
-    return "QwenImageTransformer2DModel", given
-
-
-def few_tokens(rank: int) -> tuple[str, dict[str, Any]]:
-    given = arguments("FluxTransformer2DModel")
-    text = {name: given[name].narrow(-2, 0, 3) for name in ("encoder_hidden_states", "txt_ids")}
-    return "FluxTransformer2DModel", given | text
-
-
-def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]]) -> Any:
-    """The error's type and text; the transformer then serves a right call."""
-    name, given = make(ctx.rank)
-    transformer = build(name)
-    want = transformer(**arguments(name), return_dict=False)[0]
-    with enable(transformer, mesh_of(2)):
-        with pytest.raises(ds_usp.USPError) as error:
-            transformer(**given)
-        have = transformer(**arguments(name), return_dict=False)[0]
-    assert relative(have, want) <= BOUND
-    return type(error.value).__name__, str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (other_noise, "MeshError", "noise too"),
-        (one_controlnet, "", "ControlNet"),
-        (holes, "UnsupportedAttentionError", "ones and then zeros"),
-        (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
-    ],
-)
-def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -> None:
-    for have, message in pool.run(refused, WORLD, make=make):
-        assert kind in ("", have), (have, message)
-        assert text in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from model_runs import relative
 from tiny_diffusers import MASKS, arguments, build, flux_pipeline
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_usp
 from ds_usp.integrations.diffusers import PLANS, Plan, TokenDim, enable
 from ds_usp.integrations.diffusers.arguments import ATTENTION_KWARGS
+from ds_usp.integrations.diffusers.hooks import check_attention
 
 FLUX, WAN, PIXART = "FluxTransformer2DModel", "WanTransformer3DModel", "PixArtTransformer2DModel"
 MESH = ds_usp.SequenceMesh.single()
@@ -144,6 +147,30 @@ def with_a_cache() -> Any:
     return transformer
 
 
+def with_a_cache_by_function() -> Any:
+    transformer = build(FLUX)
+    diffusers.hooks.apply_first_block_cache(transformer, FirstBlockCacheConfig())
+    return transformer
+
+
+def without_attention_scores() -> Any:
+    transformer = build("QwenImageTransformer2DModel")
+    config = diffusers.hooks.LayerSkipConfig(
+        [0], "transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False
+    )
+    diffusers.hooks.apply_layer_skip(transformer, config)
+    return transformer
+
+
+def attend(*_: Any) -> Any: ...
+
+
+def with_a_function() -> Any:
+    transformer = build(FLUX)
+    transformer.transformer_blocks[0].attn.processor = attend
+    return transformer
+
+
 def enabled_before() -> Any:
     transformer = build(FLUX)
     enable(transformer, MESH)
@@ -170,6 +197,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (with_a_group_norm, ds_usp.UnsupportedAttentionError, "group_norm"),
     (with_parallelism, ds_usp.ConfigError, "enable_parallelism"),
     (with_a_cache, ds_usp.UnsupportedAttentionError, "disable_cache"),
+    (with_a_cache_by_function, ds_usp.UnsupportedAttentionError, "fbc_leader_block_hook"),
+    (without_attention_scores, ds_usp.UnsupportedAttentionError, "layer_skip_hook"),
+    (with_a_function, ds_usp.UnsupportedAttentionError, "class of its own"),
     (enabled_before, ds_usp.ConfigError, "sharded already"),
     (unet_pipeline, ds_usp.ConfigError, "neither transformer nor transformer_2"),
     (lambda: nn.Linear(2, 2), ds_usp.ConfigError, "Linear is no transformer"),
@@ -191,6 +221,7 @@ BAD_PLANS: dict[str, tuple[Plan, str]] = {
         replace(WAN_PLAN, inputs={"blocks.0": {"hidden": TokenDim("image", 1)}}),
         "takes no hidden",
     ),
+    "forgotten": (replace(WAN_PLAN, local=()), "blocks.0.attn2 is an attention module"),
     "whole": (replace(WAN_PLAN, whole=("guidance",)), "takes no guidance"),
     "mask": (replace(WAN_PLAN, masks={"blocks.*": "mask"}), "takes no mask"),
     "option": (replace(WAN_PLAN, refused={"no_option": 1}), "no option no_option"),
@@ -205,9 +236,20 @@ def test_a_plan_is_compared_with_the_class(case: str) -> None:
     assert text in str(error.value) and diffusers.__version__ in str(error.value)
 
 
-def test_another_reduction_of_gradients_is_refused() -> None:
+def test_options_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ds_usp.ConfigError, match="'mean'"):
         enable(build(PIXART), MESH, gradients="max")  # type: ignore[arg-type]
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="unknown attention kernel 'best'"):
+        enable(build(PIXART), MESH, kernel="best")
+    with pytest.raises(ds_usp.ConfigError, match="mesh=None must be a SequenceMesh"):
+        enable(build(PIXART), None)  # type: ignore[arg-type]
+
+
+def test_fewer_heads_than_the_ulysses_degree_are_refused() -> None:
+    transformer = build(FLUX, num_attention_heads=3)
+    check_attention(transformer, PLANS[FLUX], 3)
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="3 heads, fewer than the Ulysses"):
+        check_attention(transformer, PLANS[FLUX], 4)
 
 
 # ------------------------------------------------------------------ refused by a forward pass
@@ -227,6 +269,13 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         transformer._parallel_config = diffusers.ParallelConfig()
     elif what == "backend":
         set_backend(transformer, "_native_math")
+    elif what == "module":  # as LoRA does
+        transformer.proj_out = nn.Sequential(transformer.proj_out)
+    elif what == "block":
+        transformer.transformer_blocks.append(build(FLUX).transformer_blocks[0])
+    elif what == "skipped layer":
+        config = diffusers.hooks.LayerSkipConfig(indices=[0], fqn="transformer_blocks")
+        diffusers.hooks.apply_layer_skip(transformer, config)
     elif what == "ip adapter":
         images = {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}
         return given | {"joint_attention_kwargs": images}
@@ -244,6 +293,9 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
     ("what", "text"),
     [
         ("processors", "were replaced since enable"),
+        ("module", "modules of FluxTransformer2DModel were replaced since enable"),
+        ("block", "modules of FluxTransformer2DModel were replaced since enable"),
+        ("skipped layer", "layer_skip_hook"),
         ("cache", "disable_cache"),
         ("parallelism", "enable_parallelism"),
         ("backend", "set_attention_backend"),
@@ -259,6 +311,44 @@ def test_a_forward_pass_refuses(what: str, text: str) -> None:
     given = changed(transformer, given, what)
     with pytest.raises(ds_usp.USPError, match=text):
         transformer(**given)
+
+
+def test_blocks_are_computed_again_before_disable_only() -> None:
+    transformer, given = build(FLUX), arguments(FLUX)
+    transformer.enable_gradient_checkpointing(
+        lambda block, *args: checkpoint(block, *args, use_reentrant=True)
+    )
+    given["hidden_states"].requires_grad_()
+    with enable(transformer, MESH):
+        loss = transformer(**given).sample.sum()
+    with pytest.raises(ds_usp.ConfigError, match="after backward"):
+        loss.backward()
+
+
+def test_a_copy_is_enabled_too_and_cannot_be_pickled(tmp_path: Path) -> None:
+    transformer, given = build(FLUX), arguments(FLUX)
+    wanted = transformer(**given).sample
+    with enable(transformer, MESH):
+        twin = copy.deepcopy(transformer)
+        with pytest.raises(ds_usp.ConfigError, match="save_pretrained"):
+            torch.save(transformer, tmp_path / "transformer.pt")
+    assert hooks_of(transformer) == 0 < hooks_of(twin)
+    assert relative(twin(**given).sample, wanted) < 1e-6
+
+
+def test_hooks_of_before_see_whole_arguments_and_outputs() -> None:
+    transformer, given = build(FLUX), arguments(FLUX)
+    seen = []
+
+    def before(_: Any, __: Any, kwargs: Any) -> None:
+        seen.append(kwargs["hidden_states"].shape)
+
+    transformer.register_forward_pre_hook(before, with_kwargs=True)
+    transformer.register_forward_hook(lambda _, __, out: seen.append(out.sample.shape))
+    with enable(transformer, MESH, plan=replace(PLANS[FLUX])):
+        assert next(iter(transformer._forward_pre_hooks.values())) is before
+        transformer(**given)
+    assert [shape[1] for shape in seen] == [35, 35]
 
 
 def test_a_lora_scale_is_served() -> None:

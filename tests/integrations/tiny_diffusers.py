@@ -244,23 +244,51 @@ def _flux_arguments(name: str, rows: int, columns: int, text: int) -> dict[str, 
 # ------------------------------------------------------------------ pipelines
 
 Sample = Callable[[Any], Tensor]
+_NUMBERS = ("", "_2", "_3")
 
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def flux_pipeline() -> tuple[Any, Sample]:
-    """Flux without text encoders, and what it samples in 3 steps."""
-    vae = diffusers.AutoencoderKL(
+def _image_vae(channels: int) -> Any:
+    return diffusers.AutoencoderKL(
         block_out_channels=(4,),
-        latent_channels=1,
+        latent_channels=channels,
         norm_num_groups=1,
         shift_factor=0.0,
         scaling_factor=1.0,
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+
+
+def sd3_pipeline() -> tuple[Any, Sample]:
+    """SD3 without text encoders, and what it samples in 3 steps, both branches in one batch."""
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=_image_vae(4),
+        transformer=build("SD3Transformer2DModel").eval(),
+        **dict.fromkeys(f"{kind}{i}" for kind in ("text_encoder", "tokenizer") for i in _NUMBERS),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    texts = _random(2, 7, 32).split(1)
+    pooled = _random(2, 64).split(1)
+    given = {"prompt_embeds": texts[0], "negative_prompt_embeds": texts[1]}
+    given |= {"pooled_prompt_embeds": pooled[0], "negative_pooled_prompt_embeds": pooled[1]}
+
+    def sample(pipeline: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        options = {"height": 6, "width": 10, "num_inference_steps": 3, "output_type": "latent"}
+        images: Tensor = pipeline(**given, **options, generator=generator).images
+        return images
+
+    return pipeline, sample
+
+
+def flux_pipeline() -> tuple[Any, Sample]:
+    """Flux without text encoders, and what it samples in 3 steps."""
+    vae = _image_vae(1)
     pipeline = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae,

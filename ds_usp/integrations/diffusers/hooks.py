@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,22 +14,32 @@ from torch.utils.hooks import RemovableHandle
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.arguments import bind, check_arguments
+from ds_usp.integrations.diffusers.branches import Branches
 from ds_usp.integrations.diffusers.pass_state import Options, PassState
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, modules_at
-from ds_usp.integrations.diffusers.processor import check_processor, sharded
+from ds_usp.integrations.diffusers.processor import check_backend, check_processor, sharded
 from ds_usp.integrations.replicas import same_on_all_ranks
 from ds_usp.memory.compile_guard import disable_in_compile
 
+# Hooks of diffusers that move or cast weights and leave tokens alone; others may compare, blur or
+# leave out tokens of a whole sequence, which here are a shard's.
+_HARMLESS_HOOKS = frozenset(
+    {
+        *("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"),
+        *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
+    }
+)
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def check_transformer(transformer: nn.Module) -> None:
-    """Refuse what diffusers may have switched on: its own parallelism, and caches of blocks.
+    """Refuse what diffusers may have switched on: its own parallelism, caches of blocks, and other
+    hooks that see tokens.
 
     Raises:
         ConfigError: diffusers' parallelism.
-        UnsupportedAttentionError: a cache.
+        UnsupportedAttentionError: a cache, or a hook.
     """
     name = type(transformer).__name__
     if getattr(transformer, "_parallel_config", None) is not None:
@@ -41,6 +52,33 @@ def check_transformer(transformer: nn.Module) -> None:
             f"{name} has a cache of its blocks, whose choices would differ between shards: call "
             "disable_cache()"
         )
+    for path, module in transformer.named_modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        foreign = [] if registry is None else sorted(set(registry.hooks) - _HARMLESS_HOOKS)
+        if foreign:
+            raise UnsupportedAttentionError(
+                f"{name} has diffusers' {', '.join(foreign)} (at {path or 'the transformer'}), "
+                "which would see the tokens of a shard. Remove it: caches, skipped layers and "
+                "guidance by changed attention are not served"
+            )
+
+
+def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
+    """Refuse attention that cannot be sharded.
+
+    Raises:
+        UnsupportedAttentionError: a processor, or fewer heads than the Ulysses degree.
+    """
+    for path in plan.attention:
+        for module in modules_at(transformer, path):
+            check_processor(module)
+            heads = getattr(module, "heads", ulysses)
+            if heads < ulysses:
+                raise UnsupportedAttentionError(
+                    f"{type(transformer).__name__} has {heads} heads, fewer than the Ulysses "
+                    f"degree {ulysses}: use a Ulysses degree of {heads} or less, and the ring for "
+                    "the other ranks"
+                )
 
 
 class ShardedTransformer:
@@ -51,28 +89,53 @@ class ShardedTransformer:
     """
 
     def __init__(
-        self, transformer: nn.Module, mesh: SequenceMesh, plan: Plan, options: Options
+        self,
+        transformer: nn.Module,
+        mesh: SequenceMesh,
+        branches: Branches,
+        plan: Plan,
+        options: Options,
     ) -> None:
         self.transformer = transformer
-        self._mesh, self._plan, self._options = mesh, plan, options
-        self._state: PassState | None = None
+        self._mesh, self._branches = mesh, branches
+        self._plan, self._options = plan, options
+        self.state: PassState | None = None
+        self._removed = False
         self._stock_checkpoints: list[tuple[nn.Module, Callable[..., Any]]] = []
-        attention = [
-            (module, order)
-            for path, order in plan.attention.items()
-            for module in modules_at(transformer, path)
-        ]
-        for module, _ in attention:
-            check_processor(module)
         self._processors: list[tuple[nn.Module, Any, Any]] = []
-        for module, order in attention:
-            processor = sharded(module.processor, order, self._current)
-            self._processors.append((module, module.processor, processor))
-            module.processor = processor
+        for path, order in plan.attention.items():
+            for module in modules_at(transformer, path):
+                processor = sharded(module.processor, order, self)
+                self._processors.append((module, module.processor, processor))
+                module.processor = processor
         self._handles = list(self._register())
+        self._modules = list(self._modules_of_plan())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
+        """Of a copy of the transformer, which is sharded by itself over the same mesh."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            same = name in ("_mesh", "_branches", "_plan", "_options")
+            setattr(twin, name, value if same else copy.deepcopy(value, memo))
+        return twin
+
+    def __getstate__(self) -> Any:
+        raise ConfigError(
+            f"an enabled {type(self.transformer).__name__} cannot be pickled, for its mesh belongs "
+            "to these processes: save its state_dict(), use save_pretrained, or disable() first"
+        )
+
+    def _modules_of_plan(self) -> Iterator[nn.Module]:
+        """The modules that the plan names, as they are now."""
+        plan = self._plan
+        for path in (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, plan.joined):
+            yield from modules_at(self.transformer, path)
 
     def remove(self) -> None:
         """Leave the transformer as it was."""
+        self._removed = True
+        self._restore_checkpoints()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -80,9 +143,6 @@ class ShardedTransformer:
             if module.processor is processor:  # else it was replaced since
                 module.processor = original
         self._processors.clear()
-
-    def _current(self) -> PassState | None:
-        return self._state
 
     def _register(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
@@ -103,8 +163,9 @@ class ShardedTransformer:
                 yield module.register_forward_hook(partial(self._shard_outputs, outputs))
         for module in modules_at(transformer, plan.joined):
             yield module.register_forward_hook(self._join_output)
-        yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
-        yield transformer.register_forward_hook(self._end, always_call=True)
+        # The transformer's other hooks, if they were there before, see whole tensors.
+        yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
 
     # ------------------------------------------------------------------ around the transformer
 
@@ -113,41 +174,51 @@ class ShardedTransformer:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
-        with same_on_all_ranks(self._mesh, f"arguments (noise too) of {name}:", arguments):
+        what = f"{name} (seed every rank's generators alike): the arguments"
+        self._restore_checkpoints()  # of a pass that was interrupted
+        with same_on_all_ranks(self._mesh, what, arguments):
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
-        self._state = PassState(name, self._mesh, self._options)
+            given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
+        self.state = PassState(name, self._branches.mesh, self._options)
         if torch.is_grad_enabled():
-            self._wrap_checkpoints(self._state)
-        return (), _sharded(self._state, arguments, self._plan.inputs.get("", {}))
+            self._wrap_checkpoints(self.state)
+        return (), _sharded(self.state, given, self._plan.inputs.get("", {}))
 
     @disable_in_compile("a forward pass ends")
-    def _end(self, _: nn.Module, __: Any, out: Any) -> None:
+    def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
         """After every pass, one that has raised too (without an output)."""
-        state, self._state = self._state, None
-        for module, original in self._stock_checkpoints:
-            setattr(module, _CHECKPOINT, original)
-        self._stock_checkpoints.clear()
+        state, self.state = self.state, None
+        self._restore_checkpoints()
         if out is not None and state is not None and not state.joined:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
                 "output its plan joins: what it returns is a shard"
             )
+        return None if out is None else self._branches.join(out)
 
     def _check_unchanged(self) -> None:
         """Refuse what was changed since :func:`enable`.
 
         Raises:
-            USPError: attention processors, parallelism or a cache.
+            USPError: modules of the plan, attention processors or their backend, parallelism, a
+                cache or other hooks.
         """
         check_transformer(self.transformer)
+        name, now = type(self.transformer).__name__, list(self._modules_of_plan())
+        same = len(now) == len(self._modules)
+        if not same or any(x is not y for x, y in zip(now, self._modules, strict=True)):
+            raise ConfigError(
+                f"modules of {name} were replaced since enable, as LoRA, quantization or changed "
+                "blocks do (those that its plan names): disable(), change them, and enable again"
+            )
         for module, _, processor in self._processors:
             if module.processor is not processor:
                 raise ConfigError(
-                    f"the attention processors of {type(self.transformer).__name__} were replaced "
-                    f"since enable (there is a {type(module.processor).__name__}): disable(), "
-                    "change them, and enable again"
+                    f"the attention processors of {name} were replaced since enable (there is a "
+                    f"{type(module.processor).__name__}): disable(), change them, and enable again"
                 )
+            check_backend(processor)
 
     def _wrap_checkpoints(self, state: PassState) -> None:
         """Let blocks that a checkpoint runs again in backward find the state of their own pass,
@@ -164,25 +235,36 @@ class ShardedTransformer:
                 self._stock_checkpoints.append((module, original))
                 setattr(module, _CHECKPOINT, partial(checkpointed, original))
 
+    def _restore_checkpoints(self) -> None:
+        for module, original in self._stock_checkpoints:
+            setattr(module, _CHECKPOINT, original)
+        self._stock_checkpoints.clear()
+
     def _resume(
         self, state: PassState, block: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        before, self._state = self._state, state
+        if self._removed:
+            raise ConfigError(
+                f"{type(self.transformer).__name__} was disabled between a forward pass and the "
+                "backward pass that computes its blocks again: call disable(), or leave the with "
+                "block, after backward"
+            )
+        before, self.state = self.state, state
         try:
             return block(*args, **kwargs)
         finally:
-            self._state = before
+            self.state = before
 
     # ------------------------------------------------------------------ inside
 
     def _active(self, module: nn.Module) -> PassState:
-        if self._state is None:
+        if self.state is None:
             raise ConfigError(
                 f"{type(module).__name__} of an enabled {type(self.transformer).__name__} runs "
                 "outside of a forward pass of it. Call the transformer, not a part of it; "
                 "checkpoint by its enable_gradient_checkpointing()"
             )
-        return self._state
+        return self.state
 
     @disable_in_compile("tokens are counted and sharded")
     def _shard_inputs(

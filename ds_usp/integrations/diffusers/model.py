@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import diffusers
@@ -11,7 +12,12 @@ from packaging.version import Version
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.diffusers.hooks import ShardedTransformer, check_transformer
+from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
+from ds_usp.integrations.diffusers.hooks import (
+    ShardedTransformer,
+    check_attention,
+    check_transformer,
+)
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
 from ds_usp.integrations.replicas import Reduction
@@ -30,6 +36,7 @@ def enable(
     plan: Plan | None = None,
     gradients: Reduction = "mean",
     tuning: Tuning = AUTO_TUNING,
+    cfg_degree: int = 1,
 ) -> EnabledTransformer:
     """Shard every forward pass of a diffusion transformer over the ranks of a mesh.
 
@@ -49,6 +56,9 @@ def enable(
         plan: of a class that has none in :data:`PLANS`, or instead of that one.
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
+        cfg_degree: 2 splits the batch in two halves, as classifier-free guidance makes them, each
+            of them over half of the mesh's ranks: half of the ring if its degree is even, else half
+            of the Ulysses axis. Any divisor of an axis, and of every batch; sampling only.
 
     Raises:
         ConfigError: another version of diffusers, no transformer, one that is enabled already, or
@@ -57,21 +67,31 @@ def enable(
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
-    _check_version()
-    options = Options(kernel, gradients, tuning)
-    transformers = _transformers_of(model_or_pipeline)
-    plans = [plan or _plan_of(transformer) for transformer in transformers]
-    for transformer, its_plan in zip(transformers, plans, strict=True):
-        _check(transformer, its_plan)
-    names = ", ".join(type(transformer).__name__ for transformer in transformers)
-    mesh.agree(f"enable {names} with {options}")
-    enabled = EnabledTransformer(model_or_pipeline, mesh)
-    try:
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh, as SequenceMesh.from_group(group, degree) makes"
+        )
+    named = type(model_or_pipeline).__name__
+    error: Exception | None = None
+    try:  # what one rank refuses every rank refuses
+        _check_version()
+        options = Options(kernel, gradients, tuning)
+        transformers = _transformers_of(model_or_pipeline)
+        plans = [plan or _plan_of(transformer) for transformer in transformers]
         for transformer, its_plan in zip(transformers, plans, strict=True):
-            enabled._sharded.append(ShardedTransformer(transformer, mesh, its_plan, options))
-    except BaseException:
-        enabled.disable()  # a pipeline's first transformer, if its second one was refused
-        raise
+            _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
+        names = ", ".join(map(_describe, transformers))
+        named = f"{names} with {options}, cfg_degree {cfg_degree}"
+    except Exception as refused:
+        error = refused
+    mesh.agree(f"enable {named}", error)
+    if error is not None:
+        raise error
+    branches = branches_of(mesh, cfg_degree)
+    enabled = EnabledTransformer(model_or_pipeline, mesh)
+    for transformer, its_plan in zip(transformers, plans, strict=True):
+        sharded = ShardedTransformer(transformer, mesh, branches, its_plan, options)
+        enabled._sharded.append(sharded)
     return enabled
 
 
@@ -141,14 +161,23 @@ def _plan_of(transformer: ModelMixin) -> Plan:
     return PLANS[name]
 
 
-def _check(transformer: ModelMixin, plan: Plan) -> None:
-    """Compare a transformer with its plan.
+def _describe(transformer: ModelMixin) -> str:
+    """A text that differs between transformers of other configurations."""
+    config = {k: v for k, v in transformer.config.items() if not k.startswith("_")}
+    digest = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()
+    layers = sum(1 for _ in transformer.modules())
+    return f"{type(transformer).__name__} (configuration {digest[:8]}, {layers} modules)"
+
+
+def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
+    """Compare a transformer with its plan and a Ulysses degree.
 
     Raises:
         USPError: it cannot be sharded.
     """
     plan.check(transformer)
     check_transformer(transformer)
+    check_attention(transformer, plan, ulysses)
     for option, value in plan.refused.items():
         if transformer.config[option] == value:
             raise UnsupportedAttentionError(

@@ -16,7 +16,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.integrations.diffusers.plans import Kind, TokenDim
 from ds_usp.integrations.replicas import Reduction, check_reduction, join_shards
-from ds_usp.kernels.registry import AUTO
+from ds_usp.kernels.registry import AUTO, check_kernel_name
 
 LAYOUT = "contiguous"
 
@@ -27,6 +27,7 @@ class Options:
 
     Raises:
         ConfigError: a reduction that does not exist.
+        UnsupportedAttentionError: a kernel that does not exist.
     """
 
     kernel: str = AUTO
@@ -34,6 +35,7 @@ class Options:
     tuning: Tuning = AUTO_TUNING
 
     def __post_init__(self) -> None:
+        check_kernel_name(self.kernel)
         check_reduction(self.gradients)
 
 
@@ -63,10 +65,13 @@ class PassState:
         """
         if kind not in self._lengths:
             raise ConfigError(f"{self._name}: its plan shards no {kind} before it is needed")
-        try:
-            return self._mesh.layout(LAYOUT, self._lengths[kind])
-        except LayoutError as error:
-            raise LayoutError(f"{self._name}, {kind}: {error}") from None
+        length, ranks = self._lengths[kind], self._mesh.sp_degree
+        if length < ranks:
+            raise LayoutError(
+                f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
+                "least one. Use smaller degrees, or more tokens"
+            )
+        return self._mesh.layout(LAYOUT, length)
 
     def shard(self, x: Tensor, token_dim: TokenDim) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.

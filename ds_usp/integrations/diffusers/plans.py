@@ -44,12 +44,14 @@ class Plan:
         inputs: by module, its arguments that are sharded when it is called: tensors, or tuples of
             them.
         outputs: by module, the same for each of its outputs; None: it stays whole.
-        attention: by attention module, its tokens in the order of its keys. Other attention, as
-            over text that stays whole, is local to each rank.
+        attention: by attention module, its tokens in the order of its keys.
+        local: the other attention modules, which are local to each rank: their keys are text that
+            stays whole.
         masks: by module, its argument that tells text from padding: 0 or False for padding, which
             comes last. Its last columns, or the first, are the text's, as in ``attention``.
         whole: arguments of the transformer that every rank takes whole. All but these, those of
             ``inputs`` and the attention arguments' LoRA scale are refused.
+        unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         joined: the module whose output ``[b, image tokens, ...]`` becomes whole again.
         refused: by option of the configuration, the value that gives tokens a meaning by index.
     """
@@ -60,6 +62,8 @@ class Plan:
     masks: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     joined: str = "proj_out"
+    local: tuple[str, ...] = ()
+    unbatched: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,7 +80,7 @@ class Plan:
         named = {path: tuple(arguments) for path, arguments in self.inputs.items()}
         for path, argument in self.masks.items():
             named[path] = (*named.get(path, ()), argument)
-        named[""] = (*named.get("", ()), *self.whole)
+        named[""] = (*named.get("", ()), *self.whole, *self.unbatched)
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
                 missing = [name for name in arguments if name not in parameters_of(module)]
@@ -89,6 +93,7 @@ class Plan:
             for module in modules_at(transformer, path):
                 if not hasattr(module, "processor"):
                     raise _differs(transformer, f"{path} has no attention processor")
+        self._check_attention(transformer)
         for path in (*self.outputs, self.joined):
             if not list(modules_at(transformer, path)):
                 raise _differs(transformer, f"there is no module {path}")
@@ -96,17 +101,36 @@ class Plan:
             if option not in transformer.config:
                 raise _differs(transformer, f"the configuration has no option {option}")
 
+    def _check_attention(self, transformer: ModelMixin) -> None:
+        """Compare the attention modules of the plan with those of the transformer.
+
+        Raises:
+            ConfigError: one that is in neither ``attention`` nor ``local``.
+        """
+        known = {
+            id(module)
+            for path in (*self.attention, *self.local)
+            for module in modules_at(transformer, path, optional=path in self.local)
+        }
+        for name, module in transformer.named_modules():
+            if getattr(module, "processor", None) is not None and id(module) not in known:
+                raise _differs(
+                    transformer,
+                    f"{name} is an attention module that it names neither in attention nor in "
+                    "local, and would attend to the tokens of a shard only",
+                )
+
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's arguments, as its class has them."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def modules_at(transformer: nn.Module, path: str) -> Iterator[nn.Module]:
+def modules_at(transformer: nn.Module, path: str, optional: bool = False) -> Iterator[nn.Module]:
     """The modules that a plan's path names.
 
     Raises:
-        ConfigError: there is no such attribute.
+        ConfigError: there is no such attribute, unless it is optional.
     """
     modules: list[Any] = [transformer]
     for part in path.split(".") if path else ():
@@ -114,9 +138,11 @@ def modules_at(transformer: nn.Module, path: str) -> Iterator[nn.Module]:
             modules = [child for module in modules for child in module.children()]
             continue
         for module in modules:
-            if not hasattr(module, part):
+            if not hasattr(module, part) and not optional:
                 raise _differs(transformer, f"there is no module {path}")
-        modules = [child for module in modules if (child := getattr(module, part)) is not None]
+        modules = [
+            child for module in modules if (child := getattr(module, part, None)) is not None
+        ]
     yield from modules
 
 
@@ -139,12 +165,16 @@ _FLUX = Plan(
     inputs={"": {**_JOINT, "img_ids": TokenDim("image", -2), "txt_ids": TokenDim("text", -2)}},
     attention={f"{_BLOCKS}.attn": ("text", "image"), f"{_SINGLE_BLOCKS}.attn": ("text", "image")},
     whole=("timestep", "guidance", "pooled_projections"),
+    unbatched=("img_ids", "txt_ids"),
 )
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
         "FluxTransformer2DModel": _FLUX,
         "Flux2Transformer2DModel": Plan(
-            inputs=_FLUX.inputs, attention=_FLUX.attention, whole=("timestep", "guidance")
+            inputs=_FLUX.inputs,
+            attention=_FLUX.attention,
+            whole=("timestep", "guidance"),
+            unbatched=_FLUX.unbatched,
         ),
         "WanTransformer3DModel": Plan(
             inputs={
@@ -153,6 +183,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             },
             outputs={"rope": (_IMAGE, _IMAGE)},
             attention={"blocks.*.attn1": ("image",)},
+            local=("blocks.*.attn2",),
             whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
         ),
         "WanVACETransformer3DModel": Plan(
@@ -163,11 +194,13 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             },
             outputs={"rope": (_IMAGE, _IMAGE)},
             attention={"vace_blocks.*.attn1": ("image",), "blocks.*.attn1": ("image",)},
+            local=("vace_blocks.*.attn2", "blocks.*.attn2"),
             whole=(
                 *("hidden_states", "timestep", "encoder_hidden_states"),
                 *("encoder_hidden_states_image", "control_hidden_states"),
                 "control_hidden_states_scale",
             ),
+            unbatched=("control_hidden_states_scale",),
         ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
@@ -187,10 +220,12 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             inputs={"": {"hidden_states": _IMAGE, "timestep": _OPTIONAL_IMAGE}},
             outputs={"rope": (_IMAGE, _IMAGE)},
             attention={f"{_BLOCKS}.attn1": ("image",)},
+            local=(f"{_BLOCKS}.attn2",),
             whole=(
                 *("encoder_hidden_states", "encoder_attention_mask", "num_frames", "height"),
                 *("width", "rope_interpolation_scale", "video_coords"),
             ),
+            unbatched=("rope_interpolation_scale",),
         ),
         "HunyuanVideoTransformer3DModel": Plan(
             inputs={"transformer_blocks.0": _JOINT},
@@ -200,6 +235,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 f"{_SINGLE_BLOCKS}.attn": ("image", "text"),
             },
             masks={_BLOCKS: "attention_mask", _SINGLE_BLOCKS: "attention_mask"},
+            local=("context_embedder.token_refiner.refiner_blocks.*.attn",),
             whole=(
                 *("hidden_states", "timestep", "encoder_hidden_states"),
                 *("encoder_attention_mask", "pooled_projections", "guidance"),
@@ -213,6 +249,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             },
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
             whole=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
+            unbatched=("image_rotary_emb", "ofs"),
         ),
         "SD3Transformer2DModel": Plan(
             inputs={},
@@ -222,11 +259,13 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"),
                 "skip_layers",
             ),
+            unbatched=("skip_layers",),
         ),
         "PixArtTransformer2DModel": Plan(
             inputs={},
             outputs={"pos_embed": (_IMAGE,)},
             attention={f"{_BLOCKS}.attn1": ("image",)},
+            local=(f"{_BLOCKS}.attn2",),
             whole=(
                 *("hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs"),
                 "encoder_attention_mask",

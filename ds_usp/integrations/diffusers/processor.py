@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import types
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +18,12 @@ from ds_usp.memory.compile_guard import disable_in_compile
 
 _NATIVE = "native"
 _MARK = "_sharded_by_ds_usp"
+
+
+class HoldsState(Protocol):
+    """Whose forward passes attention belongs to."""
+
+    state: PassState | None
 
 
 class _ShardedAttention(TorchFunctionMode):
@@ -68,8 +74,8 @@ def check_processor(module: nn.Module) -> None:
 
     Raises:
         ConfigError: it is sharded already.
-        UnsupportedAttentionError: IP-Adapters and other processors with weights, norms over
-            tokens, or an attention backend.
+        UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
+            over tokens, or an attention backend.
     """
     processor, name = module.processor, type(module.processor).__name__
     if is_sharded(processor):
@@ -79,16 +85,30 @@ def check_processor(module: nn.Module) -> None:
             f"{name}: IP-Adapters, and other attention processors with weights of their own, are "
             "not served; unload them"
         )
+    if (
+        not hasattr(processor, "__dict__")
+        or type(processor).__call__ is types.FunctionType.__call__
+    ):
+        raise UnsupportedAttentionError(
+            f"{name}: an attention processor must be an object of a class of its own, without "
+            "__slots__, whose __call__ can be replaced; wrap it in one"
+        )
     for norm in ("group_norm", "spatial_norm"):
         if getattr(module, norm, None) is not None:
             raise UnsupportedAttentionError(
                 f"{type(module).__name__} has a {norm}, which normalizes over all tokens: a shard "
                 "has other means than the sequence"
             )
-    _check_backend(processor, name)
+    check_backend(processor)
 
 
-def _check_backend(processor: Any, name: str) -> None:
+def check_backend(processor: Any) -> None:
+    """Refuse a processor with an attention backend of diffusers.
+
+    Raises:
+        UnsupportedAttentionError: any but ``native``.
+    """
+    name = type(processor).__name__
     backend = getattr(processor, "_attention_backend", None)
     if backend is not None and str(getattr(backend, "value", backend)) != _NATIVE:
         raise UnsupportedAttentionError(
@@ -102,16 +122,14 @@ def is_sharded(processor: Any) -> bool:
     return hasattr(processor, _MARK)
 
 
-def sharded(
-    processor: Any, order: tuple[Kind, ...], current: Callable[[], PassState | None]
-) -> Any:
+def sharded(processor: Any, order: tuple[Kind, ...], owner: HoldsState) -> Any:
     """A copy of an attention processor whose attention runs over the mesh.
 
     Its class is a subclass whose call has the same signature, which diffusers reads.
 
     Args:
         order: the tokens of its keys.
-        current: returns the forward pass that runs.
+        owner: holds the forward pass that runs; a copy of both has its own.
     """
     cls = type(processor)
     call = cls.__call__
@@ -120,13 +138,13 @@ def sharded(
     @functools.wraps(call)
     @disable_in_compile("attention runs over the mesh")
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = current()
+        state: PassState | None = getattr(self, _MARK).state
         if state is None:
             raise ConfigError(
                 f"{name} of an enabled transformer runs outside of a forward pass of it. Call the "
                 "transformer, not a part of it; checkpoint by its enable_gradient_checkpointing()"
             )
-        _check_backend(self, name)
+        check_backend(self)
         with _ShardedAttention(name, state, order) as attention:
             out = call(self, *args, **kwargs)
         if attention.calls != 1:
@@ -138,5 +156,6 @@ def sharded(
         return out
 
     copied = copy.copy(processor)
-    copied.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call, _MARK: True})
+    setattr(copied, _MARK, owner)
+    copied.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call})
     return copied

@@ -1,0 +1,156 @@
+"""Branches of classifier-free guidance on ranks of their own: samples are split, not tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.comm.process_groups import align_group_counters, subgroup
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.layout import TokenLayout
+
+_BATCH = "hidden_states"  # of every class of diffusers the argument with the batch as its dim 0
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """The ranks of a mesh in ``degree`` parts, each of which computes as many samples of a batch.
+
+    Attributes:
+        degree: how many parts; 1: the mesh itself computes the whole batch.
+        index: this rank's part, and the index of its samples among those of the others.
+        mesh: the ranks of this part, which share the tokens of its samples.
+        group: the ranks that hold the same tokens of other samples, by ``index``; None for one.
+    """
+
+    degree: int
+    index: int
+    mesh: SequenceMesh
+    group: dist.ProcessGroup | None = None
+
+    def split(self, name: str, arguments: dict[str, Any], unbatched: frozenset[str]) -> Any:
+        """The arguments for this part's samples.
+
+        Args:
+            name: of the transformer, for errors.
+            unbatched: arguments that have no batch.
+
+        Raises:
+            UnsupportedAttentionError: autograd is on, or a batch that the parts cannot share.
+        """
+        if self.degree == 1:
+            return arguments
+        if torch.is_grad_enabled():
+            raise UnsupportedAttentionError(
+                f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
+                "under torch.no_grad(), or enable it with cfg_degree=1"
+            )
+        batch = arguments[_BATCH].shape[0]
+        if batch % self.degree:
+            raise UnsupportedAttentionError(
+                f"{name}: cfg_degree={self.degree} does not divide a batch of {batch}. It serves "
+                "pipelines that give both branches of the guidance in one batch; those of Wan, "
+                "Flux and QwenImage call the transformer once for each branch: enable them with "
+                "cfg_degree=1"
+            )
+        return {
+            key: value if key in unbatched else self._part(f"{name}: {key}", value, batch)
+            for key, value in arguments.items()
+        }
+
+    def _part(self, what: str, value: Any, batch: int) -> Any:
+        """This part's samples of an argument; what is one for all samples as it is."""
+        if isinstance(value, Mapping):
+            return {key: self._part(f"{what}.{key}", x, batch) for key, x in value.items()}
+        if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
+            return type(value)(self._part(what, x, batch) for x in value)
+        size = batch // self.degree
+        if isinstance(value, Tensor):
+            if value.ndim == 0 or value.shape[0] == 1:
+                return value
+            if value.shape[0] != batch:
+                raise UnsupportedAttentionError(
+                    f"{what} {list(value.shape)} has {value.shape[0]} samples, where {_BATCH} has "
+                    f"{batch}: cfg_degree={self.degree} cannot split it; use cfg_degree=1"
+                )
+            return value.narrow(0, self.index * size, size)
+        if isinstance(value, (list, tuple)) and len(value) == batch:
+            if any(x != value[0] for x in value):  # diffusers reads the first one for all
+                raise UnsupportedAttentionError(
+                    f"{what} differs between samples of a batch: use cfg_degree=1"
+                )
+            return value[:size]
+        return value
+
+    def join(self, out: Any) -> Any:
+        """The outputs of all samples, from those of this part and of the others. Collective."""
+        if self.degree == 1:
+            return out
+        if isinstance(out, Tensor):
+            layout = TokenLayout("contiguous", out.shape[0] * self.degree, self.degree, 1)
+            return layout.gather(out, 0, group=self.group)
+        if isinstance(out, Mapping):  # the outputs of diffusers, which are dataclasses too
+            return type(out)(**{key: self.join(value) for key, value in out.items()})
+        if isinstance(out, (list, tuple)):
+            return type(out)(self.join(value) for value in out)
+        return out
+
+
+_MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary()
+
+
+def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
+    """The parts of a mesh, each a block of its ranks: half of the ring if that is even, else half
+    of the Ulysses axis. Collective at the first call for a mesh, as it creates groups.
+
+    Raises:
+        ConfigError: a degree that divides neither axis.
+    """
+    if degree == 1:
+        return Branches(1, 0, mesh)
+    ulysses, ring = degrees_of_branch(mesh, degree)
+    made = _MADE.setdefault(mesh, {})
+    if degree not in made:
+        made[degree] = _create(mesh, degree, ulysses, ring)
+    return made[degree]
+
+
+def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
+    """Ulysses and ring degree of one part.
+
+    Raises:
+        ConfigError: a degree that divides neither axis.
+    """
+    ulysses, ring = mesh.ulysses_degree, mesh.ring_degree
+    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+        raise ConfigError(f"cfg_degree={degree!r} must be a whole number of 1 or more")
+    if ring % degree == 0:
+        return ulysses, ring // degree
+    if ulysses % degree == 0:
+        return ulysses // degree, ring
+    raise ConfigError(
+        f"cfg_degree={degree} divides neither the ring degree {ring} nor the Ulysses degree "
+        f"{ulysses} of the mesh, which is of all ranks that share a batch. Use {degree} times as "
+        "many ranks as a branch needs"
+    )
+
+
+def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branches:
+    whole = mesh.sp_group
+    if whole is None:
+        raise ConfigError(f"cfg_degree={degree}: the mesh has no process group")
+    ranks, size = dist.get_process_group_ranks(whole), ulysses * ring
+    index, place = divmod(mesh.rank, size)
+    align_group_counters(whole)
+    group = subgroup(whole, ranks[index * size : (index + 1) * size])
+    across = subgroup(whole, ranks[place::size])
+    if group is None:
+        return Branches(degree, index, SequenceMesh.single(), across)
+    return Branches(degree, index, SequenceMesh.from_group(group, ulysses, mesh.order), across)

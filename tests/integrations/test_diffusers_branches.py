@@ -1,0 +1,97 @@
+"""The batch of classifier-free guidance split over ranks, beside their tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from harness import RankContext, WorkerPool
+from model_runs import BOUND, relative
+from tiny_diffusers import MASKS, arguments, build, sd3_pipeline
+
+import ds_usp
+from ds_usp.integrations.diffusers import enable
+
+WORLD = 4
+SPLIT = (
+    *("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel"),
+    *("HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel", "SD3Transformer2DModel"),
+    *("PixArtTransformer2DModel", "WanVACETransformer3DModel"),
+)
+
+
+def errors_of_classes(ctx: RankContext, names: tuple[str, ...]) -> dict[str, float]:
+    """Branches of 2 x 1, of 1 x 2 and, of four samples on as many ranks, of one rank."""
+    errors = {}
+    for name in names:
+        transformer, given = build(name).eval(), arguments(name, padded=name in MASKS)
+        with torch.no_grad():
+            want = transformer(**given).sample
+            for ulysses in (2, 1):
+                with enable(transformer, mesh_of(ulysses), cfg_degree=2) as enabled:
+                    have = transformer(**given).sample
+                errors[f"{name}, ulysses {ulysses}"] = relative(have, want)
+                assert enabled.mesh.sp_degree == WORLD
+    return errors
+
+
+def test_every_class_may_split_its_batch(pool: WorkerPool) -> None:
+    for errors in pool.run(errors_of_classes, WORLD, names=SPLIT):
+        assert len(errors) == 2 * len(SPLIT)
+        assert all(error <= BOUND for error in errors.values()), errors
+
+
+def sampled(ctx: RankContext) -> tuple[float, torch.Tensor]:
+    pipeline, sample = sd3_pipeline()
+    want = sample(pipeline)
+    with enable(pipeline, mesh_of(4), cfg_degree=2):
+        have = sample(pipeline)
+    return relative(have, want), have
+
+
+def test_a_pipeline_s_guidance_is_one_rank_s(pool: WorkerPool) -> None:
+    by_rank = pool.run(sampled, WORLD)
+    assert max(error for error, _ in by_rank) <= BOUND
+    assert all(torch.equal(have, by_rank[0][1]) for _, have in by_rank)
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    name = "PixArtTransformer2DModel"
+    transformer, given = build(name), arguments(name)
+    messages = []
+
+    def refused(call: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ds_usp.USPError) as error:
+            call(*args, **kwargs)
+        messages.append(str(error.value))
+
+    refused(enable, transformer, mesh_of(4), cfg_degree=3)
+    refused(enable, transformer, mesh_of(4), cfg_degree=0)
+    with enable(transformer, mesh_of(4), cfg_degree=2):
+        refused(transformer, **given)  # under autograd
+        with torch.no_grad():
+            one = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            refused(transformer, **one)
+            refused(transformer, **given | {"timestep": torch.zeros(3)})
+            want = copy.deepcopy(transformer)(**given).sample  # which is enabled too
+            assert torch.equal(transformer(**given).sample, want)
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for messages in pool.run(refusals, WORLD):
+        for message, text in zip(
+            messages,
+            [
+                "divides neither the ring degree 1 nor the Ulysses degree 4",
+                "cfg_degree=0 must be",
+                "under torch.no_grad()",
+                "does not divide a batch of 1",
+                "timestep [3] has 3 samples, where hidden_states has 2",
+            ],
+            strict=True,
+        ):
+            assert text in message

@@ -1,0 +1,95 @@
+"""What every rank refuses where one rank's transformer, options or arguments cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import mesh_of
+from diffusers import FirstBlockCacheConfig
+from harness import RankContext, WorkerPool
+from model_runs import BOUND, relative
+from tiny_diffusers import arguments, build
+
+import ds_usp
+from ds_usp.integrations.diffusers import enable
+
+PIXART = "PixArtTransformer2DModel"
+WORLD = 4
+
+
+def other_options(ctx: RankContext) -> list[str]:
+    """What every rank is told where one rank differs."""
+    last = ctx.rank == 3
+    cached = build("FluxTransformer2DModel")
+    if last:
+        cached.enable_cache(FirstBlockCacheConfig())
+    messages = []
+    for transformer, options in (
+        (build(PIXART), {"gradients": "sum" if last else "mean"}),
+        (build(PIXART, num_layers=1 + last), {}),
+        (cached, {}),
+    ):
+        with pytest.raises(ds_usp.USPError) as error:
+            enable(transformer, mesh_of(2), **options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_ranks_that_differ_are_refused(pool: WorkerPool) -> None:
+    for options, layers, cache in pool.run(other_options, WORLD):
+        assert "gradients='sum'" in options
+        assert "configuration" in layers
+        assert "disable_cache()" in cache
+
+
+def other_noise(rank: int) -> tuple[str, dict[str, Any]]:
+    return "FluxTransformer2DModel", arguments("FluxTransformer2DModel", seed=1 + (rank == 2))
+
+
+def one_controlnet(rank: int) -> tuple[str, dict[str, Any]]:
+    residuals = [torch.zeros(2, 35, 128)] if rank == 1 else None
+    given = arguments("FluxTransformer2DModel")
+    return "FluxTransformer2DModel", given | {"controlnet_block_samples": residuals}
+
+
+def holes(rank: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("QwenImageTransformer2DModel", padded=True)
+    given["encoder_hidden_states_mask"][:, 1] = False
+    return "QwenImageTransformer2DModel", given
+
+
+def few_tokens(rank: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("FluxTransformer2DModel")
+    text = {name: given[name].narrow(-2, 0, 3) for name in ("encoder_hidden_states", "txt_ids")}
+    return "FluxTransformer2DModel", given | text
+
+
+def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]]) -> Any:
+    """The error's type and text; the transformer then serves a right call."""
+    name, given = make(ctx.rank)
+    transformer = build(name)
+    want = transformer(**arguments(name), return_dict=False)[0]
+    with enable(transformer, mesh_of(2)):
+        with pytest.raises(ds_usp.USPError) as error:
+            transformer(**given)
+        have = transformer(**arguments(name), return_dict=False)[0]
+    assert relative(have, want) <= BOUND
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (other_noise, "MeshError", "generators alike"),
+        (one_controlnet, "", "ControlNet"),
+        (holes, "UnsupportedAttentionError", "ones and then zeros"),
+        (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),
+    ],
+)
+def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -> None:
+    for have, message in pool.run(refused, WORLD, make=make):
+        assert kind in ("", have), (have, message)
+        assert text in message
