@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from unittest import mock
 
 import pytest
@@ -33,15 +33,17 @@ def heads_of(name: str) -> dict[str, int]:
 def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
     """Masks x heads x lengths, then one case for each other size, in fp32 and fp64.
 
-    Each of the first is computed as it is on two layouts, and in chunks on the two others.
+    Each of the first is on two of the four layouts: as it is on one, in chunks on the other. A
+    layout has every mask with every number of heads, half of each length, half of each in chunks.
     """
-    base = Case(batch=1)
-    product_cases = [
-        replace(base, mask=mask, seq_len=seq_len, **heads_of(heads))
-        for mask, heads, seq_len in product(
-            ("causal", "full", "window", "window both sides"), PRODUCT_HEADS, (64, 67)
-        )
-    ]
+    base, turn = Case(batch=1), ALL_LAYOUTS.index(layout)
+    masks, lengths = ("causal", "full", "window", "window both sides"), (64, 67)
+    product_cases, nth = [], count(turn)
+    for m, h in product(range(len(masks)), range(len(PRODUCT_HEADS))):
+        name, seq_len = PRODUCT_HEADS[h], lengths[(m + h + turn) % 2]
+        case = replace(base, mask=masks[m], seq_len=seq_len, **heads_of(name))
+        in_chunks = (m // 2 + h + turn // 2) % 2
+        product_cases.append(tuned(case, ulysses, next(nth)) if in_chunks else case)
     names = [name for name, (heads, _) in HEADS.items() if heads >= ulysses]
     single_cases = [
         *(replace(base, **heads_of(name)) for name in names if name not in PRODUCT_HEADS),
@@ -58,11 +60,6 @@ def cases_on(ulysses: int, ring: int, layout: str) -> list[Case]:
             tuned(replace(base, kernel="eager", seq_len=n, kv_heads=4), ulysses, 1)
             for n in (64, 67)
         ),
-    ]
-    turn = ALL_LAYOUTS.index(layout)
-    product_cases = [
-        tuned(case, ulysses, index) if (index // 4 + index + turn) % 2 else case
-        for index, case in enumerate(product_cases)
     ]
     return [replace(case, layout=layout) for case in product_cases + single_cases]
 
