@@ -3,13 +3,14 @@
 What launched an event decides: the range of an exchange around the launch, else NCCL's metadata
 (name and description of the process group), else the kernel's name. Copy engines are driven by
 calls that a trace does not always record: their copies are known by the range that the profiler
-draws on their stream, else by the exchange that was posted last.
+draws on their stream, else by the exchange that was posted when they were launched: CUPTI numbers
+the calls of a process in order, so the call with the next number came right after.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from ds_usp.profiling.exposed_trace import (
     SET,
     TraceEvent,
 )
+from ds_usp.profiling.intervals import Interval
 
 STEP = "ds_usp.step"  # the range of a traced step
 _COMMUNICATES = re.compile(r"nccl|symm_mem|multimem|one_shot_all|two_shot_all", re.IGNORECASE)
@@ -55,7 +57,8 @@ class GpuEvent(NamedTuple):
 
     Attributes:
         kind: of communication, or ``kernels``.
-        launched: when the CPU's call that launched it returned; None: unknown.
+        launched: when the CPU's call that launched it returned, or the next call began; None:
+            unknown.
     """
 
     name: str
@@ -104,7 +107,10 @@ class _Classifier:
         self._step = steps[-1] if steps else None
         self._on_gpu = [e for e in events if e.category in (KERNEL, COPY, SET)]
         self._cpu_by_id = {e.external: e for e in events if e.category == CPU and e.external}
-        self._runtime = {e.correlation: e for e in events if e.category == RUNTIME}
+        self._runtime = sorted(
+            (e for e in events if e.category == RUNTIME and e.correlation),
+            key=attrgetter("correlation"),
+        )
         self._ranges = _Ranges(e for e in events if e.category == CPU and e.name.startswith(PREFIX))
         self._gpu_ranges = _Ranges(
             (e for e in events if e.category == GPU_RANGE and e.name.startswith(PREFIX)),
@@ -115,12 +121,11 @@ class _Classifier:
     def result(self) -> StepTrace:
         gpu, calls = [], []
         for event in sorted(self._on_gpu, key=lambda event: event.start):
-            launch = self._runtime.get(event.correlation)
-            at = launch.start if launch else event.start
-            if not self._in_step(at):
+            launch = self._launch(event)
+            if not self._in_step(event.start if launch is None else launch[0]):
                 continue
             kind = self._kind(event, launch)
-            launched = launch.stop if launch else None
+            launched = None if launch is None else launch[1]
             gpu.append(GpuEvent(event.name, kind, event.start, event.stop, launched))
             if kind in (FROM_HOST, TO_HOST):
                 calls.append(Call(kind, event.args.get("bytes")))
@@ -133,10 +138,22 @@ class _Classifier:
                 calls.append(self._call_of_metadata(event.args))
         return StepTrace(tuple(gpu), tuple(calls))
 
+    def _launch(self, event: TraceEvent) -> Interval | None:
+        """When the CPU launched a GPU event; a moment of no length if it is that of the next call,
+        None if unknown."""
+        index = bisect_left(self._runtime, event.correlation, key=attrgetter("correlation"))
+        if not event.correlation or index == len(self._runtime):
+            return None
+        call = self._runtime[index]
+        exact = call.correlation == event.correlation
+        if not exact and call.start > event.start:  # another thread's, or none for long
+            return None
+        return call.start, call.stop if exact else call.start
+
     def _in_step(self, at: int) -> bool:
         return self._step is None or self._step[0] <= at <= self._step[1]
 
-    def _kind(self, event: TraceEvent, launch: TraceEvent | None) -> str:
+    def _kind(self, event: TraceEvent, launch: Interval | None) -> str:
         """The kind of a GPU event."""
         if event.category == COPY:
             if "HtoD" in event.name:
@@ -148,23 +165,17 @@ class _Classifier:
         cpu = self._cpu_by_id.get(event.external)
         around = (
             self._gpu_ranges.around(event.stream, event.start)
-            or (launch and self._ranges.on_any_thread(launch.start))
+            or (launch and self._ranges.on_any_thread(launch[0]))
             or (cpu and self._ranges.around(cpu.thread, cpu.start))
         )
         if around:
             return parse_range(around.name)[0]
         if event.category == COPY:
-            return self._kind_of_copy(event, launch)
+            return OTHER if "PtoP" in event.name else COMPUTE
         for args in (event.args, cpu.args if cpu else {}):
             if args.get("Collective name"):
                 return self._call_of_metadata(args).kind
         return kind_of_call("", operation_of(event.name), None)
-
-    def _kind_of_copy(self, event: TraceEvent, launch: TraceEvent | None) -> str:
-        """The kind of a copy between GPUs, or in one, that is in no range."""
-        if launch is None and (posted := self._ranges.last_before(event.start)):
-            return parse_range(posted.name)[0]
-        return OTHER if "PtoP" in event.name else COMPUTE
 
     def _call_of_metadata(self, args: Mapping[str, Any]) -> Call:
         """The call that NCCL's metadata describes."""
@@ -216,11 +227,3 @@ class _Ranges:
         """The range of some thread at this time."""
         found = (self.around(thread, at) for thread in self._by_thread)
         return next((event for event in found if event), None)
-
-    def last_before(self, at: int) -> TraceEvent | None:
-        """The range of any thread that began last before this time."""
-        found = []
-        for events in self._by_thread.values():
-            index = bisect_right(events, at, key=lambda event: event.start) - 1
-            found += events[index : index + 1] if index >= 0 else []
-        return max(found, key=lambda event: event.start, default=None)

@@ -59,7 +59,7 @@ _TIME_HEADS = ("busy", "hidden", "exposed", "of step", "most exposed")
 
 
 def _row(name: str, *cells: str) -> str:
-    return f"  {name:22}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"  {name:22}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def _counts(rows: Sequence[KindTimes]) -> tuple[str, str]:

@@ -153,20 +153,23 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
         cpu("ds_usp.comm/all_to_all/512", 60, 61, thread=2),
         TraceEvent("gpu range", "ds_usp.comm/all_to_all/512", 70 * MS, 80 * MS, stream=13),
         TraceEvent("copy", "Memcpy PtoP (Device -> Device)", 70 * MS, 75 * MS, stream=13),
-        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 90 * MS, 91 * MS, stream=14),
+        # Another torch draws none: the next call, numbered 22, was made inside the exchange.
+        cpu("ds_usp.comm/all_to_all/512", 82, 85, thread=2),
+        call(22, 84),
+        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 90 * MS, 91 * MS, correlation=21),
         # A coalesced launch does not count again.
         cpu("ds_usp.comm/pipeline/64", 100, 101, thread=2),
         cpu("ds_usp.comm/pipeline/launch", 102, 103, thread=2),
-        call(3, 102),
-        kernel(NCCL, 104, 105, correlation=3),
+        call(33, 102),
+        kernel(NCCL, 104, 105, correlation=33),
         # NCCL's metadata: of the CPU's call, and in files also of the kernel.
         cpu("record_param_comms", 110, 111, thread=2, external=9, args=metadata),
         kernel("ncclDevKernel_AllGather_RING_LL", 112, 113, external=9),
         kernel("ncclDevKernel_AllGather_RING_LL", 114, 115, args=metadata),
         # Nothing is known but the name; copies in a GPU and of the host.
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 120, 121),
-        call(5, 130),
-        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 130 * MS, 131 * MS, correlation=5),
+        call(35, 130),
+        TraceEvent("copy", "Memcpy DtoD (Device -> Device)", 130 * MS, 131 * MS, correlation=35),
         TraceEvent("copy", "Memcpy HtoD (Pinned -> Device)", 132 * MS, 133 * MS, args={"bytes": 8}),
         TraceEvent("copy", "Memcpy DtoH (Device -> Pinned)", 134 * MS, 135 * MS),
         TraceEvent("set", "Memset (Device)", 136 * MS, 137 * MS),
@@ -179,7 +182,7 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
     ]
     assert sorted(trace.calls, key=str) == sorted(
         [
-            *(Call(RING, 4096), Call(ALL_TO_ALL, 512), Call(PIPELINE, 64)),
+            *(Call(RING, 4096), *[Call(ALL_TO_ALL, 512)] * 2, Call(PIPELINE, 64)),
             *(Call(PARAMETERS, 3 << 21), Call(FROM_HOST, 8), Call(TO_HOST, None)),
         ],
         key=str,
