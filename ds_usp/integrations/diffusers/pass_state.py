@@ -54,6 +54,9 @@ class PassState:
         self.joined = False
         self._name, self._mesh, self._options = name, mesh, options
         self._lengths: dict[Kind, int] = {}
+        # Made once for all layers: CPU time of short calls.
+        self._layouts: dict[Kind, TokenLayout] = {}
+        self._attention_layouts: dict[object, TokenLayout] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
 
     def layout(self, kind: Kind) -> TokenLayout:
@@ -63,6 +66,8 @@ class PassState:
             ConfigError: none of them was sharded before.
             LayoutError: fewer tokens than ranks.
         """
+        if kind in self._layouts:
+            return self._layouts[kind]
         if kind not in self._lengths:
             raise ConfigError(f"{self._name}: its plan shards no {kind} before it is needed")
         length, ranks = self._lengths[kind], self._mesh.sp_degree
@@ -71,7 +76,8 @@ class PassState:
                 f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
                 "least one. Use smaller degrees, or more tokens"
             )
-        return self._mesh.layout(LAYOUT, length)
+        self._layouts[kind] = self._mesh.layout(LAYOUT, length)
+        return self._layouts[kind]
 
     def shard(self, x: Tensor, token_dim: TokenDim) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
@@ -160,13 +166,19 @@ class PassState:
                 k,
                 v,
                 mesh=self._mesh,
-                layout=self._attention_layout(order, bool(moved)),
+                layout=self._attention_layout_once(order, bool(moved)),
                 mask=MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full(),
                 softmax_scale=scale,
                 kernel=self._options.kernel,
                 tuning=self._options.tuning,
             )
         return out.roll(moved, 1) if moved else out
+
+    def _attention_layout_once(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
+        key = order, moved, bool(self._documents)
+        if key not in self._attention_layouts:
+            self._attention_layouts[key] = self._attention_layout(order, moved)
+        return self._attention_layouts[key]
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
         """The layout of an attention's tokens.
