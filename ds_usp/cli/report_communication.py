@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _group(text: str) -> tuple[str, str]:
-    name, found, role = text.partition("=")
-    if not found:
+    name, equals, role = text.partition("=")
+    if not equals:
         raise ConfigError(f"--group {text} must be NAME=ROLE, such as --group 3=tensor")
     return name, role

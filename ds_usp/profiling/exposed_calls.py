@@ -1,7 +1,7 @@
 """Names the collectives of one step in the profiler's trace: kind, and bytes sent.
 
 For one step the methods of torch's ProcessGroup are replaced by ones that open a range and call the
-original. A range says what NCCL's kernels do not: for which of a program's groups they ran.
+original: NCCL's kernels do not hold for which of a program's groups they run.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def classify(
 
     Args:
         events: of one rank.
-        roles: what process groups are for, by their name in NCCL's metadata; as
-            :func:`ds_usp.profiling.exposed_kinds.role_of_description` where it says nothing.
+        roles: what process groups are for, by their name in NCCL's metadata; of others by
+            :func:`ds_usp.profiling.exposed_kinds.role_of_description`.
         step: the name of the CPU range that is the step; the last one if there are several, all
             events if there is none.
     """
@@ -150,8 +150,8 @@ class _Classifier:
             return None
         return call.start, call.stop if exact else call.start
 
-    def _in_step(self, at: int) -> bool:
-        return self._step is None or self._step[0] <= at <= self._step[1]
+    def _in_step(self, time: int) -> bool:
+        return self._step is None or self._step[0] <= time <= self._step[1]
 
     def _kind(self, event: TraceEvent, launch: Interval | None) -> str:
         """The kind of a GPU event."""
@@ -217,13 +217,13 @@ class _Ranges:
         """All of them."""
         return [event for events in self._by_thread.values() for event in events]
 
-    def around(self, thread: int, at: int) -> TraceEvent | None:
+    def around(self, thread: int, time: int) -> TraceEvent | None:
         """The range of this thread at this time."""
         events = self._by_thread.get(thread, [])
-        index = bisect_right(events, at, key=lambda event: event.start) - 1
-        return events[index] if index >= 0 and at <= events[index].stop else None
+        index = bisect_right(events, time, key=attrgetter("start")) - 1
+        return events[index] if index >= 0 and time <= events[index].stop else None
 
-    def on_any_thread(self, at: int) -> TraceEvent | None:
+    def on_any_thread(self, time: int) -> TraceEvent | None:
         """The range of some thread at this time."""
-        found = (self.around(thread, at) for thread in self._by_thread)
-        return next((event for event in found if event), None)
+        ranges = (self.around(thread, time) for thread in self._by_thread)
+        return next((event for event in ranges if event), None)

@@ -62,7 +62,7 @@ def operation_of(name: str) -> str:
 
 
 def role_of_description(description: str) -> str:
-    """What a group is for, by the description that its program gave it; "" if that says nothing."""
+    """What a group is for, by the description that its program gave it; "" if it names no role."""
     return next((role for role, pattern in _DESCRIPTIONS if pattern.search(description)), "")
 
 

@@ -26,7 +26,7 @@ class KindTimes:
 
     Args:
         calls: exchanges, collectives or copies.
-        sent_bytes: by this rank to others, or copied; None: the trace does not tell.
+        sent_bytes: by this rank to others, or copied; None: not in the trace.
         busy_ns: while at least one of the kind ran on the GPU.
         exposed_ns: of these, under no kernel that computes.
     """
@@ -87,16 +87,16 @@ def step_times(trace: StepTrace) -> StepTimes:
     if not trace.gpu:
         return StepTimes(kinds)
     communication = [interval for lane in lanes.values() for interval in lane]
-    host, ranks, other = map(total_length, idle(trace.gpu).values())
+    pauses = {name: total_length(intervals) for name, intervals in idle(trace.gpu).items()}
     return StepTimes(
         kinds,
         step_ns=max(e.stop for e in trace.gpu) - min(e.start for e in trace.gpu),
         compute_ns=total_length(compute),
         communication_ns=total_length(communication),
         exposed_ns=total_length(subtract_intervals(communication, compute)),
-        host_ns=host,
-        ranks_ns=ranks,
-        other_ns=other,
+        host_ns=pauses["host"],
+        ranks_ns=pauses["ranks"],
+        other_ns=pauses["other"],
     )
 
 
@@ -118,14 +118,14 @@ def idle(gpu: tuple[GpuEvent, ...]) -> dict[str, list[Interval]]:
     """
     gpu = tuple(event for event in gpu if event.stop > event.start)
     first = {event.start: event for event in reversed(gpu)}
-    found: dict[str, list[Interval]] = {"host": [], "ranks": [], "other": []}
+    pauses: dict[str, list[Interval]] = {"host": [], "ranks": [], "other": []}
     for start, stop in gaps([(event.start, event.stop) for event in gpu]):
         after = first[stop]
         launched = start if after.launched is None else min(max(start, after.launched), stop)
         if launched > start and stop - launched <= _LAUNCH_NS:
             launched = stop
-        found["host"].append((start, launched))
+        pauses["host"].append((start, launched))
         # NCCL's kernels wait for other ranks while they run, copies before they start.
         is_copy = after.kind in BETWEEN_RANKS and after.name.startswith("Memcpy")
-        found["ranks" if is_copy else "other"].append((launched, stop))
-    return found
+        pauses["ranks" if is_copy else "other"].append((launched, stop))
+    return pauses

@@ -130,7 +130,7 @@ def _mean(ranks: Sequence[StepTimes], read: Callable[[StepTimes], float]) -> flo
 def write_csv(ranks: Sequence[StepTimes], path: Path, title: str = "") -> None:
     """One row for each rank and kind, then the rank's totals; times are empty without a GPU.
 
-    Columns as :data:`COLUMNS`: bytes are empty where the trace does not tell them; ``of_step`` is
+    Columns as :data:`COLUMNS`: bytes are empty where the trace has none; ``of_step`` is
     the exposed part of the step, of the other lines their part.
     """
     with path.open("w", encoding="utf-8", newline="") as file:

@@ -91,7 +91,7 @@ def _is_annotation(event: Any) -> bool:
 
 
 def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
-    """By kineto's type where this torch tells it, else by device and name."""
+    """By kineto's type where this torch returns it, else by device and name."""
     if hasattr(event, "activity_type"):
         return _CATEGORIES.get(event.activity_type())
     name = event.name()
@@ -105,7 +105,7 @@ def _category(event: Any, on_gpu: bool, annotations: set[str]) -> str | None:
 
 
 def _args_in_memory(event: Any, name: str, category: str) -> Mapping[str, Any]:
-    """Metadata of a collective or a copy; later versions of torch tell more of it."""
+    """Metadata of a collective or a copy; later versions of torch hold more of it."""
     if category == COPY or name == PARAM_COMMS:
         args: dict[str, Any] = {}
         if hasattr(event, "metadata_json"):
@@ -163,12 +163,12 @@ def _event_of_json(raw: Mapping[str, Any], category: str) -> TraceEvent:
 def _objects(file: Any) -> Iterator[Mapping[str, Any]]:
     """The objects of the list ``traceEvents``, one at a time."""
     decoder, text = json.JSONDecoder(), ""
-    while (at := text.find('"traceEvents"')) < 0:
+    while (first := text.find('"traceEvents"')) < 0:
         piece = file.read(_PIECE)
         if not piece:
             return
         text = text[-20:] + piece
-    text, position = text[at + len('"traceEvents"') :], 0
+    text, position = text[first + len('"traceEvents"') :], 0
     while True:
         position = _skip(text, position)
         if position < len(text) and text[position] == "]":
