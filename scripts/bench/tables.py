@@ -51,6 +51,10 @@ NAMES = {
     "torch alltoall": "torch context parallel, all-to-all",
 }
 ALONE = "one GPU"
+MODELS = {
+    ("gpt-1.3b", "24"): "GPT 1.3B",
+    ("llama3-8b", "8"): "Llama 3 8B, 8 layers",
+}
 KERNELS = {"flash4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "FlashAttention-2 (torch)"}
 
 
@@ -138,17 +142,23 @@ def factor_table(results: str) -> str:
     return markdown([*head, "ms a step", "tokens/s per GPU", "speed"], rows)
 
 
-def training_table(results: str, layers: str) -> str:
-    """Tokens/s per GPU in megatron-core's loop, a line for each workload.
+def training_table(results: Mapping[str, str], layers: str) -> str:
+    """Tokens/s per GPU in megatron-core's loop, a line for each workload and kernel of ds_usp.
 
     The last column is the rate of the fastest ds_usp mesh over that of TransformerEngine's faster
-    context parallelism: above 1, ds_usp is faster.
+    context parallelism in the same run: above 1, ds_usp is faster.
+
+    Args:
+        results: the results file of each kernel of ds_usp.
+        layers: whose layers, as they end the name of a method there.
     """
-    rates: dict[str, dict[str, float]] = {}
-    for row in read(results):
-        name, _, kind = row["contender"].partition(", ")
-        if kind == layers:
-            rates.setdefault(row["workload"], {})[name] = float(row["tokens_per_s_per_gpu"])
+    rates: dict[str, dict[str, dict[str, float]]] = {}
+    for kernel, file in results.items():
+        for row in read(file):
+            name, _, kind = row["contender"].partition(", ")
+            if kind == layers:
+                of = rates.setdefault(row["workload"], {}).setdefault(kernel, {})
+                of[name] = float(row["tokens_per_s_per_gpu"])
     columns = {
         "ds_usp 2x1": "ds_usp 2 x 1",
         "ds_usp 1x2": "ds_usp 1 x 2",
@@ -156,15 +166,60 @@ def training_table(results: str, layers: str) -> str:
         "TE a2a": "TransformerEngine `a2a`",
     }
     lines = []
-    for workload, of in rates.items():
-        length, _, sequences = workload.split()[-3:]
-        best_usp, best_peer = (
-            max(rate for name, rate in of.items() if name.startswith(prefix))
-            for prefix in ("ds_usp", "TE")
-        )
-        cells = [f"{of[name]:,.0f}" for name in columns]
-        lines.append([f"{length}, {sequences}", *cells, f"{best_usp / best_peer:.3f}"])
-    return markdown(["tokens, batch", *columns.values(), "best / best"], lines)
+    for workload, kernels in rates.items():
+        model, layer_count, _, length, _, sequences = workload.split()
+        label = f"{MODELS[model, layer_count]}, {length}, {sequences}"
+        for kernel, of in kernels.items():
+            best_usp, best_peer = (
+                max(rate for name, rate in of.items() if name.startswith(prefix))
+                for prefix in ("ds_usp", "TE")
+            )
+            cells = [f"{of[name]:,.0f}" for name in columns]
+            lines.append([label, KERNELS[kernel], *cells, f"{best_usp / best_peer:.3f}"])
+    head = ["model, tokens, batch", "kernel of ds_usp", *columns.values(), "best / best"]
+    return markdown(head, lines)
+
+
+def transformers_table(columns: Sequence[tuple[str, str, str]]) -> str:
+    """Tokens/s per GPU and peak memory of models of transformers, a line for each method.
+
+    A rate is the median over rounds. The last lines are the rate of the fastest ds_usp mesh over
+    that of the other method on as many GPUs, under the same engine.
+
+    Args:
+        columns: name of the column, results file, workload there.
+    """
+    runs: list[dict[str, list[dict[str, Any]]]] = []
+    for _, results, workload in columns:
+        runs.append({})
+        for row in json_lines(results):
+            if row["workload"] == workload:
+                runs[-1].setdefault(row["case"], []).append(row)
+    lines = []
+    for method in dict.fromkeys(method for run in runs for method in run):
+        cells = [_rate_and_memory(run[method]) if method in run else "" for run in runs]
+        lines.append([method.replace("1x", "1 x ").replace("2x", "2 x "), *cells])
+    for other in ("ALST, ZeRO-3", "Accelerate context parallel, FSDP2"):
+        engine = other.rpartition(", ")[2]
+        ratios = []
+        for run in runs:
+            rates = {m: _rate(rows) for m, rows in run.items() if m.endswith(engine)}
+            best = max((x for m, x in rates.items() if m.startswith("ds_usp")), default=0.0)
+            ratios.append(f"{best / rates[other]:.3f}" if rates.get(other) else "")
+        lines.append([f"best ds_usp / {other}", *ratios])
+    return markdown(["tokens/s per GPU; peak memory", *(name for name, *_ in columns)], lines)
+
+
+def _rate(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Median over rounds of tokens/s per GPU; 0 if the method could not train."""
+    return statistics.median(row.get("tokens_per_s_per_gpu", 0.0) for row in rows)
+
+
+def _rate_and_memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A cell of one method: rate and peak memory, or why there is none."""
+    if reason := rows[0].get("refused", ""):
+        return "out of memory" if reason.startswith("OutOfMemoryError") else reason
+    return f"{_rate(rows):,.0f}; {max(row['peak_gib'] for row in rows):.1f} GiB"
 
 
 def diffusion_table(results: str) -> str:
@@ -174,7 +229,8 @@ def diffusion_table(results: str) -> str:
     fastest ds_usp mesh: above 1, ds_usp is faster.
     """
     runs: dict[tuple[str, str, str, str], dict[str, str | float]] = {}
-    for row in read_json_lines(results):
+    last = {(row["workload"], row["case"]): row for row in json_lines(results)}
+    for row in last.values():
         name, _, kernel = row["case"].rpartition(", ")
         mode = "compiled" if name.endswith(" compiled") else "eager"
         workload, _, kind = row["workload"].partition(":")
@@ -197,11 +253,9 @@ def diffusion_table(results: str) -> str:
     return markdown([*head, "diffusers / best ds_usp", "one GPU / best ds_usp"], lines)
 
 
-def read_json_lines(name: str) -> list[dict[str, Any]]:
-    """The rows of a results file of JSON lines, the last of each workload and case."""
-    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return list({(row["workload"], row["case"]): row for row in rows}.values())
+def json_lines(name: str) -> list[dict[str, Any]]:
+    """The rows of a results file of JSON lines."""
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
 
 
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
@@ -210,17 +264,18 @@ def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
     The last column is the time of the other over that of ds_usp: above 1, ds_usp is faster.
 
     Args:
-        cases: what the table says, the results file, the shape or workload, and the kernel or
-            layers, as they end the name of a method there.
+        cases: what the table says, the results file, the shape or workload, and the kernel,
+            engine or layers, as they end the name of a method there.
     """
     lines = []
     for label, results, case, last in cases:
-        times = {
-            row["contender"].removesuffix(f", {last}"): float(row["ms"])
-            for row in read(results)
-            if case == (row.get("shape") or row.get("workload"))
-            and row["contender"].endswith(f", {last}")
-        }
+        rounds: dict[str, list[float]] = {}
+        for row in json_lines(results) if results.endswith(".jsonl") else read(results):
+            name, _, kind = (row.get("contender") or row["case"]).partition(", ")
+            timed = not (row.get("refused") or row.get("wrong"))
+            if timed and case == (row.get("shape") or row.get("workload")) and kind == last:
+                rounds.setdefault(name, []).append(_milliseconds(row))
+        times = {name: statistics.median(of) for name, of in rounds.items()}
         meshes = [name for name in times if name.startswith("ds_usp")]
         others = [name for name in times if name not in (*meshes, ALONE, UNSHARDED)]
         ours, other = min(meshes, key=times.__getitem__), min(others, key=times.__getitem__)
@@ -230,6 +285,13 @@ def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
         cells = [f"{_rounded(times[ours])} ms, {mesh}", f"{_rounded(times[other])} ms, {method}"]
         lines.append([label, *cells, f"{ratio:.3f}"])
     return markdown(["H200", "ds_usp", "fastest other", "ratio; above 1: ds_usp is faster"], lines)
+
+
+def _milliseconds(row: Mapping[str, Any]) -> float:
+    """The time of a row; the median of its steps where it holds them."""
+    if "seconds" in row:
+        return 1e3 * statistics.median(row["seconds"])
+    return statistics.median(row["ms"]) if isinstance(row["ms"], list) else float(row["ms"])
 
 
 def _rounded(milliseconds: float) -> str:
@@ -243,6 +305,8 @@ SHORT_NAMES = {
     "plain all-to-all": "plain all-to-alls",
     "TE p2p": "TransformerEngine `p2p`",
     "TE a2a": "TransformerEngine `a2a`",
+    "diffusers ulysses 2": "diffusers' Ulysses",
+    "diffusers ring 2": "diffusers' ring",
     "TransformerEngine p2p": "TransformerEngine `p2p`",
     "TransformerEngine a2a": "TransformerEngine `a2a`",
 }
@@ -279,7 +343,18 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-inference": lambda: comparison_table(read("attention_inference.csv")),
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
-    "megatron-lm": partial(training_table, "megatron_lm.csv", TE_LAYERS),
+    "megatron-lm": partial(
+        training_table, {"cudnn": "megatron_lm.csv", "flash4": "megatron_lm_flash4.csv"}, TE_LAYERS
+    ),
+    "transformers": partial(
+        transformers_table,
+        (
+            ("32K", "transformers.jsonl", "plain:32768"),
+            ("32K, second run", "transformers_32k.jsonl", "plain:32768"),
+            ("128K", "transformers.jsonl", "plain:131072"),
+            ("64K packed", "transformers.jsonl", "packed:65536"),
+        ),
+    ),
 }
 
 

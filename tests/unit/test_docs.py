@@ -22,12 +22,12 @@ CODE = re.compile(r"`([^`\n]+)`")
 # A path in the repository: it begins with one of these folders and holds no placeholder.
 FOLDERS = "docs|ds_usp|megatron_patches|examples_deepspeed|scripts|tests"
 REPOSITORY_PATH = re.compile(rf"(?:{FOLDERS})/[\w./-]*[\w/]")
-RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|json)")
+RESULT_FILE = re.compile(r"[\w-]+\.(?:csv|svg|jsonl?)")
 # Files of results that a command or a program writes, not of this repository.
 OUTPUTS = {
     "cluster.json", "communication.csv", "config.json", "documents.csv", "ds_config.json", "F.csv",
-    "links.csv",
-    "loss.svg", "memory.csv", "memory.svg", "moments.csv", "runs.csv", "validation.csv",
+    "links.csv", "loss.svg", "memory.csv", "memory.svg", "metrics.jsonl", "moments.csv", "runs.csv",
+    "validation.csv",
 }  # fmt: skip
 
 
@@ -94,7 +94,8 @@ def test_the_first_pages_are_short(name: str, lines: int, words: int) -> None:
 def test_every_result_is_in_the_index() -> None:
     index = (RESULTS / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
-    assert names == set(re.findall(r"`([\w.]+\.(?:csv|svg|json|txt))`", index.partition("|---")[2]))
+    listed = re.findall(r"`([\w.]+\.(?:csv|svg|jsonl?|txt))`", index.partition("|---")[2])
+    assert names == set(listed)
 
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
