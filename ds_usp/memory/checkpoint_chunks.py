@@ -52,11 +52,11 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, chunks: int, dim: int 
     size, output = x.shape[dim], x
     for index in range(chunks):
         start, stop = index * size // chunks, (index + 1) * size // chunks
-        x, part = _Take.apply(x, dim, start, stop)
+        x, part = TakeChunk.apply(x, dim, start, stop)
         result = checkpoint(run, part, use_reentrant=False)
         if index == 0:
             output = _empty_output(result, dim, stop, size)
-        output = _Write.apply(output, result, dim, start)
+        output = WriteChunk.apply(output, result, dim, start)
         del part, result  # before the next chunk is computed
     return output
 
@@ -80,7 +80,7 @@ def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
     return first.new_empty(shape)
 
 
-class _Take(torch.autograd.Function):
+class TakeChunk(torch.autograd.Function):
     """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it.
 
     In backward the last chunk is the first one: it allocates the gradient of ``x``, and all others
@@ -108,7 +108,7 @@ class _Take(torch.autograd.Function):
         return later, None, None, None
 
 
-class _Write(torch.autograd.Function):
+class WriteChunk(torch.autograd.Function):
     """The output with one chunk's result written into it."""
 
     @staticmethod

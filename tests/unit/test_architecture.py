@@ -262,4 +262,6 @@ AUTOGRAD_FUNCTIONS = {
     "SumOfShards",
     "ScaledGradient",
     "MeanOfGradients",
+    "TakeChunk",
+    "WriteChunk",
 }
