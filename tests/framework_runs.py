@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import os
 import pickle
@@ -132,3 +133,11 @@ def relative_difference(values: list[float], expected: list[float]) -> float:
     """The maximum over all values."""
     assert len(values) == len(expected), (values, expected)
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+
+
+def reported_kinds(folder: Path, ranks: int) -> set[str]:
+    """The kinds of communication that a run's report has of every rank, beside small ones."""
+    lines = (folder / "usp_communication" / "communication.csv").read_text().splitlines()
+    rows = {(int(row["rank"]), row["kind"]) for row in csv.DictReader(lines[1:])}
+    kinds = {kind for _, kind in rows} - {"other collectives"}
+    return {kind for kind in kinds if all((rank, kind) in rows for rank in range(ranks))}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference
+from mds_runs import HERE, TrainingServer, flags, losses_of, relative_difference, reported_kinds
 
 ADAM = "--optimizer adam --lr 1e-3 --clip-grad 1.0"
 SAVED, STEPS = 3, 6
@@ -54,7 +54,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     server: TrainingServer, tmp_path: Path, world: int, degrees: dict[str, Any]
 ) -> None:
     dropout = "--hidden-dropout 0.1"
-    uninterrupted = train(server, world, tmp_path, dropout, **degrees)
+    report = "--usp-report-communication 2"
+    uninterrupted = train(server, world, tmp_path, f"{dropout} {report}", **degrees)
+    kinds = {"ring" if degrees["u"] == 1 else "all-to-all", "gradient reduction"}
+    kinds |= {"parameter gather"} if degrees["zero"] else set()
+    kinds |= {"tensor parallel"} if "tp" in degrees else set()
+    kinds |= {"pipeline"} if "pp" in degrees else set()
+    assert reported_kinds(tmp_path, world) == kinds
     assert resume(server, world, tmp_path, dropout, **degrees) == uninterrupted[SAVED:]
 
 

@@ -5,11 +5,9 @@ SGD without momentum, clipping or decay: Adam and clipping hide a wrong gradient
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from mds_runs import TrainingServer, flags, losses_of, relative_difference
@@ -129,15 +127,6 @@ def test_every_memory_policy_trains_as_one_rank_does(
     server: TrainingServer, grid: str, zero: int, model: str, more: str
 ) -> None:
     check(server, grid, zero, model, more)
-
-
-def test_a_step_s_communication_is_reported(server: TrainingServer, tmp_path: Path) -> None:
-    report = f"--train-iters 2 --usp-report-communication 2 --save {tmp_path} --save-interval 9"
-    server.run(2, flags(sp=2, u=1, zero=1, more=report))
-    lines = (tmp_path / "usp_communication" / "communication.csv").read_text().splitlines()
-    kinds = {(row["rank"], row["kind"]) for row in csv.DictReader(lines[1:])}
-    for kind in ("ring", "gradient reduction", "parameter gather"):
-        assert {("0", kind), ("1", kind)} <= kinds
 
 
 def test_saved_attention_sends_what_a_plain_run_does(server: TrainingServer) -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from framework_runs import FrameworkServer, losses_of, relative_difference
+from framework_runs import FrameworkServer, losses_of, relative_difference, reported_kinds
 from lm_rank import Request
 
-__all__ = ["SGD", "SGD_BY_ADAM", "TrainingServer", "flags", "losses_of", "relative_difference"]
+__all__ = [
+    "SGD",
+    "SGD_BY_ADAM",
+    "TrainingServer",
+    "flags",
+    "losses_of",
+    "relative_difference",
+    "reported_kinds",
+]
 
 HERE = Path(__file__).resolve().parent
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_runs import TrainingServer, flags, losses_of, relative_difference
+from lm_runs import TrainingServer, flags, losses_of, relative_difference, reported_kinds
 from test_lm_parity import MODELS
 
 LIMIT = 1e-5
@@ -40,7 +40,11 @@ def check(server: TrainingServer, folder: Path, name: str) -> None:
         return server.run(4, flags(more=f"{text} {more}", **degrees), **options)
 
     expected = losses_of(train(before, ""))
-    saved = train(before, f"--save {folder} --save-interval 2 --exit-interval 2")
+    report = "--usp-report-communication 2"
+    saved = train(before, f"--save {folder} --save-interval 2 --exit-interval 2 {report}")
+    kinds = {"gradient reduction"} | ({"all-to-all"} if "u" in before else set())
+    kinds |= {"parameter gather"} if DISTRIBUTED in text else set()
+    assert kinds <= reported_kinds(folder, 4)
     resumed = losses_of(train(after, f"--load {folder}", own_weights=True))
     assert losses_of(saved)[:2] == expected[:2]
     limit = 1e-3 if "bf16" in text else LIMIT

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lm_packed import PATCHES
-from lm_runs import SGD_BY_ADAM, TrainingServer, flags, losses_of, relative_difference
+from lm_runs import TrainingServer, flags, losses_of, relative_difference
 
 from megatron_patches.megatron_lm import dropout
 
@@ -39,16 +37,6 @@ def test_it_trains_as_one_rank_does(server: TrainingServer, more: str) -> None:
     one = server.run(1, flags(more=more))
     assert relative_difference(losses_of(two), losses_of(one)) < LIMIT
     assert relative_difference(two[0]["norms"], one[0]["norms"]) < LIMIT
-
-
-def test_a_step_s_communication_is_reported(server: TrainingServer, tmp_path: Path) -> None:
-    report = f"--train-iters 2 --usp-report-communication 2 --save {tmp_path} --save-interval 9"
-    server.run(2, flags(r=2, more=f"{report} --use-distributed-optimizer {SGD_BY_ADAM}"))
-    lines = (tmp_path / "usp_communication" / "communication.csv").read_text().splitlines()
-    assert lines[0] == "# communication of step 2"
-    kinds = {(row["rank"], row["kind"]) for row in csv.DictReader(lines[1:])}
-    for kind in ("ring", "gradient reduction", "parameter gather"):
-        assert {("0", kind), ("1", kind)} <= kinds
 
 
 def mask_losses(original: Any, dataset: Any, index: int | None) -> Any:
