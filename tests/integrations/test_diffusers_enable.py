@@ -6,6 +6,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,22 @@ def without_attention_scores() -> Any:
 def attend(*_: Any) -> Any: ...
 
 
-def with_a_function() -> Any:
+class Slotted:
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> Any: ...
+
+
+def with_processor(processor: Any) -> Any:
     transformer = build(FLUX)
-    transformer.transformer_blocks[0].attn.processor = attend
+    transformer.transformer_blocks[0].attn.processor = processor
     return transformer
+
+
+def compiled_pipeline() -> Any:
+    pipeline, _ = flux_pipeline()
+    pipeline.transformer = torch.compile(pipeline.transformer)
+    return pipeline
 
 
 def enabled_before() -> Any:
@@ -199,10 +212,14 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (with_a_cache, ds_usp.UnsupportedAttentionError, "disable_cache"),
     (with_a_cache_by_function, ds_usp.UnsupportedAttentionError, "fbc_leader_block_hook"),
     (without_attention_scores, ds_usp.UnsupportedAttentionError, "layer_skip_hook"),
-    (with_a_function, ds_usp.UnsupportedAttentionError, "class of its own"),
+    *(
+        (partial(with_processor, processor), ds_usp.UnsupportedAttentionError, "class of its own")
+        for processor in (attend, partial(attend), Slotted().__call__, Slotted())
+    ),
     (enabled_before, ds_usp.ConfigError, "sharded already"),
     (unet_pipeline, ds_usp.ConfigError, "neither transformer nor transformer_2"),
-    (lambda: nn.Linear(2, 2), ds_usp.ConfigError, "Linear is no transformer"),
+    (lambda: nn.Linear(2, 2), ds_usp.ConfigError, "Linear is no transformer .* ModularPipeline"),
+    (compiled_pipeline, ds_usp.ConfigError, "OptimizedModule is no transformer .* torch.compile"),
 ]
 
 
@@ -255,6 +272,14 @@ def test_fewer_heads_than_the_ulysses_degree_are_refused() -> None:
 # ------------------------------------------------------------------ refused by a forward pass
 
 
+NOT_SERVED: dict[str, dict[str, Any]] = {
+    "ip adapter": {"joint_attention_kwargs": {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}},
+    "mask": {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 42, dtype=torch.bool)}},
+    "ControlNet": {"controlnet_single_block_samples": [torch.zeros(2, 35, 128)]},
+    "unknown": {"txt_seq_lens": [7, 7]},
+}
+
+
 def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any]:
     """Arguments of a forward pass, once something was changed since enable."""
     if what == "processors":
@@ -276,17 +301,9 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
     elif what == "skipped layer":
         config = diffusers.hooks.LayerSkipConfig(indices=[0], fqn="transformer_blocks")
         diffusers.hooks.apply_layer_skip(transformer, config)
-    elif what == "ip adapter":
-        images = {"ip_adapter_image_embeds": [torch.zeros(2, 1, 4)]}
-        return given | {"joint_attention_kwargs": images}
-    elif what == "mask":
-        real = {"attention_mask": torch.ones(2, 42, dtype=torch.bool)}
-        return given | {"joint_attention_kwargs": real}
-    elif what == "ControlNet":
-        return given | {"controlnet_single_block_samples": [torch.zeros(2, 35, 128)]}
     elif what == "tokens":
         return given | {"img_ids": given["img_ids"][:-1]}
-    return given
+    return given | NOT_SERVED.get(what, {})
 
 
 @pytest.mark.parametrize(
@@ -302,6 +319,7 @@ def changed(transformer: Any, given: dict[str, Any], what: str) -> dict[str, Any
         ("ip adapter", "ip_adapter_image_embeds in joint_attention_kwargs"),
         ("mask", "attention_mask in joint_attention_kwargs"),
         ("ControlNet", "controlnet_single_block_samples: residuals of a ControlNet"),
+        ("unknown", "txt_seq_lens: diffusers .* knows no such argument"),
         ("tokens", "34 image tokens"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import diffusers
 from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
@@ -49,6 +50,8 @@ def _is_given(value: Any) -> bool:
 
 def _refusal(transformer: nn.Module, name: str, where: str = "") -> UnsupportedAttentionError:
     advice = "its plan does not know whether that has tokens; leave it out"
+    if not where and name not in parameters_of(transformer):
+        advice = f"diffusers {diffusers.__version__} knows no such argument; leave it out"
     for part, text in _ADVICE.items():
         if part in name:
             advice = text

@@ -141,14 +141,17 @@ def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
                 f"{type(model_or_pipeline).__name__} has neither "
                 f"{' nor '.join(_OF_A_PIPELINE)}: pipelines with a UNet are not served"
             )
-        return transformers
-    if not isinstance(model_or_pipeline, ModelMixin):
-        raise ConfigError(
-            f"{type(model_or_pipeline).__name__} is no transformer (ModelMixin) and no pipeline "
-            "of diffusers. Enable the transformer before DistributedDataParallel, "
-            "deepspeed.initialize or torch.compile wraps it"
-        )
-    return [model_or_pipeline]
+    else:
+        transformers = [model_or_pipeline]
+    for transformer in transformers:
+        if not isinstance(transformer, ModelMixin):
+            raise ConfigError(
+                f"{type(transformer).__name__} is no transformer (ModelMixin) and no "
+                "DiffusionPipeline. Enable a transformer before DistributedDataParallel, "
+                "deepspeed.initialize or torch.compile wraps it; of a ModularPipeline enable "
+                "pipeline.transformer"
+            )
+    return transformers
 
 
 def _plan_of(transformer: ModelMixin) -> Plan:

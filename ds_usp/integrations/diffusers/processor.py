@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -85,14 +84,13 @@ def check_processor(module: nn.Module) -> None:
             f"{name}: IP-Adapters, and other attention processors with weights of their own, are "
             "not served; unload them"
         )
-    if (
-        not hasattr(processor, "__dict__")
-        or type(processor).__call__ is types.FunctionType.__call__
-    ):
+    try:
+        _with_call(processor, type(processor).__call__)
+    except (TypeError, AttributeError) as error:
         raise UnsupportedAttentionError(
             f"{name}: an attention processor must be an object of a class of its own, without "
             "__slots__, whose __call__ can be replaced; wrap it in one"
-        )
+        ) from error
     for norm in ("group_norm", "spatial_norm"):
         if getattr(module, norm, None) is not None:
             raise UnsupportedAttentionError(
@@ -155,7 +153,17 @@ def sharded(processor: Any, order: tuple[Kind, ...], owner: HoldsState) -> Any:
             )
         return out
 
-    copied = copy.copy(processor)
+    copied = _with_call(processor, sharded_call)
     setattr(copied, _MARK, owner)
-    copied.__class__ = type(f"Sharded{name}", (cls,), {"__call__": sharded_call})
+    return copied
+
+
+def _with_call(processor: Any, call: Any) -> Any:
+    """A copy of a processor, whose class is a subclass with another ``__call__``.
+
+    Raises:
+        TypeError, AttributeError: functions, methods, classes with ``__slots__``.
+    """
+    copied, cls = copy.copy(processor), type(processor)
+    copied.__class__ = type(f"Sharded{cls.__name__}", (cls,), {"__call__": call})
     return copied
