@@ -1,6 +1,7 @@
 """Diffusion transformers and pipelines of diffusers on ulysses x ring, by :func:`enable`."""
 
+from ds_usp.integrations.diffusers.backend import register_backend
 from ds_usp.integrations.diffusers.model import EnabledTransformer, enable
 from ds_usp.integrations.diffusers.plans import PLANS, Plan, TokenDim
 
-__all__ = ["PLANS", "EnabledTransformer", "Plan", "TokenDim", "enable"]
+__all__ = ["PLANS", "EnabledTransformer", "Plan", "TokenDim", "enable", "register_backend"]

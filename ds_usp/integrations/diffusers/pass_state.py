@@ -39,6 +39,38 @@ class Options:
         check_reduction(self.gradients)
 
 
+def mesh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: SequenceMesh,
+    layout: TokenLayout,
+    mask: MaskSpec,
+    scale: float | None,
+    options: Options,
+) -> Tensor:
+    """:func:`usp_attention`, in the dtype that autocast has for torch's own attention.
+
+    Shapes:
+        q, k, v ``[b, s_local, h, d]``.
+    """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        return usp_attention(
+            q,
+            k,
+            v,
+            mesh=mesh,
+            layout=layout,
+            mask=mask,
+            softmax_scale=scale,
+            kernel=options.kernel,
+            tuning=options.tuning,
+        )
+
+
 class PassState:
     """What one forward pass knows of its tokens, and its recomputation later.
 
@@ -157,21 +189,9 @@ class PassState:
         moved = lengths[0] if self._documents and order[0] == "text" else 0
         if moved:
             q, k, v = (x.roll(-moved, 1) for x in (q, k, v))
-        device = q.device.type
-        if torch.is_autocast_enabled(device):  # which casts torch's own attention
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        with torch.autocast(device, enabled=False):
-            out = usp_attention(
-                q,
-                k,
-                v,
-                mesh=self._mesh,
-                layout=self._attention_layout_once(order, bool(moved)),
-                mask=MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full(),
-                softmax_scale=scale,
-                kernel=self._options.kernel,
-                tuning=self._options.tuning,
-            )
+        mask = MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full()
+        layout = self._attention_layout_once(order, bool(moved))
+        out = mesh_attention(q, k, v, self._mesh, layout, mask, scale, self._options)
         return out.roll(moved, 1) if moved else out
 
     def _attention_layout_once(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:

@@ -1,0 +1,121 @@
+"""``usp`` among the attention backends of diffusers, for its own context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor
+
+from ds_usp.comm.mesh import SequenceMesh
+from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.masks import MaskSpec
+from ds_usp.integrations.diffusers.pass_state import LAYOUT, Options, mesh_attention
+
+NAME = "usp"
+_DOOR = "ds_usp.integrations.diffusers.enable(transformer, mesh)"
+_MESHES: Final[WeakKeyDictionary[dist.ProcessGroup, SequenceMesh]] = WeakKeyDictionary()
+
+
+def register_backend() -> None:
+    """Add ``usp`` to the attention backends of diffusers, in this process.
+
+    Then ``transformer.set_attention_backend("usp")`` and, after it,
+    ``transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=, ring_degree=))``
+    run attention over ulysses x ring, exactly, where diffusers' own hooks shard the tokens: of the
+    classes for which diffusers has a plan, for sampling, with numbers of tokens that the ranks
+    divide. :func:`enable` needs none of that. Where a transformer is not parallel the backend is
+    diffusers' ``native``. Calling it again changes nothing.
+
+    Raises:
+        ConfigError: diffusers' table of backends is not as it was in 0.42.
+    """
+    if NAME in AttentionBackendName._value2member_map_:
+        return
+    try:
+        member = str.__new__(AttentionBackendName, NAME)
+        member._name_, member._value_ = NAME.upper(), NAME
+        AttentionBackendName._member_map_[member._name_] = member
+        AttentionBackendName._value2member_map_[NAME] = member
+        AttentionBackendName._member_names_.append(member._name_)
+        register = _AttentionBackendRegistry.register(member, supports_context_parallel=True)
+        register(_attention)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the attention backends of this diffusers cannot be added to ({error}): use {_DOOR}"
+        ) from error
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """The backend; diffusers reads the names of its arguments.
+
+    Shapes:
+        query, key, value ``[b, s_local, h, d]``, the same on every rank.
+    """
+    config = getattr(_parallel_config, "context_parallel_config", None)
+    if config is None:
+        native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+        out: Tensor = native(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa
+        )
+        return out
+    mesh = _mesh_of(config)
+    _check(mesh, config, query, key, attn_mask, dropout_p, is_causal)
+    layout = mesh.layout(LAYOUT, query.shape[1] * mesh.sp_degree)
+    return mesh_attention(
+        query, key, value, mesh, layout, MaskSpec.full(), scale, Options(gradients="sum")
+    )
+
+
+def _mesh_of(config: Any) -> SequenceMesh:
+    """The mesh of a configuration that diffusers has set up; collective at its first use."""
+    group = config._flattened_mesh.get_group()
+    if group not in _MESHES:
+        _MESHES[group] = SequenceMesh.from_device_mesh(config._mesh["ring", "ulysses"])
+    return _MESHES[group]
+
+
+def _check(
+    mesh: SequenceMesh,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    """Refuse what the shards of diffusers' hooks do not tell. Its hooks give every rank as many
+    tokens, so that all ranks refuse alike.
+
+    Raises:
+        UnsupportedAttentionError: which, and that :func:`enable` serves it.
+    """
+    problem = None
+    if config.ulysses_anything or config.ring_anything:
+        problem = "uneven shards (ulysses_anything, ring_anything)"
+    elif torch.is_grad_enabled() and query.requires_grad:
+        problem = "gradients, which diffusers' hooks do not sum over the ranks"
+    elif attn_mask is not None:
+        problem = f"a mask {list(attn_mask.shape)}, cut to a shard"
+    elif dropout_p or is_causal:
+        problem = f"dropout {dropout_p}" if dropout_p else "is_causal"
+    elif query.shape[1] != key.shape[1]:
+        problem = f"{query.shape[1]} queries and {key.shape[1]} keys on rank {mesh.rank}"
+    if problem is not None:
+        raise UnsupportedAttentionError(
+            f"the attention backend {NAME!r} under enable_parallelism was given {problem}. "
+            f"Use {_DOOR} instead, without enable_parallelism"
+        )
