@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -67,3 +68,31 @@ def test_headlines_compare_the_fastest_mesh_with_the_fastest_other_method(
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     *_, line = tables.headline_table([("a", "steps.csv", "16K", tables.TE_LAYERS)]).splitlines()
     assert line == "| a | 499.0 ms, 1 x 2 | 560.0 ms, TransformerEngine `p2p` | 1.122 |"
+
+
+def test_methods_of_transformers_compare_medians_under_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = [
+        ("ds_usp 2x1, FSDP2", 0, 100.0),
+        ("ds_usp 2x1, FSDP2", 1, 120.0),
+        ("ds_usp 1x2, ZeRO-3", 0, 90.0),
+        ("ALST, ZeRO-3", 0, 60.0),
+    ]
+    rows = [
+        {"workload": "w", "case": case, "round": n, "tokens_per_s_per_gpu": rate}
+        | {"seconds": [9.0, 1e2 / rate, 0.1], "peak_gib": 5.0 + n}
+        for case, n, rate in measured
+    ]
+    rows.append({"workload": "w", "case": "one rank", "refused": "OutOfMemoryError: CUDA"})
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = tables.transformers_table([("8K", "steps.jsonl", "w")]).splitlines()
+    assert "| ds_usp 2 x 1, FSDP2 | 110; 6.0 GiB |" in lines
+    assert "| one rank | out of memory |" in lines
+    assert lines[-2:] == [
+        "| best ds_usp / ALST, ZeRO-3 | 1.500 |",
+        "| best ds_usp / Accelerate context parallel, FSDP2 |  |",
+    ]
+    *_, line = tables.headline_table([("a", "steps.jsonl", "w", "ZeRO-3")]).splitlines()
+    assert line == "| a | 1111.1 ms, 1 x 2 | 1666.7 ms, ALST | 1.500 |"
