@@ -166,7 +166,7 @@ def same_on_all_ranks(mesh: SequenceMesh, what: str, given: Mapping[str, Any]) -
     what one rank refuses every rank refuses. Collective over the mesh.
 
     Args:
-        what: names the arguments in the error.
+        what: precedes the arguments in the error.
 
     Raises:
         MeshError: the ranks were given other arguments, or another rank has refused its own.
@@ -178,6 +178,6 @@ def same_on_all_ranks(mesh: SequenceMesh, what: str, given: Mapping[str, Any]) -
     except Exception as refused:
         error = refused
     if mesh.sp_group is not None:
-        mesh.agree(f"{what} of {describe_arguments(given)}", error)
+        mesh.agree(f"{what} {describe_arguments(given)}", error)
     if error is not None:
         raise error

@@ -83,7 +83,7 @@ def refused(ctx: RankContext, make: Callable[[int], tuple[str, dict[str, Any]]])
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (other_noise, "MeshError", "generators alike"),
+        (other_noise, "MeshError", "noise from generators of one seed"),
         (one_controlnet, "", "ControlNet"),
         (holes, "UnsupportedAttentionError", "ones and then zeros"),
         (few_tokens, "LayoutError", "FluxTransformer2DModel, text: 3 tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -132,9 +133,22 @@ class ShardedTransformer:
         for path in (*plan.inputs, *plan.outputs, *plan.masks, *plan.attention, plan.joined):
             yield from modules_at(self.transformer, path)
 
+    def check_idle(self) -> None:
+        """Refuse to be removed within a forward pass, which would return a shard.
+
+        Raises:
+            ConfigError: the transformer runs.
+        """
+        if self.state is not None and _is_running(self.transformer):
+            raise ConfigError(
+                f"disable() within a forward pass of {type(self.transformer).__name__}: call it "
+                "after the pass, not in a hook or a callback inside"
+            )
+
     def remove(self) -> None:
         """Leave the transformer as it was."""
         self._removed = True
+        self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
         for handle in self._handles:
             handle.remove()
@@ -174,9 +188,10 @@ class ShardedTransformer:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
-        what = f"{name} (seed every rank's generators alike): the arguments"
+        advice = "give every rank the same batch, and noise from generators of one seed"
+        call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
-        with same_on_all_ranks(self._mesh, what, arguments):
+        with same_on_all_ranks(self._mesh, call, arguments):
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
@@ -306,6 +321,17 @@ class ShardedTransformer:
     @disable_in_compile("outputs are joined over the ranks")
     def _join_output(self, module: nn.Module, _: Any, out: Tensor) -> Tensor:
         return self._active(module).join(out)
+
+
+def _is_running(transformer: nn.Module) -> bool:
+    """Whether this thread is in a call of the transformer. A pass that Ctrl-C has ended is not,
+    though no hook came after it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is transformer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _sharded(

@@ -113,7 +113,13 @@ class EnabledTransformer(UndoneAtExit):
         return tuple(sharded.transformer for sharded in self._sharded)
 
     def disable(self) -> None:
-        """Leave the transformers as they were before :func:`enable`."""
+        """Leave the transformers as they were before :func:`enable`.
+
+        Raises:
+            ConfigError: it is called within a forward pass.
+        """
+        for sharded in self._sharded:
+            sharded.check_idle()
         for sharded in self._sharded:
             sharded.remove()
         self._sharded.clear()

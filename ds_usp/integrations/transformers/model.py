@@ -232,7 +232,7 @@ class EnabledModel(UndoneAtExit):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shard the arguments of a forward pass."""
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        with same_on_all_ranks(self.mesh, "a batch", arguments):
+        with same_on_all_ranks(self.mesh, "a batch of", arguments):
             check_arguments(arguments)
             batch = WholeBatch.read(arguments)
             self._check_positions(batch)
