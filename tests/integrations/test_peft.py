@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,49 @@ def test_an_adapter_around_a_chunked_head_is_refused(pool: WorkerPool) -> None:
     ):
         assert type(error) is UnsupportedAttentionError
         assert "loss_chunks" in str(error)
+
+
+def error_of_qlora(
+    ctx: RankContext, folder: str, options: dict[str, Any], ulysses: int
+) -> tuple[float, float, set[str]]:
+    """Of the loss and of gradients, relative to one rank's, and the linear modules."""
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from ds_usp.integrations.transformers import enable
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+    def quantized() -> Model:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+        )
+        return adapted(peft.prepare_model_for_kbit_training(model), "all")
+
+    one_rank, model = quantized(), quantized()
+    wanted = forward(one_rank, batch_of(41))
+    wanted.backward()
+    enable(model, mesh_of(ulysses), **options)
+    got = forward(model, batch_of(41))
+    got.backward()
+    grads = gradients(model)
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    kinds = {type(x).__name__ for x in model.modules()}
+    return float((got - wanted).abs()), difference(grads, gradients(one_rank)), kinds
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_qlora_is_trained_as_on_one_rank(pool: WorkerPool, tmp_path: Path, ulysses: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama(attention_dropout=0.0).save_pretrained(tmp_path)
+    options = {"recompute": "attention", "loss_chunks": 3} if ulysses == 2 else {}
+    for loss, grads, kinds in pool.run(
+        error_of_qlora, 2, folder=str(tmp_path), options=options, ulysses=ulysses
+    ):
+        assert "Linear4bit" in kinds
+        assert loss < 1e-5
+        assert grads < 1e-5
