@@ -11,6 +11,31 @@ from ds_usp.geometry.segments import Segment, coalesce
 
 
 @dataclass(frozen=True)
+class ContinuedLayout(TokenLayout):
+    """Contiguous shards, of which the longer ones are those of rank ``first`` and the next ones,
+    rank 0 following the last: beside another sequence whose longer shards end there, every rank
+    holds as many tokens of the two as of one contiguous sequence.
+
+    Args:
+        first: the rank from which on shards are longer.
+    """
+
+    first: int = 0
+
+    @classmethod
+    def after(cls, layout: TokenLayout, seq_len: int) -> ContinuedLayout:
+        """So many tokens beside those of a contiguous layout."""
+        shape = layout.ulysses, layout.ring, layout.order
+        return cls("contiguous", seq_len, *shape, first=layout.seq_len % layout.degree)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """See :meth:`TokenLayout.segments`."""
+        size, longer = divmod(self.seq_len, self.degree)
+        lengths = [size + ((r - self.first) % self.degree < longer) for r in range(self.degree)]
+        return (Segment(sum(lengths[:rank]), lengths[rank]),)
+
+
+@dataclass(frozen=True)
 class JointLayout(TokenLayout):
     """Two sequences as one: each rank's shards of both, in layouts of the same kind.
 
@@ -20,6 +45,7 @@ class JointLayout(TokenLayout):
     Args:
         joint: tokens of the joint sequence, at least one for every rank.
         front: they come before the others, else after them.
+        continued: their layout is a :class:`ContinuedLayout`, the other one being contiguous.
 
     Raises:
         LayoutError: fewer tokens of either sequence than every rank needs.
@@ -27,9 +53,12 @@ class JointLayout(TokenLayout):
 
     joint: int = 0
     front: bool = True
+    continued: bool = False
 
     @classmethod
-    def of(cls, layout: TokenLayout, joint: int, front: bool) -> JointLayout:
+    def of(
+        cls, layout: TokenLayout, joint: int, front: bool, continued: bool = False
+    ) -> JointLayout:
         """A sequence's layout with so many joint tokens before or after it.
 
         Raises:
@@ -38,7 +67,8 @@ class JointLayout(TokenLayout):
         if layout.documents:
             raise LayoutError(f"joint tokens are in no document of {layout}: use another layout")
         shape = layout.ulysses, layout.ring, layout.order
-        return cls(layout.kind, layout.seq_len + joint, *shape, joint=joint, front=front)
+        length = layout.seq_len + joint
+        return cls(layout.kind, length, *shape, joint=joint, front=front, continued=continued)
 
     @property
     def layouts(self) -> tuple[TokenLayout, TokenLayout]:
@@ -46,7 +76,7 @@ class JointLayout(TokenLayout):
         shape = self.ulysses, self.ring, self.order
         lengths = self.joint, self.seq_len - self.joint
         joint, other = (TokenLayout(self.kind, length, *shape) for length in lengths)
-        return joint, other
+        return (ContinuedLayout.after(other, joint.seq_len) if self.continued else joint), other
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """See :meth:`TokenLayout.segments`."""
@@ -54,7 +84,8 @@ class JointLayout(TokenLayout):
 
     def __str__(self) -> str:
         where = "before" if self.front else "after"
-        return f"{self.joint} joint tokens {where} {self.layouts[1]}"
+        continued = ", continued" if self.continued else ""
+        return f"{self.joint} joint tokens{continued} {where} {self.layouts[1]}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ds_usp.attention.functional import usp_attention
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
-from ds_usp.geometry.joint import JointLayout
+from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.integrations.diffusers.plans import Kind, TokenDim
@@ -108,7 +108,10 @@ class PassState:
                 f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
                 "least one. Use smaller degrees, or more tokens"
             )
-        self._layouts[kind] = self._mesh.layout(LAYOUT, length)
+        # Text whose shards are longer where the image's are not, if that is known by now.
+        image = self._layouts.get("image") if kind == "text" else None
+        plain = self._mesh.layout(LAYOUT, length)
+        self._layouts[kind] = plain if image is None else ContinuedLayout.after(image, length)
         return self._layouts[kind]
 
     def shard(self, x: Tensor, token_dim: TokenDim) -> Tensor:
@@ -215,4 +218,5 @@ class PassState:
         fits = all(image.length(r) + text.length(r) == contiguous.length(r) for r in ranks)
         if fits and not self._documents:
             return contiguous
-        return JointLayout.of(image, text.seq_len, front=order[0] == "text" and not moved)
+        front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
+        return JointLayout.of(image, text.seq_len, front, continued)
