@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ds_usp import TokenLayout
 from ds_usp.errors import ConfigError
 from ds_usp.planner import (
     AUTO,
@@ -131,6 +132,35 @@ def add_memory_flags(parser: Parser, *, ratio_type: FlagType, chunks_type: FlagT
         metavar="N",
         help="compute the loss in N chunks of the tokens and never hold all logits; 0: in one",
     )
+
+
+def add_mlp_chunks_flag(parser: Parser, *, chunks_type: FlagType = int) -> None:
+    """Add ``--usp-mlp-chunks`` to a program's parser."""
+    parser.add_argument(
+        "--usp-mlp-chunks",
+        type=chunks_type,
+        default=0,
+        metavar="N",
+        help="compute each layer's MLP in N chunks of a rank's tokens and again in backward, so "
+        "that its wide tensors never exist for all tokens; 0: in one, saved for backward",
+    )
+
+
+def check_mlp_chunks(args: Any, layout: TokenLayout) -> None:
+    """Refuse more chunks of the MLP than a rank has tokens.
+
+    Args:
+        layout: of one sequence.
+
+    Raises:
+        ConfigError: with the numbers; also for a negative number.
+    """
+    chunks, tokens = args.usp_mlp_chunks, min(map(layout.length, range(layout.degree)))
+    if not 0 <= chunks <= tokens:
+        raise ConfigError(
+            f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {layout.seq_len} "
+            f"tokens; use 0 to {tokens} chunks"
+        )
 
 
 def add_recompute_flag(parser: Parser) -> None:

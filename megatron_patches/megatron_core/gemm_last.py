@@ -19,20 +19,23 @@ from ds_usp.errors import ConfigError
 from ds_usp.memory import GemmLast, recompute_before
 
 
-def recompute_gemm_last(layer: TransformerLayer) -> None:
+def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
     """Recompute a layer's norms and activation function in backward, but no matrix product.
+
+    Args:
+        mlp: also those of the MLP; without, it is recomputed in chunks.
 
     Raises:
         ConfigError: a layer that recomputes them already, or without a dense ``MLP``.
     """
     _refuse(layer)
-    for norm, linear in (
-        (layer.input_layernorm, layer.self_attention.linear_qkv),
-        (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
-    ):
+    pairs = [(layer.input_layernorm, layer.self_attention.linear_qkv)]
+    if mlp:
+        pairs.append((layer.pre_mlp_layernorm, layer.mlp.linear_fc1))
+        layer.mlp.forward = partial(_mlp, layer.mlp)
+    for norm, linear in pairs:
         if not isinstance(norm, IdentityOp):  # fused into the linear layer
             GemmLast.between(norm, linear)
-    layer.mlp.forward = partial(_mlp, layer.mlp)
 
 
 def _refuse(layer: TransformerLayer) -> None:

@@ -20,11 +20,11 @@ GRIDS = {
 }
 
 
-WAIT, CHUNKS = "--usp-offload-ratio 0.6", "--usp-loss-chunks 3"
-SOME = ["--usp-recompute gemm-last", f"--usp-recompute attention {WAIT} {CHUNKS}", WAIT]
-# Each recomputation with each offload, and with and without chunks of the loss.
+WAIT, CHUNKS, MLP = "--usp-offload-ratio 0.6", "--usp-loss-chunks 3", "--usp-mlp-chunks 5"
+SOME = ["--usp-recompute gemm-last", f"--usp-recompute attention {WAIT} {CHUNKS} {MLP}", WAIT]
+# Each recomputation with each offload, and with chunks of the loss or of the MLP.
 PAIRS = [
-    f"--usp-recompute {recompute} {offload} {CHUNKS if (i + j) % 2 else ''}"
+    f"--usp-recompute {recompute} {offload} {CHUNKS if (i + j) % 2 else MLP}"
     for i, recompute in enumerate(RECOMPUTE)
     for j, offload in enumerate(("", WAIT))
 ]
@@ -46,10 +46,15 @@ def test_biases_layernorm_and_a_tied_output(tmp_path: Path) -> None:
     tied = " --no-untie-embeddings-and-output-weights"
     runs = [
         degrees(sp=2, u=1, zero=1) + PLAIN_SGD + more + tied + policy
-        for policy in ("", " --usp-recompute gemm-last --usp-loss-chunks 2")
+        for policy in (
+            "",
+            " --usp-recompute gemm-last --usp-loss-chunks 2",
+            " --usp-mlp-chunks 32",  # a token each
+        )
     ]
-    plain, gemm_last = train(2, *runs, output_dir=tmp_path)
-    assert relative_difference(gemm_last, plain) < LIMIT
+    plain, *others = train(2, *runs, output_dir=tmp_path)
+    for numbers in others:
+        assert relative_difference(numbers, plain) < LIMIT
 
 
 def counted(
@@ -82,8 +87,14 @@ def counted(
 def test_megatrons_linear_layers_multiply_as_often_as_without(tmp_path: Path) -> None:
     """Those of megatron-core are autograd functions, of which torch's checkpoint runs one twice."""
     flags = degrees(sp=2, u=2, tp=2) + PLAIN_SGD
-    policies = ["none", "gemm-last", "attention", "full"]
+    policies = ["none", "gemm-last", "attention", "full", "none --usp-mlp-chunks 4"]
     for rank in fork_world(counted, 4, policies=policies, flags=flags, output_dir=str(tmp_path)):
-        flop, kept = zip(*rank, strict=True)
+        (*flop, in_chunks), (*kept, kept_in_chunks) = zip(*rank, strict=True)
         assert flop[0] == flop[1] < flop[2] == flop[3]  # the CPU's attention is not counted
         assert kept[0] > kept[1] > kept[2] > kept[3]
+        tokens, h, ffn = 32, 32, 64 // 2  # of this rank
+        forward = 2 * tokens * h * 3 * ffn
+        assert flop[0] < in_chunks <= flop[0] + forward
+        # The norm's input stays. What it divides and scales, its statistic, both halves of fc1's
+        # result, the activation, the other factor with its offset, and fc2's input go.
+        assert kept[0] - kept_in_chunks == 4 * tokens * (2 * h + 1 + 5 * ffn)

@@ -136,7 +136,8 @@ TRAINER_FLAGS: Doors = {
     "--ulysses-degree --tensor-model-parallel-size --pipeline-model-parallel-size --zero-stage "
     "--usp-kernel",
     "what auto plans for": "--usp-cluster",
-    "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks",
+    "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
+    "--usp-mlp-chunks",
     "the model: the same function for all degrees": "--num-layers --hidden-size "
     "--ffn-hidden-size --num-attention-heads --num-key-value-heads --max-position-embeddings "
     "--vocab-size --make-vocab-size-divisible-by --normalization --layernorm-epsilon --swiglu "

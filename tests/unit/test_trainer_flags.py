@@ -49,6 +49,7 @@ ZERO = {
     "--seed": "a seed like another",
     "--sgd-momentum": "none",
     "--usp-loss-chunks": "all logits at once",
+    "--usp-mlp-chunks": "not in chunks",
     "--usp-offload-ratio": "nothing offloaded",
     "--weight-decay": "none",
 }
@@ -251,6 +252,13 @@ def test_auto_counts_recomputation_and_loss_chunks() -> None:
     saving = "--usp-recompute full --usp-loss-chunks 16"
     assert chosen("h200", f"{long} --zero-stage 3 {saving}")[0] <= 4
     assert chosen("h200", f"{long} --zero-stage 3 {saving} --usp-offload-ratio auto")[0] <= 4
+
+
+def test_more_chunks_of_the_mlp_than_tokens_are_refused() -> None:
+    flags = "--seq-length 64 --ds-sequence-parallel-size 4 --usp-mlp-chunks"
+    assert validate_and_derive(parse(f"{flags} 16".split()), 4).usp_mlp_chunks == 16
+    with pytest.raises(ConfigError, match="--usp-mlp-chunks 17: a rank has 16 of a sequence's 64"):
+        validate_and_derive(parse(f"{flags} 17".split()), 4)
 
 
 def test_auto_of_one_rank_a_sequence() -> None:

@@ -13,6 +13,7 @@ from megatron_patches.flags import (
     add_attention_flags,
     add_degree_flags,
     add_memory_flags,
+    add_mlp_chunks_flag,
     add_report_flag,
 )
 from megatron_patches.settings import MeshSettings
@@ -155,6 +156,7 @@ def _parallel(parser: Parser) -> None:
 def _memory(parser: Parser) -> None:
     group, _ = _group(parser, "memory", "what a layer does not save for its backward pass")
     add_memory_flags(group, ratio_type=KeywordOr(AUTO, Number(0, 1)), chunks_type=Integer(0))
+    add_mlp_chunks_flag(group, chunks_type=Integer(0))
 
 
 def _model(parser: Parser) -> None:

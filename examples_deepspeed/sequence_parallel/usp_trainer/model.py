@@ -34,6 +34,7 @@ from ds_usp.training import (
     weighted_loss,
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
+from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
@@ -79,13 +80,16 @@ class Layer(nn.Module):
         number: int,
         rotary: Tensor | None,
         memory: LayerMemory,
+        mlp_chunks: int,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.rotary, self.memory = number, rotary, memory
+        if mlp_chunks:
+            mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
-            recompute_gemm_last(self.layer)
+            recompute_gemm_last(self.layer, mlp=not mlp_chunks)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         """Documents are those packed in the sequences; None: one document a sequence."""
@@ -293,10 +297,13 @@ def layer_specs(
             for forward in (None, partial(tied_output, loss))
         )
     numbers = range(1, args.num_layers + 1)
-    memory = planned_run(args).layer_memory(device)
+    memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
+    layers = [
+        LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, chunks) for n in numbers
+    ]
     return [
         first,
-        *(LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory) for n in numbers),
+        *layers,
         LayerSpec(FinalNorm, config, norm),
         last,
     ]

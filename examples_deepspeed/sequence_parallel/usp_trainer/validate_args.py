@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
-from megatron_patches.flags import check_cluster_flag, check_report_flag
+from megatron_patches.flags import check_cluster_flag, check_mlp_chunks, check_report_flag
 from usp_trainer import environment, input_files, trackers, transformer_impl
 
 
@@ -89,7 +89,8 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
     ``data_parallel_size``.
 
     Raises:
-        ConfigError: degrees that do not fit the ranks, heads, FFN or sequence length.
+        ConfigError: degrees that do not fit the ranks, heads, FFN or sequence length; more chunks
+            of the MLP than a rank has tokens.
     """
     degrees = Degrees(
         sp=args.ds_sequence_parallel_size,
@@ -104,9 +105,10 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
     args.ulysses_degree = args.ulysses_degree or degrees.valid_ulysses()[0]
     args.ring_degree = degrees.sp // args.ulysses_degree
     args.data_parallel_size = degrees.dp
-    TokenLayout(
+    layout = TokenLayout(
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
+    check_mlp_chunks(args, layout)
 
 
 def _check_documents(args: Namespace) -> None:
