@@ -110,6 +110,7 @@ def namespace(ctx: RankContext) -> dict[str, Any]:
         "layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(2)),
         "norm": nn.LayerNorm(32),
         "linear": nn.Linear(32, 32),
+        "mlp": nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
         "x": torch.randn(2, 16, 32),
         "labels": torch.randint(100, (2, 16)),
         "weights": torch.ones(2, 16),
