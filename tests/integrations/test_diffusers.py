@@ -262,10 +262,9 @@ def test_adapters_are_trained(pool: WorkerPool) -> None:
     check(pool.run(adapted, WORLD), WORLD)
 
 
-def compiled(ctx: RankContext) -> Errors:
+def compiled(ctx: RankContext, name: str) -> Errors:
     """Two passes of other lengths, so that nothing of one is compiled into the next."""
     torch._dynamo.reset()
-    name = "WanTransformer3DModel"
     transformer = build(name, num_layers=1)
     passes = arguments(name), arguments(name, odd=False, seed=2)
     want = alone(transformer, *passes)
@@ -276,8 +275,9 @@ def compiled(ctx: RankContext) -> Errors:
 
 
 @pytest.mark.slow
-def test_a_compiled_transformer_is_exact(pool: WorkerPool) -> None:
-    check(pool.run(compiled, 2), 2)
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "WanTransformer3DModel"])
+def test_a_compiled_transformer_is_exact(pool: WorkerPool, name: str) -> None:
+    check(pool.run(compiled, 2, name=name), 2)
 
 
 def bf16_errors(ctx: RankContext, name: str) -> tuple[float, float]:

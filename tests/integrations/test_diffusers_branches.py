@@ -1,4 +1,4 @@
-"""The batch of classifier-free guidance split over ranks, beside their tokens."""
+"""The batch of classifier-free guidance split over ranks, beside their tokens; CUDA graphs."""
 
 from __future__ import annotations
 
@@ -95,3 +95,13 @@ def test_what_cannot_be_split_is_refused_on_every_rank(pool: WorkerPool) -> None
             strict=True,
         ):
             assert text in message
+
+
+def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "FluxTransformer2DModel"
+    transformer, given = build(name), arguments(name)
+    enable(transformer, ds_usp.SequenceMesh.single())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match="CUDA graph captures"):
+        transformer(**given)

@@ -188,6 +188,7 @@ class ShardedTransformer:
         """Check the call on all ranks, and shard the transformer's own arguments."""
         arguments = bind(self.transformer, args, kwargs)
         name = type(self.transformer).__name__
+        _refuse_capture(name)
         advice = "give every rank the same batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
@@ -332,6 +333,19 @@ def _is_running(transformer: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _refuse_capture(name: str) -> None:
+    """Refuse a CUDA graph: the arguments are read on the host, which a capture does not allow.
+
+    Raises:
+        UnsupportedAttentionError: one is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedAttentionError(
+            f"a CUDA graph captures an enabled {name}, whose ranks compare their arguments in each "
+            "forward pass: call it without the graph"
+        )
 
 
 def _sharded(
