@@ -16,7 +16,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from model_runs import relative
-from tiny_diffusers import MASKS, arguments, build, flux_pipeline
+from tiny_diffusers import arguments, build, flux_pipeline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,18 +56,6 @@ def test_a_pipeline_is_restored_where_its_second_transformer_is_refused() -> Non
     with pytest.raises(ds_usp.UnsupportedAttentionError, match="'flash'"):
         enable(pipeline, MESH)
     assert hooks_of(pipeline.transformer) == 0
-
-
-def test_the_page_lists_the_classes() -> None:
-    page = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
-    table = page.read_text(encoding="utf-8").partition("## Which classes\n\n")[2]
-    rows = []
-    for name, plan in PLANS.items():
-        kinds = {kind for order in plan.attention.values() for kind in order}
-        mask = f" `{MASKS[name]}`" if name in MASKS else ""
-        rows.append(f"| `{name}` | {' and '.join(sorted(kinds))} |{mask} |")
-    assert table.partition("\n\n")[0].splitlines()[2:] == rows
-    assert all(name in MASKS for name, plan in PLANS.items() if plan.masks)
 
 
 # Folders of pipelines by their transformer, and what of their arguments is refused by name.
