@@ -97,8 +97,8 @@ def _check(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """Refuse what the shards of diffusers' hooks do not tell. Its hooks give every rank as many
-    tokens, so that all ranks refuse alike.
+    """Refuse what cannot be known from the shards of diffusers' hooks, which give every rank as
+    many tokens, so that all ranks refuse alike.
 
     Raises:
         UnsupportedAttentionError: which, and that :func:`enable` serves it.

@@ -65,26 +65,26 @@ class Branches:
             for key, value in arguments.items()
         }
 
-    def _part(self, what: str, value: Any, batch: int) -> Any:
+    def _part(self, where: str, value: Any, batch: int) -> Any:
         """This part's samples of an argument; what is one for all samples as it is."""
         if isinstance(value, Mapping):
-            return {key: self._part(f"{what}.{key}", x, batch) for key, x in value.items()}
+            return {key: self._part(f"{where}.{key}", x, batch) for key, x in value.items()}
         if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
-            return type(value)(self._part(what, x, batch) for x in value)
+            return type(value)(self._part(where, x, batch) for x in value)
         size = batch // self.degree
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] == 1:
                 return value
             if value.shape[0] != batch:
                 raise UnsupportedAttentionError(
-                    f"{what} {list(value.shape)} has {value.shape[0]} samples, where {_BATCH} has "
+                    f"{where} {list(value.shape)} has {value.shape[0]} samples, where {_BATCH} has "
                     f"{batch}: cfg_degree={self.degree} cannot split it; use cfg_degree=1"
                 )
             return value.narrow(0, self.index * size, size)
         if isinstance(value, (list, tuple)) and len(value) == batch:
             if any(x != value[0] for x in value):  # diffusers reads the first one for all
                 raise UnsupportedAttentionError(
-                    f"{what} differs between samples of a batch: use cfg_degree=1"
+                    f"{where} differs between samples of a batch: use cfg_degree=1"
                 )
             return value[:size]
         return value
@@ -116,10 +116,10 @@ def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
-    made = _MADE.setdefault(mesh, {})
-    if degree not in made:
-        made[degree] = _create(mesh, degree, ulysses, ring)
-    return made[degree]
+    by_degree = _MADE.setdefault(mesh, {})
+    if degree not in by_degree:
+        by_degree[degree] = _create(mesh, degree, ulysses, ring)
+    return by_degree[degree]
 
 
 def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
@@ -143,14 +143,14 @@ def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
 
 
 def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branches:
-    whole = mesh.sp_group
-    if whole is None:
+    sp_group = mesh.sp_group
+    if sp_group is None:
         raise ConfigError(f"cfg_degree={degree}: the mesh has no process group")
-    ranks, size = dist.get_process_group_ranks(whole), ulysses * ring
+    ranks, size = dist.get_process_group_ranks(sp_group), ulysses * ring
     index, place = divmod(mesh.rank, size)
-    align_group_counters(whole)
-    group = subgroup(whole, ranks[index * size : (index + 1) * size])
-    across = subgroup(whole, ranks[place::size])
+    align_group_counters(sp_group)
+    group = subgroup(sp_group, ranks[index * size : (index + 1) * size])
+    across = subgroup(sp_group, ranks[place::size])
     if group is None:
         return Branches(degree, index, SequenceMesh.single(), across)
     return Branches(degree, index, SequenceMesh.from_group(group, ulysses, mesh.order), across)
