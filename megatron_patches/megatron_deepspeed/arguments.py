@@ -57,6 +57,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_attention_flags(group, settings=settings)
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     flags.add_memory_flags(group, ratio_type=offload_ratio)
+    flags.add_mlp_chunks_flag(group)
     flags.add_report_flag(group)
 
 
@@ -78,6 +79,7 @@ def validate_args(
     run = planned_run(args)
     if args.ulysses_degree == AUTO:
         args.ulysses_degree = _auto_degree(run)
+    layout = ds_usp.TokenLayout("contiguous", args.seq_length)
     if is_active(args):
         config = ds_usp.USPConfig.from_args(args)
         ds_usp.Degrees(
@@ -87,11 +89,12 @@ def validate_args(
             heads=args.num_attention_heads,
             kv_heads=args.num_key_value_heads,
         ).check(ds_usp.Degrees.FLAGS)
-        ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
+        layout = ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
         _choose_flash(args, config)
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
         refuse(args, _deepspeed_config(args))
         patch_script()
+    flags.check_mlp_chunks(args, layout)
     return validated
 
 

@@ -107,8 +107,8 @@ def initialize_model_parallel(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
     )
     layout = mesh.layout(config.layout, args.seq_length)
-    memory = layer_memory(args)
-    set_state(FrameworkState(grid, mesh, layout, config.kernel, is_active(args), memory))
+    memory, chunks = layer_memory(args), args.usp_mlp_chunks
+    set_state(FrameworkState(grid, mesh, layout, config.kernel, is_active(args), memory, chunks))
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:

@@ -1,4 +1,5 @@
-"""Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute`` and its checks."""
+"""Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute``, ``--usp-mlp-chunks`` and
+their checks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_usp.errors import ConfigError
-from ds_usp.memory import GemmLast, recompute_before
+from ds_usp.memory import GemmLast, in_chunks, recompute_before
 from megatron_patches.megatron_deepspeed.state import get_state
 
 
@@ -18,9 +19,10 @@ def check_flags(args: Any) -> None:
 
     Raises:
         ConfigError: recomputation by Megatron-DeepSpeed too, layers without GEMM-last, or flags
-            that ``--usp-loss-chunks`` does not support.
+            that ``--usp-loss-chunks`` or ``--usp-mlp-chunks`` does not support.
     """
     _check_loss_chunks(args)
+    _check_mlp_chunks(args)
     if args.usp_recompute == "none":
         return
     own_checkpoint = {
@@ -34,7 +36,7 @@ def check_flags(args: Any) -> None:
         ),
         "gradient accumulation fusion": args.gradient_accumulation_fusion,
         "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
-        "more than one expert": max(args.num_experts) > 1 or args.num_experts_switch,
+        "more than one expert": _has_experts(args),
     }
     refused = own_checkpoint | (gemm_last if args.usp_recompute == "gemm-last" else {})
     for name, is_set in refused.items():
@@ -67,12 +69,41 @@ def _check_loss_chunks(args: Any) -> None:
             raise ConfigError(f"--usp-loss-chunks {chunks} does not go together with {name}")
 
 
+def _check_mlp_chunks(args: Any) -> None:
+    """Check ``--usp-mlp-chunks``; ranges are checked where the layout is known.
+
+    Raises:
+        ConfigError: a flag with which it was not tested, or with which MLPs are no functions of
+            single tokens.
+    """
+    refused = {
+        "more than one expert": _has_experts(args),
+        "--sequence-parallel (Megatron's)": args.sequence_parallel,
+        "--ds-sequence-parallel-fpdt": args.ds_sequence_parallel_fpdt,
+        "--transformer-impl transformer_engine": args.transformer_impl == "transformer_engine",
+        "gradient accumulation fusion": args.gradient_accumulation_fusion,
+    }
+    for name, is_set in refused.items():
+        if args.usp_mlp_chunks and is_set:
+            raise ConfigError(
+                f"--usp-mlp-chunks {args.usp_mlp_chunks} and {name} do not go together: leave one "
+                "of them out"
+            )
+
+
+def _has_experts(args: Any) -> bool:
+    return bool(max(args.num_experts) > 1 or args.num_experts_switch)
+
+
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
     """``ParallelTransformerLayer.__init__``: norms are recomputed before the GEMM they feed."""
     original(layer, *args, **kwargs)
-    if get_state().memory.recompute == "gemm-last":
+    state = get_state()
+    if state.memory.recompute == "gemm-last":
         GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
-        GemmLast.between(layer.post_attention_layernorm, layer.mlp.dense_h_to_4h)
+        # Chunks save the input of the MLP, and no tensor behind it.
+        consumer = layer.mlp if state.mlp_chunks else layer.mlp.dense_h_to_4h
+        GemmLast.between(layer.post_attention_layernorm, consumer)
 
 
 def run_layer(
@@ -87,11 +118,34 @@ def run_layer(
 
 
 def run_mlp(original: Callable[..., Any], mlp: Any, hidden_states: Tensor) -> Any:
-    """``ParallelMLP.forward``: the activation function is recomputed before the second GEMM."""
-    if get_state().memory.recompute != "gemm-last":
+    """``ParallelMLP.forward``: in chunks of tokens, or with an activation function that is
+    recomputed before the second GEMM."""
+    state = get_state()
+    if state.mlp_chunks:
+        return _run_in_chunks(partial(original, mlp), hidden_states, state.mlp_chunks)
+    if state.memory.recompute != "gemm-last":
         return original(mlp, hidden_states)
     projected, bias = mlp.dense_h_to_4h(hidden_states)
     return recompute_before(partial(_activate, mlp, bias), mlp.dense_4h_to_h, projected)
+
+
+def _run_in_chunks(
+    run: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, chunks: int
+) -> tuple[Tensor, Tensor | None]:
+    """``run(hidden)`` in chunks of tokens; the bias, which the layer adds, is that of all chunks.
+
+    Shapes:
+        hidden and the first result ``[tokens, b, h]``.
+    """
+    biases: list[Tensor | None] = []
+
+    def run_chunk(part: Tensor) -> Tensor:
+        output, bias = run(part)
+        biases[:] = [bias]
+        return output
+
+    output = in_chunks(run_chunk, hidden, chunks)
+    return output, biases[0]
 
 
 def _activate(mlp: Any, bias: Tensor | None, projected: Tensor) -> Tensor:

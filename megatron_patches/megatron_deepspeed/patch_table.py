@@ -173,7 +173,8 @@ def layers() -> tuple[Patch, ...]:
             f"{_LAYER}:ParallelMLP.forward",
             memory.run_mlp,
             guard=source_guard("f50daafe84ee07fd"),
-            reason="--usp-recompute gemm-last: the activation function is recomputed, not saved",
+            reason="--usp-recompute gemm-last: the activation function is recomputed, not saved; "
+            "--usp-mlp-chunks",
         ),
         wrap(
             "megatron.model.gpt_model:post_language_model_processing",

@@ -28,6 +28,7 @@ class FrameworkState:
         kernel: the attention kernel.
         active: whether attention is computed by ds_usp (see :func:`is_active`).
         memory: what layers save for backward.
+        mlp_chunks: of how many chunks of tokens an MLP is computed; 0: of all tokens.
     """
 
     grid: ds_usp.RankGrid
@@ -36,6 +37,7 @@ class FrameworkState:
     kernel: str
     active: bool
     memory: LayerMemory = field(default_factory=LayerMemory)
+    mlp_chunks: int = 0
 
     @property
     def is_sequence_parallel(self) -> bool:

@@ -53,6 +53,8 @@ REFUSED = [
     (SP2, "--transformer-impl transformer_engine", "Use --transformer-impl local"),
     ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
     (SP2, f"--usp-recompute full {CHECKPOINT}", "leave one of them out"),
+    (SP2, "--usp-mlp-chunks 99999", "--usp-mlp-chunks 99999: a rank has"),
+    ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
     (
         {},
         "--usp-recompute gemm-last --apply-residual-connection-post-layernorm",

@@ -119,7 +119,8 @@ FRAMEWORK_FLAGS: Doors = {
     "the patches shard batches, positions and loss mask by it": "--usp-layout",
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
-    "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks",
+    "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
+    "--usp-mlp-chunks",
     "nothing is traced": "--usp-report-communication",
 }
 
