@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ds_usp.comm.profiler_ranges import profiler_enabled
 from ds_usp.errors import ConfigError
 from ds_usp.profiling import exposed_plot, exposed_table
 from ds_usp.profiling.exposed_calls import named_calls
-from ds_usp.profiling.exposed_classify import STEP, StepTrace, classify
+from ds_usp.profiling.exposed_classify import STEP, Call, StepTrace, classify
 from ds_usp.profiling.exposed_kinds import check_role
 from ds_usp.profiling.exposed_step import StepTimes, step_times
 from ds_usp.profiling.exposed_trace import events_of_file, events_of_profiler
@@ -107,12 +107,15 @@ def report(
         activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities):  # the first one takes seconds to start
             torch.cuda.synchronize()
-    with named_calls(roles), profile(activities=activities) as profiler:
+    with named_calls(roles) as unrecorded, profile(activities=activities) as profiler:
         _wait_for_all_ranks()
+        unrecorded.clear()
         with record_function(STEP):
             yield result
             _synchronize()
-    result.trace = classify(events_of_profiler(profiler), roles)
+    trace = classify(events_of_profiler(profiler), roles)
+    calls = (*trace.calls, *(Call(*call) for call in unrecorded))
+    result.trace = replace(trace, calls=calls)
     result.ranks = tuple(_of_all_ranks(step_times(result.trace)))
     if dist.is_initialized() and dist.get_rank() != 0:
         return

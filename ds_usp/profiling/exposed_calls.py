@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from ds_usp.comm.profiler_ranges import PREFIX, exchange_range
+from ds_usp.comm.profiler_ranges import PREFIX, exchange_range, profiler_enabled
 from ds_usp.profiling.exposed_kinds import (
     OTHER,
     kind_of_call,
@@ -43,12 +43,20 @@ _METHODS: Mapping[str, int] = MappingProxyType(
 
 
 @contextlib.contextmanager
-def named_calls(roles: Mapping[str, str]) -> Iterator[None]:
-    """Within this context every call of a process group, on any thread, has a range.
+def named_calls(roles: Mapping[str, str]) -> Iterator[list[tuple[str, int]]]:
+    """Within this context every call that Python makes of a process group has a range.
+
+    The profiler records ranges on the thread that started it and on autograd's. Calls on other
+    threads are in the list: kind and sent bytes. Calls of C++ (DistributedDataParallel's reducer,
+    functional collectives) pass these methods by.
 
     Args:
         roles: what groups are for, by ``ProcessGroup.group_name``.
+
+    Yields:
+        The calls on threads that the profiler does not record.
     """
+    unrecorded: list[tuple[str, int]] = []
     last_kinds: dict[str, str] = {}  # of the last call by group: that of the launch after it
     originals = {
         name: vars(dist.ProcessGroup)[name]
@@ -60,16 +68,21 @@ def named_calls(roles: Mapping[str, str]) -> Iterator[None]:
             if name == "_end_coalescing":
                 wrapped = _named_launch(getattr(dist.ProcessGroup, name), last_kinds)
             else:
-                wrapped = _named_call(getattr(dist.ProcessGroup, name), name, roles, last_kinds)
+                method = getattr(dist.ProcessGroup, name)
+                wrapped = _named_call(method, name, roles, last_kinds, unrecorded)
             setattr(dist.ProcessGroup, name, wrapped)
-        yield
+        yield unrecorded
     finally:
         for name, original in originals.items():
             setattr(dist.ProcessGroup, name, original)
 
 
 def _named_call(
-    original: Callable[..., Any], name: str, roles: Mapping[str, str], last_kinds: dict[str, str]
+    original: Callable[..., Any],
+    name: str,
+    roles: Mapping[str, str],
+    last_kinds: dict[str, str],
+    unrecorded: list[tuple[str, int]],
 ) -> Callable[..., Any]:
     """The method with a range around each call."""
     operation, number = operation_of(name), _METHODS[name]
@@ -77,14 +90,31 @@ def _named_call(
     @functools.wraps(original)
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         inputs = args[number] if len(args) > number else None
-        num_bytes = _num_bytes(inputs)
+        # Only the root has a scatter's input: the output tells every rank the same kind.
+        num_bytes = _num_bytes(args[0] if operation == "scatter" and args else inputs)
         role = roles.get(group.group_name) or role_of_description(group.group_desc)
         kind = kind_of_call(role, operation, num_bytes) if group.size() > 1 else OTHER
         last_kinds[group.group_name] = kind
-        with exchange_range(kind, sent_bytes(operation, num_bytes, group.size())):
+        sent = _sent_bytes(operation, group, inputs, args)
+        if not profiler_enabled():
+            unrecorded.append((kind, sent))
+        with exchange_range(kind, sent):
             return original(group, *args, **kwargs)
 
     return call
+
+
+def _sent_bytes(operation: str, group: dist.ProcessGroup, inputs: Any, args: Sequence[Any]) -> int:
+    """What this rank sends to others in a call with these arguments."""
+    num_bytes, ranks = _num_bytes(inputs), group.size()
+    if operation == "alltoall" and isinstance(inputs, (list, tuple)):
+        return num_bytes - _num_bytes(inputs[group.rank()])
+    if operation == "alltoall" and len(args) > 3 and args[3] and num_bytes:
+        own_rows = int(args[3][group.rank()])  # args[3]: rows for each rank; empty: even
+        return num_bytes - own_rows * (num_bytes // inputs.shape[0])
+    if operation == "gather" and len(args) > 2 and args[2].rootRank == group.rank():
+        return 0
+    return sent_bytes(operation, num_bytes, ranks)
 
 
 def _named_launch(

@@ -117,6 +117,7 @@ def sent_bytes(operation: str, input_bytes: int, ranks: int) -> int:
         "allreduce": 2 * others / ranks,
         "reducescatter": others / ranks,
         "alltoall": others / ranks,
+        "scatter": others / ranks,  # of the root; the input of other ranks is empty
         "allgather": others,
     }
     return round(input_bytes * factors.get(operation, 1))

@@ -1,0 +1,58 @@
+"""The report of exposed communication on two gloo ranks: what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from harness import RankContext, WorkerPool
+
+from ds_usp.profiling import exposed
+from ds_usp.profiling.exposed_kinds import ALL_TO_ALL, GRADIENTS, PARAMETERS
+
+ITEMS = 2048  # fp32: 8 KiB
+Counts = dict[str, tuple[int, int | None]]
+
+
+def counted(step: Callable[[], object]) -> Counts:
+    """Calls and bytes of this rank by kind."""
+    with exposed.report(print_line=[].append) as report:
+        step()
+    return {
+        kind: (row.calls, row.sent_bytes)
+        for kind, row in report.ranks[dist.get_rank()].kinds.items()
+    }
+
+
+def count_calls(ctx: RankContext) -> dict[str, Counts]:
+    """Each step on its own."""
+    x = torch.ones(ITEMS)
+    first = ctx.rank == 0
+    parts = [x.clone(), x.clone()] if first else None
+
+    def uneven() -> None:  # rank 0 keeps all but 24 rows, rank 1 sends all
+        sends, takes = ([1000, 24], [1000, 1024]) if first else ([1024, 0], [24, 0])
+        dist.all_to_all_single(torch.empty(sum(takes), 2), x.view(1024, 2), takes, sends)
+
+    def on_a_thread() -> None:
+        thread = threading.Thread(target=lambda: dist.all_reduce(x.clone()))
+        thread.start()
+        thread.join()
+
+    return {
+        "uneven": counted(uneven),
+        "scatter": counted(lambda: dist.scatter(x.clone(), parts, src=0)),
+        "gather": counted(lambda: dist.gather(x, parts, dst=0)),
+        "thread": counted(on_a_thread),
+    }
+
+
+def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
+    size = 4 * ITEMS
+    first, second = pool.run(count_calls, 2)
+    assert (first["uneven"], second["uneven"]) == ({ALL_TO_ALL: (1, 192)}, {ALL_TO_ALL: (1, size)})
+    for name, sent in (("scatter", (size, 0)), ("gather", (0, size))):
+        assert [first[name], second[name]] == [{PARAMETERS: (1, bytes_)} for bytes_ in sent]
+    assert first["thread"] == second["thread"] == {GRADIENTS: (1, size)}
