@@ -103,8 +103,8 @@ class TakeChunk(torch.autograd.Function):
         elif later is not None and torch.is_grad_enabled():
             later = later.clone()  # create_graph=True: what autograd keeps is not changed
         if later is not None:
-            mine = later.narrow(ctx.dim, ctx.start, ctx.stop - ctx.start)
-            mine.zero_() if grad is None else mine.copy_(grad)
+            chunk_grad = later.narrow(ctx.dim, ctx.start, ctx.stop - ctx.start)
+            chunk_grad.zero_() if grad is None else chunk_grad.copy_(grad)
         return later, None, None, None
 
 
