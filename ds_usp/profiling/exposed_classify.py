@@ -44,6 +44,7 @@ from ds_usp.profiling.intervals import Interval
 
 STEP = "ds_usp.step"  # the range of a traced step
 _COMMUNICATES = re.compile(r"nccl|symm_mem|multimem|one_shot_all|two_shot_all", re.IGNORECASE)
+_OPERATORS = "c10d::"  # torch's operators through which C++ calls a process group
 _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
@@ -117,6 +118,9 @@ class _Classifier:
             key=attrgetter("stream"),
         )
         self._metadata = [e for e in events if e.name == PARAM_COMMS and e.args]
+        self._operators = _Ranges(
+            e for e in events if e.category == CPU and e.name.startswith(_OPERATORS)
+        )
 
     def result(self) -> StepTrace:
         gpu, calls = [], []
@@ -136,6 +140,7 @@ class _Classifier:
         for event in self._metadata:
             if self._in_step(event.start) and not self._ranges.around(event.thread, event.start):
                 calls.append(self._call_of_metadata(event.args))
+        calls += self._calls_of_operators()
         return StepTrace(tuple(gpu), tuple(calls))
 
     def _launch(self, event: TraceEvent) -> Interval | None:
@@ -176,6 +181,19 @@ class _Classifier:
             if args.get("Collective name"):
                 return self._call_of_metadata(args).kind
         return kind_of_call("", operation_of(event.name), None)
+
+    def _calls_of_operators(self) -> list[Call]:
+        """Calls of C++ that have neither a range nor NCCL's metadata, such as those of gloo from
+        DistributedDataParallel's reducer: their bytes are unknown."""
+        around = (self._operators.around(event.thread, event.start) for event in self._metadata)
+        described = {id(operator) for operator in around}
+        return [
+            Call(kind_of_call("", operation_of(event.name.removeprefix(_OPERATORS)), None), None)
+            for event in self._operators.outermost()
+            if id(event) not in described
+            and self._in_step(event.start)
+            and not self._ranges.around(event.thread, event.start)
+        ]
 
     def _call_of_metadata(self, args: Mapping[str, Any]) -> Call:
         """The call that NCCL's metadata describes."""

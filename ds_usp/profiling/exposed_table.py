@@ -48,7 +48,9 @@ def table(ranks: Sequence[StepTimes], title: str = "") -> list[str]:
         rows = [times.kinds.get(kind, _NOTHING) for times in ranks]
         lines.append(_row(kind, *_counts(rows), *(_times(rows, ranks) if timed else ())))
     if not kinds:
-        lines.append("  no communication")
+        lines.append("  no communication was recorded")
+    if any(row.sent_bytes is None for times in ranks for row in times.kinds.values()):
+        lines.append("?: the trace does not hold the bytes of a call, such as one made by C++")
     if not timed:
         return [*lines, "times need a GPU: only calls and bytes are counted here"]
     step = _mean(ranks, lambda times: times.step_ns)

@@ -41,11 +41,18 @@ def count_calls(ctx: RankContext) -> dict[str, Counts]:
         thread.start()
         thread.join()
 
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+
+    def reduced_by_ddp() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        dist.all_to_all_single(torch.empty_like(x), x)
+
     return {
         "uneven": counted(uneven),
         "scatter": counted(lambda: dist.scatter(x.clone(), parts, src=0)),
         "gather": counted(lambda: dist.gather(x, parts, dst=0)),
         "thread": counted(on_a_thread),
+        "C++": counted(reduced_by_ddp),
     }
 
 
@@ -56,3 +63,5 @@ def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
     for name, sent in (("scatter", (size, 0)), ("gather", (0, size))):
         assert [first[name], second[name]] == [{PARAMETERS: (1, bytes_)} for bytes_ in sent]
     assert first["thread"] == second["thread"] == {GRADIENTS: (1, size)}
+    for counts in (first["C++"], second["C++"]):  # the reducer's bytes are not in the trace
+        assert counts == {ALL_TO_ALL: (1, size // 2), GRADIENTS: (1, None)}
