@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -78,10 +78,15 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step: its GPU events by start, and its calls."""
+    """A step: its GPU events by start, and its calls.
+
+    Args:
+        beside: events of other steps, cut to the time from this step's first event to its last.
+    """
 
     gpu: tuple[GpuEvent, ...]
     calls: tuple[Call, ...]
+    beside: tuple[GpuEvent, ...] = ()
 
 
 def classify(
@@ -123,14 +128,16 @@ class _Classifier:
         )
 
     def result(self) -> StepTrace:
-        gpu, calls = [], []
+        gpu, beside, calls = [], [], []
         for event in sorted(self._on_gpu, key=lambda event: event.start):
             launch = self._launch(event)
-            if not self._in_step(event.start if launch is None else launch[0]):
-                continue
             kind = self._kind(event, launch)
             launched = None if launch is None else launch[1]
-            gpu.append(GpuEvent(event.name, kind, event.start, event.stop, launched))
+            found = GpuEvent(event.name, kind, event.start, event.stop, launched)
+            if not self._in_step(event.start if launch is None else launch[0]):
+                beside.append(found)
+                continue
+            gpu.append(found)
             if kind in (FROM_HOST, TO_HOST):
                 calls.append(Call(kind, event.args.get("bytes")))
         for inner in self._ranges.outermost():
@@ -141,7 +148,7 @@ class _Classifier:
             if self._in_step(event.start) and not self._ranges.around(event.thread, event.start):
                 calls.append(self._call_of_metadata(event.args))
         calls += self._calls_of_operators()
-        return StepTrace(tuple(gpu), tuple(calls))
+        return StepTrace(tuple(gpu), tuple(calls), tuple(_within(beside, gpu)))
 
     def _launch(self, event: TraceEvent) -> Interval | None:
         """When the CPU launched a GPU event; a moment of no length if it is that of the next call,
@@ -216,6 +223,15 @@ def _even(split_sizes: object) -> bool:
     """Whether an all-to-all sends as much to every rank; kineto cuts long lists."""
     text = str(split_sizes or "")
     return "..." not in text and len(set(re.findall(r"\d+", text))) <= 1
+
+
+def _within(events: Iterable[GpuEvent], step: Sequence[GpuEvent]) -> Iterator[GpuEvent]:
+    """The events cut to the time of a step's."""
+    begin = min((event.start for event in step), default=0)
+    end = max((event.stop for event in step), default=0)
+    for event in events:
+        if event.start < end and event.stop > begin:
+            yield event._replace(start=max(event.start, begin), stop=min(event.stop, end))
 
 
 def parse_range(name: str) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from ds_usp.planner.plot import new_figure, save_svg
 from ds_usp.profiling.exposed_classify import StepTrace
 from ds_usp.profiling.exposed_kinds import COMPUTE, KINDS
-from ds_usp.profiling.exposed_step import idle, lanes_of
+from ds_usp.profiling.exposed_step import compute_of, idle, lanes_of
 from ds_usp.profiling.intervals import Interval, subtract_intervals
 
 _PIXELS = 3000  # of the width: shorter bars and pauses than a pixel are joined
@@ -27,9 +27,9 @@ def draw(trace: StepTrace, path: Path, title: str = "") -> None:
         OSError: the file cannot be written.
     """
     lanes = lanes_of(trace)
-    compute = lanes.get(COMPUTE, [])
+    compute = compute_of(trace)
     names = [kind for kind in KINDS if kind in lanes]
-    pauses = idle(trace.gpu)
+    pauses = idle(trace)
     begin = min((event.start for event in trace.gpu), default=0)
     end = max((event.stop for event in trace.gpu), default=1)
     figure = new_figure(13, 1.6 + 0.45 * (len(names) + 2))

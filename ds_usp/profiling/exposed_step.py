@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
-from ds_usp.profiling.exposed_classify import GpuEvent, StepTrace
+from ds_usp.profiling.exposed_classify import StepTrace
 from ds_usp.profiling.exposed_kinds import BETWEEN_RANKS, COMPUTE, KINDS
 from ds_usp.profiling.intervals import (
     Interval,
@@ -49,8 +50,9 @@ class StepTimes:
     Args:
         kinds: by name, those that occur.
         step_ns: from the first GPU event to the end of the last.
-        compute_ns: while a kernel computed.
-        communication_ns, exposed_ns: of all kinds together, each moment counted once.
+        compute_ns: while a kernel computed, those of other steps within this time among them.
+        communication_ns, exposed_ns: of all kinds together, each moment counted once; that of other
+            steps within this time among them, unlike in ``kinds``.
         host_ns: while nothing ran, as the CPU had not launched it.
         ranks_ns: while nothing ran that had been launched, and a copy from another rank was next.
         other_ns: while nothing ran for another reason: between kernels, for other streams.
@@ -68,8 +70,8 @@ class StepTimes:
 
 def step_times(trace: StepTrace) -> StepTimes:
     """The times of a classified step."""
-    lanes = lanes_of(trace)
-    compute = lanes.pop(COMPUTE, [])
+    lanes, compute = lanes_of(trace), compute_of(trace)
+    lanes.pop(COMPUTE, None)
     calls: dict[str, list[int | None]] = defaultdict(list)
     for call in trace.calls:
         calls[call.kind].append(call.sent_bytes)
@@ -87,7 +89,8 @@ def step_times(trace: StepTrace) -> StepTimes:
     if not trace.gpu:
         return StepTimes(kinds)
     communication = [interval for lane in lanes.values() for interval in lane]
-    pauses = {name: total_length(intervals) for name, intervals in idle(trace.gpu).items()}
+    communication += [(e.start, e.stop) for e in trace.beside if e.kind != COMPUTE]
+    pauses = {name: total_length(intervals) for name, intervals in idle(trace).items()}
     return StepTimes(
         kinds,
         step_ns=max(e.stop for e in trace.gpu) - min(e.start for e in trace.gpu),
@@ -108,15 +111,21 @@ def lanes_of(trace: StepTrace) -> dict[str, list[Interval]]:
     return {kind: merge_intervals(intervals) for kind, intervals in lanes.items()}
 
 
-def idle(gpu: tuple[GpuEvent, ...]) -> dict[str, list[Interval]]:
+def compute_of(trace: StepTrace) -> list[Interval]:
+    """While a kernel computed: of this step, or of another one that runs within it."""
+    events = (event for event in (*trace.gpu, *trace.beside) if event.kind == COMPUTE)
+    return merge_intervals([(event.start, event.stop) for event in events])
+
+
+def idle(trace: StepTrace) -> dict[str, list[Interval]]:
     """While nothing ran: ``host``, ``ranks`` and ``other``, see :class:`StepTimes`.
 
     A pause belongs to the CPU until the call that launched what ends the pause has returned.
-
-    Args:
-        gpu: by start.
     """
-    gpu = tuple(event for event in gpu if event.stop > event.start)
+    gpu = sorted(
+        (event for event in (*trace.gpu, *trace.beside) if event.stop > event.start),
+        key=attrgetter("start"),
+    )
     first = {event.start: event for event in reversed(gpu)}
     pauses: dict[str, list[Interval]] = {"host": [], "ranks": [], "other": []}
     for start, stop in gaps([(event.start, event.stop) for event in gpu]):

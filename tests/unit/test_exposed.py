@@ -189,6 +189,23 @@ def test_a_range_a_group_or_a_name_says_what_an_event_belongs_to() -> None:
     )
 
 
+def test_kernels_of_the_steps_beside_hide_communication_and_fill_pauses() -> None:
+    events = [
+        *(cpu("step 1", 0, 100), cpu("step 2", 100, 200), cpu("step 3", 200, 300)),
+        *(call(1, 90), kernel("gemm", 95, 170, correlation=1)),
+        *(call(2, 110), kernel("ncclDevKernel_AllReduce", 115, 125, correlation=2)),
+        *(call(3, 111), kernel("gemm", 172, 180, correlation=3)),
+        *(call(4, 190), kernel("ncclDevKernel_AllReduce", 200, 260, correlation=4)),
+        *(call(5, 201), kernel("gemm", 204, 284, correlation=5)),
+        *(call(6, 202), kernel("ncclDevKernel_AllGather", 182, 183, correlation=6)),
+    ]
+    times = step_times(classify(events, step="step 2"))
+    assert times.kinds == {GRADIENTS: KindTimes(0, 0, 70 * MS, 4 * MS)}
+    totals = (times.step_ns, times.compute_ns, times.communication_ns, times.exposed_ns)
+    assert totals == (145 * MS, (55 + 8 + 56) * MS, 71 * MS, 5 * MS)
+    assert times.host_ns + times.ranks_ns + times.other_ns == (2 + 2 + 17) * MS
+
+
 class Recorded:
     """An event as kineto returns it, of the torch that tells its type or of an older one."""
 
@@ -280,7 +297,7 @@ def test_exposed_is_what_runs_under_no_kernel() -> None:
     assert parts == times.step_ns
     # A launch that is a few microseconds old is the CPU's too.
     late = (GpuEvent("a", COMPUTE, 0, 100, 0), GpuEvent("b", COMPUTE, 5100, 5200, 2000))
-    assert {name: total_length(found) for name, found in idle(late).items()} == {
+    assert {name: total_length(found) for name, found in idle(StepTrace(late, ())).items()} == {
         "host": 5000,
         "ranks": 0,
         "other": 0,
