@@ -25,6 +25,7 @@ from ds_usp.profiling.exposed_kinds import (
     OTHER,
     TO_HOST,
     kind_of_call,
+    kind_of_kernel,
     kind_of_range,
     operation_of,
     role_of_description,
@@ -43,7 +44,6 @@ from ds_usp.profiling.exposed_trace import (
 from ds_usp.profiling.intervals import Interval
 
 STEP = "ds_usp.step"  # the range of a traced step
-_COMMUNICATES = re.compile(r"nccl|symm_mem|multimem|one_shot_all|two_shot_all", re.IGNORECASE)
 _OPERATORS = "c10d::"  # torch's operators through which C++ calls a process group
 _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
@@ -172,12 +172,12 @@ class _Classifier:
                 return FROM_HOST
             if "DtoH" in event.name:
                 return TO_HOST
-        elif event.category != KERNEL or not _COMMUNICATES.search(event.name):
+        elif event.category != KERNEL or kind_of_kernel(event.name) is None:
             return COMPUTE
         cpu = self._cpu_by_id.get(event.external)
         around = (
             self._gpu_ranges.around(event.stream, event.start)
-            or (launch and self._ranges.on_any_thread(launch[0]))
+            or (launch and self._range_of_launch(event, launch[0]))
             or (cpu and self._ranges.around(cpu.thread, cpu.start))
         )
         if around:
@@ -187,7 +187,16 @@ class _Classifier:
         for args in (event.args, cpu.args if cpu else {}):
             if args.get("Collective name"):
                 return self._call_of_metadata(args).kind
-        return kind_of_call("", operation_of(event.name), None)
+        return kind_of_kernel(event.name) or COMPUTE
+
+    def _range_of_launch(self, event: TraceEvent, time: int) -> TraceEvent | None:
+        """The range around a launch: on its own thread, where the trace knows that, else on any."""
+        index = bisect_left(self._runtime, event.correlation, key=attrgetter("correlation"))
+        call, cpu = self._runtime[index], self._cpu_by_id.get(event.external)
+        threads = [call.thread] if call.correlation == event.correlation else []
+        threads += [cpu.thread] if cpu else []
+        own = (self._ranges.around(thread, time) for thread in threads)
+        return next(filter(None, own), None) or self._ranges.on_any_thread(time)
 
     def _calls_of_operators(self) -> list[Call]:
         """Calls of C++ that have neither a range nor NCCL's metadata, such as those of gloo from

@@ -40,6 +40,17 @@ _OPERATIONS = (
 )
 _POINT_TO_POINT = ("sendrecv", "send", "recv", "coalesced")
 _REDUCTIONS = ("reducescatter", "allreduce", "reduce")
+# Kernels that communicate: the kind by name, "" where the operation in the name decides. The first
+# that matches; TransformerEngine's, DeepEP's and vLLM's run without NCCL.
+_KERNELS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (TENSOR, r"userbuffers|cross_device_reduce"),
+        (ALL_TO_ALL, r"deep_ep"),
+        ("", r"nccl|symm_mem|multimem|(one|two)_shot_(all|reduce)"),
+        (OTHER, r"nvshmem|symmetric_memory|(wait|put)_signal_kernel"),
+    )
+)
 # Up to so many bytes: norms, losses and flags, no gradients and no parameters.
 _SCALARS_BYTES = 4096
 # Descriptions of groups, as megatron-core and torch's DeviceMesh give them; the first that matches.
@@ -64,6 +75,12 @@ def operation_of(name: str) -> str:
 def role_of_description(description: str) -> str:
     """What a group is for, by the description that its program gave it; "" if it names no role."""
     return next((role for role, pattern in _DESCRIPTIONS if pattern.search(description)), "")
+
+
+def kind_of_kernel(name: str) -> str | None:
+    """The kind of a kernel by its name alone; None for one that computes."""
+    kind = next((kind for kind, pattern in _KERNELS if pattern.search(name)), None)
+    return kind_of_call("", operation_of(name), None) if kind == "" else kind
 
 
 def check_role(role: str) -> str:

@@ -206,6 +206,27 @@ def test_kernels_of_the_steps_beside_hide_communication_and_fill_pauses() -> Non
     assert times.host_ns + times.ranks_ns + times.other_ns == (2 + 2 + 17) * MS
 
 
+def test_a_launch_s_own_thread_is_asked_first_and_names_need_no_nccl() -> None:
+    launch = TraceEvent("runtime", "cudaLaunchKernel", 14, 15, thread=2, correlation=1)
+    events = [
+        TraceEvent("cpu", "ds_usp.comm/gradient reduction/9", 10, 60, thread=1),
+        TraceEvent("cpu", "ds_usp.comm/all_to_all/7", 12, 18, thread=2),
+        *(launch, TraceEvent("kernel", NCCL, 20, 30, correlation=1)),
+    ]
+    assert [event.kind for event in classify(events).gpu] == [ALL_TO_ALL]
+    names = {
+        "userbuffers_fp16_sum_inplace_gpu_rr_rs": TENSOR,
+        "void vllm::cross_device_reduce_1stage<float>": TENSOR,
+        "void deep_ep::internode::dispatch": ALL_TO_ALL,
+        "nvshmemi_put": OTHER,
+        "c10d::symmetric_memory::wait_signal_kernel(unsigned int*)": OTHER,
+        "multimem_all_reduce_kernel": GRADIENTS,
+        "nvjet_tst_128x256": COMPUTE,
+    }
+    for name, kind in names.items():
+        assert [event.kind for event in classify([kernel(name, 0, 1)]).gpu] == [kind], name
+
+
 class Recorded:
     """An event as kineto returns it, of the torch that tells its type or of an older one."""
 
