@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ds_usp.errors import ConfigError
 from ds_usp.profiling.exposed import read_traces
-from ds_usp.profiling.exposed_classify import STEP
 from ds_usp.profiling.exposed_kinds import ROLES
 
 
@@ -49,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--step",
-        default=STEP,
         metavar="RANGE",
-        help="the CPU range that is the step, such as ProfilerStep#5 (default: the whole file)",
+        help="the CPU range that is the step, such as ProfilerStep#5 (default: that of a report "
+        "of ds_usp, else the whole file)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="for communication.csv and communication.png"

@@ -29,7 +29,7 @@ from ds_usp.profiling.exposed_calls import named_calls
 from ds_usp.profiling.exposed_classify import STEP, Call, StepTrace, classify
 from ds_usp.profiling.exposed_kinds import check_role
 from ds_usp.profiling.exposed_step import StepTimes, step_times
-from ds_usp.profiling.exposed_trace import events_of_file, events_of_profiler
+from ds_usp.profiling.exposed_trace import FileRank, events_of_file, events_of_profiler
 
 __all__ = ["CommunicationReport", "read_traces", "report"]
 
@@ -45,15 +45,19 @@ class CommunicationReport:
         ranks: times, calls and bytes of each rank.
         trace: this rank's events.
         title: what was traced.
+        numbers: of the ranks, where ``ranks`` does not hold all of 0, 1, 2 ...
+        world_size: ranks of the program; 0: as many as ``ranks``.
     """
 
     ranks: tuple[StepTimes, ...] = ()
     trace: StepTrace = field(default_factory=lambda: StepTrace((), ()))
     title: str = ""
+    numbers: tuple[int, ...] = ()
+    world_size: int = 0
 
     def table(self) -> str:
         """The report as text."""
-        return "\n".join(exposed_table.table(self.ranks, self.title))
+        return "\n".join(exposed_table.table(*self._arguments()))
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write the CSV file, and the picture where a GPU was traced and matplotlib is installed.
@@ -62,13 +66,23 @@ class CommunicationReport:
             What was written.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"{folder} is no folder: give one for the report") from error
         written = [folder / CSV]
-        exposed_table.write_csv(self.ranks, written[0], self.title)
+        exposed_table.write_csv(written[0], *self._arguments())
         if self.trace.gpu and importlib.util.find_spec("matplotlib") is not None:
             written.append(folder / PICTURE)
-            exposed_plot.draw(self.trace, written[1], f"{self.title or 'one step'}, rank 0")
+            exposed_plot.draw(
+                self.trace,
+                written[1],
+                f"{self.title or 'one step'}, rank {min(self.numbers, default=0)}",
+            )
         return written
+
+    def _arguments(self) -> tuple[tuple[StepTimes, ...], str, tuple[int, ...], int]:
+        return self.ranks, self.title, self.numbers, self.world_size
 
 
 @contextlib.contextmanager
@@ -129,22 +143,67 @@ def report(
 
 
 def read_traces(
-    paths: Sequence[str | Path], *, groups: Mapping[str, str] | None = None, step: str = STEP
+    paths: Sequence[str | Path], *, groups: Mapping[str, str] | None = None, step: str | None = None
 ) -> CommunicationReport:
     """The report of trace files, one of each rank, by ``torch.profiler``'s ``export_chrome_trace``.
 
     Args:
-        paths: of the ranks, in order.
+        paths: of the ranks, in any order if the files name their ranks, as those of a program with
+            process groups do.
         groups: ``Process Group Name`` in NCCL's metadata -> what the group is for.
-        step: the CPU range that is the step, such as ``ProfilerStep#5``; where there is none, all
-            of the file is.
+        step: the CPU range that is the step, such as ``ProfilerStep#5``; None: that of
+            :func:`report` where the files have it, else all of each file.
 
     Raises:
-        ConfigError: a file is missing or holds no trace; a role is none.
+        ConfigError: a file is missing, cut or no trace; a file has not the step; two files are of
+            one rank; a role is none.
     """
     roles = {name: check_role(role) for name, role in (groups or {}).items()}
-    traces = [classify(events_of_file(Path(path)), roles, step) for path in paths]
-    return CommunicationReport(tuple(map(step_times, traces)), traces[0], Path(paths[0]).name)
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise ConfigError("a trace file was given twice: give one of each rank")
+    traces, labels = [], []
+    for path in map(Path, paths):
+        known: list[FileRank] = []
+        traces.append(classify(events_of_file(path, known.append), roles, step or STEP))
+        labels.append(known[0] if known else None)
+    _check_steps(traces, paths, step)
+    order, world_size = _order_of_ranks(labels, paths)
+    return CommunicationReport(
+        tuple(step_times(traces[index]) for index in order.values()),
+        traces[next(iter(order.values()))],
+        step or (Path(paths[0]).name if len(paths) == 1 else "whole traces"),
+        tuple(order),
+        world_size,
+    )
+
+
+def _check_steps(
+    traces: Sequence[StepTrace], paths: Sequence[str | Path], step: str | None
+) -> None:
+    """Every file has the step, or none was asked for and none has it."""
+    if step is None and not any(trace.found for trace in traces):
+        return
+    for trace, path in zip(traces, paths, strict=True):
+        if not trace.found:
+            names = ", ".join(trace.steps) or "no ProfilerStep"
+            raise ConfigError(f"{path} has no step {step or STEP!r}; it has {names}")
+
+
+def _order_of_ranks(
+    labels: Sequence[FileRank | None], paths: Sequence[str | Path]
+) -> tuple[dict[int, int], int]:
+    """Rank -> index of its file, by rank, and the number of ranks of the program. Files that do
+    not all name their ranks are taken in the order given."""
+    known = [label for label in labels if label is not None]
+    named = len(known) == len(labels)
+    order: dict[int, int] = {}
+    for index, path in enumerate(paths):
+        rank = known[index].rank if named else index
+        if rank in order:
+            raise ConfigError(f"{paths[order[rank]]} and {path} are both of rank {rank}")
+        order[rank] = index
+    size = max((label.world_size for label in known), default=0) if named else 0
+    return dict(sorted(order.items())), max(size, len(labels))
 
 
 def _roles(groups: Groups) -> dict[str, str]:

@@ -44,6 +44,7 @@ from ds_usp.profiling.exposed_trace import (
 from ds_usp.profiling.intervals import Interval
 
 STEP = "ds_usp.step"  # the range of a traced step
+_PROFILER_STEP = "ProfilerStep#"
 _OPERATORS = "c10d::"  # torch's operators through which C++ calls a process group
 _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
@@ -82,11 +83,15 @@ class StepTrace:
 
     Args:
         beside: events of other steps, cut to the time from this step's first event to its last.
+        found: the range of the step is in the trace.
+        steps: names of the steps that torch's profiler marked.
     """
 
     gpu: tuple[GpuEvent, ...]
     calls: tuple[Call, ...]
     beside: tuple[GpuEvent, ...] = ()
+    found: bool = False
+    steps: tuple[str, ...] = ()
 
 
 def classify(
@@ -111,6 +116,8 @@ class _Classifier:
         self._roles = roles
         steps = [(e.start, e.stop) for e in events if e.category == CPU and e.name == step]
         self._step = steps[-1] if steps else None
+        names = (e.name for e in events if e.category == CPU and e.name.startswith(_PROFILER_STEP))
+        self._step_names = tuple(dict.fromkeys(names))
         self._on_gpu = [e for e in events if e.category in (KERNEL, COPY, SET)]
         self._cpu_by_id = {e.external: e for e in events if e.category == CPU and e.external}
         self._runtime = sorted(
@@ -148,7 +155,13 @@ class _Classifier:
             if self._in_step(event.start) and not self._ranges.around(event.thread, event.start):
                 calls.append(self._call_of_metadata(event.args))
         calls += self._calls_of_operators()
-        return StepTrace(tuple(gpu), tuple(calls), tuple(_within(beside, gpu)))
+        return StepTrace(
+            tuple(gpu),
+            tuple(calls),
+            tuple(_within(beside, gpu)),
+            self._step is not None,
+            self._step_names,
+        )
 
     def _launch(self, event: TraceEvent) -> Interval | None:
         """When the CPU launched a GPU event; a moment of no length if it is that of the next call,

@@ -36,17 +36,25 @@ _HINTS: tuple[tuple[str, str], ...] = (
 COLUMNS = ("rank", "kind", "calls", "sent_bytes", "busy_ms", "hidden_ms", "exposed_ms", "of_step")
 
 
-def table(ranks: Sequence[StepTimes], title: str = "") -> list[str]:
-    """The lines of the report: means over ranks, and the rank that a kind is exposed longest on."""
+def table(
+    ranks: Sequence[StepTimes], title: str = "", numbers: Sequence[int] = (), world_size: int = 0
+) -> list[str]:
+    """The lines of the report: means over ranks, and the rank that a kind is exposed longest on.
+
+    Args:
+        numbers: of the ranks; empty: 0, 1, 2 ...
+        world_size: ranks of the program; 0: as many as are reported.
+    """
+    numbers = numbers or range(len(ranks))
     kinds = [kind for kind in KINDS if any(kind in times.kinds for times in ranks)]
     timed = any(times.step_ns for times in ranks)
-    head = f"communication of {title or 'one step'}, {len(ranks)} ranks" + (
+    head = f"communication of {title or 'one step'}, {_ranks_text(len(ranks), world_size)}" + (
         "; milliseconds, means over ranks" if timed else "; calls and bytes are means over ranks"
     )
     lines = [head, _row("", "calls", "MiB", *_TIME_HEADS[: 5 if timed else 0])]
     for kind in kinds:
         rows = [times.kinds.get(kind, _NOTHING) for times in ranks]
-        lines.append(_row(kind, *_counts(rows), *(_times(rows, ranks) if timed else ())))
+        lines.append(_row(kind, *_counts(rows), *(_times(rows, ranks, numbers) if timed else ())))
     if not kinds:
         lines.append("  no communication was recorded")
     if any(row.sent_bytes is None for times in ranks for row in times.kinds.values()):
@@ -71,7 +79,14 @@ def _counts(rows: Sequence[KindTimes]) -> tuple[str, str]:
     return f"{calls:,.0f}", mib
 
 
-def _times(rows: Sequence[KindTimes], ranks: Sequence[StepTimes]) -> tuple[str, ...]:
+def _ranks_text(count: int, world_size: int) -> str:
+    of = f" of {world_size}" if world_size > count else ""
+    return f"{count}{of} rank{'' if max(count, world_size) == 1 else 's'}"
+
+
+def _times(
+    rows: Sequence[KindTimes], ranks: Sequence[StepTimes], numbers: Sequence[int]
+) -> tuple[str, ...]:
     step = _mean(ranks, lambda times: times.step_ns)
     means = [
         statistics.mean(getattr(row, name) for row in rows)
@@ -81,7 +96,7 @@ def _times(rows: Sequence[KindTimes], ranks: Sequence[StepTimes]) -> tuple[str, 
     return (
         *(f"{mean / _MS:,.2f}" for mean in means),
         f"{means[-1] / step:.1%}",
-        f"{rows[longest].exposed_ns / _MS:,.2f} r{longest}",
+        f"{rows[longest].exposed_ns / _MS:,.2f} r{numbers[longest]}",
     )
 
 
@@ -129,17 +144,24 @@ def _mean(ranks: Sequence[StepTimes], read: Callable[[StepTimes], float]) -> flo
     return statistics.mean(map(read, ranks))
 
 
-def write_csv(ranks: Sequence[StepTimes], path: Path, title: str = "") -> None:
+def write_csv(
+    path: Path,
+    ranks: Sequence[StepTimes],
+    title: str = "",
+    numbers: Sequence[int] = (),
+    world_size: int = 0,
+) -> None:
     """One row for each rank and kind, then the rank's totals; times are empty without a GPU.
 
     Columns as :data:`COLUMNS`: bytes are empty where the trace has none; ``of_step`` is
     the exposed part of the step, of the other lines their part.
     """
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(f"# communication of {title or 'one step'}\n")
+        few = f", {_ranks_text(len(ranks), world_size)}" if world_size > len(ranks) else ""
+        file.write(f"# communication of {title or 'one step'}{few}\n")
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for rank, times in enumerate(ranks):
+        for rank, times in zip(numbers or range(len(ranks)), ranks, strict=True):
             for kind, row in times.kinds.items():
                 cells = [row.busy_ns, row.hidden_ns, row.exposed_ns]
                 writer.writerow(

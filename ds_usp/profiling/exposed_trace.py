@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ _CATEGORIES: Mapping[str, str] = {
 _SYNCHRONIZATIONS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
 _NO_ARGS: Mapping[str, Any] = {}
 _PIECE = 2_000_000  # characters that are read at once
+_LONGEST = 20_000_000  # characters: what is no JSON up to here is damaged, no longer event
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -118,28 +121,43 @@ def _args_in_memory(event: Any, name: str, category: str) -> Mapping[str, Any]:
     return _NO_ARGS
 
 
-def events_of_file(path: Path) -> Iterator[TraceEvent]:
-    """The events of a file that ``torch.profiler``'s ``export_chrome_trace`` wrote, ``.gz`` or not.
+@dataclass(frozen=True)
+class FileRank:
+    """Which rank wrote a trace file, by its ``distributedInfo``."""
 
-    The file is read in pieces: it may be larger than memory.
+    rank: int
+    world_size: int
+
+
+def events_of_file(
+    path: Path, on_rank: Callable[[FileRank], None] | None = None
+) -> Iterator[TraceEvent]:
+    """The events of a file that ``torch.profiler``'s ``export_chrome_trace`` wrote, gzip or not.
+
+    The file is read in pieces: its text may be larger than memory.
+
+    Args:
+        on_rank: takes the rank, if the file names it before its events, as torch does.
 
     Raises:
-        ConfigError: no such file, or no trace.
+        ConfigError: no such file, no trace, or one that is cut or damaged.
     """
     if not path.is_file():
         raise ConfigError(f"there is no trace file {path}")
-    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with path.open("rb") as raw_file:
+        opener: Any = gzip.open if raw_file.read(2) == _GZIP else open
     known = False
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        for raw in _objects(file):
-            known = True
-            category = _CATEGORIES.get(raw.get("cat", ""))
-            if raw.get("ph") == "X" and category is not None:
-                yield _event_of_json(raw, category)
+    try:
+        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+            for raw in _objects(file, path, on_rank):
+                known = True
+                category = _CATEGORIES.get(raw.get("cat", ""))
+                if raw.get("ph") == "X" and category is not None:
+                    yield _event_of_json(raw, category)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path} is cut or damaged: {error}. Export the trace again") from error
     if not known:
-        raise ConfigError(
-            f"{path} holds no traceEvents: give a file of torch.profiler's export_chrome_trace"
-        )
+        raise ConfigError(f"{path}: its traceEvents are empty, the profiler recorded nothing")
 
 
 def _event_of_json(raw: Mapping[str, Any], category: str) -> TraceEvent:
@@ -160,30 +178,53 @@ def _event_of_json(raw: Mapping[str, Any], category: str) -> TraceEvent:
     )
 
 
-def _objects(file: Any) -> Iterator[Mapping[str, Any]]:
+def _objects(
+    file: Any, path: Path, on_rank: Callable[[FileRank], None] | None
+) -> Iterator[Mapping[str, Any]]:
     """The objects of the list ``traceEvents``, one at a time."""
     decoder, text = json.JSONDecoder(), ""
     while (first := text.find('"traceEvents"')) < 0:
         piece = file.read(_PIECE)
         if not piece:
-            return
-        text = text[-20:] + piece
+            raise ConfigError(
+                f"{path} holds no traceEvents: give a file of torch.profiler's export_chrome_trace"
+            )
+        text = (text if len(text) < _LONGEST else text[-20:]) + piece
+    rank = _rank_of_header(text[:first])
+    if rank is not None and on_rank is not None:
+        on_rank(rank)
     text, position = text[first + len('"traceEvents"') :], 0
+    count = 0
     while True:
         position = _skip(text, position)
         if position < len(text) and text[position] == "]":
             return
         try:
             value, end = decoder.raw_decode(text, position)
-        except ValueError:
-            piece = file.read(_PIECE)
+        except ValueError as error:
+            piece = file.read(_PIECE) if len(text) - position < _LONGEST else ""
             if not piece:
-                return
+                raise ConfigError(
+                    f"{path} is cut or damaged after event {count} of traceEvents. "
+                    "Export the trace again"
+                ) from error
             text, position = text[position:] + piece, 0
             continue
-        position = end
+        position, count = end, count + 1
         if isinstance(value, dict):
             yield value
+
+
+def _rank_of_header(text: str) -> FileRank | None:
+    """The rank in what comes before the events; None if it is not there."""
+    key = '"distributedInfo"'
+    if key not in text:
+        return None
+    start = _skip(text, text.index(key) + len(key))
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        info = json.JSONDecoder().raw_decode(text, start)[0]
+        return FileRank(int(info["rank"]), int(info.get("world_size", 0)))
+    return None
 
 
 def _skip(text: str, position: int) -> int:

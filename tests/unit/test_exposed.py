@@ -419,3 +419,50 @@ def test_a_file_of_any_program_is_read(
     assert main([*arguments, "--group", "3"]) == 2
     assert main([*arguments, "--group", "3=dp"]) == 2
     assert capsys.readouterr().err.count("error: ") == 4
+
+
+def test_a_file_that_is_cut_or_of_another_step_is_refused(tmp_path: Path) -> None:
+    text = json.dumps(FILE).encode()
+    packed = gzip.compress(text)
+    contents = {
+        "cut.json": (text[: len(text) * 2 // 3], "cut or damaged after event 4"),
+        "broken.json": (text.replace(b'"gemm"', b'"ge"mm"'), "cut or damaged after event 5"),
+        "cut.json.gz": (packed[:200], "cut or damaged"),
+        "plain.json.gz": (text, ""),  # what the file holds counts, not its name
+        "packed.json": (packed, ""),
+        "empty.json": (b'{"traceEvents": []}', "the profiler recorded nothing"),
+        "none.json": (b"{}", "holds no traceEvents"),
+    }
+    for name, (content, message) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                exposed.read_traces([tmp_path / name])
+        else:
+            assert exposed.read_traces([tmp_path / name]).ranks[0].step_ns == 177_000
+    with pytest.raises(ConfigError, match="no step 'ProfilerStep#77'; it has ProfilerStep#5"):
+        exposed.read_traces([tmp_path / "packed.json"], step="ProfilerStep#77")
+    with pytest.raises(ConfigError, match="is no folder"):
+        exposed.read_traces([tmp_path / "packed.json"]).write(tmp_path / "none.json")
+
+
+def test_ranks_are_those_that_the_files_name(tmp_path: Path) -> None:
+    for rank in (3, 1):
+        info = {"backend": "nccl", "rank": rank, "world_size": 4}
+        events = [{**event, "dur": 7.0 + rank} for event in FILE["traceEvents"]]  # type: ignore[attr-defined]
+        content = {"distributedInfo": info, "traceEvents": events}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(content))
+    paths = [tmp_path / "3.json", tmp_path / "1.json"]
+    report = exposed.read_traces(paths)
+    lines = report.table().splitlines()
+    assert lines[0].startswith("communication of whole traces, 2 of 4 ranks;")
+    assert next(line for line in lines if "tensor parallel" in line).endswith("r1")
+    rows = csv.DictReader(report.write(tmp_path)[0].read_text().splitlines()[1:])
+    steps = {row["rank"]: row["busy_ms"] for row in rows if row["kind"] == "step"}
+    assert steps == {"1": "0.1780", "3": "0.1800"}
+    with pytest.raises(ConfigError, match="was given twice"):
+        exposed.read_traces([*paths, paths[0]])
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(paths[0].read_bytes())
+    with pytest.raises(ConfigError, match=r"3.json and .*copy.json are both of rank 3"):
+        exposed.read_traces([*paths, copy])
