@@ -16,7 +16,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from ds_usp.profiling.exposed_trace import FileRank, events_of_file, events_of_p
 __all__ = ["CommunicationReport", "read_traces", "report"]
 
 CSV, PICTURE, TRACE = "communication.csv", "communication.png", "trace.json.gz"
+T = TypeVar("T")
 Groups = Mapping[str, "dist.ProcessGroup | Sequence[dist.ProcessGroup | None] | None"]
 
 
@@ -110,11 +111,10 @@ def report(
         print_line: takes rank 0's lines.
 
     Raises:
-        ConfigError: a role that is none of these, or a profiler that runs already.
+        ConfigError: on every rank, if on one of them a role is none of these, or a profiler
+            records already.
     """
-    if profiler_enabled():
-        raise ConfigError("a profiler records already: report outside of it, or read its trace")
-    roles = _roles(groups or {})
+    roles = _agreed_roles(groups or {})
     result = CommunicationReport(title=title)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -206,6 +206,23 @@ def _order_of_ranks(
     return dict(sorted(order.items())), max(size, len(labels))
 
 
+def _agreed_roles(groups: Groups) -> dict[str, str]:
+    """What groups are for, by their name; all ranks raise if one of them cannot be traced."""
+    roles: dict[str, str] = {}
+    problem = ""
+    try:
+        roles = _roles(groups)
+        if profiler_enabled():
+            problem = "a profiler records already: report outside of it, or read its trace"
+    except ConfigError as error:
+        problem = str(error)
+    problems = _of_all_ranks(problem)
+    if any(problems):
+        rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+        raise ConfigError(text if all(problems) else f"rank {rank}: {text}")
+    return roles
+
+
 def _roles(groups: Groups) -> dict[str, str]:
     """What groups are for, by their name."""
     roles: dict[str, str] = {}
@@ -231,10 +248,10 @@ def _wait_for_all_ranks() -> None:
         _synchronize()
 
 
-def _of_all_ranks(times: StepTimes) -> list[StepTimes]:
-    """Every rank's times; collective."""
+def _of_all_ranks(value: T) -> list[T]:
+    """Every rank's value; collective."""
     if not dist.is_initialized():
-        return [times]
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, times)
+    dist.all_gather_object(gathered, value)
     return gathered

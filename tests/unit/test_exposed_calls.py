@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
 
+from ds_usp import ConfigError
 from ds_usp.profiling import exposed
 from ds_usp.profiling.exposed_kinds import ALL_TO_ALL, GRADIENTS, PARAMETERS
 
@@ -65,3 +68,27 @@ def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
     assert first["thread"] == second["thread"] == {GRADIENTS: (1, size)}
     for counts in (first["C++"], second["C++"]):  # the reducer's bytes are not in the trace
         assert counts == {ALL_TO_ALL: (1, size // 2), GRADIENTS: (1, None)}
+
+
+def refusals(ctx: RankContext) -> list[str]:
+    """What this rank is told where only rank 1 cannot be traced."""
+    texts = []
+    for number in range(2):
+        broken = ctx.rank == 1
+        role = "dp" if broken and number else "data"
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with (
+            profiler if broken and not number else contextlib.nullcontext(),
+            pytest.raises(ConfigError) as raised,
+            exposed.report(groups={role: None}),
+        ):
+            pass
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_every_rank_refuses_what_one_cannot_trace(pool: WorkerPool) -> None:
+    first, second = pool.run(refusals, 2)
+    assert first == second
+    assert first[0].startswith("rank 1: a profiler records already")
+    assert first[1].startswith("rank 1: a group's role must be one of tensor")
