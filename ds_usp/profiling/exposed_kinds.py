@@ -57,11 +57,15 @@ _SCALARS_BYTES = 4096
 _DESCRIPTIONS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (role, re.compile(pattern, re.IGNORECASE))
     for role, pattern in (
-        ("", r"^TENSOR_AND_|^EXPERT_MODEL"),
-        ("data", r"data_parallel|embedding_group|_(dp|fsdp|ddp)\b|_dp_"),
-        ("tensor", r"tensor_model|tensor_parallel|_tp\b"),
+        ("", r"^TENSOR_AND_|^EXPERT_MODEL|TENSOR_MODEL_PIPELINE|^mesh_\w+_tp\b|^mesh_tp_"),
+        ("data", r"data_parallel|embedding_group|_(dp|fsdp|hsdp|ddp)\b|_dp_|^mesh_data\b"),
+        ("data", r"^mesh_(shard|replicate)\b"),
+        ("tensor", r"tensor_model|tensor_parallel|_tp\b|^mesh_tensor\b"),
         ("pipeline", r"pipeline|_pp\b"),
-        ("sequence", r"context_parallel|sequence_parallel|ulysses|ring|_(cp|sp)\b"),
+        (
+            "sequence",
+            r"context_parallel|sequence_parallel|\bulysses|_ulysses|_(cp|sp|ring)\b|\bring(\b|_)",
+        ),
     )
 )
 

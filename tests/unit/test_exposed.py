@@ -85,6 +85,12 @@ def test_groups_are_known_by_their_descriptions() -> None:
         "mesh_dp_shard": "data",
         "default_pg": "",
         "undefined": "",
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "",
+        "mesh_cp_tp": "",
+        "mesh_tensor": "tensor",
+        "mesh_replicate": "data",
+        "usp_ring": "sequence",
+        "monitoring_group": "",
     }
     assert {text: role_of_description(text) for text in descriptions} == descriptions
     assert exposed_kinds.check_role("data") == "data"
