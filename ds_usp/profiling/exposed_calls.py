@@ -19,6 +19,7 @@ from torch.autograd.profiler import record_function
 from ds_usp.comm.profiler_ranges import PREFIX, exchange_range, profiler_enabled
 from ds_usp.profiling.exposed_kinds import (
     OTHER,
+    gathered_bytes,
     kind_of_call,
     operation_of,
     role_of_description,
@@ -93,7 +94,8 @@ def _named_call(
         # Only the root has a scatter's input: the output tells every rank the same kind.
         num_bytes = _num_bytes(args[0] if operation == "scatter" and args else inputs)
         role = roles.get(group.group_name) or role_of_description(group.group_desc)
-        kind = kind_of_call(role, operation, num_bytes) if group.size() > 1 else OTHER
+        size = gathered_bytes(operation, num_bytes, group.size(), _is_floating(inputs))
+        kind = kind_of_call(role, operation, size) if group.size() > 1 else OTHER
         last_kinds[group.group_name] = kind
         sent = _sent_bytes(operation, group, inputs, args)
         if not profiler_enabled():
@@ -138,3 +140,10 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _is_floating(value: Any) -> bool:
+    """Whether a tensor, or the first one in nested lists, holds floating-point numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point()
+    return isinstance(value, (list, tuple)) and bool(value) and _is_floating(value[0])

@@ -24,6 +24,7 @@ from ds_usp.profiling.exposed_kinds import (
     FROM_HOST,
     OTHER,
     TO_HOST,
+    gathered_bytes,
     kind_of_call,
     kind_of_kernel,
     kind_of_range,
@@ -52,6 +53,9 @@ _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("Float", "Int"), 4),
     **dict.fromkeys(("Double", "Long"), 8),
 }
+
+
+_FLOATING = ("Half", "BFloat16", "Float", "Double")  # beginnings of dtype names
 
 
 class GpuEvent(NamedTuple):
@@ -235,10 +239,12 @@ class _Classifier:
         elements = int(args.get("In msg nelems", 0))
         if size is None:
             return Call(kind_of_call(role, operation, None), None)
-        kind = kind_of_call(role, operation, size * elements)
+        ranks, floating = int(args.get("Group size", 2)), str(args["dtype"]).startswith(_FLOATING)
+        whole = gathered_bytes(operation, size * elements, ranks, floating)
+        kind = kind_of_call(role, operation, whole)
         if operation == "alltoall" and not _even(args.get("In split size")):
             return Call(kind, None)  # the metadata does not tell which part is the rank's own
-        return Call(kind, sent_bytes(operation, size * elements, int(args.get("Group size", 2))))
+        return Call(kind, sent_bytes(operation, size * elements, ranks))
 
 
 def _even(split_sizes: object) -> bool:

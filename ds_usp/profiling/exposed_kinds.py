@@ -124,6 +124,13 @@ def kind_of_range(name: str) -> str:
     return _OF_LEDGER.get(name, name if name in KINDS else OTHER)
 
 
+def gathered_bytes(operation: str, input_bytes: int, ranks: int, floating: bool) -> int:
+    """The size by which :func:`kind_of_call` tells parameters from flags: for an all-gather of
+    floating-point numbers that of all ranks' parts, as parts of parameters become small where the
+    ranks are many; integers are objects and flags."""
+    return input_bytes * ranks if operation == "allgather" and floating else input_bytes
+
+
 def sent_bytes(operation: str, input_bytes: int, ranks: int) -> int:
     """Bytes that a rank sends to others in a call, by the algorithm that sends least: a ring.
 

@@ -116,6 +116,9 @@ def test_a_call_s_kind_is_by_its_group_and_by_what_it_does() -> None:
     }
     assert {case: kind_of_call(*case, size) for case in kinds} == kinds
     assert kind_of_call("data", "allreduce", 4) == OTHER  # a loss, a norm
+    # A part of parameters on each of 512 ranks, and an object's.
+    sizes = [exposed_kinds.gathered_bytes("allgather", 4096, 512, kind) for kind in (True, False)]
+    assert [kind_of_call("", "allgather", size) for size in sizes] == [PARAMETERS, OTHER]
     operations = ("allreduce", "reducescatter", "allgather", "alltoall", "send", "recv")
     assert [sent_bytes(name, 1024, 4) for name in operations] == [1536, 768, 3072, 768, 1024, 0]
     assert sent_bytes("allreduce", 1024, 1) == 0

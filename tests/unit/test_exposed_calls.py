@@ -13,7 +13,7 @@ from harness import RankContext, WorkerPool
 
 from ds_usp import ConfigError
 from ds_usp.profiling import exposed
-from ds_usp.profiling.exposed_kinds import ALL_TO_ALL, GRADIENTS, PARAMETERS
+from ds_usp.profiling.exposed_kinds import ALL_TO_ALL, GRADIENTS, OTHER, PARAMETERS
 
 ITEMS = 2048  # fp32: 8 KiB
 Counts = dict[str, tuple[int, int | None]]
@@ -32,6 +32,7 @@ def counted(step: Callable[[], object]) -> Counts:
 def count_calls(ctx: RankContext) -> dict[str, Counts]:
     """Each step on its own."""
     x = torch.ones(ITEMS)
+    y = torch.ones(600, dtype=torch.int32)
     first = ctx.rank == 0
     parts = [x.clone(), x.clone()] if first else None
 
@@ -56,6 +57,8 @@ def count_calls(ctx: RankContext) -> dict[str, Counts]:
         "gather": counted(lambda: dist.gather(x, parts, dst=0)),
         "thread": counted(on_a_thread),
         "C++": counted(reduced_by_ddp),
+        "parts": counted(lambda: dist.all_gather_into_tensor(torch.empty(1200), x[:600].clone())),
+        "integers": counted(lambda: dist.all_gather_into_tensor(y.repeat(2), y)),
     }
 
 
@@ -66,6 +69,8 @@ def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
     for name, sent in (("scatter", (size, 0)), ("gather", (0, size))):
         assert [first[name], second[name]] == [{PARAMETERS: (1, bytes_)} for bytes_ in sent]
     assert first["thread"] == second["thread"] == {GRADIENTS: (1, size)}
+    # Two parts of 2,400 bytes are 4,800 of parameters; integers are flags.
+    assert (first["parts"], first["integers"]) == ({PARAMETERS: (1, 2400)}, {OTHER: (1, 2400)})
     for counts in (first["C++"], second["C++"]):  # the reducer's bytes are not in the trace
         assert counts == {ALL_TO_ALL: (1, size // 2), GRADIENTS: (1, None)}
 
