@@ -108,8 +108,8 @@ def packed(
     reserved: Sizes = {}
     used: Sizes = {}
 
-    def resolve(self: Tuning, *args: Any) -> ResolvedTuning:
-        cut = decide(self, *args)._replace(use_copy_engines=True)
+    def resolve(self: Tuning, *args: Any, **options: Any) -> ResolvedTuning:
+        cut = decide(self, *args, **options)._replace(use_copy_engines=True)
         return (
             cut._replace(chunk_positions=chunk_positions([1], launch_bound=True))
             if launch_bound
@@ -195,8 +195,8 @@ def test_no_memory_for_gradients_is_reserved_without_a_backward_pass() -> None:
     options = AttentionOptions(mesh, "zigzag", MaskSpec.causal())
     decide: Callable[..., ResolvedTuning] = Tuning.resolve
 
-    def resolve(self: Tuning, *args: Any) -> ResolvedTuning:
-        return decide(self, *args)._replace(use_copy_engines=True)
+    def resolve(self: Tuning, *args: Any, **options: Any) -> ResolvedTuning:
+        return decide(self, *args, **options)._replace(use_copy_engines=True)
 
     def reserved(requires_grad: bool, grad_enabled: bool) -> tuple[str, Sizes]:
         x = torch.zeros(1, 4, 2, 8, requires_grad=requires_grad)

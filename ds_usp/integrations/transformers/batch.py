@@ -149,7 +149,11 @@ class WholeBatch:
         """
         ids = self.arguments.get("input_ids")
         checks = [("input_ids", ids, vocabulary), ("labels", targets, outputs)]
-        known = [(name, x, limit) for name, x, limit in checks if x is not None and limit]
+        known = [
+            (name, x, limit)
+            for name, x, limit in checks
+            if x is not None and limit and not x.is_meta  # a trial without weights
+        ]
         bounds = [torch.stack([x.min(), x.max()]).cpu() for _, x, _ in known]
         for (name, _, limit), bound in zip(known, bounds, strict=True):
             low, high = bound.tolist()
