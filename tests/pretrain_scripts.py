@@ -46,9 +46,16 @@ def environment(**settings: str) -> dict[str, str]:
 def bash(
     size: str, *arguments: str, cwd: Path | None = None, timeout: float = 60, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script."""
+    """Run a script of ``sequence_parallel`` or ``megatron_lm``."""
+    return run_script(PATHS[size], *arguments, cwd=cwd, timeout=timeout, **settings)
+
+
+def run_script(
+    path: Path, *arguments: str, cwd: Path | None = None, timeout: float = 60, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run any script of the examples."""
     return subprocess.run(
-        ["bash", str(PATHS[size]), *arguments],
+        ["bash", str(path), *arguments],
         cwd=cwd or ROOT,
         env=environment(**settings),
         capture_output=True,

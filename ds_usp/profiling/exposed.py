@@ -104,7 +104,7 @@ def report(
         folder: for the CSV file and the picture; None: nothing is written.
         groups: what process groups are for: ``tensor``, ``pipeline``, ``sequence`` or ``data`` ->
             a group or several; of one that has two roles the first counts. Those of other programs
-            are known by the description that megatron-core and torch's DeviceMesh give theirs, else
+            are known by the description that megatron-core and torch's DeviceMesh set, else
             by the collective: reductions are gradients', all-gathers parameters'. ds_usp's own
             exchanges need no group.
         keep_trace: also write rank 0's trace for a viewer to ``folder``.
@@ -181,10 +181,10 @@ def _check_steps(
     traces: Sequence[StepTrace], paths: Sequence[str | Path], step: str | None
 ) -> None:
     """Every file has the step, or none was asked for and none has it."""
-    if step is None and not any(trace.found for trace in traces):
+    if step is None and not any(trace.has_step for trace in traces):
         return
     for trace, path in zip(traces, paths, strict=True):
-        if not trace.found:
+        if not trace.has_step:
             names = ", ".join(trace.steps) or "no ProfilerStep"
             raise ConfigError(f"{path} has no step {step or STEP!r}; it has {names}")
 

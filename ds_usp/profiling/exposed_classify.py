@@ -87,14 +87,14 @@ class StepTrace:
 
     Args:
         beside: events of other steps, cut to the time from this step's first event to its last.
-        found: the range of the step is in the trace.
+        has_step: the range of the step is in the trace.
         steps: names of the steps that torch's profiler marked.
     """
 
     gpu: tuple[GpuEvent, ...]
     calls: tuple[Call, ...]
     beside: tuple[GpuEvent, ...] = ()
-    found: bool = False
+    has_step: bool = False
     steps: tuple[str, ...] = ()
 
 
@@ -144,11 +144,11 @@ class _Classifier:
             launch = self._launch(event)
             kind = self._kind(event, launch)
             launched = None if launch is None else launch[1]
-            found = GpuEvent(event.name, kind, event.start, event.stop, launched)
+            classified = GpuEvent(event.name, kind, event.start, event.stop, launched)
             if not self._in_step(event.start if launch is None else launch[0]):
-                beside.append(found)
+                beside.append(classified)
                 continue
-            gpu.append(found)
+            gpu.append(classified)
             if kind in (FROM_HOST, TO_HOST):
                 calls.append(Call(kind, event.args.get("bytes")))
         for inner in self._ranges.outermost():

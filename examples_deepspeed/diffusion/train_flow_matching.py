@@ -103,7 +103,7 @@ def main(argv=None):
     add("--latents", help="folder of samples; default: random ones")
     add("--samples", type=int, default=64, help="number of random ones")
     add("--size", type=int, nargs="+", default=[128, 128], help="of their latents")
-    add("--text-tokens", type=int, default=512, help="of theirs")
+    add("--text-tokens", type=int, default=512, help="of random samples")
     add("--sequence-parallel-size", type=int, default=0, help="ranks that share a sample (0: all)")
     add("--deepspeed", default="{}", help="JSON, or a file of it")
     add("--batch-size", type=int, default=1, help="samples of a replica and step")

@@ -200,14 +200,14 @@ class Run:
 
     def _compared(self, results: Sequence[Tensor]) -> dict[str, Any]:
         """The difference from the reference and its limit, of rank 0, whose row it is."""
-        found = differences(results, self._reference)
-        if not found or self._session.rank:
+        errors = differences(results, self._reference)
+        if not errors or self._session.rank:
             return {}
         least = NEVER_WRONG[DTYPE[self._args.device]]
         limits = [max(3 * spread, least) for spread in self._spread]
-        pairs = list(zip(found, limits, strict=True))
-        row = {"difference": found[0], "difference_limit": limits[0]}
-        if len(found) > 1:
+        pairs = list(zip(errors, limits, strict=True))
+        row = {"difference": errors[0], "difference_limit": limits[0]}
+        if len(errors) > 1:
             worst = max(pairs[1:], key=lambda pair: pair[0] / pair[1])
             row |= dict(zip(("gradient_difference", "gradient_limit"), worst, strict=True))
         return row | {"wrong": not all(value <= limit for value, limit in pairs)}

@@ -211,12 +211,12 @@ class Step:
     def results(self) -> list[Tensor]:
         """The output and, in training, gradients of some parameters, summed over the ranks."""
         output = self._run()
-        found = [] if self._idle else [output, *self._gradients()]
+        tensors = [] if self._idle else [output, *self._gradients()]
         if self._sharded:
-            for gradient in found[1:]:
+            for gradient in tensors[1:]:
                 dist.all_reduce(gradient)
         self._transformer.zero_grad()
-        return found
+        return tensors
 
     def _run(self) -> Tensor:
         if self._idle:
@@ -231,11 +231,11 @@ class Step:
         if not self._train:
             return []
         parameters = dict(self._transformer.named_parameters())
-        found = []
+        gradients = []
         for end in COMPARED:
             of_kind = [p for name, p in parameters.items() if name.endswith(f".{end}")]
-            found += [p.grad.clone() for p in (of_kind[0], of_kind[-1]) if p.grad is not None]
-        return found
+            gradients += [p.grad.clone() for p in (of_kind[0], of_kind[-1]) if p.grad is not None]
+        return gradients
 
 
 @dataclass(frozen=True)
@@ -328,17 +328,17 @@ def _mesh_of_diffusers(ulysses: int, ring: int) -> Any:
 
 def cases(world: int, kernels: Sequence[str], compiled: Sequence[bool]) -> dict[str, Case]:
     """All cases by name; the first is what the others are compared with."""
-    found = {}
+    by_name = {}
     for kernel in kernels:
         for compile_it in compiled:
             end = f"{' compiled' if compile_it else ''}, {kernel}"
-            found[f"one GPU{end}"] = Case(partial(alone, kernel), compile_it, sharded=False)
+            by_name[f"one GPU{end}"] = Case(partial(alone, kernel), compile_it, sharded=False)
             for ulysses in (u for u in range(world, 0, -1) if world % u == 0):
                 name = f"ds_usp {ulysses}x{world // ulysses}{end}"
-                found[name] = Case(partial(of_ds_usp, kernel, ulysses), compile_it)
+                by_name[name] = Case(partial(of_ds_usp, kernel, ulysses), compile_it)
             if world > 1:
                 of_kind = {"ulysses": (world, 1), "ring": (1, world)}
                 for kind, degrees in of_kind.items():
                     prepare = partial(of_diffusers, kernel, *degrees)
-                    found[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
-    return found
+                    by_name[f"diffusers {kind} {world}{end}"] = Case(prepare, compile_it)
+    return by_name

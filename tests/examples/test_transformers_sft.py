@@ -11,20 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pretrain_scripts import ROOT, environment
+from pretrain_scripts import ROOT, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))
 
 
 def bash(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(FOLDER / f"{name}.sh"), *arguments],
-        env=environment(**settings),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_script(FOLDER / f"{name}.sh", *arguments, timeout=300, **settings)
 
 
 def golden(name: str) -> Path:

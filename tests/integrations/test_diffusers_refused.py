@@ -21,7 +21,7 @@ WORLD = 4
 
 
 def other_options(ctx: RankContext) -> list[str]:
-    """What every rank is told where one rank differs."""
+    """The error of every rank where one rank differs."""
     last = ctx.rank == 3
     cached = build("FluxTransformer2DModel")
     if last:

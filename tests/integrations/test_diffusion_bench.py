@@ -69,9 +69,9 @@ def run_wrong(ctx: RankContext, path: str) -> None:
 
 def rows_of(path: Path) -> Rows:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {(row["workload"], row["case"].removesuffix(", sdpa")): row for row in rows}
-    assert len(found) == len(rows)
-    return found
+    by_case = {(row["workload"], row["case"].removesuffix(", sdpa")): row for row in rows}
+    assert len(by_case) == len(rows)
+    return by_case
 
 
 def summary(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness import RankContext, WorkerPool
-from pretrain_scripts import ROOT, environment
+from pretrain_scripts import ROOT, run_script
 
 FOLDER = ROOT / "examples_deepspeed" / "diffusion"
 WORLD = 4
@@ -23,13 +23,7 @@ GENERATE, TRAIN = "generate_tiny_usp_cpu", "train_tiny_usp_cpu"
 
 
 def bash(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(FOLDER / f"{name}.sh"), *arguments],
-        env=environment(**settings),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_script(FOLDER / f"{name}.sh", *arguments, timeout=60, **settings)
 
 
 def printed(name: str, *arguments: str, **settings: str) -> list[str]:

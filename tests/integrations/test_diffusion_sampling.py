@@ -123,8 +123,8 @@ def test_the_page_lists_classes_and_samplers(
     pool: WorkerPool, sampler_errors: Mapping[str, float], pytestconfig: pytest.Config
 ) -> None:
     if pytestconfig.getoption("--write-support-table"):
-        found = {name: pool.run(every_case, WORLD, name=name) for name in (*PLANS, *VARIANTS)}
-        errors = {name: by_mesh(ranks) for name, ranks in found.items()}
+        of_ranks = {name: pool.run(every_case, WORLD, name=name) for name in (*PLANS, *VARIANTS)}
+        errors = {name: by_mesh(ranks) for name, ranks in of_ranks.items()}
         PAGE.write_text(page(errors, sampler_errors), encoding="utf-8")
     shown = PAGE.read_text(encoding="utf-8")
     orders = [float(x) for x in re.findall(r"\| (1e-\d+) ", shown)]

@@ -273,12 +273,12 @@ def test_the_profiler_s_own_events_are_classified_alike(types: bool) -> None:
         ("cuda_sync", "Context Sync", 20, 30, {}),
         ("kernel", "gemm", 15, 40, {}),
     ]  # fmt: skip
-    found = []
+    recorded = []
     for kind, label, start, stop, values in rows:
-        found.append(Recorded(kind, label, start, stop, **values))
+        recorded.append(Recorded(kind, label, start, stop, **values))
         if types:
-            found[-1].activity_type = lambda kind=kind: kind
-    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: found))
+            recorded[-1].activity_type = lambda kind=kind: kind
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: recorded))
     trace = classify(events_of_profiler(SimpleNamespace(profiler=results)))  # type: ignore[arg-type]
     assert [event[:4] for event in trace.gpu] == [
         ("Memcpy PtoP", ALL_TO_ALL, 5, 9),

@@ -76,7 +76,7 @@ def test_what_each_rank_sends_is_counted(pool: WorkerPool) -> None:
 
 
 def refusals(ctx: RankContext) -> list[str]:
-    """What this rank is told where only rank 1 cannot be traced."""
+    """The error of this rank where only rank 1 cannot be traced."""
     texts = []
     for number in range(2):
         broken = ctx.rank == 1
