@@ -146,6 +146,35 @@ def add_mlp_chunks_flag(parser: Parser, *, chunks_type: FlagType = int) -> None:
     )
 
 
+def add_checkpoint_layers_flag(parser: Parser, *, size_type: FlagType = int) -> None:
+    """Add ``--usp-checkpoint-layers`` to a program's parser."""
+    parser.add_argument(
+        "--usp-checkpoint-layers",
+        type=size_type,
+        default=1,
+        metavar="K",
+        help="with --usp-recompute full or attention: save the input of one of K consecutive "
+        "layers, and run the other K - 1 once more in backward for theirs",
+    )
+
+
+def check_checkpoint_layers(args: Any) -> None:
+    """Refuse groups of layers that are no checkpoints.
+
+    Raises:
+        ConfigError: fewer than 1 layer, or another ``--usp-recompute`` than ``full`` and
+            ``attention``.
+    """
+    size = args.usp_checkpoint_layers
+    if size < 1:
+        raise ConfigError(f"--usp-checkpoint-layers {size} must be 1 or more")
+    if size > 1 and args.usp_recompute not in ("full", "attention"):
+        raise ConfigError(
+            f"--usp-checkpoint-layers {size} with --usp-recompute {args.usp_recompute}: no layer's "
+            "input is saved for a checkpoint. Use --usp-recompute full, or attention"
+        )
+
+
 def check_mlp_chunks(args: Any, layout: TokenLayout) -> None:
     """Refuse more chunks of the MLP than a rank has tokens.
 
@@ -325,4 +354,9 @@ class PlannedRun:
         ratio = solved_ratio(
             self.args.usp_offload_ratio, self.workload(), self.parallel_config(), device
         )
-        return LayerMemory(self.args.usp_recompute, Offload(ratio, device), **options)
+        return LayerMemory(
+            self.args.usp_recompute,
+            Offload(ratio, device),
+            checkpoint_layers=self.args.usp_checkpoint_layers,
+            **options,
+        )

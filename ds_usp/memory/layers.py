@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_usp.errors import ConfigError
+from ds_usp.memory.layer_groups import LayerGroups, RandomTracker
 from ds_usp.memory.offload import Offload
 from ds_usp.memory.saved_attention import keep_attention
 
 # What is recomputed in the backward pass, from nothing to everything.
 RECOMPUTE = ("none", "gemm-last", "attention", "full")
+# Of them, those whose layers are checkpoints, so that checkpoint_layers can be above 1.
+GROUPED_RECOMPUTE = ("attention", "full")
 
 Checkpoint = Callable[..., Any]  # of the function and its inputs
 
@@ -36,20 +39,40 @@ class LayerMemory:
             ``full`` the input alone.
         offload: offloads a fraction of what is saved to the host; None: nothing.
         checkpoint: the framework's activation checkpoint, which may restore more random states.
+        checkpoint_layers: K of :class:`ds_usp.memory.layer_groups.LayerGroups`: of K consecutive
+            layers only the first one's input is saved, and the forward pass of the other K - 1 runs
+            once more. Only for ``full``, and for ``attention``, whose results are saved all the
+            same. Layers take one tensor, the result, or first result, of the layer before.
+        random_tracker: returns the framework's own random generators, as Megatron's; for
+            ``checkpoint_layers`` above 1.
 
     Raises:
-        ConfigError: an unknown policy.
+        ConfigError: an unknown policy, or ``checkpoint_layers`` that it does not have.
     """
 
     recompute: str = "none"
     offload: Offload | None = None
     checkpoint: Checkpoint = reentrant_checkpoint
+    checkpoint_layers: int = 1
+    random_tracker: Callable[[], RandomTracker] | None = None
+    _groups: LayerGroups | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
             raise ConfigError(
                 f"recompute={self.recompute!r} is unknown; there are {', '.join(RECOMPUTE)}"
             )
+        if self.checkpoint_layers < 1:
+            raise ConfigError(f"checkpoint_layers={self.checkpoint_layers} must be 1 or more")
+        if self.checkpoint_layers > 1:
+            if self.recompute not in GROUPED_RECOMPUTE:
+                raise ConfigError(
+                    f"checkpoint_layers={self.checkpoint_layers} with recompute="
+                    f"{self.recompute!r}: there are no checkpoints of layers to group. Use "
+                    f"{' or '.join(GROUPED_RECOMPUTE)}"
+                )
+            groups = LayerGroups(self.checkpoint_layers, self.offload, self.random_tracker)
+            object.__setattr__(self, "_groups", groups)
 
     def run(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:
         """``layer(*inputs)`` under the policy.
@@ -62,4 +85,11 @@ class LayerMemory:
             if self.recompute in ("none", "gemm-last") or not torch.is_grad_enabled():
                 return layer(*inputs)
             saving_layer = keep_attention(layer) if self.recompute == "attention" else layer
-            return self.checkpoint(saving_layer, *inputs)
+            if self._groups is None:
+                return self.checkpoint(saving_layer, *inputs)
+            if len(inputs) != 1:
+                raise ConfigError(
+                    f"checkpoint_layers={self.checkpoint_layers}: a layer got {len(inputs)} "
+                    "inputs. Pass hidden states alone, and the others by functools.partial"
+                )
+            return self._groups.run(number, self.checkpoint, saving_layer, inputs[0])

@@ -109,6 +109,14 @@ class Offload:
             if last is not None:
                 last.free_device_copies()
 
+    def nested(self) -> Offload:
+        """An offload of the same ratio and counts, for layers that run within a backward pass."""
+        offload = Offload(
+            self.ratio, self.copier.device, min_bytes=self.min_bytes, copier=self.copier
+        )
+        offload.counts = self.counts
+        return offload
+
     @property
     def bytes_away(self) -> int:
         """Bytes that are on the host and not on the device, now."""
@@ -124,10 +132,13 @@ class Offload:
         self._passes.append([])
 
     def _next_in_backward(self, layer: _Layer) -> _Layer | None:
-        """The layer whose backward pass is expected next: the previous one, or the last layer of
-        the oldest micro batch that waits."""
-        if layer.previous is not None:
-            return layer.previous
+        """The layer whose saved tensors are needed next: of the previous ones the last that has
+        any, or the last layer of the oldest micro batch that waits."""
+        previous = layer.previous
+        while previous is not None:
+            if previous.items:
+                return previous
+            previous = previous.previous
         last_layers = (layers[-1] for layers in self._passes if layers and layer not in layers)
         waiting = (last for last in last_layers if not last.backward_started and last.items)
         return next(waiting, None)

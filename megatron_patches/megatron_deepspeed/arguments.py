@@ -58,6 +58,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     group = parser.add_argument_group(title="unified sequence parallel, memory")
     flags.add_memory_flags(group, ratio_type=offload_ratio)
     flags.add_mlp_chunks_flag(group)
+    flags.add_checkpoint_layers_flag(group)
     flags.add_report_flag(group)
 
 
@@ -139,7 +140,9 @@ def layer_memory(args: Any) -> LayerMemory:
         return tensor_parallel.checkpoint(run, False, hidden)
 
     device = torch.device(get_accelerator().current_device_name())
-    return planned_run(args).layer_memory(device, checkpoint=checkpoint)
+    return planned_run(args).layer_memory(
+        device, checkpoint=checkpoint, random_tracker=tensor_parallel.get_cuda_rng_tracker
+    )
 
 
 def _auto_degree(run: flags.PlannedRun) -> int:

@@ -1,5 +1,5 @@
-"""Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute``, ``--usp-mlp-chunks`` and
-their checks."""
+"""Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute``, ``--usp-mlp-chunks``,
+``--usp-checkpoint-layers`` and their checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError
 from ds_usp.memory import GemmLast, in_chunks, recompute_before
+from megatron_patches import flags
 from megatron_patches.megatron_deepspeed.state import get_state
 
 
@@ -19,10 +20,12 @@ def check_flags(args: Any) -> None:
 
     Raises:
         ConfigError: recomputation by Megatron-DeepSpeed too, layers without GEMM-last, or flags
-            that ``--usp-loss-chunks`` or ``--usp-mlp-chunks`` does not support.
+            that ``--usp-loss-chunks``, ``--usp-mlp-chunks`` or ``--usp-checkpoint-layers`` does not
+            support.
     """
     _check_loss_chunks(args)
     _check_mlp_chunks(args)
+    _check_checkpoint_layers(args)
     if args.usp_recompute == "none":
         return
     own_checkpoint = {
@@ -89,6 +92,22 @@ def _check_mlp_chunks(args: Any) -> None:
                 f"--usp-mlp-chunks {args.usp_mlp_chunks} and {name} do not go together: leave one "
                 "of them out"
             )
+
+
+def _check_checkpoint_layers(args: Any) -> None:
+    """Check ``--usp-checkpoint-layers``.
+
+    Raises:
+        ConfigError: layers that are no checkpoints, or DeepSpeed's activation checkpointing, which
+            keeps the inputs of all layers itself.
+    """
+    flags.check_checkpoint_layers(args)
+    if args.usp_checkpoint_layers > 1 and args.deepspeed_activation_checkpointing:
+        raise ConfigError(
+            f"--usp-checkpoint-layers {args.usp_checkpoint_layers} and "
+            "--deepspeed-activation-checkpointing do not go together: DeepSpeed keeps the input of "
+            "each layer. Leave the second one out"
+        )
 
 
 def _has_experts(args: Any) -> bool:

@@ -41,6 +41,23 @@ def test_every_policy_trains_alike(grid: str, policies: list[str], tmp_path: Pat
         assert relative_difference(numbers, plain) <= limit, policy
 
 
+GROUPED = {
+    "zero3": ["full", f"full {WAIT}", f"attention {WAIT}"],
+    "pp2-sp2": [f"full {MLP}", f"full {MLP}"],
+}
+
+
+@pytest.mark.parametrize("grid", GROUPED)
+def test_one_checkpoint_for_several_layers_trains_bitwise_alike(grid: str, tmp_path: Path) -> None:
+    """Five layers; under the pipeline three and two."""
+    flags = degrees(**GRIDS[grid]) + PLAIN_SGD + " --global-batch-size 2 --num-layers 5"
+    first, *grouped = GROUPED[grid]
+    runs = [f"{flags} --usp-recompute {first}"]
+    runs += [f"{flags} --usp-recompute {policy} --usp-checkpoint-layers 3" for policy in grouped]
+    each, *others = train(4, *runs, output_dir=tmp_path, steps=2)
+    assert all(numbers == each for numbers in others)
+
+
 def test_biases_layernorm_and_a_tied_output(tmp_path: Path) -> None:
     more = " --normalization layernorm --no-swiglu --no-disable-bias-linear"
     tied = " --no-untie-embeddings-and-output-weights"

@@ -121,7 +121,7 @@ def test_it_trains_as_one_rank_does(
         ("r2-pp2", 1, "llama", "--usp-recompute attention --usp-offload-ratio 1"),
         ("u2-tp2", 2, "gpt", "--usp-recompute attention --usp-loss-chunks 5 --usp-mlp-chunks 2"),
         ("u2r2", 3, "llama", "--usp-recompute attention --deepspeed-activation-checkpointing"),
-        ("u2-pp2", 1, "gpt", "--usp-recompute full --usp-mlp-chunks 3"),
+        ("u2-pp2", 1, "gpt", "--usp-recompute full --usp-mlp-chunks 3 --usp-checkpoint-layers 2"),
     ],
 )
 def test_every_memory_policy_trains_as_one_rank_does(

@@ -54,6 +54,12 @@ REFUSED = [
     ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
     (SP2, f"--usp-recompute full {CHECKPOINT}", "leave one of them out"),
     (SP2, "--usp-mlp-chunks 99999", "--usp-mlp-chunks 99999: a rank has"),
+    (SP2, "--usp-checkpoint-layers 2", "Use --usp-recompute full, or attention"),
+    (
+        SP2,
+        "--usp-checkpoint-layers 2 --usp-recompute full --deepspeed-activation-checkpointing",
+        "do not go together: DeepSpeed keeps the input",
+    ),
     ({"tp": 2}, "--usp-mlp-chunks 2 --sequence-parallel", "do not go together"),
     (
         {},

@@ -120,7 +120,7 @@ FRAMEWORK_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
-    "--usp-mlp-chunks",
+    "--usp-mlp-chunks --usp-checkpoint-layers",
     "nothing is traced": "--usp-report-communication",
 }
 
@@ -138,7 +138,7 @@ TRAINER_FLAGS: Doors = {
     "--usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
-    "--usp-mlp-chunks",
+    "--usp-mlp-chunks --usp-checkpoint-layers",
     "the model: the same function for all degrees": "--num-layers --hidden-size "
     "--ffn-hidden-size --num-attention-heads --num-key-value-heads --max-position-embeddings "
     "--vocab-size --make-vocab-size-divisible-by --normalization --layernorm-epsilon --swiglu "

@@ -261,6 +261,13 @@ def test_more_chunks_of_the_mlp_than_tokens_are_refused() -> None:
         validate_and_derive(parse(f"{flags} 17".split()), 4)
 
 
+def test_groups_of_layers_without_checkpoints_are_refused() -> None:
+    grouped = "--usp-checkpoint-layers 3 --usp-recompute"
+    assert validate_and_derive(parse(f"{grouped} full".split()), 1).usp_checkpoint_layers == 3
+    with pytest.raises(ConfigError, match="with --usp-recompute gemm-last: no layer's input"):
+        validate_and_derive(parse(f"{grouped} gemm-last".split()), 1)
+
+
 def test_auto_of_one_rank_a_sequence() -> None:
     assert chosen("h200", "--ds-sequence-parallel-size 1")[0] == 1
 

@@ -11,6 +11,7 @@ from typing import Any
 from ds_usp.planner import AUTO
 from megatron_patches.flags import (
     add_attention_flags,
+    add_checkpoint_layers_flag,
     add_degree_flags,
     add_memory_flags,
     add_mlp_chunks_flag,
@@ -157,6 +158,7 @@ def _memory(parser: Parser) -> None:
     group, _ = _group(parser, "memory", "what a layer does not save for its backward pass")
     add_memory_flags(group, ratio_type=KeywordOr(AUTO, Number(0, 1)), chunks_type=Integer(0))
     add_mlp_chunks_flag(group, chunks_type=Integer(0))
+    add_checkpoint_layers_flag(group, size_type=COUNT)
 
 
 def _model(parser: Parser) -> None:

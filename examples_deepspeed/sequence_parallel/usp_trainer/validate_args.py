@@ -10,7 +10,12 @@ from argparse import Namespace
 
 from ds_usp import ConfigError, Degrees, TokenLayout
 from ds_usp.planner import AUTO
-from megatron_patches.flags import check_cluster_flag, check_mlp_chunks, check_report_flag
+from megatron_patches.flags import (
+    check_checkpoint_layers,
+    check_cluster_flag,
+    check_mlp_chunks,
+    check_report_flag,
+)
 from usp_trainer import environment, input_files, trackers, transformer_impl
 
 
@@ -79,6 +84,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     _check_degrees(args, world_size)
     _check_batch(args)
     _check_documents(args)
+    check_checkpoint_layers(args)
     transformer_impl.check(args)
 
 
