@@ -32,6 +32,7 @@ from ds_usp.training.deepspeed import (
     owned_parameters,
     prepare_deepspeed,
 )
+from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
 
@@ -69,4 +70,5 @@ __all__ = [
     "solved_ratio",
     "this_cluster",
     "weighted_loss",
+    "with_large_enough_buckets",
 ]

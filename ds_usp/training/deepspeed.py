@@ -33,6 +33,7 @@ from torch import nn
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters
 from ds_usp.errors import ConfigError
+from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.replicas import data_parallel_ranks
 
 
@@ -182,6 +183,7 @@ def initialize_deepspeed(
     bf16 = bool(config.get("bf16", {}).get("enabled"))
     check_zero_stage(stage, stages=groups.stages, bf16=bf16)
     _check_config(config)
+    config = with_large_enough_buckets(config, model.parameters())
     rule = gradient_rule(stage, groups)
     if stage == 0:
         config = own_clipping(config, optimizer, groups)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_usp.training import ParallelGroups, own_clipping
+from ds_usp.training import ParallelGroups, own_clipping, with_large_enough_buckets
 from megatron_patches.megatron_deepspeed.state import find_state, get_state
 
 
@@ -41,11 +41,14 @@ def scatter_gradients(
 
 
 def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32.
+    """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32, and
+    with ZeRO-2's buckets large enough.
 
-    There DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
+    For ZeRO-0 DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
     """
-    config, optimizer = kwargs.get("config"), kwargs.get("optimizer")
+    config, optimizer, model = (kwargs.get(name) for name in ("config", "optimizer", "model"))
+    if isinstance(config, Mapping) and model is not None:
+        kwargs["config"] = config = with_large_enough_buckets(config, model.parameters())
     state = find_state()
     if state is not None and isinstance(config, Mapping) and optimizer is not None:
         is_sharded = state.is_sequence_parallel or state.grid.size("pp") > 1

@@ -59,7 +59,7 @@ NAMES: dict[str, Doors] = {
         "reduces gradients over all ranks that hold tokens; refuses configurations that would "
         "not": "GradientRule ParallelGroups check_zero_stage deepspeed_mpu "
         "global_gradient_norm gradient_rule initialize_deepspeed own_clipping owned_parameters "
-        "prepare_deepspeed",
+        "prepare_deepspeed with_large_enough_buckets",
         "says which ranks read which samples": "DataParallelRanks data_parallel_ranks",
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "
         "solved_ratio this_cluster",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import ds_usp
 from ds_usp import ConfigError, DataError, LayoutError, TokenLayout
@@ -16,6 +19,7 @@ from ds_usp.training import (
     rotary_frequencies,
     shard_batch,
     weighted_loss,
+    with_large_enough_buckets,
 )
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "context_parallel")
@@ -99,3 +103,30 @@ def test_the_kernel_is_known_before_the_first_call(documents: tuple[tuple[int, .
         assert f"kernel {name}" in text
     with pytest.raises(ds_usp.UnsupportedAttentionError, match="flash4"):
         attention_kernel("flash4", device=q.device, dtype=q.dtype, head_dim=4)
+
+
+OVERLAPPED = {"stage": 2, "overlap_comm": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({**OVERLAPPED, "reduce_bucket_size": 11}, 12),
+        ({**OVERLAPPED, "reduce_bucket_size": 12}, 12),
+        (OVERLAPPED, None),
+        ({"stage": 2, "overlap_comm": False, "reduce_bucket_size": 11}, 11),
+        ({"stage": 2, "reduce_bucket_size": 11}, 11),
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 11}, 11),
+        ({**OVERLAPPED, "reduce_bucket_size": 11, "contiguous_gradients": False}, 11),
+    ],
+)
+def test_overlapped_buckets_hold_the_largest_gradient(
+    zero: dict[str, Any], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    frozen = nn.Parameter(torch.zeros(50), requires_grad=False)
+    parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5)), frozen]
+    config = with_large_enough_buckets({"zero_optimization": zero, "x": 1}, parameters)
+    assert config["x"] == 1
+    assert config["zero_optimization"].get("reduce_bucket_size") == expected
+    assert config["zero_optimization"].keys() == zero.keys()

@@ -140,7 +140,7 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         # Gradients are reduced under backward. In bf16 only under ZeRO-2: under ZeRO-1 DeepSpeed's
         # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
         zero |= {
-            "overlap_comm": True,
+            "overlap_comm": True,  # initialize_deepspeed enlarges buckets that are too small
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
         }
