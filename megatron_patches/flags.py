@@ -315,6 +315,9 @@ class PlannedRun:
             schedule=framework_caps(self.framework).schedule,
             overlap_gradients=self.overlap_gradients,
             fused_loss=args.usp_loss_chunks > 0,
+            mlp_chunks=getattr(args, "usp_mlp_chunks", 0),
+            checkpoint_layers=getattr(args, "usp_checkpoint_layers", 1),
+            states_on_host=getattr(args, "usp_states_on_host", False),
             param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
         )
 

@@ -17,7 +17,8 @@ from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.search import Plan, SearchResult, search
+from ds_usp.planner.search import search
+from ds_usp.planner.search_result import Plan, SearchResult
 
 __all__ = [
     "AUTO",

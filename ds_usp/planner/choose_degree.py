@@ -84,7 +84,13 @@ def choose_ulysses(
     axes = ("tp", "pp", "dp", "recompute", "micro_batch", "order", "zero")
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
-    framework = replace(framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False)
+    framework = replace(
+        framework,
+        zero=stages,
+        zero_in_pipeline=stages,
+        chunks_loss=False,
+        length_flags=(),
+    )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
-from ds_usp.planner import report
+from ds_usp.planner import max_length_report, report
 from ds_usp.planner.arguments import (
     flag,
     lengths,
@@ -37,9 +37,9 @@ from ds_usp.planner.field_checks import (
     Positive,
     ZeroStage,
 )
-from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps, framework_caps
+from ds_usp.planner.frameworks import FRAMEWORKS, LENGTH_FLAGS, FrameworkCaps, framework_caps
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.max_length import all_configs, max_lengths, min_workload
+from ds_usp.planner.max_length import all_configs, length_steps, max_lengths, min_workload
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import (
@@ -50,7 +50,8 @@ from ds_usp.planner.parallel_config import (
     require_feasible,
 )
 from ds_usp.planner.plot import draw
-from ds_usp.planner.search import AXES, GIB, SearchResult, search
+from ds_usp.planner.search import AXES, search
+from ds_usp.planner.search_result import GIB, SearchResult
 from ds_usp.planner.traffic import attention_bytes
 
 _EMIT = (
@@ -93,6 +94,11 @@ class _DegreeFlags:
 class _FusionFlags:
     fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
+    mlp_chunks: CountOrZero = flag("chunks of each MLP (--usp-mlp-chunks); 0: in one", 0)
+    checkpoint_layers: Count = flag("layers that share a checkpoint (--usp-checkpoint-layers)", 1)
+    states_on_host: bool = flag(
+        "optimizer states in host memory but for the step (--usp-states-on-host)", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +202,15 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
         else:
             require_feasible(min_workload(model, config), config, self.gpus)
             configs = [config]
-        rows = max_lengths(model, configs, cluster, budget, self.workspace_bytes(cluster))
+        limits = cluster, budget, self.workspace_bytes(cluster)
+        rows = max_lengths(model, configs, *limits)
+        steps = length_steps(model, configs, *limits)
         if self.json:
-            print_json([report.max_length_json(row) for row in rows])
+            print_json([max_length_report.max_length_json(row) for row in (*rows, *steps)])
         else:
             print(name)
-            print(report.max_length_text(model, cluster.name, budget, rows, searched))
+            print(max_length_report.max_length_text(model, cluster.name, budget, rows, searched))
+            print(max_length_report.length_steps_text(model, *limits, steps))
         return 0 if any(row.seq_len for row in rows) else 1
 
 
@@ -244,7 +253,8 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         work = Workload(model, self.seq_len, self.global_batch, self.documents or ())
         budget = None if self.memory_gib is None else self.memory_gib * GIB
         fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        base = ParallelConfig(fused_activation=self.fused_activation, fused_loss=self.fused_loss)
+        settings = ("fused_activation", "fused_loss", *LENGTH_FLAGS)
+        base = ParallelConfig(**{name: getattr(self, name) for name in settings})
         result = search(cluster, work, self.gpus, self._framework(), budget, fixed, base)
         plans = result.plans
         emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None

@@ -135,7 +135,16 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> list[str]:
     flags += ["--usp-offload-ratio", f"{config.offload_ratio:g}"] if config.offload_ratio else []
     tokens = config.micro_batch * work.seq_len // config.sp
     flags += ["--usp-loss-chunks", str(-(-tokens // _CHUNK_TOKENS))] if config.fused_loss else []
+    flags += _mlp_flags(config)
+    several = config.checkpoint_layers > 1
+    flags += ["--usp-checkpoint-layers", str(config.checkpoint_layers)] if several else []
+    flags += ["--usp-states-on-host"] if config.states_on_host else []
     return flags + (["--reset-attention-mask", "--reset-position-ids"] if work.documents else [])
+
+
+def _mlp_flags(config: ParallelConfig) -> list[str]:
+    chunks = config.mlp_chunks
+    return ["--usp-mlp-chunks", str(chunks)] if chunks > 1 else []
 
 
 def _refuse_zero(config: ParallelConfig) -> None:
@@ -188,6 +197,14 @@ def _megatron_lm(
         raise ConfigError(
             f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
         )
+    known = framework_caps(framework).length_flags
+    has = {"mlp_chunks": config.mlp_chunks > 1, "states_on_host": config.states_on_host}
+    has |= {"checkpoint_layers": config.checkpoint_layers > 1}
+    missing = [name.replace("_", "-") for name, used in has.items() if used and name not in known]
+    if missing:
+        raise ConfigError(
+            f"{framework}'s flags have no {', '.join(missing)}: search with --engine {framework}"
+        )
     for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
         if used:
             raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
@@ -217,7 +234,7 @@ def _megatron_lm(
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
     elif config.recompute == "attention":
         flags += ["--usp-recompute", "attention"]
-    return _joined(flags)
+    return _joined([*flags, *_mlp_flags(config)])
 
 
 def ds_config(work: Workload, config: ParallelConfig) -> str:

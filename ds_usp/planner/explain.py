@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ds_usp.planner.attention_time import double_ring
+from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.memory import logits_bytes, memory
 from ds_usp.planner.parallel_config import ParallelConfig, infeasible_reason
-from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.search_result import GIB, Plan, SearchResult
 from ds_usp.planner.topology import group_of
 
 
@@ -29,6 +30,12 @@ def explain(result: SearchResult) -> list[str]:
     if best.config.fused_loss and not result.fused_loss_fixed:
         size = logits_bytes(result.work, best.config.replace(fused_loss=False)) / GIB
         lines.append(f"chunked loss: the full logits would take {size:.1f} GiB of each GPU")
+    if result.length_flags:
+        settings = ", ".join(best.config.length_settings())
+        lines.append(
+            f"{settings}: nothing fits without; {best.memory.host / GIB:.1f} GiB of each GPU's "
+            "states and activations wait in host memory"
+        )
     lines += list(_faster_over_memory(result, best))
     return list(dict.fromkeys(lines))  # plans may differ in what no line names
 
@@ -141,13 +148,26 @@ def infeasibility_report(result: SearchResult) -> list[str]:
         f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
         f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}",
     ]
-    offloaded = closest.memory.offloaded
-    if offloaded and not result.cluster.host_memory_fits(offloaded, result.gpus):
-        lines.append(f"nor does host memory hold the {offloaded / GIB:.1f} GiB that a GPU offloads")
+    host, cluster = closest.memory.host, result.cluster
+    if host and not cluster.host_memory_fits(host, result.gpus):
+        lines.append(
+            f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
+            f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
+        )
     for change, saved in what_would_help(result, closest):
         enough = "enough" if saved >= closest.over_budget_bytes else "not enough alone"
         lines.append(f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})")
     return lines
+
+
+def _length_changes(
+    result: SearchResult, config: ParallelConfig
+) -> Iterator[tuple[str, ParallelConfig]]:
+    """Settings that trade time for length, each alone, in words."""
+    for flag in LENGTH_FLAGS:
+        for option in length_options(result.work, config, flag):
+            (words,) = set(option.length_settings()) - set(config.length_settings())
+            yield words, option
 
 
 def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, float]]:
@@ -160,6 +180,7 @@ def what_would_help(result: SearchResult, closest: Plan) -> list[tuple[str, floa
         ("full recomputation", config.replace(recompute="full")),
         ("ZeRO-3", config.replace(zero=3)),
         ("a chunked loss", config.replace(fused_loss=True)),
+        *_length_changes(result, config),
         ("gradients in bf16", config.replace(grad_bytes=2)),
     ]
     if config.micro_batch > 1:

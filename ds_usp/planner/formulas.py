@@ -49,25 +49,42 @@ def model_flop_per_token(model: ModelShape, seq_len: int, documents: Sequence[in
 
 
 def hardware_flop_per_token(
-    model: ModelShape, seq_len: int, recompute: str = "none", documents: Sequence[int] = ()
+    model: ModelShape,
+    seq_len: int,
+    recompute: str = "none",
+    documents: Sequence[int] = (),
+    *,
+    mlp_chunks: int = 0,
+    checkpoint_layers: int = 1,
 ) -> float:
     """FLOP that are executed for one token: with flash backward and recomputation.
 
     ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
     ``attention`` one of all but it,
-    ``gemm-last`` norms and activation functions only, which are not counted here.
+    ``gemm-last`` norms and activation functions only, which are not counted here. An MLP in
+    chunks adds its own forward pass; with several layers a checkpoint all but one of a group are
+    recomputed once more.
     """
     attention = model.layers * attention_flop_per_token(model, seq_len, documents)
     total = model_flop_per_token(model, seq_len, documents) + attention / 2
+    forward = 2 * model.layers * model.matrix_elements
+    if mlp_chunks > 1:
+        total += forward * mlp_share(model)
+    again = 2 - 1 / checkpoint_layers
     if recompute == "full":
-        total += 2 * model.layers * model.matrix_elements + attention
+        total += again * (forward + attention)
     elif recompute == "attention-only":
         total += attention
     elif recompute == "attention":
-        total += 2 * model.layers * model.matrix_elements
+        total += again * forward
     elif recompute not in ("none", "gemm-last"):
         raise ConfigError(f"recompute={recompute!r} is unknown")
     return total
+
+
+def mlp_share(model: ModelShape) -> float:
+    """The MLP's part of a layer's matrix products."""
+    return (3 if model.gated else 2) * model.hidden * model.ffn / model.matrix_elements
 
 
 def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
@@ -124,7 +141,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     the attention's output is saved twice, before and after the exchange, unless the core is
     recomputed; a KV head with several users is saved by each. ``full`` saves the layer's input.
     ``attention`` saves that and attention's output; with Ulysses also q, k, v and out after the
-    all-to-all, which recomputation would have to repeat.
+    all-to-all, which recomputation would have to repeat. An MLP in chunks saves the input of norm 2
+    and nothing behind it.
 
     Without Megatron's sequence parallelism tp does not shard what the norms save.
     """
@@ -143,6 +161,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
         mlp = 3 * f
     if config.recompute == "gemm-last":
         norms, mlp = 2 * h, 2 * f if model.gated else f
+    if config.mlp_chunks > 1:
+        norms, mlp = (2 if config.recompute == "gemm-last" else 3) * h, 0
     if config.tp_sequence:
         return norms + attention + mlp, 0.0
     return attention + mlp, norms
@@ -151,6 +171,7 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
     """Bytes per token of one layer that tp x sp ranks save together in fp32: log-sum-exp, norms."""
     norms = 0.0 if config.recompute == "attention" else 8.0 * (2 if model.biases else 1)
+    norms /= 2 if config.mlp_chunks > 1 else 1
     lse = 0.0 if config.recompute == "attention-only" else 4.0 * model.heads
     return (
         0.0
@@ -166,6 +187,28 @@ def layer_bytes(work: Workload, config: ParallelConfig) -> float:
     sharded, replicated = saved_elements(model, config)
     elements = sharded / config.tp + replicated
     return tokens * (elements * config.param_bytes + statistics_bytes(model, config) / config.tp)
+
+
+def input_bytes(work: Workload, config: ParallelConfig) -> float:
+    """Bytes of the hidden states of one micro batch on one rank: what goes into a layer."""
+    size = work.rank_tokens(config) * work.model.hidden * config.param_bytes
+    return size / (config.tp if config.tp_sequence else 1)
+
+
+def mlp_chunk_bytes(work: Workload, config: ParallelConfig) -> float:
+    """Bytes that live in the backward pass of an MLP in chunks, beside what the layer saves.
+
+    The gradients of its output and of its input, of all tokens, and what one chunk saves when it is
+    computed again (``ds_usp.memory.in_chunks``). 0 without chunks.
+    """
+    if config.mlp_chunks <= 1:
+        return 0.0
+    whole, chunked = (
+        config.replace(recompute="none", mlp_chunks=0),
+        config.replace(recompute="none"),
+    )
+    behind_norm2 = layer_bytes(work, whole) - layer_bytes(work, chunked)
+    return 2 * input_bytes(work, config) + behind_norm2 / config.mlp_chunks
 
 
 def saved_virtual_stages(work: Workload, config: ParallelConfig, stage: int) -> int:

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import ORDERS
-from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig
+from ds_usp.planner.parallel_config import (
+    CHECKPOINTED,
+    RECOMPUTE,
+    ParallelConfig,
+    Workload,
+)
+
+# Fields of a configuration that trade time for length, the cheapest first.
+LENGTH_FLAGS = ("mlp_chunks", "states_on_host", "checkpoint_layers")
+_MLP_CHUNK_TOKENS = 16384  # matrix products over so many reach the rate of longer ones
+_GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
+
+
+def mlp_chunks_for(work: Workload, config: ParallelConfig) -> int:
+    """Chunks of an MLP, as few as leave no chunk too many tokens, and at least 2."""
+    return max(2, math.ceil(work.rank_tokens(config) / _MLP_CHUNK_TOKENS))
+
+
+def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[ParallelConfig]:
+    """The config with one of :data:`LENGTH_FLAGS` switched on; several where it has a number; none
+    where it is on already or does not go with the others."""
+    if flag == "mlp_chunks":
+        chunks = mlp_chunks_for(work, config)
+        refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config)
+        return [] if refused else [config.replace(mlp_chunks=chunks)]
+    if flag == "states_on_host":
+        refused = config.states_on_host or config.zero == 0
+        return [] if refused else [config.replace(states_on_host=True)]
+    refused = config.checkpoint_layers > 1 or config.recompute not in CHECKPOINTED
+    layers = config.chunk_layers(work.model)
+    sizes = () if refused else tuple(size for size in _GROUPS if size <= layers)
+    return [config.replace(checkpoint_layers=size) for size in sizes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +52,7 @@ class FrameworkCaps:
         offloads: saved activations can go to host memory.
         offloads_chunks: in units of a chunk of layers, not of one layer alone.
         chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
+        length_flags: which of :data:`LENGTH_FLAGS` it has.
         tp_sequence: Megatron's sequence parallelism goes with the others.
         orders: of ulysses and ring that it can have.
         grad_bytes: in which it sums gradients.
@@ -36,6 +69,7 @@ class FrameworkCaps:
     offloads_chunks: bool = False
     chunks_loss: bool = False
     chunks_loss_in_pipeline: bool = False
+    length_flags: tuple[str, ...] = ()
     tp_sequence: bool = True
     orders: tuple[str, ...] = ORDERS
     grad_bytes: int = 4
@@ -71,6 +105,7 @@ FRAMEWORKS = (
         offloads_chunks=True,
         chunks_loss=True,
         chunks_loss_in_pipeline=True,
+        length_flags=LENGTH_FLAGS,
     ),
     FrameworkCaps(
         "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
@@ -81,6 +116,7 @@ FRAMEWORKS = (
         interleaves=False,
         offloads=True,
         chunks_loss=True,
+        length_flags=LENGTH_FLAGS,
         tp_sequence=False,
         orders=ORDERS[:1],
         unsharded_grad_reduce=True,

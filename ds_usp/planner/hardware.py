@@ -144,9 +144,13 @@ class Cluster:
         """The part of a GPU's memory that a plan may fill."""
         return 0.96 * self.memory_bytes
 
+    def host_budget_bytes(self, gpus: int) -> float:
+        """The part of host memory that a plan may fill for each of so many GPUs."""
+        return 0.8 * self.host_memory_bytes / min(self.gpus_per_node, gpus)
+
     def host_memory_fits(self, bytes_a_gpu: float, gpus: int) -> bool:
         """Whether the nodes' host memory holds so many bytes of each of so many GPUs."""
-        return bytes_a_gpu * min(self.gpus_per_node, gpus) <= 0.8 * self.host_memory_bytes
+        return bytes_a_gpu <= self.host_budget_bytes(gpus)
 
     def with_gpus_per_node(self, gpus: int) -> Cluster:
         """The cluster with another number of GPUs in a node; NICs and uplinks scale with the GPUs.

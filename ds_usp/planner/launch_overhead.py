@@ -53,6 +53,10 @@ class LaunchedWork:
         """The work of one of so many equal launches."""
         return LaunchedWork(self.device_s / of, self.launch_s / of)
 
+    def part(self, share: float) -> LaunchedWork:
+        """A share of the work, of its GPU and its launch time."""
+        return LaunchedWork(self.device_s * share, self.launch_s * share)
+
     def in_launches(self, launches: int) -> LaunchedWork:
         """The same work in so many equal launches."""
         return self.fraction(launches) * launches

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ds_usp.planner.attention_time import AttentionTime, attention_s
-from ds_usp.planner.formulas import layer_bytes
+from ds_usp.planner.formulas import layer_bytes, mlp_share
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -78,8 +78,13 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
     elif config.recompute == "attention-only":
         recomputed = attention
     elif config.recompute == "gemm-last":
-        saved_less = _unfused_bytes(work, config) - layer_bytes(work, config)
+        whole = config.replace(mlp_chunks=0)
+        saved_less = _unfused_bytes(work, whole) - layer_bytes(work, whole)
         recomputed = LaunchedWork(elementwise_s(cluster, 2 * max(saved_less, 0.0)))
+    if config.checkpoint_layers > 1:  # the last layer of a group is computed as often as before
+        recomputed += recomputed.part(1 - 1 / config.checkpoint_layers)
+    if config.mlp_chunks > 1:
+        recomputed += rest.forward.part(mlp_share(work.model))
     return LayerTime(
         matrices=rest.matrices,
         attention=core.kernel + core_backward.kernel,
@@ -187,7 +192,8 @@ def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) ->
 
 def _unfused_bytes(work: Workload, config: ParallelConfig) -> float:
     """Activations without recomputation: about what elementwise kernels write."""
-    return layer_bytes(work, config.replace(recompute="none", fused_activation=True))
+    whole = config.replace(recompute="none", mlp_chunks=0, fused_activation=True)
+    return layer_bytes(work, whole)
 
 
 def elementwise_s(cluster: Cluster, moved_bytes: float) -> float:

@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.degree_configs import degrees, refusal_rule
+from ds_usp.planner.frameworks import LENGTH_FLAGS, length_options, mlp_chunks_for
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.parallel_config import (
+    CHECKPOINTED,
+    RECOMPUTE,
+    ParallelConfig,
+    Workload,
+    infeasible_reason,
+)
 
 STEP = 1024  # tokens: lengths are multiples of it
 _MAX_TOKENS = 2**30
@@ -25,12 +32,14 @@ class MaxLength:
         seq_len: tokens; 0: not even ``STEP`` of them fit.
         memory_needed: of the fullest stage at that length, or at ``STEP`` where nothing fits.
         limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
+        added: of :func:`length_steps`: the setting of this row that the one before has not.
     """
 
     config: ParallelConfig
     seq_len: int
     memory_needed: Memory
     limit: str
+    added: str = ""
 
 
 def min_workload(model: ModelShape, config: ParallelConfig) -> Workload:
@@ -59,19 +68,96 @@ def max_lengths(
         budget_bytes: of one GPU.
         workspace_bytes: what no formula counts.
     """
+    limits = cluster, budget_bytes, workspace_bytes
     results = []
     for recompute in RECOMPUTE:
+        configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
+        if configs[0].checkpoint_layers > 1 and recompute not in CHECKPOINTED:
+            continue
         for offload in (False, True):
-            best: list[MaxLength] = []
-            for base in bases:
-                config = base.replace(recompute=recompute, offload_ratio=0.0, offload_unit="layer")
-                search = _LengthSearch(
-                    model, config, offload, cluster, budget_bytes, workspace_bytes
-                )
-                if not best or search.fits(best[0].seq_len + STEP):
-                    best = [search.find()]
-            results += best
+            results.append(_furthest(model, configs, offload, *limits))
     return results
+
+
+def length_steps(
+    model: ModelShape,
+    bases: Sequence[ParallelConfig],
+    cluster: Cluster,
+    budget_bytes: float,
+    workspace_bytes: float,
+) -> list[MaxLength]:
+    """Full recomputation with offload, then in each row one more setting that trades time for
+    length: the one that goes furthest; those that make nothing longer are left out.
+
+    Args:
+        bases: as of :func:`max_lengths`, and so are the others; settings that they have stay.
+    """
+    limits = cluster, budget_bytes, workspace_bytes, bases[0].mlp_chunks <= 1
+    configs = [base.replace(recompute="full", offload_ratio=0.0) for base in bases]
+    steps = [replace(_furthest(model, configs, True, *limits), added="full, offload")]
+    while True:
+        options: list[tuple[str, list[ParallelConfig]]] = []
+        if not configs[0].fused_loss:
+            chunked = [config.replace(fused_loss=True) for config in configs]
+            options.append(("loss in chunks", chunked))
+        given = configs[0].replace(checkpoint_layers=bases[0].checkpoint_layers)
+        long = _workload(model, given, _MAX_TOKENS)
+        for flag in LENGTH_FLAGS:
+            for config in length_options(long, given, flag):
+                change = {flag: getattr(config, flag)}
+                options.append((_words(config, given), [c.replace(**change) for c in configs]))
+        found = [
+            (replace(_furthest(model, changed, True, *limits), added=words), changed)
+            for words, changed in options
+        ]
+        furthest = max(found, key=lambda each: each[0].seq_len, default=None)
+        if furthest is None or furthest[0].seq_len <= steps[-1].seq_len:
+            return steps
+        steps.append(furthest[0])
+        configs = furthest[1]
+
+
+def _words(config: ParallelConfig, without: ParallelConfig) -> str:
+    """The setting that a config has and another has not; the number of chunks depends on the
+    length."""
+    if config.mlp_chunks != without.mlp_chunks:
+        return "MLP in chunks"
+    (words,) = set(config.length_settings()) - set(without.length_settings())
+    return words
+
+
+def needs_at(model: ModelShape, end: MaxLength, seq_len: int, workspace_bytes: float) -> Memory:
+    """The memory of another length with the settings of a :class:`MaxLength`, all offloaded."""
+    work = _workload(model, end.config, seq_len)
+    config = end.config.replace(offload_ratio=1.0)
+    if config.mlp_chunks > 1:
+        config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
+    return memory(work, config, workspace_bytes)
+
+
+def _furthest(
+    model: ModelShape,
+    configs: Sequence[ParallelConfig],
+    offload: bool,
+    cluster: Cluster,
+    budget_bytes: float,
+    workspace_bytes: float,
+    chunk_mlp: bool = False,
+) -> MaxLength:
+    """The longest sequence of several configurations; of equals the first.
+
+    Args:
+        chunk_mlp: an MLP in chunks has as many as the length asks for.
+    """
+    best: list[MaxLength] = []
+    for config in configs:
+        layers = config.replace(offload_unit="layer")
+        search = _LengthSearch(
+            model, layers, offload, cluster, budget_bytes, workspace_bytes, chunk_mlp
+        )
+        if not best or search.fits(best[0].seq_len + STEP):
+            best = [search.find()]
+    return best[0]
 
 
 def all_configs(
@@ -109,6 +195,7 @@ class _LengthSearch:
     cluster: Cluster
     budget_bytes: float
     workspace_bytes: float
+    chunk_mlp: bool = False
 
     def fits(self, seq_len: int) -> bool:
         """Whether a length trains."""
@@ -128,12 +215,14 @@ class _LengthSearch:
     def _evaluate(self, seq_len: int) -> MaxLength:
         """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
         config, work = self.config, _workload(self.model, self.config, seq_len)
+        if self.chunk_mlp and config.mlp_chunks > 1:
+            config = config.replace(mlp_chunks=mlp_chunks_for(work, config))
         if self.offload:
             config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
         needed = memory(work, config, self.workspace_bytes)
         limit = infeasible_reason(work, config) or ""
         if needed.total > self.budget_bytes:
             limit = limit or "GPU memory"
-        elif not self.cluster.host_memory_fits(needed.offloaded, config.gpus):
+        elif not self.cluster.host_memory_fits(needed.host, config.gpus):
             limit = limit or "host memory"
         return MaxLength(config, seq_len, needed, limit)

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, fields
 
 from ds_usp.planner.formulas import (
+    input_bytes,
     layer_bytes,
     layer_elements,
+    mlp_chunk_bytes,
     saved_virtual_stages,
     stage_elements,
 )
@@ -30,7 +32,8 @@ class Memory:
             both 0 where the loss is worse.
         workspace: what no formula counts.
         stage: which pipeline stage it is.
-        offloaded: bytes in host memory, not part of the total.
+        offloaded: bytes of activations in host memory, not part of the total.
+        host_states: bytes of optimizer states there, all the time, nor part of it.
     """
 
     weights: float
@@ -43,6 +46,12 @@ class Memory:
     workspace: float
     stage: int
     offloaded: float
+    host_states: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """Bytes of host memory that this GPU's rank takes."""
+        return self.offloaded + self.host_states
 
     @property
     def formula(self) -> float:
@@ -58,7 +67,7 @@ class Memory:
 
     def components(self) -> dict[str, float]:
         """Name -> bytes, of what is part of the total."""
-        apart = ("stage", "offloaded")
+        apart = ("stage", "offloaded", "host_states")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
 
 
@@ -67,6 +76,7 @@ class ModelWideBytes:
     """What every stage has in common, in bytes, whatever is offloaded."""
 
     per_layer: float
+    layer_input: float
     logits: float
     exchange: float
     transient: float
@@ -82,7 +92,10 @@ def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
     if config.zero == 3 and config.zero_ranks > 1:
         transient += 2 * one * config.param_bytes + one * config.grad_bytes
     logits, exchange = logits_bytes(work, config), exchange_bytes(work, config)
-    return ModelWideBytes(layer_bytes(work, config), logits, exchange, transient)
+    # An exchange and the MLP's backward pass are not at the same time.
+    transient += max(0.0, mlp_chunk_bytes(work, config) - exchange)
+    layer_input = input_bytes(work, config)
+    return ModelWideBytes(layer_bytes(work, config), layer_input, logits, exchange, transient)
 
 
 def memory(
@@ -119,7 +132,8 @@ def stage_memory(
 
     The peak is at the loss or in a layer's backward: the logits are freed before a layer's exchange
     buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
-    at the step, when activations are freed and gradients are copied.
+    at the step, when activations are freed, gradients are copied, and states are back that wait in
+    host memory else.
     """
     return _stage(work, config, stage, model_wide_bytes(work, config), workspace_bytes)
 
@@ -134,42 +148,68 @@ def _stage(
     """Memory of one pipeline stage: the larger of its peaks in backward and at the step.
 
     The peak in backward holds activations and either the logits or a layer's buffers; the peak at
-    the step has the copies that the gradients' reduction makes, and no activations.
+    the step has the copies that the gradients' reduction makes, states that were on the host, and
+    no activations.
     """
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
-    units, always_resident, unit_bytes = _offload_units(work, config, stage, shared)
-    resident = units * (1 - config.offload_ratio) + always_resident * config.offload_ratio
+    saved, stays, on_host = _saved_bytes(work, config, stage, shared)
+    resident = saved * (1 - config.offload_ratio) + stays * config.offload_ratio
+    offloaded = on_host * config.offload_ratio
+    host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
     reduction_copies = reduction_bytes(elements, config)
     peak_buffers = max(logits, shared.exchange + shared.transient)
-    if reduction_copies > resident * unit_bytes + peak_buffers:
+    if reduction_copies + host_states > resident + peak_buffers:
         states = (weights, gradients + reduction_copies, optimizer)
-        return Memory(*states, 0.0, 0.0, 0.0, 0.0, workspace_bytes, stage, 0.0)
+        nothing = (0.0, 0.0, 0.0, 0.0)
+        return Memory(*states, *nothing, workspace_bytes, stage, offloaded, host_states)
     peak_at_loss = logits > shared.exchange + shared.transient
     return Memory(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer,
-        activations=resident * unit_bytes,
+        optimizer=optimizer - host_states,
+        activations=resident,
         logits=logits if peak_at_loss else 0.0,
         exchange=0.0 if peak_at_loss else shared.exchange,
         transient=0.0 if peak_at_loss else shared.transient,
         workspace=workspace_bytes,
         stage=stage,
-        offloaded=(units - resident) * unit_bytes,
+        offloaded=offloaded,
+        host_states=host_states,
     )
 
 
-def _offload_units(
+def _saved_bytes(
     work: Workload, config: ParallelConfig, stage: int, shared: ModelWideBytes
-) -> tuple[int, int, float]:
-    """Units of offload that are saved at the peak, those of them that always stay on the GPU, and
-    the bytes of one."""
+) -> tuple[float, float, float]:
+    """Activations that are saved at the peak; those of them that stay on the GPU if all are
+    offloaded; and those that are then in host memory.
+
+    With K layers a checkpoint the inputs of groups of K are saved, and in a group's backward pass
+    those of its other layers (``ds_usp.memory.LayerMemory``).
+    """
     layers, saved = config.chunk_layers(work.model), saved_virtual_stages(work, config, stage)
+    group = min(config.checkpoint_layers, layers)
+    if group > 1:
+        groups = saved * math.ceil(layers / group)
+        inputs, kept = shared.layer_input, shared.per_layer - shared.layer_input
+        everything = (groups + group - 1) * inputs + saved * layers * kept
+        stays = (min(2, groups) + min(2, group - 1)) * inputs + min(2, saved * layers) * kept
+        return everything, stays, everything - inputs - min(2, saved * layers) * kept
     if config.offload_unit == "chunk":
-        return saved, min(4, saved), layers * shared.per_layer
-    return saved * layers, min(2, saved * layers), shared.per_layer
+        units, always_resident, unit_bytes = saved, min(4, saved), layers * shared.per_layer
+    else:
+        units, always_resident, unit_bytes = (
+            saved * layers,
+            min(2, saved * layers),
+            shared.per_layer,
+        )
+    return (
+        units * unit_bytes,
+        always_resident * unit_bytes,
+        (units - always_resident) * unit_bytes,
+    )
 
 
 def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float, float]:
@@ -234,7 +274,8 @@ def offload_needed(
 ) -> float:
     """The smallest offload ratio with which all fits, in closed form; more than 1: none does.
 
-    Activations are linear in the ratio, so the worst of the stages decides.
+    Activations are linear in the ratio, so the worst of the stages decides. What the optimizer's
+    step needs no ratio changes.
     """
     worst, shared, plain = (
         0.0,
@@ -244,9 +285,11 @@ def offload_needed(
     for stage in _stages(config):
         over = _stage(work, plain, stage, shared, workspace).total - budget_bytes
         if over > 0:
-            units, always_resident, unit_bytes = _offload_units(work, config, stage, shared)
-            gain = (units - always_resident) * unit_bytes
-            worst = max(worst, over / gain if gain > 0 else 2.0)
+            saved, stays, _ = _saved_bytes(work, config, stage, shared)
+            worst = max(worst, over / (saved - stays) if saved > stays else 2.0)
+            offloaded = _stage(work, config.replace(offload_ratio=1.0), stage, shared, workspace)
+            if offloaded.total > budget_bytes:
+                worst = max(worst, 2.0)
     return worst
 
 

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees, Refusal
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
-from ds_usp.planner.field_checks import Count, Fraction, ZeroStage, choice, violations
+from ds_usp.planner.field_checks import (
+    Count,
+    CountOrZero,
+    Fraction,
+    ZeroStage,
+    choice,
+    violations,
+)
 from ds_usp.planner.models import ModelShape
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
+CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 
@@ -71,6 +79,12 @@ class ParallelConfig:
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
         fused_loss: the loss is chunked; the full logits are never in memory.
+        mlp_chunks: each layer's norm 2, MLP and residual are computed in so many chunks of a rank's
+            tokens and again in backward (``--usp-mlp-chunks``); 0 or 1: in one.
+        checkpoint_layers: so many layers have one checkpoint around those that ``recompute`` makes
+            (``--usp-checkpoint-layers``); 1: none.
+        states_on_host: optimizer states and fp32 weights are in host memory but for the step
+            (``--usp-states-on-host``).
         overlap_gradients: they are reduced under the last micro batch's backward.
         param_bytes, grad_bytes: of one element.
         unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
@@ -94,6 +108,9 @@ class ParallelConfig:
     schedule: str = choice(SCHEDULES, "1f1b")
     fused_activation: bool = False
     fused_loss: bool = False
+    mlp_chunks: CountOrZero = 0
+    checkpoint_layers: Count = 1
+    states_on_host: bool = False
     overlap_gradients: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
@@ -144,12 +161,20 @@ class ParallelConfig:
         """Micro batches of a step, at least 1."""
         return max(1, global_batch // (self.dp * self.micro_batch))
 
+    def length_settings(self) -> list[str]:
+        """The settings that trade time for length, in words; none where all are off."""
+        words = [f"MLP in {self.mlp_chunks} chunks"] if self.mlp_chunks > 1 else []
+        words += ["states on the host"] if self.states_on_host else []
+        several = self.checkpoint_layers > 1
+        return words + ([f"{self.checkpoint_layers} layers a checkpoint"] if several else [])
+
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"ulysses {self.ulysses}", f"ring {self.ring}"]
         parts += [f"pp {self.pp}", f"dp {self.dp}", f"ZeRO-{self.zero}"]
         parts.append(f"recompute {self.recompute}")
         if self.offload_ratio:
             parts.append(f"offload {self.offload_ratio:.2f}")
+        parts += self.length_settings()
         return ", ".join(parts)
 
 
@@ -216,6 +241,7 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
             f"tp {tp} x ulysses {config.ulysses} x ring {config.ring} x pp {pp} x dp {dp} = "
             f"{config.gpus} ranks, but there are {gpus} GPUs"
         )
+    yield from _memory_violations(work, config)
     if work.global_batch % (dp * config.micro_batch):
         yield (
             f"a global batch of {work.global_batch} does not divide among dp {dp} x micro batch "
@@ -234,3 +260,17 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
             )
     if config.zero >= 2 and pp > 1:
         yield f"ZeRO-{config.zero} does not go with a pipeline (pp={pp}); use ZeRO-1"
+
+
+def _memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
+    """A sentence for each rule of the settings that trade time for length."""
+    tokens = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1))
+    if config.mlp_chunks > tokens:
+        yield f"an MLP in {config.mlp_chunks} chunks: a rank has {tokens} tokens of a sequence"
+    if config.checkpoint_layers > 1 and config.recompute not in CHECKPOINTED:
+        yield (
+            f"{config.checkpoint_layers} layers a checkpoint go with recompute "
+            f"{' or '.join(CHECKPOINTED)}, not with {config.recompute}"
+        )
+    if config.states_on_host and config.zero == 0:
+        yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"

@@ -10,7 +10,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.pipeline_schedule import EXCHANGES, Op
 from ds_usp.geometry.pipeline_timeline import COMPUTE, Timeline
 from ds_usp.planner.layer_time import layer_time
-from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.search_result import GIB, Plan, SearchResult
 
 Panels = dict[str, list[Mapping[str, float]]]
 

@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 from ds_usp.planner.explain import infeasibility_report, what_would_help
 from ds_usp.planner.formulas import hardware_flop_per_token, model_flop_per_token
-from ds_usp.planner.max_length import MaxLength
+from ds_usp.planner.frameworks import LENGTH_FLAGS
 from ds_usp.planner.memory import Memory
-from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import (
     MeasuredAttention,
@@ -17,7 +16,7 @@ from ds_usp.planner.profile_rows import (
     embedding_head_rows,
     layer_rows,
 )
-from ds_usp.planner.search import GIB, Plan, SearchResult
+from ds_usp.planner.search_result import GIB, Plan, SearchResult
 from ds_usp.planner.traffic import (
     AttentionBytes,
     layer_traffic,
@@ -27,6 +26,7 @@ from ds_usp.planner.traffic import (
 
 Json = dict[str, object]
 MIB = 2**20
+LENGTH_FIELDS = " ".join(LENGTH_FLAGS)
 
 _MEMORY_LEGEND = """\
 components of a GPU's memory at its peak (names in tables and in --json):
@@ -80,7 +80,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def _attributes(source: object, names: str) -> Json:
+def attributes(source: object, names: str) -> Json:
+    """Name -> value, of names that blanks separate."""
     return {name: getattr(source, name) for name in names.split()}
 
 
@@ -95,6 +96,7 @@ def memory_json(memory: Memory) -> Json:
     """Bytes of each component, ``total_bytes`` and what is not in it."""
     sizes = {"total": memory.total, **memory.components()}
     sizes |= {"formula": memory.formula, "offloaded": memory.offloaded}
+    sizes["host_states"] = memory.host_states
     rounded: Json = {f"{name}_bytes": round(size) for name, size in sizes.items()}
     return rounded | {"pipeline_stage": memory.stage}
 
@@ -104,53 +106,14 @@ def memory_text(memory: Memory) -> str:
     title = f"rank of pipeline stage {memory.stage}"
     sizes = _gib(memory.components() | {"total": memory.total}, 2)
     text = table([{title: name, "GiB": size} for name, size in sizes.items()])
-    if memory.offloaded:
-        text += f"\nin host memory: {memory.offloaded / GIB:.2f} GiB a GPU"
+    if memory.host:
+        text += f"\nin host memory: {memory.host / GIB:.2f} GiB a GPU"
+    if memory.host_states:
+        text += f", {memory.host_states / GIB:.2f} GiB of them optimizer states"
     return text
 
 
-def max_length_json(row: MaxLength) -> Json:
-    """One way to save memory: its longest sequence, what that needs, and what ends it."""
-    config = _attributes(row.config, "tp ulysses ring pp dp recompute offload_ratio")
-    return config | _attributes(row, "seq_len limit") | memory_json(row.memory_needed)
-
-
-def max_length_text(
-    model: ModelShape, cluster: str, budget_bytes: float, rows: Sequence[MaxLength], searched: bool
-) -> str:
-    """A row for each way to save memory by its longest sequence; components in GiB.
-
-    Args:
-        cluster: its name.
-        searched: each row has degrees of its own.
-    """
-    components = [row.memory_needed.components() for row in rows]
-    shown = [n for n in components[0] if n != "workspace" and any(row[n] for row in components)]
-    config = rows[0].config
-    degrees = f"tp {config.tp}, ulysses {config.ulysses}, ring {config.ring}, pp {config.pp}"
-    if searched:
-        degrees = "each row with the degrees that go furthest"
-    cells = [
-        {
-            "recompute": row.config.recompute,
-            "offload": f"{row.config.offload_ratio:.0%}",
-            **(_degree_cells(row.config) if searched else {}),
-            "tokens": f"{row.seq_len:,}" if row.seq_len else "none",
-            **{name: f"{row.memory_needed.components()[name] / GIB:.1f}" for name in shown},
-            "GPU": f"{row.memory_needed.total / GIB:.1f}",
-            "host": f"{row.memory_needed.offloaded / GIB:.1f}",
-            "ends with": row.limit,
-        }
-        for row in sorted(rows, key=lambda row: row.seq_len)
-    ]
-    return (
-        f"{model.name} on {config.gpus} x {cluster} ({degrees}, dp {config.dp}, "
-        f"ZeRO-{config.zero}), {budget_bytes / GIB:.1f} GiB each; GiB of a GPU at the longest "
-        f"sequence\n{table(cells)}"
-    )
-
-
-def _degree_cells(config: ParallelConfig, stages: int = 1) -> Json:
+def degree_cells(config: ParallelConfig, stages: int = 1) -> Json:
     """The table's columns of sequence, tensor and pipeline parallelism.
 
     Args:
@@ -193,7 +156,7 @@ def comm_json(work: Workload, config: ParallelConfig, ranks: Sequence[AttentionB
     return {
         "model": work.model.name,
         "seq_len": work.seq_len,
-        **_attributes(config, "tp ulysses ring"),
+        **attributes(config, "tp ulysses ring"),
         "ranks": rows,
         "tp_forward_bytes": round(mean.tp_forward),
         "tp_backward_bytes": round(mean.tp_backward),
@@ -244,10 +207,11 @@ def plan_json(result: SearchResult, plan: Plan) -> Json:
     """One plan: its degrees and settings, predicted time, MFU and memory."""
     config, model = plan.config, result.work.model
     return {
-        **_attributes(config, "tp ulysses ring order pp"),
+        **attributes(config, "tp ulysses ring order pp"),
         "virtual_stages": config.virtual_stages(model),
         "layers_per_virtual_stage": config.chunk_layers(model),
-        **_attributes(config, "dp zero recompute offload_ratio fused_loss micro_batch"),
+        **attributes(config, "dp zero recompute offload_ratio fused_loss micro_batch"),
+        **attributes(config, LENGTH_FIELDS),
         "micro_batches": config.micro_batches(result.work.global_batch),
         "mfu": plan.mfu,
         "step_s": plan.time.total,
@@ -263,7 +227,7 @@ def search_result_json(result: SearchResult, top: int) -> Json:
     work, closest = result.work, result.closest_to_fitting
     content: Json = {
         "model": work.model.name,
-        **_attributes(work, "seq_len global_batch"),
+        **attributes(work, "seq_len global_batch"),
         "gpus": result.gpus,
         "cluster": result.cluster.name,
         "budget_bytes": round(result.budget_bytes),
@@ -289,7 +253,7 @@ def _plan_cells(result: SearchResult, plan: Plan, mark: str) -> Json:
     """A plan's row of the table, by column; ``mark`` is its last cell."""
     config = plan.config
     return {
-        **_degree_cells(config, config.virtual_stages(result.work.model)),
+        **degree_cells(config, config.virtual_stages(result.work.model)),
         "dp": config.dp,
         "ZeRO": config.zero,
         "mb": config.micro_batch,
@@ -351,8 +315,15 @@ def _breakdown(result: SearchResult, plan: Plan) -> str:
     )
     sizes = _gib(plan.memory.components(), 1, least=MIB)
     flop = model_flop_per_token(work.model, work.seq_len, work.documents)
-    recompute = plan.config.recompute
-    executed = hardware_flop_per_token(work.model, work.seq_len, recompute, work.documents)
+    config = plan.config
+    executed = hardware_flop_per_token(
+        work.model,
+        work.seq_len,
+        config.recompute,
+        work.documents,
+        mlp_chunks=config.mlp_chunks,
+        checkpoint_layers=config.checkpoint_layers,
+    )
     return (
         f"the best: time: {', '.join(times)}\n"
         f"          memory (GiB): {', '.join(f'{name} {size}' for name, size in sizes.items())}\n"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.degree_configs import degree_configs, fixed_text, values_of
 from ds_usp.planner.formulas import layer_bytes, stage_elements
-from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps
+from ds_usp.planner.frameworks import FRAMEWORKS, FrameworkCaps, length_options
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import (
     Memory,
@@ -22,88 +20,22 @@ from ds_usp.planner.memory import (
     states_bytes,
     with_offload,
 )
-from ds_usp.planner.parallel_config import RECOMPUTE, ParallelConfig, Workload
-from ds_usp.planner.profile_rows import layer_rows
+from ds_usp.planner.parallel_config import CHECKPOINTED, RECOMPUTE, ParallelConfig, Workload
+from ds_usp.planner.search_result import GIB, Plan, SearchResult
 from ds_usp.planner.step_time import (
     MicroBatch,
-    StepTime,
     micro_batch_time,
     step_mfu,
     step_time,
 )
 from ds_usp.warn_once import renamed_keywords
 
-GIB = 2.0**30
 AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
 _EXPLAINED_AXES = AXES[:-1]  # for which the best plan of each value is kept
 _OVER_MEMORY = "too little memory"
+_OVER_HOST = "offload beyond the host's memory"
 _SLOWER = "slower than those that are listed"
 _MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One configuration with its predicted memory and time.
-
-    Args:
-        over_budget_bytes: beyond the memory budget of a GPU; 0: it fits.
-    """
-
-    config: ParallelConfig
-    memory: Memory
-    time: StepTime
-    mfu: float
-    over_budget_bytes: float = 0.0
-
-    @property
-    def split(self) -> ParallelConfig:
-        """:attr:`config` under its old name."""
-        warnings.warn("Plan.split is now config", DeprecationWarning, stacklevel=2)
-        return self.config
-
-
-@dataclass
-class SearchResult:
-    """The configurations of a search.
-
-    Args:
-        plans: those that fit, the best first.
-        considered: how many configurations were considered.
-        refused: rule -> how many configurations it refused.
-        over_memory: the fastest that do not fit.
-        closest_to_fitting: the one that is least over the budget.
-        best_with: (axis, value) -> the best plan that has it.
-        fixed: axes that were not searched.
-        fused_loss_fixed: nor was whether the loss is chunked.
-    """
-
-    cluster: Cluster
-    work: Workload
-    gpus: int
-    budget_bytes: float
-    plans: list[Plan] = field(default_factory=list)
-    considered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    over_memory: list[Plan] = field(default_factory=list)
-    closest_to_fitting: Plan | None = None
-    best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    fused_loss_fixed: bool = False
-
-    @property
-    def stated_error(self) -> float:
-        """The relative difference of MFU below which two plans are a tie.
-
-        With formulas alone the order held for runs that were 6 % apart (GPT 1.3B on 4 H200). With
-        a profile of the machine that has the model's layers, times are 1.5 % off in the mean over
-        19 runs, and two of them are compared.
-        """
-        profiled = self.cluster.calls and layer_rows(self.cluster.layers, self.work.model)
-        return 0.03 if profiled else 0.06
-
-    def is_tie(self, plan: Plan) -> bool:
-        """Whether a plan is within the stated error of the best one that fits."""
-        return plan.mfu >= self.plans[0].mfu * (1 - self.stated_error)
 
 
 @renamed_keywords(how="framework")
@@ -121,7 +53,8 @@ def search(
     Args:
         budget_bytes: of one GPU; None: 96 % of its memory.
         fixed: values of :data:`AXES` that are not searched.
-        base: its ``fused_loss`` and ``fused_activation`` are those of every configuration.
+        base: its ``fused_loss``, ``fused_activation`` and settings that trade time for length are
+            those of every configuration. Where nothing fits, more of the last are switched on.
 
     Raises:
         ConfigError: GPUs that do not fill nodes, or ``fixed`` that leaves no candidate at all.
@@ -151,6 +84,8 @@ def search(
         raise ConfigError(
             f"no configuration of {gpus} GPUs has {fixed_text(fixed)}: {why}; leave one out"
         )
+    if not result.plans:
+        degree_sets = collector.search_longer(degree_sets, fixed)
     if not result.plans:
         collector.find_closest(degree_sets, fixed)
     collector.trim()
@@ -186,7 +121,8 @@ class _Collector:
             return
         schedule = framework.schedule if base.pp > 1 else "1f1b"
         base = base.replace(schedule=schedule, zero=max(stages))
-        states = sum(states_bytes(stage_elements(result.work, base, 0), base))
+        *on_gpu, optimizer = states_bytes(stage_elements(result.work, base, 0), base)
+        states = sum(on_gpu) + (0.0 if base.states_on_host else optimizer)
         for micro_batch in batches:
             chunks = self._virtual_stage_layers(base, micro_batch)
             for recompute_mode in recompute:
@@ -225,7 +161,8 @@ class _Collector:
     def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
         """The time of one micro batch, computed once for all settings that do not change it."""
         degrees = config.tp, config.ulysses, config.ring, config.order
-        key = *degrees, config.micro_batch, config.recompute, config.fused_loss
+        memory_settings = config.fused_loss, config.mlp_chunks, config.checkpoint_layers
+        key = *degrees, config.micro_batch, config.recompute, *memory_settings
         if key not in self._micro_batches:
             cluster, work = self._result.cluster, self._result.work
             self._micro_batches[key] = micro_batch_time(cluster, work, config)
@@ -238,12 +175,14 @@ class _Collector:
         if self.exhaustive:
             return False
         result = self._result
-        key = base.tp, base.ulysses, base.ring, micro_batch, recompute_mode
+        key = base.tp, base.ulysses, base.ring, micro_batch, recompute_mode, base.mlp_chunks
         if key not in self._bytes:
             config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
             self._bytes[key] = layer_bytes(result.work, config)
         layers = base.layers_per_stage(result.work.model)
         resident_layers = min(3, layers) if self._framework.offloads else layers
+        if base.checkpoint_layers > 1:
+            resident_layers = min(2, layers)
         min_activations = resident_layers * self._bytes[key]
         return states_bytes + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 
@@ -279,6 +218,9 @@ class _Collector:
             if offloaded is not None:
                 config, needs = offloaded
                 over_budget = needs.total - budget if config.offload_ratio == 1 else 0.0
+        elif not cluster.host_memory_fits(needs.host, result.gpus):
+            result.refused[_OVER_HOST] += 1
+            return
         if over_budget > 0:
             result.refused[_OVER_MEMORY] += 1
             if only_if_fits:
@@ -344,8 +286,8 @@ class _Collector:
         if only_if_fits and not enough:
             return None
         needs = memory(work, offloading, workspace, shared)
-        if enough and not result.cluster.host_memory_fits(needs.offloaded, result.gpus):
-            result.refused["offload beyond the host's memory"] += 1
+        if enough and not result.cluster.host_memory_fits(needs.host, result.gpus):
+            result.refused[_OVER_HOST] += 1
             return None
         return offloading, needs
 
@@ -356,6 +298,33 @@ class _Collector:
             result.closest_to_fitting = plan
         result.over_memory = sorted([*result.over_memory, plan], key=lambda p: -p.mfu)
         del result.over_memory[_MAX_OVER_MEMORY:]
+
+    def search_longer(
+        self, degree_sets: Sequence[ParallelConfig], fixed: Mapping[str, object]
+    ) -> list[ParallelConfig]:
+        """Search again with settings that trade time for length, one more at a time, until
+        something fits; returns the configurations that were searched last."""
+        configs = list(degree_sets)
+        known = values_of(fixed, "recompute", self._framework.recompute)
+        modes = [mode for mode in known if mode in CHECKPOINTED]
+        saving: dict[str, object] = {"recompute": modes[-1]} if modes else {}
+        for flag in self._framework.length_flags:
+            # Checkpoints of several layers depend on the recomputation.
+            changed = [
+                option
+                for config in configs
+                for option in length_options(self._result.work, config.replace(**saving), flag)
+            ]
+            if not changed:
+                continue
+            configs = changed
+            self._result.length_flags += (flag,)
+            more = {**saving, **fixed} if flag == "checkpoint_layers" else fixed
+            for config in configs:
+                self.search_degrees(config, more)
+            if self._result.plans:
+                break
+        return configs
 
     def find_closest(
         self, degree_sets: Iterable[ParallelConfig], fixed: Mapping[str, object]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_usp.planner.formulas import layer_bytes, mfu, model_flop_per_token, stage_elements
+from ds_usp.planner.formulas import (
+    layer_bytes,
+    mfu,
+    model_flop_per_token,
+    stage_elements,
+)
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.launch_overhead import LaunchedWork
 from ds_usp.planner.layer_time import elementwise_s, gemm_s, layer_time
+from ds_usp.planner.memory import states_bytes
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import (
     embedding_head_rows,
@@ -207,14 +213,20 @@ def _exposed_s(cluster: Cluster, exchange: float, overlap_s: float) -> float:
 def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float) -> float:
     """Exposed time of copies to host memory and back, both directions at once.
 
-    Hidden copies cost a quarter of what exchanges do (assumed): memory bandwidth, no SMs.
+    Hidden copies cost a quarter of what exchanges do (assumed): memory bandwidth, no SMs. Optimizer
+    states that wait there are back before the step, which nothing hides.
     """
+    states_s = 0.0
+    if config.states_on_host:
+        states_s = states_bytes(stage_elements(work, config, 0), config)[2]
+        states_s /= cluster.host_bytes_per_s
     if not config.offload_ratio:
-        return 0.0
+        return states_s
     layers = config.micro_batches(work.global_batch) * config.layers_per_stage(work.model)
     copied = layers * config.offload_ratio * layer_bytes(work, config)
     copy_s = copied / cluster.host_bytes_per_s
-    return max(0.0, copy_s - layers_s) + cluster.contention / 4 * min(copy_s, layers_s)
+    hidden_s = min(copy_s, layers_s)
+    return states_s + max(0.0, copy_s - layers_s) + cluster.contention / 4 * hidden_s
 
 
 def _optimizer_s(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from trainer_runs import TRAINER
 
 import megatron_patches
 from ds_usp import TokenLayout
+from ds_usp.memory import Offload
+from ds_usp.memory.saved_tensor_hooks import saved_tensors
 from ds_usp.planner.formulas import layer_bytes
 from ds_usp.training import prepare_deepspeed
 
@@ -44,11 +48,12 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
     return [*GPT.split(), *degrees.split(), "--ulysses-degree", str(ulysses)]
 
 
-def _validated(tp: int, ulysses: int, ring: int) -> Any:
+def _validated(tp: int, ulysses: int, ring: int, flags: str = "") -> Any:
     from usp_trainer.arguments import parse
     from usp_trainer.validate_args import validate_and_derive
 
-    args = validate_and_derive(parse(_flags(tp, ulysses, ring)), tp * ulysses * ring)
+    line = [*_flags(tp, ulysses, ring), *flags.split()]
+    args = validate_and_derive(parse(line), tp * ulysses * ring)
     args.padded_vocab_size = 256
     return args
 
@@ -62,13 +67,23 @@ def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
 
 def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     """Bytes of all storages that autograd saves, once each, parameters aside."""
+    layer, x = _layer_and_input(_validated(tp, ulysses, ring))
+
+    def run() -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
+
+    return _saved_bytes(layer, run)
+
+
+def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The trainer's first layer in bf16, and what goes into it, on this rank."""
     from megatron.core import parallel_state
     from usp_trainer.model import Layer, build_model
 
     from megatron_patches.megatron_core import cpu_fallbacks_patch_set
     from megatron_patches.megatron_core.groups import initialize_groups
 
-    args = _validated(tp, ulysses, ring)
+    tp, ulysses, ring = args.tensor_model_parallel_size, args.ulysses_degree, args.ring_degree
     parallel_state.destroy_model_parallel()
     megatron_patches.restore()
     cpu_fallbacks_patch_set().apply()
@@ -78,9 +93,13 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
     )
     model = build_model(args, mesh, layout, groups, torch.device("cpu")).bfloat16()
     layer = next(part for part in model.layers if isinstance(part, Layer))
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shape = (layout.length(mesh.rank), args.micro_batch_size, args.hidden_size)
-    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True).clone()
+    return layer, torch.randn(shape, dtype=torch.bfloat16, requires_grad=True).clone()
+
+
+def _saved_bytes(layer: torch.nn.Module, run: Callable[[], torch.Tensor]) -> int:
+    """Bytes of all storages that autograd saves in a forward pass, once each, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,14 +108,48 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
             saved[storage.data_ptr()] = storage  # alive, so that no address comes twice
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
+    with saved_tensors(pack, lambda tensor: tensor):
+        y = run()
     total = sum(storage.nbytes() for storage in saved.values())
     y.sum().backward()
     return total
+
+
+def policies_over_formula(ctx: RankContext) -> dict[str, tuple[float, float]]:
+    """For every recomputation, without and with an MLP in chunks: counted bytes over the formula's,
+    and the same of what an offload of one half counts."""
+    from usp_trainer.auto_args import planned_run
+
+    prepare_deepspeed()
+    ratios = {}
+    for recompute, chunks in product(("none", "gemm-last", "attention", "full"), (0, 3)):
+        args = _validated(1, 2, 1, f"--usp-recompute {recompute} --usp-mlp-chunks {chunks}")
+        run = planned_run(args)
+        formula = layer_bytes(run.workload(), run.parallel_config())
+        layer, x = _layer_and_input(args)
+        saved = _saved_bytes(layer, lambda layer=layer, x=x: layer(x))
+        offload = Offload(0.5, torch.device("cpu"), min_bytes=1024)
+        layer.memory = replace(layer.memory, offload=offload)
+        with torch.enable_grad():
+            y = layer(x)
+            layer.number += 1  # the next layer, at which the offload of the first is due
+            layer(y).sum().backward()
+        assert offload.counts.offloaded == pytest.approx(0.5 * offload.counts.saved, rel=0.01)
+        ratios[f"{recompute}, {chunks}"] = saved / formula, offload.counts.saved / formula
+    return ratios
 
 
 @pytest.mark.parametrize("world", MESHES)
 def test_saved_bytes_of_the_trainers_layer_are_the_formula(world: int) -> None:
     for ratios in fork_world(saved_over_formula, world, degrees=MESHES[world]):
         assert ratios == pytest.approx([1.0] * len(ratios), abs=0.01)
+
+
+def test_every_policy_with_and_without_mlp_chunks_saves_what_the_formula_says() -> None:
+    for ratios in fork_world(policies_over_formula, 2):
+        wrong = {
+            policy: counted
+            for policy, counted in ratios.items()
+            if counted != pytest.approx((1.0, 1.0), abs=0.01)
+        }
+        assert len(ratios) == 8 and not wrong

@@ -14,7 +14,8 @@ from ds_usp.planner.parallel_config import Workload
 from ds_usp.planner.plot import panels
 from ds_usp.planner.profile_rows import MeasuredAttention, MeasuredLayer
 from ds_usp.planner.report import plans_text, search_result_json
-from ds_usp.planner.search import SearchResult, search
+from ds_usp.planner.search import search
+from ds_usp.planner.search_result import SearchResult
 from ds_usp.planner.step_time import StepTime
 
 MODEL = load_model("llama3-8b")

@@ -17,7 +17,8 @@ from ds_usp.planner.memory import memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
-from ds_usp.planner.search import GIB, SearchResult, search
+from ds_usp.planner.search import search
+from ds_usp.planner.search_result import GIB, SearchResult
 from ds_usp.planner.step_time import step_mfu, step_time
 
 

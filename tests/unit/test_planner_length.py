@@ -1,0 +1,161 @@
+"""Settings that trade time for length: what they save, what they cost, when they are proposed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ds_usp.errors import ConfigError
+from ds_usp.planner.emit import emit
+from ds_usp.planner.explain import explain
+from ds_usp.planner.formulas import (
+    hardware_flop_per_token,
+    input_bytes,
+    layer_bytes,
+    mlp_share,
+    model_flop_per_token,
+    stage_elements,
+)
+from ds_usp.planner.frameworks import framework_caps
+from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.layer_time import layer_time
+from ds_usp.planner.max_length import STEP, length_steps, needs_at
+from ds_usp.planner.memory import exchange_bytes, memory, offload_needed, states_bytes
+from ds_usp.planner.model_files import load_model
+from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.search import search
+from ds_usp.planner.step_time import step_time
+
+GIB = 2**30
+LLAMA, H200 = load_model("llama3-8b"), load_cluster("h200")
+WORK = Workload(LLAMA, 2**20)
+FULL = ParallelConfig(ulysses=2, zero=3, recompute="full", fused_loss=True, offload_unit="layer")
+
+
+@pytest.mark.parametrize("recompute", ["attention", "full"])
+@pytest.mark.parametrize("layers", [3, 4, 8, 64])
+def test_a_checkpoint_of_several_layers_saves_inputs_of_groups(recompute: str, layers: int) -> None:
+    config = FULL.replace(recompute=recompute, checkpoint_layers=layers)
+    group = min(layers, 32)
+    inputs = math.ceil(32 / group) + group - 1
+    kept = layer_bytes(WORK, config) - input_bytes(WORK, config)
+    saved = inputs * input_bytes(WORK, config) + 32 * kept
+    assert memory(WORK, config).activations == pytest.approx(saved)
+    away = memory(WORK, config.replace(offload_ratio=1.0))
+    assert away.activations <= 4 * input_bytes(WORK, config) + 2 * kept
+    assert saved - away.activations <= away.offloaded <= saved
+
+
+def test_states_are_on_the_gpu_for_the_step_alone() -> None:
+    plain, waiting = (memory(WORK, FULL.replace(states_on_host=on)) for on in (False, True))
+    optimizer = states_bytes(stage_elements(WORK, FULL, 0), FULL)[2]
+    assert plain.total - waiting.total == waiting.host_states == optimizer == plain.optimizer
+    assert waiting.host == waiting.offloaded + optimizer
+    short = Workload(LLAMA, 4096)
+    at_step = memory(short, FULL.replace(states_on_host=True))
+    assert at_step.activations == at_step.transient == 0 and at_step.optimizer == optimizer
+    # No ratio of offload helps the step.
+    assert offload_needed(short, FULL.replace(states_on_host=True), at_step.total - 1, 0) > 1
+
+
+def test_an_mlp_in_chunks_is_never_whole() -> None:
+    config = FULL.replace(mlp_chunks=64, zero=1)
+    one_input = input_bytes(WORK, config)
+    none, chunked = (layer_bytes(WORK, c.replace(recompute="none")) for c in (FULL, config))
+    # Norm 2's output and fc1, sigmoid, product; what is left is the input of norm 2.
+    statistics = 4 * 2**20 / 2
+    assert none - chunked == pytest.approx((4096 + 4 * 14336) / 4096 * one_input + statistics)
+    # The exchange's buffers of attention are more than the MLP's gradients and one chunk.
+    assert exchange_bytes(WORK, config) > 2 * one_input + (none - chunked) / 64
+    assert memory(WORK, config).transient == pytest.approx(chunked)
+    ring = config.replace(ulysses=1, ring=2, mlp_chunks=2)
+    behind = (none - chunked) / 2 + 2 * one_input - exchange_bytes(WORK, ring)
+    left = layer_bytes(WORK, ring.replace(recompute="none"))
+    assert memory(WORK, ring).transient == pytest.approx(left + behind)
+
+
+def test_time_that_each_costs() -> None:
+    def seconds(**changes: object) -> float:
+        return layer_time(H200, WORK, FULL.replace(**changes)).recompute
+
+    forward = seconds()
+    assert seconds(checkpoint_layers=4) == pytest.approx(1.75 * forward)
+    matrices = seconds(recompute="attention")
+    mlp = seconds(mlp_chunks=8) - forward
+    assert mlp == pytest.approx(matrices * mlp_share(LLAMA))
+    assert seconds(recompute="none", mlp_chunks=8) == pytest.approx(mlp)
+    flop = hardware_flop_per_token(LLAMA, 2**20, "full")
+    more = hardware_flop_per_token(LLAMA, 2**20, "full", checkpoint_layers=4, mlp_chunks=2)
+    assert 0.18 < (more - flop) / model_flop_per_token(LLAMA, 2**20) < 0.3
+    waiting = step_time(H200, WORK, FULL.replace(states_on_host=True)).offload
+    assert waiting == pytest.approx(8.03e9 * 12 / 2 / H200.host_bytes_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (FULL.replace(mlp_chunks=2**20), "1048576 chunks: a rank has 524288 tokens"),
+        (FULL.replace(recompute="none", checkpoint_layers=2), "attention or full, not with none"),
+        (FULL.replace(zero=0, states_on_host=True), "not for ZeRO-0"),
+    ],
+)
+def test_what_does_not_go(config: ParallelConfig, words: str) -> None:
+    assert words in (infeasible_reason(WORK, config) or "")
+
+
+def test_steps_go_further_and_say_what_ends_them() -> None:
+    cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
+    limits = cluster, cluster.budget_bytes, cluster.workspace_bytes
+    base = ParallelConfig(ulysses=2, zero=3)
+    steps = length_steps(LLAMA, [base], *limits)
+    assert [step.added for step in steps][:3] == [
+        "full, offload",
+        "loss in chunks",
+        "MLP in chunks",
+    ]
+    lengths = [step.seq_len for step in steps]
+    assert lengths == sorted(set(lengths)) and lengths[-1] > 1_750_000
+    for step in steps:
+        assert step.memory_needed.total <= cluster.budget_bytes
+        assert cluster.host_memory_fits(step.memory_needed.host, 2)
+    beyond = needs_at(LLAMA, steps[-1], 2 * lengths[-1], cluster.workspace_bytes)
+    assert beyond.total > cluster.budget_bytes and not cluster.host_memory_fits(beyond.host, 2)
+    # What is given stays, and is not proposed again.
+    given = base.replace(fused_loss=True, mlp_chunks=4)
+    fixed = length_steps(LLAMA, [given], *limits)
+    assert {step.config.mlp_chunks for step in fixed} == {4}
+    assert all("loss" not in step.added for step in fixed)
+    assert STEP < fixed[-1].seq_len < lengths[-1]
+
+
+def test_a_plan_has_them_where_nothing_fits_without() -> None:
+    cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
+    trainer = framework_caps("megatron-deepspeed")
+    fixed = {"ulysses": 2}
+    short = search(cluster, Workload(LLAMA, 2**15), 2, trainer, fixed=fixed)
+    assert not short.length_flags and short.plans[0].config.mlp_chunks == 0
+    long = Workload(LLAMA, 3 * 2**19)
+    assert not search(cluster, long, 2, replace(trainer, length_flags=()), fixed=fixed).plans
+    found = search(cluster, long, 2, trainer, fixed=fixed)
+    best = found.plans[0]
+    assert found.length_flags and best.config.mlp_chunks == 48
+    assert cluster.host_memory_fits(best.memory.host, 2)
+    assert any("nothing fits without" in line for line in explain(found))
+    flags = emit("script", long, best.config)
+    assert "--usp-mlp-chunks 48" in flags
+    assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
+    assert ("--usp-states-on-host" in flags) == best.config.states_on_host
+    too_long = Workload(LLAMA, 2**23)
+    lines = explain(search(cluster, too_long, 2, trainer, fixed=fixed))
+    assert "nothing fits into" in lines[0]
+    assert "MLP in 256 chunks, states on the host" in lines[0]
+
+
+def test_megatron_lm_has_chunks_alone() -> None:
+    config = ParallelConfig(ulysses=2, recompute="full", mlp_chunks=8)
+    with pytest.raises(ConfigError, match="megatron-core's flags have no mlp-chunks"):
+        emit("megatron-core", WORK, config)
+    with pytest.raises(ConfigError, match="flags have no states-on-host"):
+        emit("megatron-lm", WORK, config.replace(states_on_host=True, mlp_chunks=0))
