@@ -27,6 +27,8 @@ esac
 # shellcheck source=scripts/env.sh
 . "$root/scripts/env.sh"
 cd "$root"
+# Where it is set, each of a thousand ranks and scripts compiles the sources that it imports.
+unset PYTHONDONTWRITEBYTECODE
 
 cores="$(python -c 'import os
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')"

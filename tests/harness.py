@@ -44,9 +44,12 @@ GRACE_S = 5.0  # for the other ranks, once one has raised
 MAX_WORLD = 8
 
 # What ranks need, imported by the server before it forks; what is not installed is skipped by it.
+# A rank that imports a test module would import pytest, and the modules of tests, alone.
 PRELOAD = (
     "harness",
-    "oracle",
+    "pytest",
+    "cases",
+    "sample_attentions",
     "deepspeed",
     "megatron.core.parallel_state",
     "megatron.core.models.gpt.gpt_model",
@@ -174,7 +177,8 @@ def _kill_all() -> None:
 def _server() -> multiprocessing.context.ForkServerContext:
     """Start the fork server; it lives as long as this process."""
     here = Path(__file__).resolve().parent
-    path = [str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]
+    folders = [each for each in sys.path if each.startswith(f"{here}{os.sep}")]  # of test modules
+    path = [str(here.parent), str(here), *folders, os.environ.get("PYTHONPATH", "")]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     settings = {

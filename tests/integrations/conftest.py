@@ -21,4 +21,8 @@ harness.PRELOAD = (
     "diffusers.pipelines.flux.pipeline_flux",
     "diffusers.pipelines.wan.pipeline_wan",
     "ds_usp.integrations.diffusers",
+    "hf_trainer_runs",
+    "model_runs",
+    "training_models",
+    "tiny_diffusers",
 )
