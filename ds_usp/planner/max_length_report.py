@@ -82,9 +82,10 @@ def length_steps_text(
     config, twice = last.config, 2 * last.seq_len
     needs = needs_at(model, last, twice, workspace_bytes)
     host = cluster.host_budget_bytes(config.gpus)
+    loss = ", loss in chunks" if config.fused_loss else ""
     return (
         f"\nsettings that make it longer, each kept in the rows below it\n{table(cells)}\n"
-        f"the last row is {config}{', loss in chunks' if config.fused_loss else ''}\n{last.limit} ends it: {twice:,} tokens would take "
+        f"the last row is {config}{loss}\n{last.limit} ends it: {twice:,} tokens would take "
         f"{needs.total / GIB:.1f} GiB of a GPU that has {budget_bytes / GIB:.1f}, and "
         f"{needs.host / GIB:.1f} GiB of host memory for each GPU, which has {host / GIB:.1f}"
     )
