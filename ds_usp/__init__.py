@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ds_usp.attention.functional import usp_attention
     from ds_usp.attention.joint import usp_joint_attention
     from ds_usp.attention.module import USPAttention
+    from ds_usp.attention.projected import projected_attention
+    from ds_usp.attention.projection import Projection
     from ds_usp.attention.score_mod import Scores
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.ledger import CommLedger
@@ -41,10 +43,12 @@ else:
     _LAZY = MappingProxyType(
         {
             "CommLedger": "ds_usp.comm.ledger",
+            "Projection": "ds_usp.attention.projection",
             "Scores": "ds_usp.attention.score_mod",
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
+            "projected_attention": "ds_usp.attention.projected",
             "usp_attention": "ds_usp.attention.functional",
             "usp_joint_attention": "ds_usp.attention.joint",
         }
@@ -75,6 +79,7 @@ __all__ = [
     "MaskSpec",
     "MeshError",
     "PatchError",
+    "Projection",
     "RankGrid",
     "RecomputeError",
     "Scores",
@@ -86,6 +91,7 @@ __all__ = [
     "USPError",
     "UnsupportedAttentionError",
     "__version__",
+    "projected_attention",
     "usp_attention",
     "usp_joint_attention",
 ]

@@ -34,12 +34,12 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients ``dq [b, s, h, d]``, ``dk [b, s, g, d]`` and ``dv [b, s, g, e]``, of these shapes,
     and, where sinks require a gradient, this rank's summand of it ``[h]``."""
-    run = _Backward(plan, scores, dout, shapes, saved_chunks)
+    run = BackwardPass(plan, scores, dout, shapes, saved_chunks)
     run.execute(plan.backward)
     return *run.grads, run.dsinks
 
 
-class _BackwardChunk(ChunkState):
+class BackwardChunk(ChunkState):
     """State of a chunk backward.
 
     Attributes:
@@ -78,7 +78,7 @@ class _BackwardChunk(ChunkState):
         return KVGradExchange(self.open_channel(kind), transfers, dtype, k, v)
 
 
-class _Backward(Pass[_BackwardChunk]):
+class BackwardPass(Pass[BackwardChunk]):
     """The backward pass; see :func:`attention_backward`."""
 
     def __init__(
@@ -90,7 +90,7 @@ class _Backward(Pass[_BackwardChunk]):
         saved_chunks: Sequence[SavedChunk],
     ) -> None:
         indices = range(len(plan.chunks))
-        chunks = list(map(partial(_BackwardChunk, plan, backward=True), indices))
+        chunks = list(map(partial(BackwardChunk, plan, backward=True), indices))
         for chunk, saved in zip(chunks, saved_chunks, strict=True):
             chunk.saved, chunk.local_kv = saved, (saved.k, saved.v)
         super().__init__(plan, scores, chunks, dout, plan.backward_exposed)
@@ -109,11 +109,11 @@ class _Backward(Pass[_BackwardChunk]):
             self._grads = dq, dk, dv
         return self._grads
 
-    def _post_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def post_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
         overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
         chunk.exchange = chunk.exchanges.out.post_to_heads((self._dout,), overlapped=overlapped)
 
-    def _wait_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def wait_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
         (chunk.dout,) = chunk.exchange.wait()
         chunk.exchange = DONE
         q, k, v = chunk.saved[:3]
@@ -123,20 +123,20 @@ class _Backward(Pass[_BackwardChunk]):
             self._dkv[group] = GradAccumulator(k), GradAccumulator(v)
         chunk.dkv = {0: self._dkv[group]}
 
-    def _slice_heads(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        self._post_heads(chunk, 0, 0)
-        self._wait_heads(chunk, 0, 0)
+    def slice_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        self.post_heads(chunk, 0, 0)
+        self.wait_heads(chunk, 0, 0)
 
-    def wait_outer_kv(self, chunk: _BackwardChunk, number: int, call: int) -> None:
+    def wait_outer_kv(self, chunk: BackwardChunk, number: int, call: int) -> None:
         """Also start the sums of the block's gradients."""
         super().wait_outer_kv(chunk, number, call)
         k, v = chunk.relayed_kv
         chunk.dkv[number + 1] = GradAccumulator(k), GradAccumulator(v)
 
-    def _stage_return(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def stage_return(self, chunk: BackwardChunk, _: int, __: int) -> None:
         chunk.staging = chunk.exchanges.qkv.preallocate_send(self._dout, self._shapes)
 
-    def begin_step(self, chunk: _BackwardChunk, index: int) -> None:
+    def begin_step(self, chunk: BackwardChunk, index: int) -> None:
         """Also choose where the step's gradients are summed."""
         super().begin_step(chunk, index)
         step = chunk.steps[index]
@@ -146,7 +146,7 @@ class _Backward(Pass[_BackwardChunk]):
             k, v = chunk.kv
             chunk.step_grads = chunk.dq, GradAccumulator(k), GradAccumulator(v)
 
-    def _attend(self, chunk: _BackwardChunk, step: int, number: int) -> None:
+    def attend(self, chunk: BackwardChunk, step: int, number: int) -> None:
         if chunk.step != step:
             self.begin_step(chunk, step)
         call = chunk.steps[step].calls[number]
@@ -163,7 +163,7 @@ class _Backward(Pass[_BackwardChunk]):
         dk.add(grads[1], keys)
         dv.add(grads[2], keys)
 
-    def _grad_buffers(self, chunk: _BackwardChunk, index: int) -> GradBuffers | None:
+    def _grad_buffers(self, chunk: BackwardChunk, index: int) -> GradBuffers | None:
         """Where the first kernel call of a step writes its gradients: into a send buffer, if it has
         all KV tokens of the step. Those of other calls are added there."""
         step = chunk.steps[index]
@@ -177,7 +177,7 @@ class _Backward(Pass[_BackwardChunk]):
         number = [x.step for x in chunk.transfers].index(index)
         return None, *chunk.open_grads().staging_views(number)
 
-    def _post_dkv(self, chunk: _BackwardChunk, number: int, _: int) -> None:
+    def _post_dkv(self, chunk: BackwardChunk, number: int, _: int) -> None:
         index = chunk.transfers[number].step
         if chunk.step != index:  # this rank has no kernel calls in it
             self.begin_step(chunk, index)
@@ -186,16 +186,16 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.open_grads().post(number, (dk, dv), target)
         chunk.step_grads = ()
 
-    def _wait_dkv(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def _wait_dkv(self, chunk: BackwardChunk, _: int, __: int) -> None:
         chunk.open_grads().wait()
 
-    def _post_outer_dkv(self, chunk: _BackwardChunk, number: int, _: int) -> None:
+    def _post_outer_dkv(self, chunk: BackwardChunk, number: int, _: int) -> None:
         chunk.open_outer_grads().post(number, chunk.dkv.pop(number + 1), chunk.dkv[0])
 
-    def _wait_outer_dkv(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def _wait_outer_dkv(self, chunk: BackwardChunk, _: int, __: int) -> None:
         chunk.open_outer_grads().wait()
 
-    def _end(self, chunk: _BackwardChunk, _: int, __: int) -> None:
+    def end(self, chunk: BackwardChunk, _: int, __: int) -> None:
         sinks = self.scores.sinks
         if sinks is not None and self.dsinks is not None:
             score_mod, (_q, _k, _v, out, lse) = self.score_mod_of(chunk), chunk.saved
@@ -205,14 +205,14 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.step_grads = ()
         del chunk.dout
 
-    def _sums_of(self, chunk: _BackwardChunk) -> tuple[GradAccumulator, ...]:
+    def sums_of(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
         """The gradients of a chunk, which are complete, and no longer kept here."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         return chunk.dq, *chunk.dkv.pop(0)
 
-    def _post_return(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        exchange, sources = chunk.exchanges.qkv, self._sums_of(chunk)
+    def post_return(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        exchange, sources = chunk.exchanges.qkv, self.sums_of(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
         chunk.exchange = exchange.post_to_sequence(
@@ -221,8 +221,8 @@ class _Backward(Pass[_BackwardChunk]):
         chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
         del chunk.dq
 
-    def _store(self, chunk: _BackwardChunk, _: int, __: int) -> None:
-        sources = self._sums_of(chunk)
+    def store(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        sources = self.sums_of(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)
             self._grads = dq, dk, dv
@@ -232,17 +232,17 @@ class _Backward(Pass[_BackwardChunk]):
         del chunk.dq
 
     handlers = dict(KV_HANDLERS) | {
-        Op.A2A_POST: _post_heads,
-        Op.A2A_WAIT: _wait_heads,
-        Op.SLICE_HEADS: _slice_heads,
+        Op.A2A_POST: post_heads,
+        Op.A2A_WAIT: wait_heads,
+        Op.SLICE_HEADS: slice_heads,
         Op.OUTER_KV_WAIT: wait_outer_kv,
-        Op.RETURN_STAGE: _stage_return,
-        Op.ATTN: _attend,
+        Op.RETURN_STAGE: stage_return,
+        Op.ATTN: attend,
         Op.DKV_POST: _post_dkv,
         Op.DKV_WAIT: _wait_dkv,
         Op.OUTER_DKV_POST: _post_outer_dkv,
         Op.OUTER_DKV_WAIT: _wait_outer_dkv,
-        Op.END: _end,
-        Op.RETURN_POST: _post_return,
-        Op.STORE: _store,
+        Op.END: end,
+        Op.RETURN_POST: post_return,
+        Op.STORE: store,
     }

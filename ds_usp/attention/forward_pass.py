@@ -30,12 +30,12 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[SavedChunk]]:
     """Out ``[b, s, h, e]``, the log-sum-exp ``[b, h, s]`` if the plan returns it, and the tensors
     of each chunk to save for backward."""
-    run = _Forward(plan, scores, (q, k, v), save=save_for_backward)
+    run = ForwardPass(plan, scores, (q, k, v), save=save_for_backward)
     run.execute(plan.forward)
     return run.out, run.lse, run.saved
 
 
-class _ForwardChunk(ChunkState):
+class ForwardChunk(ChunkState):
     """State of a chunk forward.
 
     Attributes:
@@ -49,14 +49,14 @@ class _ForwardChunk(ChunkState):
     result: tuple[torch.Tensor, torch.Tensor]
 
 
-class _Forward(Pass[_ForwardChunk]):
+class ForwardPass(Pass[ForwardChunk]):
     """The forward pass; see :func:`attention_forward`."""
 
     def __init__(
         self, plan: AttentionPlan, scores: Scores, qkv: Sequence[torch.Tensor], *, save: bool
     ) -> None:
         q, _, v = qkv
-        chunks = list(map(partial(_ForwardChunk, plan), range(len(plan.chunks))))
+        chunks = list(map(partial(ForwardChunk, plan), range(len(plan.chunks))))
         super().__init__(plan, scores, chunks, q, plan.forward_exposed)
         self._qkv, self._save = qkv, save
         self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
@@ -69,13 +69,13 @@ class _Forward(Pass[_ForwardChunk]):
                 self._lse_out = q.new_empty(*q.shape[:3], 1, dtype=dtype)
                 self.lse = self._lse_out.squeeze(-1).transpose(1, 2)
 
-    def _post_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def post_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
         exchange = chunk.exchanges.qkv
         overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
         tensors = self._qkv[: len(exchange.ranges)]
         chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
-    def _wait_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def wait_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
         chunk.q, *kv = chunk.exchange.wait()
         chunk.exchange = DONE
         if kv:
@@ -83,18 +83,18 @@ class _Forward(Pass[_ForwardChunk]):
         chunk.local_kv = self._group_kv
         chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
 
-    def _slice_heads(self, chunk: _ForwardChunk, _: int, __: int) -> None:
-        self._post_heads(chunk, 0, 0)
-        self._wait_heads(chunk, 0, 0)
+    def slice_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
+        self.post_heads(chunk, 0, 0)
+        self.wait_heads(chunk, 0, 0)
 
-    def _attend(self, chunk: _ForwardChunk, step: int, number: int) -> None:
+    def attend(self, chunk: ForwardChunk, step: int, number: int) -> None:
         if chunk.step != step:
             self.begin_step(chunk, step)
         call = chunk.steps[step].calls[number]
         out, lse = chunk.kernel.forward((chunk.q, *chunk.kv), call, scale=chunk.ring.scale)
         chunk.accumulator.add(out, lse, (call.q_start, call.q_stop))
 
-    def _end(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def end(self, chunk: ForwardChunk, _: int, __: int) -> None:
         k, v = chunk.local_kv
         chunk.free_kv()
         result = chunk.accumulator.result()
@@ -108,7 +108,7 @@ class _Forward(Pass[_ForwardChunk]):
         chunk.result = result
         del chunk.q, chunk.accumulator
 
-    def _post_return(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def _post_return(self, chunk: ForwardChunk, _: int, __: int) -> None:
         sources = chunk.result[:1]
         overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
         chunk.exchange = chunk.exchanges.out.post_to_sequence(
@@ -117,12 +117,12 @@ class _Forward(Pass[_ForwardChunk]):
         if not self.plan.return_lse:
             del chunk.result
 
-    def _post_lse(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def _post_lse(self, chunk: ForwardChunk, _: int, __: int) -> None:
         lse = chunk.result[1].transpose(1, 2).unsqueeze(-1)
         chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
         del chunk.result
 
-    def _store(self, chunk: _ForwardChunk, _: int, __: int) -> None:
+    def _store(self, chunk: ForwardChunk, _: int, __: int) -> None:
         out, lse = chunk.result
         del chunk.result
         if self.plan.single_shot:
@@ -134,11 +134,11 @@ class _Forward(Pass[_ForwardChunk]):
             chunk.exchanges.out.to_sequence((lse,), (self._lse_out,))
 
     handlers = dict(KV_HANDLERS) | {
-        Op.A2A_POST: _post_heads,
-        Op.A2A_WAIT: _wait_heads,
-        Op.SLICE_HEADS: _slice_heads,
-        Op.ATTN: _attend,
-        Op.END: _end,
+        Op.A2A_POST: post_heads,
+        Op.A2A_WAIT: wait_heads,
+        Op.SLICE_HEADS: slice_heads,
+        Op.ATTN: attend,
+        Op.END: end,
         Op.RETURN_POST: _post_return,
         Op.LSE_POST: _post_lse,
         Op.STORE: _store,

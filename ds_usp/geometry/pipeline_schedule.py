@@ -116,6 +116,7 @@ def pipeline_schedule(
     backward: bool,
     return_lse: bool = False,
     stage_return: bool = False,
+    kv_saved: bool | None = None,
 ) -> Schedule:
     """Instructions of one pass of one rank, in the order in which they are issued.
 
@@ -135,8 +136,11 @@ def pipeline_schedule(
         backward: the pass, which takes the chunks from the last to the first.
         return_lse: the log-sum-exp is returned in an exchange of its own.
         stage_return: a kernel writes what is returned into the staging buffer.
+        kv_saved: a chunk's keys and values are there before it is exchanged or sliced: by default
+            in backward, where they are saved tensors; not where backward projects them again.
     """
-    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return)
+    kv_saved = backward if kv_saved is None else kv_saved
+    writer = _ScheduleWriter(chunks, ulysses, backward, return_lse, stage_return, kv_saved)
     writer.write_pass()
     return tuple(writer.instrs)
 
@@ -151,12 +155,13 @@ class _ScheduleWriter:
         backward: bool,
         return_lse: bool,
         stage_return: bool,
+        kv_saved: bool,
     ) -> None:
         self._order = list(range(len(chunks)))[:: -1 if backward else 1]
         self._steps = [x.backward_steps if backward else x.steps for x in chunks]
         self._num_outer_steps = len(chunks[0].outer_steps)
         self._has_ring = chunks[0].ring_degree > 1
-        self._ulysses, self._backward = ulysses, backward
+        self._ulysses, self._backward, self._kv_saved = ulysses, backward, kv_saved
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
         self._in_flight: dict[tuple[int, Op], int] = {}  # gradient exchanges: chunk, wait -> number
@@ -166,7 +171,7 @@ class _ScheduleWriter:
 
     def write_pass(self) -> None:
         """Write all chunks."""
-        kv_early = self._has_ring and (self._backward or not self._ulysses)
+        kv_early = self._has_ring and (self._kv_saved or not self._ulysses)
         lookahead = 2 if self._has_ring and not kv_early else 1
         for position, chunk in enumerate(self._order):
             self._post_until(position + 1)
@@ -203,7 +208,7 @@ class _ScheduleWriter:
         if position >= len(self._order):
             return
         chunk = self._order[position]
-        if not self._backward:  # else they are saved tensors
+        if not self._kv_saved:
             self._take_heads(chunk)
         if self._num_outer_steps:
             self._write(Op.OUTER_KV_POST, chunk, 0)

@@ -41,6 +41,23 @@ def apply_rotary(
     return out
 
 
+def unapply_rotary(
+    grads: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
+) -> tuple[torch.Tensor, ...]:
+    """The transpose of :func:`apply_rotary`, which gradients go through; not differentiable.
+
+    Shapes:
+        as of :func:`apply_rotary`.
+    """
+    triton = (
+        load_triton_module("ds_usp.kernels.rotary_triton") if _can_fuse(grads, cos, sin) else None
+    )
+    if triton is not None:
+        turned: tuple[torch.Tensor, ...] = triton.rotate_fused(grads, cos, sin, token_dim, True)
+        return turned
+    return tuple(_rotate_back_reference(x, cos, sin, token_dim) for x in grads)
+
+
 def _check(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> None:
@@ -97,6 +114,19 @@ def _rotate_reference(
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
     front, back = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-back, front), dim=-1) * sin
+    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
+
+
+def _rotate_back_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
+) -> torch.Tensor:
+    """The transpose of :func:`_rotate_reference`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
+    cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
+    rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
+    front, back = (rotated * sin).chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((back, -front), dim=-1)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 

@@ -254,6 +254,7 @@ AUTOGRAD_FUNCTIONS = {
     "SeqAllToAll",
     "UnifiedAttention",
     "AttachLeaf",
+    "ProjectedAttention",
     "Replay",
     "TokenLosses",
     "WeightedLoss",

@@ -34,11 +34,11 @@ NAMES: dict[str, Doors] = {
         "attention is not called, and that causal work is unbalanced; reads mask, scale and "
         "dropout or refuses": "USPAttention",
         "has no default order, mask or mesh: without them a TypeError": "usp_attention "
-        "usp_joint_attention TokenLayout",
+        "usp_joint_attention projected_attention TokenLayout",
         "takes the whole group as Ulysses ranks; no group: the default one; refuses what is no "
         "group of this rank": "SequenceMesh",
         "a value that changes nothing until a call gets it; checked when it is made": "MaskSpec "
-        "Degrees RankGrid Scores",
+        "Degrees RankGrid Scores Projection",
         "changes speed and memory, never the result": "Tuning",
         "counts, and changes nothing": "CommLedger",
         "settings of a program that shards the batch itself (zigzag)": "USPConfig",

@@ -22,6 +22,9 @@ PARAMETERS = {
     "scores kv_layout",
     "usp_joint_attention": "q k v joint_q joint_k joint_v mesh layout mask joint_front "
     "softmax_scale dropout_p kernel tuning scores",
+    "projected_attention": "x projection mesh layout mask rotary keep softmax_scale dropout_p "
+    "kernel tuning scores",
+    "Projection": "qkv out heads kv_heads qkv_bias out_bias order",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents "
