@@ -21,7 +21,7 @@ from ds_usp.training import (
 from usp_trainer.data import TrainingBatch
 
 # Of one gradient reduction: large for a link, small beside what two such buffers take of a GPU.
-BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS = 40_000_000
 
 
 class Trainer:
@@ -140,9 +140,9 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         # Gradients are reduced under backward. In bf16 only under ZeRO-2: under ZeRO-1 DeepSpeed's
         # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
         zero |= {
-            "overlap_comm": True,  # initialize_deepspeed enlarges buckets that are too small
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "overlap_comm": True,
+            "reduce_bucket_size": reduce_bucket_elements(args),
+            "allgather_bucket_size": _BUCKET_ELEMENTS,
         }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -156,6 +156,16 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
+
+
+def reduce_bucket_elements(args: Namespace) -> int:
+    """Elements of a bucket of gradients that is reduced under backward: at least those of two of a
+    layer's largest matrices. Before DeepSpeed reduces a bucket it waits for the one before, which
+    the products that fill a smaller one don't hide.
+    """
+    width = args.ffn_hidden_size * (2 if args.swiglu else 1)
+    largest = args.hidden_size * width // args.tensor_model_parallel_size
+    return max(_BUCKET_ELEMENTS, 2 * largest)
 
 
 def learning_rate(args: Namespace, step: int) -> float:
