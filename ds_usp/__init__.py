@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ds_usp.attention.projected import projected_attention
     from ds_usp.attention.projection import Projection
     from ds_usp.attention.score_mod import Scores
+    from ds_usp.attention.self_attention import USPSelfAttention
     from ds_usp.attention.tuning import Tuning
     from ds_usp.comm.ledger import CommLedger
     from ds_usp.comm.mesh import SequenceMesh
@@ -48,6 +49,7 @@ else:
             "SequenceMesh": "ds_usp.comm.mesh",
             "Tuning": "ds_usp.attention.tuning",
             "USPAttention": "ds_usp.attention.module",
+            "USPSelfAttention": "ds_usp.attention.self_attention",
             "projected_attention": "ds_usp.attention.projected",
             "usp_attention": "ds_usp.attention.functional",
             "usp_joint_attention": "ds_usp.attention.joint",
@@ -89,6 +91,7 @@ __all__ = [
     "USPAttention",
     "USPConfig",
     "USPError",
+    "USPSelfAttention",
     "UnsupportedAttentionError",
     "__version__",
     "projected_attention",

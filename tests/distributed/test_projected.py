@@ -15,6 +15,7 @@ import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
 from ds_usp.attention.call_plan import AttentionOptions
 from ds_usp.attention.projected import plain_attention, weights_reason
+from ds_usp.attention.self_attention import overlaps
 
 FEATURES, DIM = 20, 8
 CAUSAL = MaskSpec.causal()
@@ -219,6 +220,71 @@ def test_gradients_come_once_a_pass_and_the_plain_path_has_a_reason(pool: Worker
         "autocast is on; convert the weights instead",
     ]
     assert others == [[]]
+
+
+class Adapter(torch.nn.Linear):
+    """A linear layer that computes something else, as those of LoRA."""
+
+
+def as_modules(ctx: RankContext) -> list[str]:
+    """Modules that overlap beside the same that do not; the lines of the log on rank 0."""
+    mesh, handler = mesh_of(2), Handler()
+    logging.getLogger("ds_usp").addHandler(handler)
+    made = problem(Call(4, 2), mesh, torch.float64)
+    layout = mesh.layout("contiguous", 64)
+    documents = MaskSpec.causal([0, 10, 64])
+
+    def linear(kind: type[torch.nn.Linear], rows: int, columns: int) -> torch.nn.Linear:
+        return kind(columns, rows, dtype=torch.float64)
+
+    def module(qkv: Any, out: Any, order: str = "qkv", **options: Any) -> ds_usp.USPSelfAttention:
+        return ds_usp.USPSelfAttention(
+            qkv, out, 4, 2, mesh=mesh, layout=layout, mask=CAUSAL, order=order, **options
+        )
+
+    plain, hooked = torch.nn.Linear, linear(torch.nn.Linear, 64, FEATURES)
+    hooked.register_forward_hook(lambda *_: None)
+    norm = torch.nn.LayerNorm(DIM, dtype=torch.float64)
+    three = [linear(plain, n, FEATURES) for n in (32, 16, 16)]
+    one, out = linear(plain, 64, FEATURES), linear(plain, FEATURES + 4, 32)
+    for qkv, options in (
+        (one, {}),
+        (one, {"order": "grouped", "keep": "input"}),
+        (three, {}),
+        (linear(Adapter, 64, FEATURES), {}),
+        (hooked, {}),
+        (one, {"q_norm": norm, "k_norm": norm}),
+    ):
+        both = []
+        for overlap in (True, False):
+            layer = module(qkv, out, overlap=overlap, **options)
+            y = layer(made.x, made.rotary, mask=documents)
+            wanted = [made.x, *layer.parameters()]
+            both.append([y, *torch.autograd.grad(y, wanted, made.dy)])
+        for a, b in zip(*both, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert not overlaps("auto", mesh)  # one node
+    crossing = ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False, ring_ranks_per_node=1)
+    assert overlaps("auto", crossing)
+    assert not overlaps(True, ds_usp.SequenceMesh.single())
+    assert set(module(three, out).state_dict()) == {
+        f"{name}.{kind}"
+        for name in ("qkv.0", "qkv.1", "qkv.2", "out")
+        for kind in ("weight", "bias")
+    }
+    logging.getLogger("ds_usp").removeHandler(handler)
+    return handler.lines
+
+
+def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerPool) -> None:
+    lines, others = pool.run(as_modules, 2)
+    text = "projections are computed before attention, not under its exchanges: "
+    assert [line.removeprefix(text) for line in lines if line.startswith(text)] == [
+        "a projection is a Adapter, no torch.nn.Linear",
+        "a projection has hooks, which only its own call runs",
+        "queries or keys are normalized between their projection and attention",
+    ]
+    assert not [line for line in others if line.startswith(text)]
 
 
 def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:

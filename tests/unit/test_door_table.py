@@ -34,7 +34,7 @@ NAMES: dict[str, Doors] = {
         "attention is not called, and that causal work is unbalanced; reads mask, scale and "
         "dropout or refuses": "USPAttention",
         "has no default order, mask or mesh: without them a TypeError": "usp_attention "
-        "usp_joint_attention projected_attention TokenLayout",
+        "usp_joint_attention projected_attention USPSelfAttention TokenLayout",
         "takes the whole group as Ulysses ranks; no group: the default one; refuses what is no "
         "group of this rank": "SequenceMesh",
         "a value that changes nothing until a call gets it; checked when it is made": "MaskSpec "

@@ -24,6 +24,9 @@ PARAMETERS = {
     "softmax_scale dropout_p kernel tuning scores",
     "projected_attention": "x projection mesh layout mask rotary keep softmax_scale dropout_p "
     "kernel tuning scores",
+    "USPSelfAttention": "qkv out heads kv_heads mesh layout mask order q_norm k_norm overlap keep "
+    "softmax_scale kernel tuning scores",
+    "USPSelfAttention.forward": "self x rotary mask",
     "Projection": "qkv out heads kv_heads qkv_bias out_bias order",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
