@@ -35,6 +35,14 @@ from ds_usp.training.deepspeed import (
 from ds_usp.training.gradient_buckets import with_large_enough_buckets
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
+from ds_usp.training.tp_comm import TensorParallelComm
+from ds_usp.training.tp_overlap import (
+    all_gather_linear,
+    gather_tokens,
+    linear_reduce_scatter,
+    split_tokens,
+    sum_gradients,
+)
 
 __all__ = [
     "DataParallelRanks",
@@ -44,6 +52,8 @@ __all__ = [
     "SequenceBatch",
     "SequenceParallelDataLoader",
     "ShardedBatch",
+    "TensorParallelComm",
+    "all_gather_linear",
     "apply_rotary",
     "attention_kernel",
     "borders_of_positions",
@@ -54,9 +64,11 @@ __all__ = [
     "deepspeed_mpu",
     "document_borders",
     "document_positions",
+    "gather_tokens",
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",
+    "linear_reduce_scatter",
     "local_positions",
     "loss_token_weight",
     "mean_loss",
@@ -68,6 +80,8 @@ __all__ = [
     "rotary_frequencies",
     "shard_batch",
     "solved_ratio",
+    "split_tokens",
+    "sum_gradients",
     "this_cluster",
     "weighted_loss",
     "with_large_enough_buckets",

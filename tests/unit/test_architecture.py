@@ -265,4 +265,8 @@ AUTOGRAD_FUNCTIONS = {
     "MeanOfGradients",
     "TakeChunk",
     "WriteChunk",
+    "AllGatherLinear",
+    "LinearReduceScatter",
+    "SplitTokens",
+    "GatherTokens",
 }

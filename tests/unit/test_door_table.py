@@ -60,6 +60,8 @@ NAMES: dict[str, Doors] = {
         "not": "GradientRule ParallelGroups check_zero_stage deepspeed_mpu "
         "global_gradient_norm gradient_rule initialize_deepspeed own_clipping owned_parameters "
         "prepare_deepspeed with_large_enough_buckets",
+        "is told by its arguments which tokens are sharded": "TensorParallelComm all_gather_linear "
+        "gather_tokens linear_reduce_scatter split_tokens sum_gradients",
         "says which ranks read which samples": "DataParallelRanks data_parallel_ranks",
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "
         "solved_ratio this_cluster",
@@ -147,6 +149,7 @@ TRAINER_FLAGS: Doors = {
     "--no-untie-embeddings-and-output-weights --disable-bias-linear --no-disable-bias-linear "
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
+    "sharded tokens where they pay, the same loss": "--usp-tp-overlap",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "
     "--reset-attention-mask --no-reset-attention-mask --reset-position-ids "

@@ -20,7 +20,13 @@ from usp_trainer import transformer_impl
 from usp_trainer.arguments import parse
 from usp_trainer.validate_args import check_start
 
-GPU = {"device": "cuda", "bf16": True, "zero_stage": 1, "transformer_impl": None}
+GPU = {
+    "device": "cuda",
+    "bf16": True,
+    "zero_stage": 1,
+    "transformer_impl": None,
+    "usp_tp_overlap": "auto",
+}
 INSTALLED = "2.20.2"
 # Installed version, other values, and the refusal of TransformerEngine's layers.
 OBSTACLES = {
@@ -29,6 +35,7 @@ OBSTACLES = {
     "too old": ("2.8.1", {}, "TransformerEngine 2.9.0a0 or newer, which is 2.8.1"),
     "no version": ("", {}, "a folder without an installed version"),
     "fp32": (INSTALLED, {"bf16": False}, "Add --bf16, or use --transformer-impl local"),
+    "sharded tokens": (INSTALLED, {"usp_tp_overlap": "on"}, "Use --usp-tp-overlap off, or use"),
     "ZeRO-3": (INSTALLED, {"zero_stage": 3}, "Use --zero-stage 2"),
 }
 

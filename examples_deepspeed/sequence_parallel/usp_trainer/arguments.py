@@ -18,6 +18,7 @@ from megatron_patches.flags import (
     add_report_flag,
 )
 from megatron_patches.settings import MeshSettings
+from usp_trainer import tp_overlap
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
 from usp_trainer.transformer_impl import CHOICES
@@ -147,6 +148,13 @@ def _parallel(parser: Parser) -> None:
         default_text="as many as the heads allow",
     )
     add("--tensor-model-parallel-size", COUNT, 1, "ranks per layer")
+    add(
+        "--usp-tp-overlap",
+        tp_overlap.CHOICES,
+        tp_overlap.AUTO,
+        "shard tokens over the tensor-parallel ranks between linear layers, whose communication "
+        "then runs under their products; auto: from sizes on at which it pays",
+    )
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)
     add_attention_flags(

@@ -28,9 +28,13 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.memory import LayerMemory
 from ds_usp.training import (
     ParallelGroups,
+    TensorParallelComm,
     chunked_weighted_loss,
+    gather_tokens,
     local_positions,
     rotary_frequencies,
+    split_tokens,
+    sum_gradients,
     weighted_loss,
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
@@ -38,6 +42,7 @@ from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
+from usp_trainer.tp_linear import GatheringColumnParallelLinear
 
 
 class Embedding(nn.Module):
@@ -45,10 +50,17 @@ class Embedding(nn.Module):
 
     Args:
         positions: ``[s_local]``, of batches that bring none.
+        comm: hidden states of this tensor-parallel rank's shard ``[s_local / tp, b, h]``, here and
+            up to the output projection; None: of all tokens.
     """
 
     def __init__(
-        self, seed: int, config: TransformerConfig, args: Namespace, positions: Tensor
+        self,
+        seed: int,
+        config: TransformerConfig,
+        args: Namespace,
+        positions: Tensor,
+        comm: TensorParallelComm | None,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -60,13 +72,14 @@ class Embedding(nn.Module):
             position_embedding_type="rope" if rotary else "learned_absolute",
         )
         if not args.untie_embeddings_and_output_weights:
-            self.output = output_projection(config, args, own_weight=False)
-        self.positions = positions
+            self.output = output_projection(config, args, comm, own_weight=False)
+        self.positions, self.comm = positions, comm
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Positions ``[b, s_local]`` restart in each document; a pipeline has none."""
         positions = self.positions if positions is None else positions
-        return self.embedding(tokens, positions.expand_as(tokens))
+        hidden = self.embedding(tokens, positions.expand_as(tokens))
+        return split_tokens(hidden, self.comm) if self.comm else hidden
 
 
 class Layer(nn.Module):
@@ -81,11 +94,13 @@ class Layer(nn.Module):
         rotary: Tensor | None,
         memory: LayerMemory,
         mlp_chunks: int,
+        comm: TensorParallelComm | None,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.rotary, self.memory = number, rotary, memory
+        sum_over_shards(self.layer, comm)
         if mlp_chunks:
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
@@ -106,14 +121,25 @@ class Layer(nn.Module):
         return hidden
 
 
+def sum_over_shards(module: nn.Module, comm: TensorParallelComm | None) -> None:
+    """Sum the gradients of the parameters that each tensor-parallel rank has whole and applies to
+    its own shard of the tokens: norms, and biases of row-parallel layers."""
+    if comm:
+        whole = (p for p in module.parameters() if not getattr(p, "tensor_model_parallel", False))
+        sum_gradients(whole, comm.group)
+
+
 class FinalNorm(nn.Module):
     """The norm before the output projection."""
 
-    def __init__(self, config: TransformerConfig, norm: Norm) -> None:
+    def __init__(
+        self, config: TransformerConfig, norm: Norm, comm: TensorParallelComm | None
+    ) -> None:
         super().__init__()
         self.norm = build_module(
             norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
+        sum_over_shards(self.norm, comm)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -125,7 +151,7 @@ class Output(nn.Module):
     def __init__(self, seed: int, config: TransformerConfig, args: Namespace, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.output = output_projection(config, args, own_weight=True)
+        self.output = output_projection(config, args, loss.comm, own_weight=True)
         self.loss = loss
 
     def forward(self, hidden: Tensor, *targets: Tensor) -> Tensor:
@@ -139,10 +165,15 @@ def tied_output(loss: Loss, embedding: Embedding, hidden: Tensor, *targets: Tens
 
 
 def output_projection(
-    config: TransformerConfig, args: Namespace, *, own_weight: bool
+    config: TransformerConfig,
+    args: Namespace,
+    comm: TensorParallelComm | None,
+    *,
+    own_weight: bool,
 ) -> ColumnParallelLinear:
     """The projection to logits ``[s, b, vocab / tp]``; a tied one gets its weight at each call."""
-    return ColumnParallelLinear(
+    linear = partial(GatheringColumnParallelLinear, comm=comm) if comm else ColumnParallelLinear
+    return linear(
         config.hidden_size,
         args.padded_vocab_size,
         config=config,
@@ -167,10 +198,11 @@ class Loss:
 
     Args:
         chunks: number of chunks; 0: all logits in one piece.
+        comm: hidden states are of a tensor-parallel shard of the tokens; None: of all.
     """
 
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: int, comm: TensorParallelComm | None) -> None:
+        self.chunks, self.comm = chunks, comm
         self._weight: Tensor | None = None
 
     def from_output(
@@ -195,6 +227,7 @@ class Loss:
     def _chunked(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """The weighted loss of each token, computed chunk by chunk so that no full logits exist."""
         group = get_tensor_model_parallel_group()
+        hidden = gather_tokens(hidden, self.comm) if self.comm else hidden
         return chunked_weighted_loss(
             hidden, weight, labels.t(), weights.t(), chunks=self.chunks, tp_group=group
         )
@@ -251,9 +284,14 @@ def build_model(
     layout: TokenLayout,
     groups: ParallelGroups,
     device: torch.device,
+    comm: TensorParallelComm | None = None,
 ) -> nn.Module:
-    """This rank's part of the model: all layers, or its pipeline stage."""
-    loss = Loss(args.usp_loss_chunks)
+    """This rank's part of the model: all layers, or its pipeline stage.
+
+    Args:
+        comm: shards tokens over tensor-parallel ranks; None: each has all of its sequence's.
+    """
+    loss = Loss(args.usp_loss_chunks, comm)
     specs = layer_specs(args, mesh, layout, device, loss)
     if groups.stages == 1:
         return GPT(specs)
@@ -284,9 +322,14 @@ def layer_specs(
     if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
         rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
     spec, norm = layer_specs_of(
-        transformer_impl.chosen(args), config, mesh=mesh, layout=layout, kernel=args.usp_kernel
+        transformer_impl.chosen(args),
+        config,
+        loss.comm,
+        mesh=mesh,
+        layout=layout,
+        kernel=args.usp_kernel,
     )
-    embedding = [Embedding, args.seed, config, args, positions]
+    embedding = [Embedding, args.seed, config, args, positions, loss.comm]
     if args.untie_embeddings_and_output_weights:
         first = LayerSpec(*embedding)
         last = LayerSpec(Output, args.seed + args.num_layers + 1, config, args, loss)
@@ -299,12 +342,13 @@ def layer_specs(
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
     layers = [
-        LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, chunks) for n in numbers
+        LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, chunks, loss.comm)
+        for n in numbers
     ]
     return [
         first,
         *layers,
-        LayerSpec(FinalNorm, config, norm),
+        LayerSpec(FinalNorm, config, norm, loss.comm),
         last,
     ]
 

@@ -16,7 +16,7 @@ from megatron_patches.flags import (
     check_mlp_chunks,
     check_report_flag,
 )
-from usp_trainer import environment, input_files, trackers, transformer_impl
+from usp_trainer import environment, input_files, tp_overlap, trackers, transformer_impl
 
 
 def model_parallel_size(args: Namespace) -> int:
@@ -115,6 +115,7 @@ def _check_degrees(args: Namespace, world_size: int) -> None:
         args.usp_layout, seq_len=args.seq_length, ulysses=args.ulysses_degree, ring=args.ring_degree
     )
     check_mlp_chunks(args, layout)
+    tp_overlap.check(args, layout)
 
 
 def _check_documents(args: Namespace) -> None:
