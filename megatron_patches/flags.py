@@ -146,6 +146,16 @@ def add_mlp_chunks_flag(parser: Parser, *, chunks_type: FlagType = int) -> None:
     )
 
 
+def add_states_flag(parser: Parser) -> None:
+    """Add ``--usp-states-on-host`` to a program's parser."""
+    parser.add_argument(
+        "--usp-states-on-host",
+        action="store_true",
+        help="optimizer states and fp32 master weights wait in host memory during forward and "
+        "backward, and are copied back for the optimizer step",
+    )
+
+
 def add_checkpoint_layers_flag(parser: Parser, *, size_type: FlagType = int) -> None:
     """Add ``--usp-checkpoint-layers`` to a program's parser."""
     parser.add_argument(

@@ -33,6 +33,7 @@ from ds_usp.training.deepspeed import (
     prepare_deepspeed,
 )
 from ds_usp.training.gradient_buckets import with_large_enough_buckets
+from ds_usp.training.host_states import StatesOnHost, keep_states_on_host
 from ds_usp.training.loss import loss_token_weight, mean_loss, weighted_loss
 from ds_usp.training.replicas import DataParallelRanks, data_parallel_ranks
 from ds_usp.training.tp_comm import TensorParallelComm
@@ -52,6 +53,7 @@ __all__ = [
     "SequenceBatch",
     "SequenceParallelDataLoader",
     "ShardedBatch",
+    "StatesOnHost",
     "TensorParallelComm",
     "all_gather_linear",
     "apply_rotary",
@@ -68,6 +70,7 @@ __all__ = [
     "global_gradient_norm",
     "gradient_rule",
     "initialize_deepspeed",
+    "keep_states_on_host",
     "linear_reduce_scatter",
     "local_positions",
     "loss_token_weight",

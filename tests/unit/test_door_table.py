@@ -65,6 +65,7 @@ NAMES: dict[str, Doors] = {
         "says which ranks read which samples": "DataParallelRanks data_parallel_ranks",
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "
         "solved_ratio this_cluster",
+        "changes memory and time, never the result": "StatesOnHost keep_states_on_host",
     },
     "ds_usp.profiling.exposed": {
         "traces one step, and writes nothing without a folder": "report",
@@ -140,7 +141,7 @@ TRAINER_FLAGS: Doors = {
     "--usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
-    "--usp-mlp-chunks --usp-checkpoint-layers",
+    "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
     "the model: the same function for all degrees": "--num-layers --hidden-size "
     "--ffn-hidden-size --num-attention-heads --num-key-value-heads --max-position-embeddings "
     "--vocab-size --make-vocab-size-divisible-by --normalization --layernorm-epsilon --swiglu "

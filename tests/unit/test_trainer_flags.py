@@ -268,6 +268,13 @@ def test_groups_of_layers_without_checkpoints_are_refused() -> None:
         validate_and_derive(parse(f"{grouped} gemm-last".split()), 1)
 
 
+def test_states_on_the_host_need_states() -> None:
+    flags = "--usp-states-on-host --optimizer sgd"
+    assert validate_and_derive(parse(f"{flags} --zero-stage 1".split()), 1).usp_states_on_host
+    with pytest.raises(ConfigError, match="SGD without momentum has no states"):
+        validate_and_derive(parse(f"{flags} --zero-stage 0 --sgd-momentum 0".split()), 1)
+
+
 def test_auto_of_one_rank_a_sequence() -> None:
     assert chosen("h200", "--ds-sequence-parallel-size 1")[0] == 1
 

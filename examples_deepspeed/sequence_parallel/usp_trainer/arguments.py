@@ -16,6 +16,7 @@ from megatron_patches.flags import (
     add_memory_flags,
     add_mlp_chunks_flag,
     add_report_flag,
+    add_states_flag,
 )
 from megatron_patches.settings import MeshSettings
 from usp_trainer import tp_overlap
@@ -167,6 +168,7 @@ def _memory(parser: Parser) -> None:
     add_memory_flags(group, ratio_type=KeywordOr(AUTO, Number(0, 1)), chunks_type=Integer(0))
     add_mlp_chunks_flag(group, chunks_type=Integer(0))
     add_checkpoint_layers_flag(group, size_type=COUNT)
+    add_states_flag(group)
 
 
 def _model(parser: Parser) -> None:

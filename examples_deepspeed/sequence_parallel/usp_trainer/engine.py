@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_usp import DataError
 from ds_usp.training import (
     ParallelGroups,
     initialize_deepspeed,
+    keep_states_on_host,
     loss_token_weight,
     mean_loss,
 )
@@ -30,6 +32,10 @@ class Trainer:
 
     Args:
         vocab_size: number of token ids that the data may contain.
+
+    Attributes:
+        engine: DeepSpeed's.
+        states: keeps optimizer states in host memory between steps; None: they stay.
     """
 
     def __init__(
@@ -44,7 +50,12 @@ class Trainer:
         self.engine, rule = initialize_deepspeed(
             model, make_optimizer(args, model), deepspeed_config(args), groups
         )
+        self.states = keep_states_on_host(self.engine) if args.usp_states_on_host else None
         self._scale = rule.loss_scale(args.accumulation_steps)
+
+    def states_on_device(self) -> AbstractContextManager[None]:
+        """Optimizer states can be read and written inside."""
+        return nullcontext() if self.states is None else self.states.on_device()
 
     def train(self, batches: Sequence[TrainingBatch], lr: float) -> tuple[float, float]:
         """One optimizer step over this rank's micro batches.

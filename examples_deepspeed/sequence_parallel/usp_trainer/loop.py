@@ -70,7 +70,8 @@ class TrainingLoop:
         self.trainer = Trainer(args, model, self.groups, device, self.data.vocab_size)
         self.progress = Progress()
         if args.load:
-            self.progress = checkpoint.load(self.trainer.engine, args)
+            with self.trainer.states_on_device():
+                self.progress = checkpoint.load(self.trainer.engine, args)
 
     def step(self) -> dict[str, Any]:
         """Train on the next global batch; returns the line for ``metrics.jsonl``."""
@@ -125,7 +126,8 @@ class TrainingLoop:
         """Write a checkpoint; returns its folder."""
         self.mesh.check()  # ranks that disagree save nothing
         if self.args.check_for_nan_in_loss_and_grad:
-            check_weights(self.trainer.engine, self.progress.step)
+            with self.trainer.states_on_device():
+                check_weights(self.trainer.engine, self.progress.step)
         return checkpoint.save(self.trainer.engine, self.args, self.progress)
 
 

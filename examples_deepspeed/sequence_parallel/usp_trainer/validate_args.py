@@ -85,6 +85,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     _check_batch(args)
     _check_documents(args)
     check_checkpoint_layers(args)
+    _check_states(args)
     transformer_impl.check(args)
 
 
@@ -136,6 +137,20 @@ def _check_documents(args: Namespace) -> None:
         raise ConfigError(
             "--reset-position-ids with rotary positions changes the attention to earlier "
             "documents. Add --reset-attention-mask, or leave it out"
+        )
+
+
+def _check_states(args: Namespace) -> None:
+    """Refuse ``--usp-states-on-host`` where there are none.
+
+    Raises:
+        ConfigError: SGD without momentum at ZeRO-0.
+    """
+    has_states = args.optimizer != "sgd" or args.sgd_momentum
+    if args.usp_states_on_host and args.zero_stage == 0 and not has_states:
+        raise ConfigError(
+            "--usp-states-on-host: SGD without momentum has no states, and --zero-stage 0 no "
+            "master weights. Leave it out"
         )
 
 

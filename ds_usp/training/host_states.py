@@ -1,0 +1,122 @@
+"""Optimizer states and fp32 master weights that wait in host memory between optimizer steps.
+
+DeepSpeed's own ``engine.offload_states`` (0.19.8) does less: the optimizer of bf16 with ZeRO-1 and
+fp32 gradient accumulation lacks it, ZeRO-3 takes DeepSpeed's FusedAdam alone, and ZeRO-1 and 2
+allocate and pin the host memory anew at every call. Here the storages are copied to pinned memory
+that is kept, whatever the optimizer. Gradients stay: backward adds to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_usp.errors import ConfigError
+from ds_usp.memory.host_storages import HostStorages
+from ds_usp.memory.saved_tensor_hooks import storage_id
+
+# Where DeepSpeed's optimizers keep the master weights: ZeRO-1 and 2, ZeRO-1 in bf16, ZeRO-3.
+_MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_partitioned_groups_flat",
+)
+
+
+def keep_states_on_host(engine: Any) -> StatesOnHost:
+    """Let an engine's optimizer states and master weights wait in host memory while it computes.
+
+    They leave the device before the engine's next forward pass, with copies that start when an
+    optimizer step ends, and are back before the optimizer's step and while the engine saves or
+    loads a checkpoint. What else reads them does so within :meth:`StatesOnHost.on_device`.
+
+    Args:
+        engine: of ``deepspeed.initialize``, its pipeline engine too. The engine's module gets a
+            hook, and ``step`` of its optimizer and ``save_checkpoint`` and ``load_checkpoint`` of
+            the engine are wrapped.
+
+    Raises:
+        ConfigError: DeepSpeed offloads optimizer or parameters itself, or the optimizer's fp32
+            weights are not where ZeRO of DeepSpeed 0.19 has them.
+    """
+    states = StatesOnHost(engine)
+    for owner, name in (
+        (engine.optimizer, "step"),
+        (engine, "save_checkpoint"),
+        (engine, "load_checkpoint"),
+    ):
+        setattr(owner, name, states.on_device()(getattr(owner, name)))
+    engine.module.register_forward_pre_hook(lambda *_: states.leave())
+    return states
+
+
+class StatesOnHost:
+    """The optimizer states and master weights of one engine; see :func:`keep_states_on_host`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._module, self._optimizer = engine.module, engine.optimizer
+        _refuse(engine)
+        self._storages = HostStorages(torch.device(engine.device))
+        self._uses = 0
+
+    @property
+    def bytes_away(self) -> int:
+        """Bytes that are in host memory and not on the device, now."""
+        return self._storages.bytes_away
+
+    def leave(self) -> None:
+        """Free the device memory; without effect within :meth:`on_device`."""
+        if not self._uses:
+            self._storages.send(self._tensors())
+            self._storages.free()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The tensors are on the device inside; afterwards their copies to the host begin."""
+        if not self._uses:
+            self._storages.bring_back()
+        self._uses += 1
+        try:
+            yield
+        finally:
+            self._uses -= 1
+            if not self._uses:
+                self._storages.send(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """States and master weights, except those that share memory with the module."""
+        base = getattr(self._optimizer, "optimizer", self._optimizer)
+        tensors = [value for state in base.state.values() for value in state.values()]
+        for name in _MASTERS:
+            tensors += getattr(self._optimizer, name, [])
+        used = set()
+        for parameter in self._module.parameters():
+            used.add(storage_id(parameter.detach()))
+            if hasattr(parameter, "ds_tensor"):  # its shard at ZeRO-3
+                used.add(storage_id(parameter.ds_tensor))
+        return [x for x in tensors if isinstance(x, Tensor) and storage_id(x) not in used]
+
+
+def _refuse(engine: Any) -> None:
+    """Raise ConfigError for an engine whose states are offloaded already, or unknown."""
+    for offloaded, key in (
+        (engine.zero_offload_optimizer(), "offload_optimizer"),
+        (engine.zero_offload_param(), "offload_param"),
+    ):
+        device = getattr(offloaded, "device", None)
+        if device not in (None, "none"):
+            raise ConfigError(
+                f"states on the host, and zero_optimization.{key} on {device} in DeepSpeed's "
+                "configuration: leave one of the two out"
+            )
+    optimizer = engine.optimizer
+    is_known = any(hasattr(optimizer, name) for name in _MASTERS)
+    if not is_known and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"states on the host: {type(optimizer).__name__} keeps its fp32 weights elsewhere than "
+            "ZeRO-1 to 3 do. Use a ZeRO stage, or fp32 with ZeRO-0"
+        )
