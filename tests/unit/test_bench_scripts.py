@@ -160,6 +160,14 @@ def test_idle_link_power(pool: WorkerPool, tmp_path: Path) -> None:
     assert float(rows[0]["share"]) == 1
 
 
+def test_projected(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "projected.csv"
+    run(pool, "bench_projected", "--shapes", "64:32:4:4", "--rounds", "1", "--out", str(path))
+    rows = read(path)
+    assert len(rows) == 2 * 3  # Ulysses alone and a ring alone, three paths
+    assert all(float(row["error"]) <= 1.5 and float(row["layer_ms"]) > 0 for row in rows)
+
+
 def test_memory_and_its_plot(pool: WorkerPool, tmp_path: Path) -> None:
     path, moments, picture = (tmp_path / name for name in ("a.csv", "b.csv", "c.svg"))
     policies = ["none", "gemm-last", "attention", "full", "gemm-last+0.5", "attention+1"]
