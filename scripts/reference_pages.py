@@ -7,12 +7,14 @@ python scripts/reference_pages.py --check    # exit 1 if a page is out of date
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -190,21 +192,42 @@ def command_page() -> str:
 
 def help_text(command: list[str]) -> str:
     """The help of a program from its description on; the usage is laid out by Python's version."""
-    program = ["-m", "ds_usp"] if command[0] == "ds-usp" else command[1:2]
-    if command[:2] == ["python", "-m"]:
-        program = command[1:3]
-    arguments = command[1:] if command[0] == "ds-usp" else []
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *program, *arguments, "--help"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    usage, _, rest = done.stdout.partition("\n\n")
-    return (rest if usage.startswith("usage:") else done.stdout).strip("\n")
+    first, *arguments = command
+    run = runpy.run_path
+    if first == "ds-usp":
+        run, program = runpy.run_module, "ds_usp"
+    else:
+        program = arguments.pop(0)
+        if program == "-m":
+            run, program = runpy.run_module, arguments.pop(0)
+    printed = io.StringIO()
+    with alone(program, [*arguments, "--help"]), contextlib.redirect_stdout(printed):
+        try:
+            run(program, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    usage, _, rest = printed.getvalue().partition("\n\n")
+    return (rest if usage.startswith("usage:") else printed.getvalue()).strip("\n")
+
+
+@contextlib.contextmanager
+def alone(program: str, arguments: list[str]) -> Iterator[None]:
+    """As a process would be that runs a program: programs share this one's imports of libraries."""
+    before = sys.argv, sys.path.copy(), os.environ.get("COLUMNS"), Path.cwd()
+    path = ROOT / program
+    sys.argv = [program if path.is_file() else "__main__.py", *arguments]
+    sys.path.insert(0, str(path.parent if path.is_file() else ROOT))
+    os.environ["COLUMNS"] = "100"
+    os.chdir(ROOT)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before[:2]
+        os.environ.pop("COLUMNS")
+        if before[2] is not None:
+            os.environ["COLUMNS"] = before[2]
+        os.chdir(before[3])
 
 
 # ------------------------------------------------------------------ files
