@@ -29,6 +29,8 @@ esac
 cd "$root"
 # Where it is set, each of a thousand ranks and scripts compiles the sources that it imports.
 unset PYTHONDONTWRITEBYTECODE
+# Workers and their ranks share the cores: threads of each would wait for each other's.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cores="$(python -c 'import os
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ for _folder in (str(TESTS), str(TESTS.parent)):
         sys.path.insert(0, _folder)
 
 import fast_tier  # noqa: E402
-from harness import WorkerPool, no_work  # noqa: E402
+from harness import WorkerPool, no_work, set_seeds  # noqa: E402
 
 _POOL = pytest.StashKey[WorkerPool]()
 
@@ -81,8 +80,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state."""
-    random.seed(0)
-    torch.manual_seed(0)
+    set_seeds()
 
 
 @pytest.fixture(scope="session")
