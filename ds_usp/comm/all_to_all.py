@@ -38,7 +38,7 @@ class HeadAllToAll:
         ranges: for each tensor, the half-open head range that each Ulysses rank uses. Ranges may
             overlap: such a head goes to each of its users, and their results are summed (in fp32)
             on the way back.
-        copies: use copy engines where all ranks hold and use equally much.
+        copies: use copy engines where all ranks use equally many heads.
     """
 
     mesh: SequenceMesh
@@ -158,21 +158,21 @@ class HeadAllToAll:
         """
         if self._uniform is None:
             return 0
-        tokens = self.layouts[0].length(self.mesh.rank)
+        layout = self.layouts[0]  # the ranks reserve as much
+        tokens = max(layout.length(rank) for rank in range(layout.degree))
         return self._uniform.staging_bytes(tokens, batch, dims, itemsize)
 
     @cached_property
     def _uniform(self) -> UniformAllToAll | None:
         """The exchange of one dense buffer, if every rank uses equally many heads, at equal
-        distances, and holds as many slices of equal length as the others: one, in the order of the
-        ranks, or with copy engines up to two in any order; else None."""
+        distances, and holds the same slices of all tensors: one, in the order of the ranks, or with
+        copy engines up to two in any order; else None."""
         ulysses = self.mesh.ulysses_degree
         if ulysses == 1 or not all(map(_is_uniform, self.ranges)):
             return None
         runs = [layout.runs(self.mesh.ring_rank) for layout in self.layouts]
         slices, *others = {TokenSlices.of_runs(row, ulysses) for row in runs}
-        lengths = {sum([run.length for run in row]) for row in runs}
-        if slices is None or others or len(lengths) > 1:
+        if slices is None or others:
             return None
         if not (self.copies or slices.in_rank_order):
             return None
@@ -213,7 +213,7 @@ class HeadAllToAll:
         send_buffer: torch.Tensor,
         recv_buffer: torch.Tensor,
         sent: list[int],
-        received: list[int] | None = None,
+        received: list[int],
     ) -> dist.Work:
         """Post ``all_to_all_single`` of elements for and from each rank."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
@@ -223,7 +223,7 @@ class HeadAllToAll:
             work: dist.Work = dist.all_to_all_single(
                 recv_buffer.view(-1),
                 send_buffer.view(-1),
-                received or sent,
+                received,
                 sent,
                 group=self.mesh.ulysses_group,
                 async_op=True,

@@ -1,18 +1,18 @@
-"""Packing of tensors into a staging buffer, one slice for each rank; this rank's own slice goes
-straight to its destination: one read and one write of each element.
+"""Packing of tensors into a staging buffer; what this rank keeps goes straight to its destination:
+one read and one write of each element.
 
-The buffer is ``[R, K t, B, features]``: R pieces, each of which one rank pulls, of K slices of t
-tokens. To heads there is one piece a rank, of all its slices; to the sequence one piece a slice, in
-the order of the ring rank's tokens. A rank's own pieces are not packed.
+The buffer is ``[P, T, B, features]``: P pieces of T tokens. To heads there is one piece a rank, of
+this rank's tokens; to the sequence one piece, of the ring rank's tokens in their order. This rank's
+own tokens are one or two runs of one piece, which are not packed.
 
-Letters of the shapes: P ranks, s tokens of a rank, B batch, h heads of a rank, D head dim.
+Letters of the shapes: B batch, h heads of a rank, D head dim, L tokens of the destination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,12 +35,25 @@ class DeferredSum(Protocol):
         """The whole sum."""
 
 
-class SendTensor(NamedTuple):
-    """One tensor, as pieces for the ranks.
+class OwnTokens(NamedTuple):
+    """What this rank keeps.
 
     Attributes:
-        pieces: ``[R, K, t, B, h, D]``, a view, or, for K = 1, the sum ``[B, R t, h, D]`` of them.
-        local_out: ``[L, K, t, B, h, D]``, the destination of this rank's own L pieces.
+        piece: in which it is.
+        runs: tokens ``start : stop`` of it, ascending, and the first one's place in the
+            destination.
+    """
+
+    piece: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+class SendTensor(NamedTuple):
+    """One tensor, as pieces.
+
+    Attributes:
+        pieces: ``[P, T, B, h, D]``, a view, or, for P = 1, the sum ``[B, T, h, D]``.
+        local_out: ``[L, B, h, D]``, the destination of this rank's own tokens.
     """
 
     pieces: torch.Tensor | DeferredSum
@@ -58,16 +71,16 @@ class PackPlan:
     """Packing of tensors that all are there, without sums, into a staging buffer.
 
     Args:
-        shape: of the staging buffer ``[R, K t, B, features]``.
-        local: this rank's own pieces.
+        shape: of the staging buffer ``[P, T, B, features]``.
+        own: what this rank keeps.
         views: of each tensor.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], local: tuple[int, ...], views: Sequence[SendViews]
+        self, shape: tuple[int, int, int, int], own: OwnTokens, views: Sequence[SendViews]
     ) -> None:
-        self.shape, self.local, self.views = shape, local, tuple(views)
-        self.head_shapes = tuple([(x.size[4], x.size[5]) for x, _ in self.views])
+        self.shape, self.own, self.views = shape, own, tuple(views)
+        self.head_shapes = tuple([(x.size[3], x.size[4]) for x, _ in self.views])
 
     def pack(
         self,
@@ -77,9 +90,10 @@ class PackPlan:
         *,
         already_packed: bool = False,
     ) -> None:
-        """Pack ``sources``, and write this rank's own pieces to ``outs``.
+        """Pack ``sources``, and write this rank's own tokens to ``outs``.
 
         Args:
+            staging: dense, of as many elements as ``shape``.
             already_packed: the sources are views of ``staging``: only ``outs`` are written.
         """
         if staging.is_cuda and self._fused is not None:
@@ -88,11 +102,12 @@ class PackPlan:
                 return
         pairs = zip(self.views, sources, outs, strict=True)
         tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
-        pack_for_send(staging, self.local, self.head_shapes, tensors, already_packed=already_packed)
+        buffer = staging.view(self.shape)
+        pack_for_send(buffer, self.own, self.head_shapes, tensors, already_packed=already_packed)
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-        """The same as one kernel, which returns False where it cannot be, of all pieces and of this
+        """The same as one kernel, which returns False where it cannot be, of all tokens and of this
         rank's own; None without Triton."""
         triton = load_triton_module("ds_usp.comm.packing_triton")
         return None if triton is None else triton.prepare(self)
@@ -127,48 +142,44 @@ def copy_or_sum_into(out: torch.Tensor, source: torch.Tensor | DeferredSum) -> N
 
 def pack_for_send(
     staging: torch.Tensor,
-    local: Sequence[int],
+    own: OwnTokens,
     shapes: HeadShapes,
     tensors: Sequence[SendTensor],
     *,
     already_packed: bool = False,
 ) -> None:
-    """Pack the pieces of every tensor for the other ranks, and write this rank's own to
-    ``local_out``.
+    """Pack every tensor for the other ranks, and write this rank's own tokens to ``local_out``.
 
     Args:
-        staging: ``[R, K t, B, features]``, dense; a token's heads of all tensors are neighbours.
-        local: this rank's own pieces, ascending; those of ``staging`` are undefined afterwards.
+        staging: ``[P, T, B, features]``, dense; a token's heads of all tensors are neighbours.
+        own: what this rank keeps; it is undefined in ``staging`` afterwards.
         shapes: heads and head dim of each tensor.
         already_packed: they are in ``staging``: only ``local_out`` is written.
     """
+    piece, runs = own
     if not already_packed:
-        views = split_features(staging, shapes)
-        for view, (pieces, local_out) in zip(views, tensors, strict=True):
-            outs = view.unflatten(1, (local_out.shape[1], -1))
-            for start, stop in pairwise((-1, *local, len(outs))):
-                if start + 1 < stop:
-                    _write(outs[start + 1 : stop], pieces, start + 1)
-    for pieces, local_out in tensors:
-        for out, piece in zip(local_out, local, strict=True):
-            _write(out.unsqueeze(0), pieces, piece)
+        between = pairwise((0, *chain.from_iterable([run[:2] for run in runs]), staging.shape[1]))
+        gaps = [(start, stop) for start, stop in islice(between, 0, None, 2) if start < stop]
+        others = [x for x in (slice(piece), slice(piece + 1, None)) if len(staging[x])]
+        for view, (source, _) in zip(split_features(staging, shapes), tensors, strict=True):
+            if isinstance(source, torch.Tensor):  # a sum has no other pieces
+                for x in others:
+                    strided_copy(view[x], source[x])
+            for start, stop in gaps:
+                _write(view[piece, start:stop], source, piece, start)
+    for source, local_out in tensors:
+        for start, stop, place in runs:
+            _write(local_out[place : place + stop - start], source, piece, start)
 
 
-def _write(outs: torch.Tensor, pieces: torch.Tensor | DeferredSum, first: int) -> None:
-    """Write the pieces from ``first`` on to ``outs`` ``[., K, t, B, h, D]``."""
+def _write(out: torch.Tensor, pieces: torch.Tensor | DeferredSum, piece: int, first: int) -> None:
+    """Write the tokens of a piece from ``first`` on to ``out`` ``[., B, h, D]``."""
     if isinstance(pieces, torch.Tensor):
-        strided_copy(outs, pieces[first : first + len(outs)])
-        return
-    # One piece of one slice, or several of the staging buffer, which lie one after the other.
-    count, _, tokens, batch, *head = outs.shape
-    _, _, token, sample, *feature = outs.stride()
-    run = outs.as_strided((batch, count * tokens, *head), (sample, token, *feature))
-    pieces.write(run, first * tokens)
+        strided_copy(out, pieces[piece, first : first + len(out)])
+    else:
+        pieces.write(out.transpose(0, 1), first)
 
 
-def pieces_in_order(x: torch.Tensor | DeferredSum, count: int) -> torch.Tensor | DeferredSum:
-    """``[B, R t, h, D]`` as R pieces of one slice: ``[R, 1, t, B, h, D]``, a view; a sum as it
-    is."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.unflatten(1, (count, 1, -1)).permute(1, 2, 3, 0, 4, 5)
+def one_piece(x: torch.Tensor | DeferredSum) -> torch.Tensor | DeferredSum:
+    """``[B, T, h, D]`` as one piece ``[1, T, B, h, D]``, a view; a sum as it is."""
+    return x.transpose(0, 1)[None] if isinstance(x, torch.Tensor) else x

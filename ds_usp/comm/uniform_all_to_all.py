@@ -1,25 +1,27 @@
-"""All-to-all between heads and sequence where every rank holds as many tokens and uses as many
-heads: one dense buffer, packed by one kernel.
+"""All-to-all between heads and sequence where every rank uses as many heads: one dense buffer,
+packed by one kernel.
 
-The ring rank's tokens are slices of equal length, K of each Ulysses rank: one in most layouts, two
-in ``context_parallel``, whose ranks hold one slice from the front and one from the back. What is
-exchanged has tokens before samples, so that slices lie one after the other as the ring rank's
+The ring rank's tokens are slices of any lengths, of each Ulysses rank one in most layouts and up to
+two in ``context_parallel``, whose ranks hold one slice from the front and one from the back. What
+is exchanged has tokens before samples, so that slices lie one after the other as the ring rank's
 tokens do, and what is received needs no copy. A token's heads of all tensors (q, k, v) are
 neighbours.
 
-=============  ===============================  ==================================================
-exchange       staging buffer of a rank         another rank receives from it
-=============  ===============================  ==================================================
-to heads       ``[ranks, s, B, features]``      its piece, each slice to that slice's place
-to sequence    ``[slices, t, B, features]``     its slices, which follow each other in its shard
-=============  ===============================  ==================================================
+=============  ============================  ===================================================
+exchange       staging buffer of a rank      another rank receives from it
+=============  ============================  ===================================================
+to heads       ``[ranks, s, B, features]``   its piece, each slice to that slice's place
+to sequence    ``[S, B, features]``          the tokens of its slices
+=============  ============================  ===================================================
+
+``s`` differs between ranks, and so do the pieces' places in their buffers; all reserve memory for
+the largest.
 
 Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -34,7 +36,6 @@ from ds_usp.comm.channel import (
     RecvSpec,
     SendSlice,
     StagingBuffer,
-    StridedView,
     split_features,
 )
 from ds_usp.comm.mesh import SequenceMesh
@@ -43,14 +44,15 @@ from ds_usp.comm.packing import (
     PreallocatedSend,
     SendTensor,
     copy_or_sum_into,
+    one_piece,
     pack_for_send,
-    pieces_in_order,
 )
 from ds_usp.comm.uniform_plan import (
-    BufferSizes,
     HeadRange,
     buffer_sizes,
     heads_by_rank,
+    next_ranks,
+    own_in_order,
     plan_to_heads,
     plan_to_sequence,
     recvs_to_sequence,
@@ -59,8 +61,8 @@ from ds_usp.comm.uniform_plan import (
 from ds_usp.geometry.token_slices import TokenSlices
 from ds_usp.strided_copy import strided_copy
 
-# Posts an all-to-all: send buffer, receive buffer, elements for each rank.
-PostAllToAll = Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work]
+# Posts an all-to-all: send buffer, receive buffer, elements for and from each rank.
+PostAllToAll = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]
 _SHAPE = attrgetter("shape")
 
 
@@ -90,14 +92,13 @@ class UniformAllToAll:
                 for (first, stop), (second, _), *_ in ranges
             ]
         )
-        steps = range(1, self._ranks)  # the next rank first
-        self._peers = [(self._rank + step) % self._ranks for step in steps]
-        self._slices, self._local = slices, slices.of_rank[self._rank]
-        self._sends_to_heads = [SendSlice(peer, peer, peer + 1) for peer in self._peers]
+        self._slices = slices
+        peers = next_ranks(self._rank, self._ranks)
+        self._sends_to_heads = [SendSlice(peer, peer, peer + 1) for peer in peers]
         self._sends_to_sequence = [
-            SendSlice(peer, number, number + 1)
-            for peer in self._peers
-            for number in slices.of_rank[peer]
+            SendSlice(peer, start, stop)
+            for peer in peers
+            for start, stop, _ in slices.of_rank[peer]
         ]
 
     def post_to_heads(
@@ -105,32 +106,20 @@ class UniformAllToAll:
     ) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
         of_tensors = [(x.shape, x.stride()) for x in tensors]
-        sizes, plan = plan_to_heads(self._ranks, self._rank, self._slices, self._heads, *of_tensors)
-        ranks, tokens, *rest = sizes.shape
-        received = tensors[0].new_empty((ranks * tokens, *rest))
+        sizes, plan, places = plan_to_heads(self._rank, self._slices, self._heads, *of_tensors)
+        received = tensors[0].new_empty(sizes.in_order)
         unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
         if not self._copies:
-            packed = received.new_empty(sizes.shape)
+            packed = received.new_empty(sizes.by_rank)
             views = split_features(packed, sizes.shapes)
             for view, x, ((size, stride, offset), _) in zip(
                 views, tensors, plan.views, strict=True
             ):
-                pieces = x.as_strided(size, stride, x.storage_offset() + offset)
-                strided_copy(view.unsqueeze(1), pieces)
-            return PendingExchange(unpack, post(packed, received, sizes.splits))
-        channel, staging = self._acquire_slot(received, sizes.shape)
+                strided_copy(view, x.as_strided(size, stride, x.storage_offset() + offset))
+            return PendingExchange(unpack, post(packed, received, sizes.pieces, sizes.shares))
+        channel, staging = self._acquire_slot(received, sizes.by_rank)
         plan.pack(staging.tensor, tensors, (received,) * len(tensors))
-        slice_size = sizes.splits[0] // self._slices.per_rank
-        recvs = [
-            RecvSpec(
-                peer,
-                received,
-                self._rank * sizes.splits[0] + k * slice_size,
-                view=StridedView((slice_size,), (1,), number * slice_size),
-            )
-            for peer in self._peers
-            for k, number in enumerate(self._slices.of_rank[peer])
-        ]
+        recvs = [RecvSpec(peer, received, offset, 0, view) for peer, offset, view in places]
         channel.post(staging.tensor, self._sends_to_heads, recvs, overlapped=overlapped)
         return PendingExchange(unpack, channel)
 
@@ -141,12 +130,11 @@ class UniformAllToAll:
             like: for dtype and device.
             sizes: of the outputs ``[B, s, H, D]``.
         """
-        exchanged = buffer_sizes(self._ranks, self._heads, *sizes)
-        shape = self._shape_to_sequence(exchanged)
+        exchanged = buffer_sizes(self._slices, self._heads, *sizes)
         if self._copies:
-            channel, staging = self._acquire_slot(like, shape)
+            channel, staging = self._acquire_slot(like, exchanged.in_order)
         else:
-            channel, staging = None, StagingBuffer(like.new_empty(shape))
+            channel, staging = None, StagingBuffer(like.new_empty(exchanged.in_order))
         views = staging.views(exchanged.shapes, tokens_first=True)
         return PreallocatedSend(channel, staging, views)
 
@@ -166,36 +154,36 @@ class UniformAllToAll:
             prealloc: the staging buffer, acquired before; sources that are its views are not
                 packed again.
         """
-        sizes = buffer_sizes(self._ranks, self._heads, *map(_SHAPE, outs))
-        batch = sizes.shape[2]
+        sizes = buffer_sizes(self._slices, self._heads, *map(_SHAPE, outs))
         if not self._copies:
             source = sources[0]
             is_dense = isinstance(source, torch.Tensor) and source.is_contiguous()
+            batch = sizes.in_order[1]
             if isinstance(source, torch.Tensor) and is_dense and len(sources) == batch == 1:
                 packed = source
             else:
-                staging = prealloc[1] if prealloc else StagingBuffer(outs[0].new_empty(sizes.shape))
+                like = outs[0]
+                staging = prealloc[1] if prealloc else StagingBuffer(like.new_empty(sizes.in_order))
                 packed = staging.tensor
                 views = staging.views(sizes.shapes, tokens_first=True)
                 for view, source in zip(views, sources, strict=True):
                     copy_or_sum_into(view, source)
-            received = packed.new_empty(sizes.shape)
+            received = packed.new_empty(sizes.by_rank)
             unpack = partial(_write_received, self._by_rank(outs), received, sizes.shapes)
-            return PendingExchange(unpack, post(packed, received, sizes.splits))
+            return PendingExchange(unpack, post(packed, received, sizes.shares, sizes.pieces))
         if prealloc is not None and prealloc.channel is not None:
             channel, staging = prealloc.channel, prealloc.staging
         else:
-            channel, staging = self._acquire_slot(outs[0], self._shape_to_sequence(sizes))
+            channel, staging = self._acquire_slot(outs[0], sizes.in_order)
         tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
         dense = [x for x in tensors if x is not None]
-        where = self._ranks, self._rank, self._slices, self._heads
+        where = self._rank, self._slices, self._heads
         out_strides = strided(outs)
         if len(dense) < len(tensors):
-            count = self._slices.per_rank
-            own = [_slices_of(x[self._rank], count) for x in self._by_rank(outs)]
-            pieces = [pieces_in_order(x, self._ranks * count) for x in sources]
-            tensors_to_send = list(map(SendTensor, pieces, own))
-            pack_for_send(staging.tensor, self._local, sizes.shapes, tensors_to_send)
+            own = [x[self._rank] for x in self._by_rank(outs)]
+            tensors_to_send = list(map(SendTensor, map(one_piece, sources), own))
+            own_tokens = own_in_order(self._slices, self._rank)
+            pack_for_send(staging.tensor[None], own_tokens, sizes.shapes, tensors_to_send)
         else:
             written = prealloc is not None and prealloc.already_written(dense)
             plan = plan_to_sequence(*where, strided(dense), out_strides)
@@ -211,22 +199,17 @@ class UniformAllToAll:
         """Staging memory of one copy-engine exchange, in bytes.
 
         Args:
-            tokens, batch, dims, itemsize: tokens of a rank, samples, each tensor's head dim, bytes
-                of an element.
+            tokens, batch, dims, itemsize: tokens of the largest rank, samples, each tensor's head
+                dim, bytes of an element.
         """
         if not self._copies:
             return 0
-        shapes = [(batch, tokens, 0, dim) for dim in dims]  # whatever heads there are besides
-        return math.prod(buffer_sizes(self._ranks, self._heads, *shapes).shape) * itemsize
-
-    def _shape_to_sequence(self, sizes: BufferSizes) -> tuple[int, int, int, int]:
-        """The staging buffer of :meth:`post_to_sequence`, of one slice after the other."""
-        ranks, tokens, batch, features = sizes.shape
-        count = self._slices.per_rank
-        return ranks * count, tokens // count, batch, features
+        heads = [row.num_heads for row in self._heads]
+        features = sum([count * dim for count, dim in zip(heads, dims, strict=True)])
+        return self._ranks * tokens * batch * features * itemsize
 
     def _acquire_slot(
-        self, like: torch.Tensor, shape: tuple[int, int, int, int]
+        self, like: torch.Tensor, shape: tuple[int, ...]
     ) -> tuple[Channel, StagingBuffer]:
         """A channel over the copy engines, and a buffer in their memory."""
         channel = self._mesh.channel("all_to_all", self._copies)
@@ -239,11 +222,6 @@ class UniformAllToAll:
             size, stride, offset = heads_by_rank(self._ranks, heads, x.shape, x.stride())
             views.append(x.as_strided(size, stride, x.storage_offset() + offset))
         return views
-
-
-def _slices_of(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The slices ``[count, 1, t, B, h, D]`` of a shard ``[s, B, h, D]``, a view."""
-    return x.unflatten(0, (count, 1, -1))
 
 
 def _write_received(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ds_usp.comm.channel import HeadShapes, StridedView
-from ds_usp.comm.packing import PackPlan, SendViews
+from ds_usp.comm.packing import OwnTokens, PackPlan, SendViews
 from ds_usp.geometry.token_slices import TokenSlices
 
 Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -28,17 +28,40 @@ class HeadRange(NamedTuple):
 
 
 class BufferSizes(NamedTuple):
-    """Of what is exchanged ``[ranks, s, B, features]``.
+    """Of what is exchanged.
 
     Attributes:
-        shape: of the buffer.
+        by_rank: the buffer ``[ranks, s, B, features]`` of a piece for or from each rank.
+        in_order: the buffer ``[S, B, features]`` of the ring rank's tokens.
         shapes: heads and head dim of each tensor on one rank.
-        splits: elements for each rank.
+        pieces, shares: elements for each rank in these two, the second in the order of the ranks.
     """
 
-    shape: tuple[int, int, int, int]
+    by_rank: tuple[int, int, int, int]
+    in_order: tuple[int, int, int]
     shapes: HeadShapes
-    splits: list[int]
+    pieces: list[int]
+    shares: list[int]
+
+
+class HeadsRecv(NamedTuple):
+    """A slice of a peer that is received to heads: where it is in the peer's buffer and in the
+    receive buffer, in elements."""
+
+    peer: int
+    offset: int
+    view: StridedView
+
+
+class SequenceRecv(NamedTuple):
+    """A slice of heads of a peer that is received to the sequence: for the output of number
+    ``out``; offset and row stride in the peer's buffer; the view of the output."""
+
+    peer: int
+    out: int
+    offset: int
+    row_stride: int
+    view: StridedView
 
 
 def strided(tensors: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
@@ -48,111 +71,112 @@ def strided(tensors: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
 
 @lru_cache(maxsize=4096)
 def plan_to_heads(
-    ranks: int,
-    rank: int,
-    slices: TokenSlices,
-    heads: tuple[HeadRange, ...],
-    *tensors: Strided,
-) -> tuple[BufferSizes, PackPlan]:
-    """Sizes of the exchange of tensors ``[B, s, H, D]``, and how they are packed; a rank's own
-    slices are those of the receive buffer ``[P s, B, features]``."""
-    sizes = buffer_sizes(ranks, heads, *[shape for shape, _ in tensors])
-    _, tokens, batch, features = sizes.shape
-    count, own = slices.per_rank, slices.of_rank[rank]
-    length, row = tokens // count, batch * features
-    views, offset = [], own[0] * length * row
+    rank: int, slices: TokenSlices, heads: tuple[HeadRange, ...], *tensors: Strided
+) -> tuple[BufferSizes, PackPlan, tuple[HeadsRecv, ...]]:
+    """Sizes of the exchange of tensors ``[B, s, H, D]``, how they are packed and what is received;
+    a rank's own tokens go to the receive buffer ``[S, B, features]``."""
+    sizes = buffer_sizes(slices, heads, *[shape for shape, _ in tensors])
+    tokens, batch, features = sizes.in_order
+    row = batch * features
+    views, offset = [], 0
     for head_range, (shape, stride), (num_heads, dim) in zip(
         heads, tensors, sizes.shapes, strict=True
     ):
-        by_rank = heads_by_rank(ranks, head_range, shape, stride)
-        piece, token, *rest = by_rank.stride
-        size = count, length, batch, num_heads, dim
-        local_stride = 0, (own[-1] - own[0]) * length * row, row, features, dim, 1
-        views.append(
-            SendViews(
-                StridedView((ranks, *size), (piece, length * token, token, *rest), by_rank.offset),
-                StridedView((1, *size), local_stride, offset),
-            )
-        )
+        local_out = StridedView((tokens, batch, num_heads, dim), (row, features, dim, 1), offset)
+        views.append(SendViews(heads_by_rank(slices.ranks, head_range, shape, stride), local_out))
         offset += num_heads * dim
-    return sizes, PackPlan(sizes.shape, (rank,), views)
+    own = OwnTokens(rank, tuple([(x.row, x.row + x.length, x.start) for x in slices.of_rank[rank]]))
+    recvs = []
+    for peer in next_ranks(rank, slices.ranks):
+        piece = rank * slices.lengths[peer]
+        for x in slices.of_rank[peer]:
+            view = StridedView((x.length * row,), (1,), x.start * row)
+            recvs.append(HeadsRecv(peer, (piece + x.row) * row, view))
+    return sizes, PackPlan(sizes.by_rank, own, views), tuple(recvs)
 
 
 @lru_cache(maxsize=4096)
 def plan_to_sequence(
-    ranks: int,
     rank: int,
     slices: TokenSlices,
     heads: tuple[HeadRange, ...],
     tensors: tuple[Strided, ...],
     outs: tuple[Strided, ...],
 ) -> PackPlan:
-    """How tensors ``[B, P s, h, D]`` are packed; a rank's own slices go to ``outs`` ``[B, s, H,
-    D]``."""
-    count = slices.per_rank
-    *_, features = buffer_sizes(ranks, heads, *[shape for shape, _ in outs]).shape
+    """How tensors ``[B, S, h, D]`` are packed; a rank's own tokens go to ``outs``
+    ``[B, s, H, D]``."""
+    sizes = buffer_sizes(slices, heads, *[shape for shape, _ in outs])
     views = []
     for head_range, (shape, stride), (out_shape, out_stride) in zip(
         heads, tensors, outs, strict=True
     ):
         batch, tokens, *head_shape = shape
         sample, token, *rest = stride
-        length = tokens // (ranks * count)
-        by_rank = heads_by_rank(ranks, head_range, out_shape, out_stride)
-        piece, out_token, *out_rest = by_rank.stride
-        size = 1, length, batch, *head_shape
-        views.append(
-            SendViews(
-                StridedView((ranks * count, *size), (length * token, 0, token, sample, *rest), 0),
-                StridedView(
-                    (count, *size),
-                    (length * out_token, 0, out_token, *out_rest),
-                    by_rank.offset + rank * piece,
-                ),
-            )
-        )
-    return PackPlan((ranks * count, length, batch, features), slices.of_rank[rank], views)
+        size, by_rank = (1, tokens, batch, *head_shape), (0, token, sample, *rest)
+        all_heads = heads_by_rank(slices.ranks, head_range, out_shape, out_stride)
+        views.append(SendViews(StridedView(size, by_rank, 0), _heads_of(all_heads, rank)))
+    return PackPlan((1, *sizes.in_order), own_in_order(slices, rank), views)
 
 
 @lru_cache(maxsize=4096)
 def recvs_to_sequence(
-    ranks: int,
-    rank: int,
-    slices: TokenSlices,
-    heads: tuple[HeadRange, ...],
-    outs: tuple[Strided, ...],
-) -> tuple[tuple[int, int, int, int, StridedView], ...]:
+    rank: int, slices: TokenSlices, heads: tuple[HeadRange, ...], outs: tuple[Strided, ...]
+) -> tuple[SequenceRecv, ...]:
     """What is received for the outputs ``[B, s, H, D]``: from every peer, the next rank first, its
-    heads of this rank's slices. Each entry: the peer, the number of the output, offset and row
-    stride in the peer's buffer, the view of the output.
-    """
-    sizes = buffer_sizes(ranks, heads, *[shape for shape, _ in outs])
-    _, tokens, batch, features = sizes.shape
-    row_stride, length = batch * features, tokens // slices.per_rank
+    heads of this rank's slices."""
+    sizes = buffer_sizes(slices, heads, *[shape for shape, _ in outs])
+    _, batch, features = sizes.in_order
+    row_stride = batch * features
     recvs = []
-    for peer in [(rank + step) % ranks for step in range(1, ranks)]:
+    for peer in next_ranks(rank, slices.ranks):
         first = 0
         for i, (num_heads, dim) in enumerate(sizes.shapes):
-            by_rank = heads_by_rank(ranks, heads[i], *outs[i])
-            piece, token, *rest = by_rank.stride
-            for k, number in enumerate(slices.of_rank[rank]):
-                begin = by_rank.offset + peer * piece + k * length * token
-                view = StridedView((length, batch, num_heads, dim), (token, *rest), begin)
-                recvs.append((peer, i, number * length * row_stride + first, row_stride, view))
+            (_, *size), stride, begin = _heads_of(
+                heads_by_rank(slices.ranks, heads[i], *outs[i]), peer
+            )
+            for start, stop, row in slices.of_rank[rank]:
+                view = StridedView((stop - start, *size), stride, begin + row * stride[0])
+                recvs.append(SequenceRecv(peer, i, start * row_stride + first, row_stride, view))
             first += num_heads * dim
     return tuple(recvs)
 
 
 @lru_cache(maxsize=4096)
-def buffer_sizes(ranks: int, heads: tuple[HeadRange, ...], *shapes: tuple[int, ...]) -> BufferSizes:
+def own_in_order(slices: TokenSlices, rank: int) -> OwnTokens:
+    """A rank's own tokens among the ring rank's."""
+    return OwnTokens(0, slices.of_rank[rank])
+
+
+@lru_cache(maxsize=4096)
+def buffer_sizes(
+    slices: TokenSlices, heads: tuple[HeadRange, ...], *shapes: tuple[int, ...]
+) -> BufferSizes:
     """Of the exchange of tensors of these shapes ``[B, s, H, D]``."""
     batch, tokens = shapes[0][:2]
     head_shapes = tuple(
         [(row.num_heads, shape[3]) for row, shape in zip(heads, shapes, strict=True)]
     )
     features = sum([num_heads * dim for num_heads, dim in head_shapes])
-    splits = [tokens * batch * features] * ranks
-    return BufferSizes((ranks, tokens, batch, features), head_shapes, splits)
+    row, lengths = batch * features, slices.lengths
+    return BufferSizes(
+        (slices.ranks, tokens, batch, features),
+        (sum(lengths), batch, features),
+        head_shapes,
+        [tokens * row] * slices.ranks,
+        [length * row for length in lengths],
+    )
+
+
+def next_ranks(rank: int, ranks: int) -> list[int]:
+    """The other ranks, the next one first."""
+    return [(rank + step) % ranks for step in range(1, ranks)]
+
+
+def _heads_of(by_rank: StridedView, rank: int) -> StridedView:
+    """One rank's ``[s, B, h, D]`` of :func:`heads_by_rank`."""
+    return StridedView(
+        by_rank.size[1:], by_rank.stride[1:], by_rank.offset + rank * by_rank.stride[0]
+    )
 
 
 @lru_cache(maxsize=4096)

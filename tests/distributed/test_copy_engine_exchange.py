@@ -169,6 +169,20 @@ CASES = [
     Case(heads=6, kv_heads=2, seq_len=67),
     Case(kv_heads=1, kernel="eager", dtype=torch.bfloat16, head_dim=1),
 ]
+# Shards of unequal lengths, of one and of two slices, one to three tokens over a multiple.
+UNEVEN = [
+    Case(layout=layout, seq_len=seq_len, kv_heads=kv_heads, kernel=kernel, tuning=tuning)
+    for layout, seq_len, kv_heads, kernel, tuning in (
+        ("contiguous", 65, 4, "eager", Tuning(1, True)),  # backward writes to the staging buffer
+        ("contiguous", 63, 8, "sdpa", Tuning(2, True)),
+        ("zigzag", 66, 4, "sdpa", Tuning(2, False)),
+        ("striped", 67, 8, "eager", Tuning(1, False)),
+        ("context_parallel", 65, 8, "eager", Tuning(2, True)),
+        ("context_parallel", 66, 4, "sdpa", Tuning(1, False)),
+        ("context_parallel", 67, 4, "eager", Tuning(1, True)),
+        ("context_parallel", 61, 8, "sdpa", Tuning(2, False)),
+    )
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -181,13 +195,29 @@ def test_what_is_packed_fits_into_what_every_rank_reserved(
     results = pool.run(packed, 4, case=case, ulysses=ulysses)
     for error, reserved, used in results:
         assert error < TOLERANCE[case.dtype]
-        assert used or case.seq_len % 8, "nothing was packed"  # uneven exchanges go by messages
+        assert used, "nothing was packed"
         for kind, size in used.items():
             assert size <= reserved.get(kind, 0), (kind, used, reserved)
     # The ranks of a ring make room together: for as much.
     for first in range(ulysses):
         for kind in ("ring_kv", "ring_dkv"):
             assert len({reserved.get(kind, 0) for _, reserved, _ in results[first::ulysses]}) == 1
+
+
+def packed_cases(ctx: RankContext, ulysses: int) -> list[tuple[float, Sizes, Sizes]]:
+    """:func:`packed` of all uneven cases."""
+    return [packed(ctx, case, ulysses) for case in UNEVEN]
+
+
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_uneven_shards_are_packed_for_copy_engines(pool: WorkerPool, ulysses: int) -> None:
+    results = pool.run(packed_cases, 4, ulysses=ulysses)
+    for case, *of_ranks in zip(UNEVEN, *results, strict=True):
+        assert max(error for error, _, _ in of_ranks) < TOLERANCE[case.dtype], case
+        for _, reserved, used in of_ranks:
+            assert 0 < used["all_to_all"] <= reserved["all_to_all"], case
+        # Their slots start at the same bytes.
+        assert len({reserved["all_to_all"] for _, reserved, _ in of_ranks}) == 1, case
 
 
 def test_no_memory_for_gradients_is_reserved_without_a_backward_pass() -> None:

@@ -140,6 +140,7 @@ def exchange_uneven(
 
 # On four ranks: heads, KV heads, tokens, what each rank computes of the two, in how many parts.
 UNEVEN = [
+    (8, 4, 61, [2, 2, 2, 2], [1, 1, 1, 1], 1),
     (7, 7, 61, [2, 2, 2, 1], [2, 2, 2, 1], 1),
     (6, 2, 63, [2, 1, 2, 1], [1, 1, 1, 1], 1),
     (10, 5, 66, [4, 2, 2, 2], [2, 1, 1, 1], 1),

@@ -53,6 +53,8 @@ PACKED = replace(
 CASES = [
     *(replace(LONG, tuning=how, seed=seed) for how in TUNINGS for seed in (0, 1)),
     replace(LONG, tuning=Tuning(1, True), seq_len=6142, kv_heads=4),
+    *(replace(LONG, layout=layout, seq_len=6141, kv_heads=4) for layout in ALL_LAYOUTS),
+    replace(LONG, layout="context_parallel", tuning=Tuning(2, True), seq_len=6143, seed=1),
     *(replace(LONG, tuning=how, seed=seed) for how in DOUBLE for seed in (0, 1)),
     *(replace(LOW, tuning=DOUBLE[2], layout=layout, mask="full") for layout in ALL_LAYOUTS),
     *(replace(LOW, layout=layout) for layout in ALL_LAYOUTS),

@@ -21,9 +21,9 @@ Graph = tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]
 class Calls:
     """Calls on tensors whose numbers change."""
 
-    def __init__(self, mesh: ds_usp.SequenceMesh, copies: bool) -> None:
+    def __init__(self, mesh: ds_usp.SequenceMesh, tokens: int, copies: bool) -> None:
         self.mesh, self.copies = mesh, copies
-        self.layout = mesh.layout("zigzag", 1024)
+        self.layout = mesh.layout("zigzag", tokens)
         shape = 1, self.layout.length(mesh.rank), 8, 64
         self.qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         self.dout = torch.randn_like(self.qkv[0])
@@ -66,11 +66,11 @@ class Calls:
             assert relative_error(one.cpu(), other.cpu().double()) < 5e-3
 
 
-def graph_main(rank: int, world: int, port: int, copies: bool) -> None:
+def graph_main(rank: int, world: int, port: int, ulysses: int, tokens: int, copies: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world)
-    calls = Calls(ds_usp.SequenceMesh.from_group(None, 1 if world < 4 else 2), copies)
+    calls = Calls(ds_usp.SequenceMesh.from_group(None, ulysses), tokens, copies)
     graphs = [calls.captured(chunks) for chunks in (1, 2)]
     for turn in range(3):
         calls.change()
@@ -104,6 +104,7 @@ def check_graphs_of_forward_and_backward(calls: Calls) -> None:
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("copies", [False, True])
-def test_calls_can_be_captured_in_cuda_graphs(copies: bool) -> None:
+@pytest.mark.parametrize("ulysses, tokens", [(1, 1024), (2, 1021)])
+def test_calls_can_be_captured_in_cuda_graphs(ulysses: int, tokens: int, copies: bool) -> None:
     world = WORLDS[-1]
-    mp.spawn(graph_main, (world, free_port(), copies), nprocs=world)
+    mp.spawn(graph_main, (world, free_port(), ulysses, tokens, copies), nprocs=world)
