@@ -197,14 +197,7 @@ def _megatron_lm(
         raise ConfigError(
             f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
         )
-    known = framework_caps(framework).length_flags
-    has = {"mlp_chunks": config.mlp_chunks > 1, "states_on_host": config.states_on_host}
-    has |= {"checkpoint_layers": config.checkpoint_layers > 1}
-    missing = [name.replace("_", "-") for name, used in has.items() if used and name not in known]
-    if missing:
-        raise ConfigError(
-            f"{framework}'s flags have no {', '.join(missing)}: search with --engine {framework}"
-        )
+    _refuse_length_flags(framework, config)
     for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.documents)):
         if used:
             raise ConfigError(f"Megatron-LM's flags have no {flag[2:]}: leave {flag} out")
@@ -227,14 +220,34 @@ def _megatron_lm(
     flags += ["--norm-epsilon", f"{model.norm_epsilon:g}"]
     if not model.learned_positions:
         flags += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta))]
-    if config.recompute == "full":
+    return _joined([*flags, *_recompute_flags(config)])
+
+
+def _refuse_length_flags(framework: str, config: ParallelConfig) -> None:
+    """Refuse settings that trade time for length and have no flag in a framework."""
+    known = framework_caps(framework).length_flags
+    has = {"mlp_chunks": config.mlp_chunks > 1, "states_on_host": config.states_on_host}
+    has |= {"checkpoint_layers": config.checkpoint_layers > 1}
+    missing = [name.replace("_", "-") for name, used in has.items() if used and name not in known]
+    if missing:
+        raise ConfigError(
+            f"{framework}'s flags have no {', '.join(missing)}: search with --engine {framework}"
+        )
+
+
+def _recompute_flags(config: ParallelConfig) -> list[str]:
+    """Recomputation and chunks of the MLP; Megatron-LM's own checkpoints of layers take none."""
+    flags: list[str] = []
+    if config.mlp_chunks > 1:
+        flags += [*_mlp_flags(config), "--no-gradient-accumulation-fusion"]
+    if config.recompute == "attention" or (config.recompute == "full" and flags):
+        flags += ["--usp-recompute", config.recompute]
+    elif config.recompute == "full":
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
         flags += ["--recompute-num-layers", "1"]
     elif config.recompute == "attention-only":
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
-    elif config.recompute == "attention":
-        flags += ["--usp-recompute", "attention"]
-    return _joined([*flags, *_mlp_flags(config)])
+    return flags
 
 
 def ds_config(work: Workload, config: ParallelConfig) -> str:

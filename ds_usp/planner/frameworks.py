@@ -139,6 +139,7 @@ FRAMEWORKS = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
+        length_flags=("mlp_chunks",),
         orders=ORDERS[:1],
     ),
 )

@@ -72,7 +72,8 @@ def max_lengths(
     results = []
     for recompute in RECOMPUTE:
         configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
-        if configs[0].checkpoint_layers > 1 and recompute not in CHECKPOINTED:
+        several = configs[0].checkpoint_layers > 1 and recompute not in CHECKPOINTED
+        if several or (configs[0].mlp_chunks > 1 and recompute == "attention-only"):
             continue
         for offload in (False, True):
             results.append(_furthest(model, configs, offload, *limits))

@@ -195,8 +195,9 @@ def _saved_bytes(
         groups = saved * math.ceil(layers / group)
         inputs, kept = shared.layer_input, shared.per_layer - shared.layer_input
         everything = (groups + group - 1) * inputs + saved * layers * kept
-        stays = (min(2, groups) + min(2, group - 1)) * inputs + min(2, saved * layers) * kept
-        return everything, stays, everything - inputs - min(2, saved * layers) * kept
+        # What attention has stored comes back for a whole group at once.
+        stays = (min(2, groups) + min(2, group - 1)) * inputs + group * kept
+        return everything, stays, everything - inputs - group * kept
     if config.offload_unit == "chunk":
         units, always_resident, unit_bytes = saved, min(4, saved), layers * shared.per_layer
     else:

@@ -267,6 +267,8 @@ def _memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
     tokens = work.seq_len // (config.sp * (config.tp if config.tp_sequence else 1))
     if config.mlp_chunks > tokens:
         yield f"an MLP in {config.mlp_chunks} chunks: a rank has {tokens} tokens of a sequence"
+    if config.mlp_chunks > 1 and config.recompute == "attention-only":
+        yield "no program has an MLP in chunks with recompute attention-only"
     if config.checkpoint_layers > 1 and config.recompute not in CHECKPOINTED:
         yield (
             f"{config.checkpoint_layers} layers a checkpoint go with recompute "

@@ -111,6 +111,8 @@ class _Collector:
         both = min(base.ulysses, base.ring) > 1
         orders = values_of(fixed, "order", framework.orders if both else framework.orders[:1])
         recompute = values_of(fixed, "recompute", framework.recompute)
+        if base.mlp_chunks > 1:
+            recompute = [mode for mode in recompute if mode != "attention-only"]
         batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
         if not (stages and orders and recompute and batches):
             axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}

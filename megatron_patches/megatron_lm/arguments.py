@@ -66,6 +66,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_degree_flags(group, default=settings.ulysses_degree, sp_flag=_FLAGS["sp"])
     flags.add_kernel_flag(group, default=settings.kernel)
     flags.add_recompute_flag(group)
+    flags.add_mlp_chunks_flag(group)
     flags.add_report_flag(group)
     default = parser.get_default("cp_comm_type")
     parser.set_defaults(cp_comm_type=context_parallel_kind.NotGiven(default))

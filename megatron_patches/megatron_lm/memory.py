@@ -1,4 +1,4 @@
-"""Activation memory of Megatron-LM's layers: ``--usp-recompute``."""
+"""Activation memory of Megatron-LM's layers: ``--usp-recompute`` and ``--usp-mlp-chunks``."""
 
 from __future__ import annotations
 
@@ -72,15 +72,56 @@ _GEMM_LAST_REFUSALS = (
         "Leave one of the two out",
     ),
 )
+_CHUNKS = "--usp-mlp-chunks {usp_mlp_chunks}"
+_MLP_CHUNKS_REFUSALS = (
+    Refusal(
+        lambda args: args.num_experts,
+        f"{_CHUNKS} is for dense MLPs, and --num-experts {{num_experts}} asks for experts",
+        "Leave one of the two out",
+    ),
+    Refusal(
+        lambda args: args.recompute_granularity,
+        f"{_CHUNKS} and --recompute-granularity {{recompute_granularity}} recompute the same",
+        "Use --usp-recompute instead",
+    ),
+    Refusal(
+        lambda args: args.gradient_accumulation_fusion,
+        f"{_CHUNKS} and gradient accumulation fusion do not go together",
+        "Add --no-gradient-accumulation-fusion",
+    ),
+    Refusal(
+        lambda args: args.hidden_dropout > 0,
+        f"{_CHUNKS}: chunks draw other masks than a whole MLP, and --hidden-dropout is "
+        "{hidden_dropout}",
+        "Set --hidden-dropout 0",
+    ),
+    Refusal(
+        lambda args: args.fp8 or args.fp4 or args.cuda_graph_impl != "none",
+        f"{_CHUNKS} does not go with fp8, fp4 or --cuda-graph-impl",
+        "Leave them out",
+    ),
+    Refusal(
+        lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
+        f"{_CHUNKS}: --overlap-moe-expert-parallel-comm and --delay-wgrad-compute split a "
+        "layer's backward pass",
+        "Leave them out",
+    ),
+    Refusal(
+        lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
+        f"{_CHUNKS} and Megatron-LM's offloading of activations do not go together",
+        "Leave one of them out",
+    ),
+)
 
 
 def check_flags(args: Any) -> None:
-    """Check ``--usp-recompute`` in validated arguments.
+    """Check ``--usp-recompute`` and ``--usp-mlp-chunks`` in validated arguments.
 
     Raises:
         ConfigError: Megatron-LM recomputes too, layers for which it is not exact, or attention
             that is not computed by ds_usp.
     """
+    _check_mlp_chunks(args)
     if args.usp_recompute == "none":
         return
     refuse(_REFUSALS, args)
@@ -95,17 +136,37 @@ def check_flags(args: Any) -> None:
         )
 
 
+def _check_mlp_chunks(args: Any) -> None:
+    """Check ``--usp-mlp-chunks``; 1 is as 0."""
+    chunks, ranks = args.usp_mlp_chunks, args.context_parallel_size
+    if args.sequence_parallel:
+        ranks *= args.tensor_model_parallel_size
+    tokens = args.seq_length // ranks
+    if not 0 <= chunks <= tokens:
+        raise ConfigError(
+            f"--usp-mlp-chunks {chunks}: a rank has {tokens} of a sequence's {args.seq_length} "
+            f"tokens; use 0 to {tokens} chunks"
+        )
+    if chunks > 1:
+        refuse(_MLP_CHUNKS_REFUSALS, args)
+
+
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``."""
+    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, and its MLP
+    the chunks of ``--usp-mlp-chunks``."""
     from megatron.core.tensor_parallel import checkpoint
     from megatron.training import get_args
 
     original(layer, *args, **kwargs)
-    recompute = get_args().usp_recompute
+    recompute, chunks = get_args().usp_recompute, get_args().usp_mlp_chunks
+    if chunks > 1:
+        from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
+
+        mlp_in_chunks(layer, chunks)
     if recompute == "gemm-last":
         from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 
-        recompute_gemm_last(layer)
+        recompute_gemm_last(layer, mlp=chunks <= 1)
     elif recompute != "none":
         memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
         object.__setattr__(layer, _ATTRIBUTE, memory)

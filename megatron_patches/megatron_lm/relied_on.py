@@ -14,6 +14,7 @@ _ROPE = f"{_CORE}.models.common.embeddings"
 _SOFTMAX = f"{_CORE}.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _ATTENTION = f"{_CORE}.transformer.attention:Attention"
 _LATENT = f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention"
+_LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer"
 _TE = f"{_CORE}.extensions.transformer_engine"
 _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 
@@ -51,6 +52,9 @@ _RELIED_ON: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "the options with which a core attention is built": {
             f"{_ATTENTION}.__init__": "caafbbdf6b12dc52",
             f"{_LATENT}.__init__": "92f0ff254e442de1",
+        },
+        "norm, MLP and residual of a layer, which --usp-mlp-chunks calls for each chunk": {
+            f"{_LAYER}._forward_mlp": "535fe3118379a740",
         },
         "the scale of losses and gradients, summed over context-parallel ranks": {
             f"{_DDP}.__init__": "007febeacd8d9445",

@@ -13,10 +13,9 @@ from ds_usp.planner.emit import emit
 LIMIT = 1e-5
 LLAMA = ModelShape("tiny", 4, 64, 96, 8, 4, 257, rope_theta=500000.0, norm_epsilon=1e-3)
 GPT = replace(LLAMA, kv_heads=8, gated=False, tied=True, learned_positions=True, biases=True)
-PLANS = [
-    (LLAMA, ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)),
-    (GPT, ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")),
-]
+ATTENTION = ParallelConfig(ulysses=2, ring=2, recompute="attention", overlap_gradients=True)
+STAGES = ParallelConfig(tp=2, ulysses=2, pp=2, layers_per_virtual_stage=1, recompute="full")
+PLANS = [(LLAMA, ATTENTION.replace(mlp_chunks=3)), (GPT, STAGES.replace(mlp_chunks=2))]
 
 
 def emitted(model: ModelShape, config: ParallelConfig) -> str:

@@ -79,6 +79,10 @@ REFUSED = [
     (f"{CP4} --seq-length 60", "seq-length should be a multiple of 2 * context-parallel-size"),
     ("", "needs TransformerEngine 2.9.0a0 or newer, which is not installed"),
     (f"{CP4} --usp-recompute full --recompute-activations", "recompute the same"),
+    (f"{CP4} --usp-mlp-chunks 4", "Add --no-gradient-accumulation-fusion"),
+    (f"{CP4} --usp-mlp-chunks 4 --num-experts 2", "--num-experts 2 asks for experts"),
+    (f"{CP4} --usp-mlp-chunks 4 --recompute-activations", "Use --usp-recompute instead"),
+    (f"{CP4} --usp-mlp-chunks 17", "a rank has 16 of a sequence's 64 tokens; use 0 to 16 chunks"),
     (f"{CP4} --usp-recompute gemm-last", "Add --no-bias-swiglu-fusion --no-bias-gelu-fusion"),
     (
         f"{CP4} --usp-recompute gemm-last --no-bias-gelu-fusion",

@@ -130,7 +130,7 @@ FRAMEWORK_FLAGS: Doors = {
 MEGATRON_LM_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
-    "memory and time, never the loss": "--usp-recompute",
+    "memory and time, never the loss": "--usp-recompute --usp-mlp-chunks",
     "nothing is traced": "--usp-report-communication",
 }
 
