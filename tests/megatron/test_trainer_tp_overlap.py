@@ -20,15 +20,12 @@ RUNS = {
     PLAIN_SGD: [
         degrees(zero=0, **TP2_SP2) + " --usp-recompute attention",
         degrees(zero=3, **TP2_SP2) + " --usp-recompute gemm-last",
-        degrees(zero=2, **TP2_SP2)
+        degrees(zero=2, sp=2, u=1, tp=2)
         + " --usp-loss-chunks 3 --usp-recompute full --usp-checkpoint-layers 2",
-        degrees(zero=1, sp=2, u=1, tp=2) + " --usp-mlp-chunks 5",
-        degrees(zero=1, tp=2, pp=2),
         degrees(zero=1, tp=2, pp=2) + " --usp-loss-chunks 2",
-        degrees(zero=1, tp=2),
     ],
     PLAIN_SGD + BIASES: [
-        degrees(zero=1, **TP2_SP2),
+        degrees(zero=1, tp=2) + " --usp-mlp-chunks 5",
         degrees(zero=0, tp=2, pp=2),
         degrees(zero=1, tp=4) + " --usp-recompute gemm-last",
         degrees(zero=3, **TP2_SP2),

@@ -42,7 +42,7 @@ from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from usp_trainer import transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
-from usp_trainer.tp_linear import GatheringColumnParallelLinear
+from usp_trainer.tp_linear import GatheringColumnParallelLinear, parameters_of_shards
 
 
 class Embedding(nn.Module):
@@ -100,7 +100,8 @@ class Layer(nn.Module):
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
         self.number, self.rotary, self.memory = number, rotary, memory
-        sum_over_shards(self.layer, comm)
+        if comm:
+            sum_gradients(parameters_of_shards(self.layer), comm.group)
         if mlp_chunks:
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
@@ -121,14 +122,6 @@ class Layer(nn.Module):
         return hidden
 
 
-def sum_over_shards(module: nn.Module, comm: TensorParallelComm | None) -> None:
-    """Sum the gradients of the parameters that each tensor-parallel rank has whole and applies to
-    its own shard of the tokens: norms, and biases of row-parallel layers."""
-    if comm:
-        whole = (p for p in module.parameters() if not getattr(p, "tensor_model_parallel", False))
-        sum_gradients(whole, comm.group)
-
-
 class FinalNorm(nn.Module):
     """The norm before the output projection."""
 
@@ -139,7 +132,8 @@ class FinalNorm(nn.Module):
         self.norm = build_module(
             norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
-        sum_over_shards(self.norm, comm)
+        if comm:
+            sum_gradients(self.norm.parameters(), comm.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_usp.training import TensorParallelComm, all_gather_linear, linear_reduce_scatter
 
@@ -36,6 +37,17 @@ class ScatteringRowParallelLinear(RowParallelLinear):
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
+
+
+def parameters_of_shards(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that each rank has whole and applies to its shard of the tokens, so that its
+    gradient is a part: norms, and biases of row-parallel layers. By module: megatron-core marks the
+    others only if it initializes them."""
+    for module in layer.modules():
+        if isinstance(module, ScatteringRowParallelLinear):
+            yield from () if module.bias is None else (module.bias,)
+        elif not isinstance(module, GatheringColumnParallelLinear):
+            yield from module.parameters(recurse=False)
 
 
 def shard_tokens(layer: ModuleSpec, comm: TensorParallelComm) -> None:
