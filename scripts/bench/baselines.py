@@ -211,6 +211,13 @@ def even_tokens(shape: Shape) -> int:
     return tokens
 
 
+def check_heads_divide(shape: Shape) -> None:
+    """ValueError if not every rank can have as many heads of the queries and of the keys."""
+    world = dist.get_world_size()
+    if shape.heads % world or shape.kv_heads % world:
+        raise ValueError(f"{shape.heads}/{shape.kv_heads} heads do not divide by {world}")
+
+
 def causal_tokens(shape: Shape) -> int:
     """:func:`even_tokens` of a library that is called with a causal mask alone."""
     if shape.mask != ds_usp.MaskSpec.causal():
@@ -228,8 +235,10 @@ def deepspeed_ulysses(kernels: Sequence[str]) -> Iterator[Baseline]:
 
             if not deepspeed.comm.is_initialized():
                 deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
+            tokens = even_tokens(shape)
+            check_heads_divide(shape)  # else its uneven_heads_all2all may hang: 40/5 heads, 2 ranks
             attention = DistributedAttention(local_kernel(shape, kernel), dist.group.WORLD, 2, 1)
-            return lambda q, k, v: attention(q, k, v, 0), shape, even_tokens(shape)
+            return lambda q, k, v: attention(q, k, v, 0), shape, tokens
 
         yield Baseline("DeepSpeed ulysses", kernel, attend)
 
@@ -241,8 +250,7 @@ def plain_all_to_alls(kernels: Sequence[str]) -> Iterator[Baseline]:
 
         def attend(shape: Shape, kernel: str = kernel) -> tuple[Attend, Shape, int]:
             world = dist.get_world_size()
-            if shape.heads % world or shape.kv_heads % world:
-                raise ValueError(f"{shape.heads}/{shape.kv_heads} heads do not divide by {world}")
+            check_heads_divide(shape)
             tokens, rest = divmod(shape.seq_len, world)
             lengths = [tokens + (rank < rest) for rank in range(world)]
             local = local_kernel(shape, kernel)
