@@ -6,7 +6,7 @@ Letters of the shapes as in :mod:`ds_usp.attention.projection`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -184,6 +184,8 @@ def projected_attention(
     kernel: str = AUTO,
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = NO_SCORE_MOD,
+    plain: Callable[[], torch.Tensor] | None = None,
+    why_plain: str | None = None,
 ) -> torch.Tensor:
     """Self-attention with its projections, over a sequence sharded over a mesh: what
     :func:`ds_usp.usp_attention` between linear layers computes, with matrix products under its
@@ -207,6 +209,9 @@ def projected_attention(
             exchange of them and of the output.
         softmax_scale, dropout_p, kernel, tuning, scores: as of :func:`ds_usp.usp_attention`.
         mesh, layout, mask: likewise.
+        plain: what computes the plain path, as a framework's own layers; None: linear layers of
+            these weights around :func:`ds_usp.usp_attention`.
+        why_plain: a reason of the caller's to take it.
 
     The plain path is taken, with one line in the log that names the reason: under
     ``keep_attention``, ``torch.compile`` (no line) and autocast, and with weights of another dtype
@@ -222,11 +227,11 @@ def projected_attention(
     options = AttentionOptions(
         mesh, layout, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
-    reason = plain_reason(x, projection, keep)
-    if reason is not None or mesh_is_single(mesh):
+    reason = why_plain or plain_reason(x, projection)
+    if reason is not None or (isinstance(mesh, SequenceMesh) and mesh.sp_degree == 1):
         if reason and not torch.compiler.is_compiling():
             warn_plain(reason, mesh)
-        return plain_attention(x, projection, rotary, options)
+        return plain() if plain else plain_attention(x, projection, rotary, options)
     check = partial(_plan, x, projection, rotary, keep, options)
     plan = check_on_all_ranks(mesh, check, x, layout)
     has_bias = bool(projection.biases), projection.out_bias is not None
@@ -237,18 +242,13 @@ def projected_attention(
     return y
 
 
-def mesh_is_single(mesh: object) -> bool:
-    """Whether it is a mesh of one rank."""
-    return isinstance(mesh, SequenceMesh) and mesh.sp_degree == 1
-
-
 def warn_plain(reason: str, mesh: SequenceMesh) -> None:
     """Say once why projections are not computed under their exchange."""
     text = f"projections are computed before attention, not under its exchanges: {reason}"
     warn_once(text, rank=mesh.rank if isinstance(mesh, SequenceMesh) else 0)
 
 
-def plain_reason(x: torch.Tensor, projection: Projection, keep: str) -> str | None:
+def plain_reason(x: torch.Tensor, projection: Projection) -> str | None:
     """Why a call takes the plain path; None if it need not."""
     if torch.compiler.is_compiling():
         return "torch.compile traces plain attention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,8 +14,6 @@ from ds_usp.attention.projected import (
     KEEPS,
     Keep,
     attend_rotated,
-    mesh_is_single,
-    plain_reason,
     projected_attention,
     warn_plain,
 )
@@ -78,6 +77,8 @@ class USPSelfAttention(nn.Module):
         scores: Scores = NO_SCORE_MOD,
     ) -> None:
         super().__init__()
+        if not isinstance(mesh, SequenceMesh):
+            raise ConfigError(f"mesh={mesh!r} must be a SequenceMesh")
         if overlap not in (True, False, "auto") or keep not in KEEPS:
             raise ConfigError(
                 f"overlap={overlap!r} must be True, False or 'auto', keep={keep!r} one of "
@@ -104,24 +105,24 @@ class USPSelfAttention(nn.Module):
             mask: of this call, as of packed documents, instead of the module's.
         """
         options = self._options if mask is None else self._options._replace(mask=mask)
-        mesh = options.mesh
-        if not overlaps(self.overlap, mesh):
-            return self._plain(x, rotary, options)
-        layers = self._layers
+        plain = partial(self._plain, x, rotary, options)
+        layers, mesh = self._layers, options.mesh
+        if not (mesh.crosses_nodes if self.overlap == "auto" else self.overlap):
+            return plain()
         reason = linear_reason((*layers, self.out))
         if self.q_norm is not None or self.k_norm is not None:
             reason = "queries or keys are normalized between their projection and attention"
-        if reason is None:
-            projection = self._projection(layers)
-            reason = plain_reason(x, projection, self.keep)
         if reason is not None:
             if not torch.compiler.is_compiling():
                 warn_plain(reason, mesh)
-            return self._plain(x, rotary, options)
+            return plain()
         call = options._asdict()
         for name in ("return_lse", "kv_layout"):
             del call[name]
-        return projected_attention(x, projection, rotary=rotary, keep=self.keep, **call)
+        projection = self._projection(layers)
+        return projected_attention(
+            x, projection, rotary=rotary, keep=self.keep, plain=plain, **call
+        )
 
     @property
     def _layers(self) -> tuple[nn.Module, ...]:
@@ -160,16 +161,6 @@ class USPSelfAttention(nn.Module):
         k = k if self.k_norm is None else self.k_norm(k)
         out: torch.Tensor = self.out(attend_rotated(q, k, v, rotary, options).flatten(2))
         return out
-
-
-def overlaps(overlap: Overlap, mesh: SequenceMesh) -> bool:
-    """Whether projections are to be multiplied under exchanges: with ``"auto"``, where these cross
-    nodes."""
-    if mesh_is_single(mesh):
-        return False
-    if overlap != "auto":
-        return overlap
-    return not mesh.ulysses_in_node or mesh.ring_ranks_per_node < mesh.ring_degree
 
 
 def linear_reason(layers: Sequence[nn.Module]) -> str | None:

@@ -46,9 +46,8 @@ _BATCH_LAYOUTS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, TokenLayout
 class SequenceMesh:
     """The ranks that share one sequence, seen from one of them.
 
-    Frozen: as many meshes as you like live side by side in one process. Build it with
-    :meth:`from_group`, :meth:`build` or :meth:`single`, at start, on every rank of the group; it
-    creates communicators of its own for the ring.
+    Frozen: any number of them exist in one process. Build it with :meth:`from_group`, :meth:`build`
+    or :meth:`single`, at start, on every rank; it creates communicators of its own for the ring.
 
     Attributes:
         ulysses_degree, ring_degree: sizes of the two axes.
@@ -56,17 +55,14 @@ class SequenceMesh:
         ulysses_rank, ring_rank: this process along the two axes.
         order: which axis varies fastest over the ranks of the group.
         sp_group, ulysses_group: process groups; None where one process needs none.
-        kv_group, dkv_group: two communicators over the same ring ranks, so that gradients and
-            keys/values do not queue behind each other.
+        kv_group, dkv_group: two communicators over the ring: gradients do not queue behind KV.
         consistency: compares what the ranks are about to do.
         ledger: calls and bytes that this rank has sent through the mesh.
         copy_engine_unavailable: why copy engines cannot carry its exchanges; None if they can.
         ulysses_in_node: all-to-alls cross no network.
-        ring_ranks_per_node: consecutive ranks of the ring that share a node; the ring degree if
-            the nodes hold different numbers.
+        ring_ranks_per_node: consecutive ring ranks in a node; the degree if nodes differ in it.
         copy_engines: those in use, by kind of traffic.
-        outer_groups: communicators for what crosses the network in a double ring, by kind of
-            traffic: it is in flight for longer than the node-local exchanges beside it.
+        outer_groups: communicators between nodes in a double ring, by kind of traffic.
         plans: validated calls over this mesh, by their arguments.
         batch_layouts: the layout of the last batch of each length from a data loader; meshes over
             one process group share it.
@@ -213,8 +209,7 @@ class SequenceMesh:
             axis: [ranks[i] for i in grid.group_of(rank, axis)] for axis in ("ulysses", "ring")
         }
         nodes = node_ids(group)
-        needs_no_subgroup = ring == 1 and ulysses > 1
-        ulysses_group = group if needs_no_subgroup else subgroup(group, peers["ulysses"])
+        alone = ring == 1 and ulysses > 1
         mesh = cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
@@ -223,7 +218,7 @@ class SequenceMesh:
             ring_rank=coords["ring"],
             order=order,
             sp_group=group,
-            ulysses_group=ulysses_group,
+            ulysses_group=group if alone else subgroup(group, peers["ulysses"]),
             kv_group=subgroup(group, peers["ring"]),
             dkv_group=subgroup(group, peers["ring"]),
             consistency=ConsistencyChecker.for_mesh(group, nodes),
@@ -237,6 +232,11 @@ class SequenceMesh:
         mesh.consistency.num_exchanges = partial(num_exchanges, mesh.copy_engines)
         mesh.consistency.refuse_backward = DeepSpeedCheck(ranks)
         return mesh
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """All-to-alls or the ring's exchanges cross nodes."""
+        return not self.ulysses_in_node or self.ring_ranks_per_node < self.ring_degree
 
     @property
     def sp_degree(self) -> int:

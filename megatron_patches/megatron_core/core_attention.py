@@ -120,15 +120,11 @@ class USPCoreAttention(torch.nn.Module):
                 query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attention_mask is not None:
             check_dense_mask(attention_mask, mask, layout, self.mesh, query.shape[0])
-        options = self._options
-        if self.softmax_type != "vanilla":
-            options = {**options, "scores": self._with_sinks()}
+        options = self.call_options() | {"layout": layout, "mask": mask}
         out = ds_usp.usp_attention(
             query.transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
-            layout=layout,
-            mask=mask,
             **options,
         )
         # The tensors of one sample need no transposition, which autograd would run backward, too.
@@ -136,6 +132,13 @@ class USPCoreAttention(torch.nn.Module):
         out = out.reshape(*query.shape[:2], -1) if one_sample else out.transpose(0, 1).flatten(2)
         # Whatever the program does with padding, nothing of it reaches a gradient.
         return out if padding is None else out.masked_fill(padding, 0.0)
+
+    def call_options(self) -> dict[str, Any]:
+        """Arguments of ``ds_usp.usp_attention`` for a call without documents."""
+        options = {**self._options, "layout": self.layout, "mask": self.mask}
+        if self.softmax_type != "vanilla":
+            options["scores"] = self._with_sinks()
+        return options
 
     def _with_sinks(self) -> ds_usp.Scores:
         """Attention sinks, extra logits in the softmax ``[h]``."""

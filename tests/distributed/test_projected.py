@@ -15,7 +15,6 @@ import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
 from ds_usp.attention.call_plan import AttentionOptions
 from ds_usp.attention.projected import plain_attention, weights_reason
-from ds_usp.attention.self_attention import overlaps
 
 FEATURES, DIM = 20, 8
 CAUSAL = MaskSpec.causal()
@@ -263,10 +262,10 @@ def as_modules(ctx: RankContext) -> list[str]:
             both.append([y, *torch.autograd.grad(y, wanted, made.dy)])
         for a, b in zip(*both, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert not overlaps("auto", mesh)  # one node
-    crossing = ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False, ring_ranks_per_node=1)
-    assert overlaps("auto", crossing)
-    assert not overlaps(True, ds_usp.SequenceMesh.single())
+    assert not mesh.crosses_nodes  # so "auto" does not overlap
+    assert ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False).crosses_nodes
+    assert ds_usp.SequenceMesh(1, 4, 0, ring_ranks_per_node=2).crosses_nodes
+    assert not ds_usp.SequenceMesh.single().crosses_nodes
     assert set(module(three, out).state_dict()) == {
         f"{name}.{kind}"
         for name in ("qkv.0", "qkv.1", "qkv.2", "out")

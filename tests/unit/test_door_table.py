@@ -151,6 +151,7 @@ TRAINER_FLAGS: Doors = {
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
     "sharded tokens where they pay, the same loss": "--usp-tp-overlap",
+    "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "
     "--reset-attention-mask --no-reset-attention-mask --reset-position-ids "

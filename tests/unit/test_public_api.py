@@ -23,7 +23,7 @@ PARAMETERS = {
     "usp_joint_attention": "q k v joint_q joint_k joint_v mesh layout mask joint_front "
     "softmax_scale dropout_p kernel tuning scores",
     "projected_attention": "x projection mesh layout mask rotary keep softmax_scale dropout_p "
-    "kernel tuning scores",
+    "kernel tuning scores plain why_plain",
     "USPSelfAttention": "qkv out heads kv_heads mesh layout mask order q_norm k_norm overlap keep "
     "softmax_scale kernel tuning scores",
     "USPSelfAttention.forward": "self x rotary mask",

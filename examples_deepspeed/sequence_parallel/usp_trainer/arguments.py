@@ -19,7 +19,7 @@ from megatron_patches.flags import (
     add_states_flag,
 )
 from megatron_patches.settings import MeshSettings
-from usp_trainer import tp_overlap
+from usp_trainer import projections, tp_overlap
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
 from usp_trainer.transformer_impl import CHOICES
@@ -155,6 +155,14 @@ def _parallel(parser: Parser) -> None:
         tp_overlap.AUTO,
         "shard tokens over the tensor-parallel ranks between linear layers, whose communication "
         "then runs under their products; auto: from sizes on at which it pays",
+    )
+    add(
+        "--usp-projection-overlap",
+        projections.CHOICES,
+        projections.AUTO,
+        "compute the products before and after attention under its exchanges, with megatron-core's "
+        "own linear layers; recompute: also compute and exchange queries, keys and values again in "
+        "backward, one chunk of heads at a time; auto: on where exchanges cross nodes",
     )
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)

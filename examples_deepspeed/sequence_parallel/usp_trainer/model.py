@@ -39,7 +39,8 @@ from ds_usp.training import (
 )
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
-from usp_trainer import transformer_impl
+from megatron_patches.megatron_core.projections import overlap_projections
+from usp_trainer import projections, transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
 from usp_trainer.tp_linear import GatheringColumnParallelLinear, parameters_of_shards
@@ -95,6 +96,7 @@ class Layer(nn.Module):
         memory: LayerMemory,
         mlp_chunks: int,
         comm: TensorParallelComm | None,
+        keep: str | None,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -106,6 +108,8 @@ class Layer(nn.Module):
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer, mlp=not mlp_chunks)
+        if keep:
+            overlap_projections(self.layer, keep)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         """Documents are those packed in the sequences; None: one document a sequence."""
@@ -335,10 +339,8 @@ def layer_specs(
         )
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    layers = [
-        LayerSpec(Layer, args.seed + n, config, spec, n, rotary, memory, chunks, loss.comm)
-        for n in numbers
-    ]
+    more = memory, chunks, loss.comm, projections.keep_of(args, mesh)
+    layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [
         first,
         *layers,

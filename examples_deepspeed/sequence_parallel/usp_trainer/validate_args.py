@@ -16,7 +16,14 @@ from megatron_patches.flags import (
     check_mlp_chunks,
     check_report_flag,
 )
-from usp_trainer import environment, input_files, tp_overlap, trackers, transformer_impl
+from usp_trainer import (
+    environment,
+    input_files,
+    projections,
+    tp_overlap,
+    trackers,
+    transformer_impl,
+)
 
 
 def model_parallel_size(args: Namespace) -> int:
@@ -87,6 +94,7 @@ def validate_flags(args: Namespace, world_size: int) -> None:
     check_checkpoint_layers(args)
     _check_states(args)
     transformer_impl.check(args)
+    projections.check(args)
 
 
 def _check_degrees(args: Namespace, world_size: int) -> None:

@@ -1,0 +1,62 @@
+"""``--usp-projection-overlap`` trains what one rank trains, and refuses what it cannot serve."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
+from usp_trainer import projections
+
+import ds_usp
+
+LIMIT = 1e-5
+ON, AGAIN = (f" --usp-projection-overlap {mode}" for mode in ("on", "recompute"))
+BIASES = (
+    " --no-use-rotary-position-embeddings --no-swiglu --normalization layernorm"
+    " --no-disable-bias-linear --num-key-value-heads 4"
+)
+RUNS = [
+    degrees(sp=4, u=2, zero=1) + ON,
+    degrees(sp=4, u=4, zero=2) + AGAIN + " --usp-recompute full --usp-mlp-chunks 5",
+    degrees(sp=2, u=1, zero=0) + AGAIN,
+    degrees(sp=2, u=2, pp=2, zero=1) + ON + BIASES,
+    degrees(sp=2, u=2, zero=3) + ON,  # plain, as the weights are partitioned
+    degrees(sp=4, u=2, zero=1) + ON + " --usp-recompute attention",  # plain
+]
+
+
+def test_overlapped_projections_train_what_one_rank_trains(tmp_path: Path) -> None:
+    more = PLAIN_SGD + " --global-batch-size 2"
+    one, biased = train(1, degrees() + more, degrees() + more + BIASES, output_dir=tmp_path)
+    runs = [run + more for run in RUNS]
+    for run, numbers in zip(runs, train(4, *runs, output_dir=tmp_path), strict=True):
+        expected = biased if BIASES in run else one
+        assert relative_difference(numbers, expected) < LIMIT, (run, numbers, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"tensor_model_parallel_size": 2}, "use --tensor-model-parallel-size 1, or --usp-proj"),
+        ({"usp_recompute": "gemm-last"}, "use --usp-recompute full, or --usp-projection"),
+        ({"transformer_impl": "transformer_engine"}, "use --transformer-impl local, or"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_or_left_off(changes: dict[str, object], fix: str) -> None:
+    plain = {
+        "usp_projection_overlap": "on",
+        "usp_recompute": "none",
+        "tensor_model_parallel_size": 1,
+        "transformer_impl": "local",
+        "device": "cpu",
+    }
+    projections.check(Namespace(**plain))
+    with pytest.raises(ds_usp.ConfigError, match=fix):
+        projections.check(Namespace(**{**plain, **changes}))
+    crossing = ds_usp.SequenceMesh(4, 1, 0, ulysses_in_node=False)
+    auto = {**plain, "usp_projection_overlap": "auto"}
+    assert projections.keep_of(Namespace(**auto), crossing) == "arrivals"
+    assert projections.keep_of(Namespace(**{**auto, **changes}), crossing) is None
+    assert projections.keep_of(Namespace(**auto), ds_usp.SequenceMesh(4, 1, 0)) is None
