@@ -51,6 +51,7 @@ PRELOAD = (
     "cases",
     "sample_attentions",
     "deepspeed",
+    "probed_operators",
     "megatron.core.parallel_state",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",

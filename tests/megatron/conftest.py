@@ -8,9 +8,11 @@ import harness
 harness.PRELOAD = (
     *harness.PRELOAD,
     "trainer_runs",  # puts the trainer on the path
+    "compared_sources",
+    "usp_trainer.arguments",
     "usp_trainer.auto_args",
     "usp_trainer.loop",
+    "pydoc_data.topics",
     "stock_megatron_core",
     "deepspeed.sequence.layer",
-    "deepspeed.ops.op_builder.all_ops",
 )
