@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from ds_usp.geometry.double_ring import (
@@ -195,10 +196,9 @@ def ring_schedule(
     outer_steps, relayed = _outer_steps(ring, ring_rank, support, gather)
     steps = backward = (local, *remote, *relayed)
     if len(steps) > 1 and position == "only":
-        length = layout.ring_length(ring_rank)
+        length, half = layout.ring_length(ring_rank), _half(layout.ring_segments(ring_rank))
         first, last = (
-            _local_step(ring, ring_rank, support, rows)
-            for rows in ((0, length // 2), (length // 2, length))
+            _local_step(ring, ring_rank, support, rows) for rows in ((0, half), (half, length))
         )
         backward = (first, *remote, *relayed, last)
     max_merged = 0
@@ -218,6 +218,14 @@ def ring_schedule(
         max_merged,
         outer_steps,
     )
+
+
+def _half(queries: Sequence[Segment]) -> int:
+    """The row at which a shard is cut in two: of an odd length where a segment ends, if one ends
+    there, for remote steps begin there too: one row between would be a sum of its own."""
+    ends = list(accumulate(x.length for x in queries))
+    half, odd = divmod(ends[-1], 2)
+    return half + 1 if odd and half + 1 in ends else half
 
 
 def _outer_steps(

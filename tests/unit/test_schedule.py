@@ -159,6 +159,13 @@ def test_alone_the_nearest_block_comes_first_and_hides_the_others() -> None:
         ]
 
 
+@pytest.mark.parametrize("seq_len", [64, 63, 62, 61])
+def test_a_zigzag_shard_is_cut_where_its_remote_steps_begin(seq_len: int) -> None:
+    steps = ring_schedule(TokenLayout("zigzag", seq_len, 1, 2), CAUSAL, 0).backward_steps
+    early, remote, late = [[(call.q_start, call.q_stop) for call in x.calls] for x in steps]
+    assert early[0][1] == remote[0][0] == late[0][0] == 16
+
+
 def test_causal_visits_every_block_and_one_rank_visits_its_own() -> None:
     for kind in ALL_LAYOUTS:
         (plan,) = schedules(TokenLayout(kind, 16), CAUSAL)

@@ -300,7 +300,8 @@ def check_order(problem: Problem, plans: list[RingSchedule]) -> None:
         assert middle == others
         for step in (first, early, *late):
             assert step.is_local and step.kv_ranges == ((rank, 0, own),)
-        half = length // 2 if late else length
+        ends = accumulate(x.length for x in problem.layout.ring_segments(rank))
+        half = length // 2 + (length % 2 and length // 2 + 1 in ends) if late else length
         assert all(call.q_stop <= half for call in early.calls)
         assert all(call.q_start >= half for step in late for call in step.calls)
 
