@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_usp.comm.process_groups import node_ids
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
-from ds_usp.config import without_multicast
+from ds_usp.config import single_hw_queue, without_multicast
 from ds_usp.errors import MeshError
 from ds_usp.warn_once import warn_once
 
@@ -173,10 +173,24 @@ def fused_unavailable_reason(group: dist.ProcessGroup, device: torch.device) -> 
     if device.type != "cuda":
         return "the ranks do not compute on GPUs"
     reason = copy_engine_unavailable_reason(group, node_ids(group))
+    return reason or _first_reason(_reason_of_this_process(), group)
+
+
+def _reason_of_this_process() -> str:
+    if single_hw_queue():
+        return (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue, in which copies "
+            "wait behind products: unset it"
+        )
     missing = [name for name in _OPERATORS if not _has_operator(name)]
-    if not reason and missing:
-        reason = f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}"
-    return reason or ""
+    return f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}" if missing else ""
+
+
+def _first_reason(reason: str, group: dist.ProcessGroup) -> str:
+    """The first rank's reason that has one, on every rank."""
+    reasons: list[str] = [""] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), "")
 
 
 def _has_operator(name: str) -> bool:
@@ -194,10 +208,9 @@ def _trial(comm: TensorParallelComm, device: torch.device) -> str:
         if not _equals_plain(comm, device):
             reason = "the fused operators computed something else than the plain ones here"
     except (RuntimeError, TypeError, AttributeError, MeshError) as error:
-        reason = f"the fused operators raise {type(error).__name__}: {str(error).splitlines()[0]}"
-    reasons: list[str] = [""] * comm.size
-    dist.all_gather_object(reasons, reason, group=comm.group)
-    return next(filter(None, reasons), "")
+        first_line = next(iter(str(error).splitlines()), "")
+        reason = f"the fused operators raise {type(error).__name__}: {first_line}"
+    return _first_reason(reason, comm.group)
 
 
 def _enable_symmetric_memory(group: dist.ProcessGroup) -> None:

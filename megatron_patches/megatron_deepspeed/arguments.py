@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,8 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_mlp_chunks_flag(group)
     flags.add_checkpoint_layers_flag(group)
     flags.add_report_flag(group)
+    # Of the trainer alone: refused with the reason.
+    group.add_argument("--usp-tp-overlap", help=SUPPRESS)
 
 
 def validate_args(

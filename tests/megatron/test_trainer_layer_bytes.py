@@ -34,13 +34,16 @@ MESHES: dict[int, list[Degrees]] = {
 
 
 def saved_over_formula(ctx: RankContext, degrees: list[Degrees]) -> list[float]:
-    """Counted bytes over the formula's, for all degrees, without and with recomputation."""
+    """Counted bytes over the formula's, for all degrees, without and with recomputation; under
+    tensor parallelism also with sharded tokens."""
     prepare_deepspeed()
-    return [
-        _counted(*tp_ulysses_ring, recompute) / _predicted(*tp_ulysses_ring, recompute)
+    cases = [
+        (*tp_ulysses_ring, recompute, flags)
         for tp_ulysses_ring in degrees
         for recompute in ("none", "full")
+        for flags in (["", "--usp-tp-overlap on"] if tp_ulysses_ring[0] > 1 else [""])
     ]
+    return [_counted(*case) / _predicted(*case) for case in cases]
 
 
 def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
@@ -58,16 +61,16 @@ def _validated(tp: int, ulysses: int, ring: int, flags: str = "") -> Any:
     return args
 
 
-def _predicted(tp: int, ulysses: int, ring: int, recompute: str) -> float:
+def _predicted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> float:
     from usp_trainer.auto_args import planned_run
 
-    run = planned_run(_validated(tp, ulysses, ring))
+    run = planned_run(_validated(tp, ulysses, ring, flags))
     return layer_bytes(run.workload(), replace(run.parallel_config(), recompute=recompute))
 
 
-def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
+def _counted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> int:
     """Bytes of all storages that autograd saves, once each, parameters aside."""
-    layer, x = _layer_and_input(_validated(tp, ulysses, ring))
+    layer, x = _layer_and_input(_validated(tp, ulysses, ring, flags))
 
     def run() -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
@@ -78,6 +81,7 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str) -> int:
 def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     """The trainer's first layer in bf16, and what goes into it, on this rank."""
     from megatron.core import parallel_state
+    from usp_trainer import tp_overlap
     from usp_trainer.model import Layer, build_model
 
     from megatron_patches.megatron_core import cpu_fallbacks_patch_set
@@ -91,9 +95,13 @@ def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     mesh, groups = initialize_groups(
         tensor=tp, sequence=ulysses * ring, pipeline=1, ulysses=ulysses
     )
-    model = build_model(args, mesh, layout, groups, torch.device("cpu")).bfloat16()
+    device = torch.device("cpu")
+    args.transformer_impl = "local"
+    comm = tp_overlap.communication(args, layout, groups, device)
+    model = build_model(args, mesh, layout, groups, device, comm).bfloat16()
     layer = next(part for part in model.layers if isinstance(part, Layer))
-    shape = (layout.length(mesh.rank), args.micro_batch_size, args.hidden_size)
+    shards = comm.size if comm else 1
+    shape = (layout.length(mesh.rank) // shards, args.micro_batch_size, args.hidden_size)
     return layer, torch.randn(shape, dtype=torch.bfloat16, requires_grad=True).clone()
 
 

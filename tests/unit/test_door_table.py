@@ -125,6 +125,7 @@ FRAMEWORK_FLAGS: Doors = {
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
     "--usp-mlp-chunks --usp-checkpoint-layers",
     "nothing is traced": "--usp-report-communication",
+    "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-overlap",
 }
 
 MEGATRON_LM_FLAGS: Doors = {
