@@ -66,8 +66,9 @@ class Layer(nn.Module):
 
 
 def make_steps(
-    mesh: ds_usp.SequenceMesh, shape: Shape, device: torch.device, dtype: torch.dtype, layer: bool
-) -> dict[str, Any]:
+    mesh: ds_usp.SequenceMesh, shape: Shape, device: torch.device, dtype: torch.dtype, layer: bool,
+    tuning: ds_usp.Tuning,
+) -> dict[str, Any]:  # fmt: skip
     """Forward and backward of each path, with the same weights and tokens, of the block or of the
     layer."""
     torch.manual_seed(0)
@@ -84,7 +85,7 @@ def make_steps(
         for path, options in PATHS.items():
             module: nn.Module = ds_usp.USPSelfAttention(
                 qkv, out, heads, kv_heads, mesh=mesh, layout=layout,
-                mask=ds_usp.MaskSpec.causal(), **options,
+                mask=ds_usp.MaskSpec.causal(), tuning=tuning, **options,
             )  # fmt: skip
             module = Layer(hidden, module) if layer else module
             steps[path] = partial(_step, module.to(dtype), x, (angles.cos(), angles.sin()), dy)
@@ -98,16 +99,20 @@ def _step(module: nn.Module, x: torch.Tensor, rotary: Any, dy: torch.Tensor) -> 
 
 
 def errors(session: Session, mesh: ds_usp.SequenceMesh, shape: Shape, dtype: torch.dtype) -> Any:
-    """Each path's error beside fp32, as a multiple of the plain path's: the worst tensor's."""
-    exact = make_steps(mesh, shape, session.device, torch.float32, False)["plain"]()
-    found = {
-        path: [float((a - b).norm() / b.norm()) for a, b in zip(step(), exact, strict=True)]
-        for path, step in make_steps(mesh, shape, session.device, dtype, False).items()
-    }
-    worst = [
-        max(a / max(b, 1e-6) for a, b in zip(values, found["plain"], strict=True))
-        for values in found.values()
-    ]
+    """Each path's error beside fp32, as a multiple of the plain path's: the worst tensor's, in one
+    chunk of heads and in two."""
+    worst = [0.0 for _ in PATHS]
+    for chunks in range(1, 1 + min(2, shape.kv_heads // mesh.ulysses_degree)):
+        where = mesh, shape, session.device
+        tuning = ds_usp.Tuning(chunks=chunks)
+        exact = make_steps(*where, torch.float32, False, tuning)["plain"]()
+        found = [
+            [float((a - b).norm() / b.norm()) for a, b in zip(step(), exact, strict=True)]
+            for step in make_steps(*where, dtype, False, tuning).values()
+        ]
+        for i, values in enumerate(found):
+            ratios = (a / max(b, 1e-6) for a, b in zip(values, found[0], strict=True))
+            worst[i] = max(worst[i], *ratios)
     return dict(zip(PATHS, session.all_reduced(worst, torch.distributed.ReduceOp.MAX), strict=True))
 
 
@@ -124,7 +129,8 @@ def measure(session: Session, mesh: Any, shape: Shape, args: Namespace, table: T
     dtype = torch.bfloat16 if session.on_gpu else torch.float32
     small = shape._replace(tokens=min(shape.tokens, args.checked))
     ratios = errors(session, mesh, small, dtype)
-    block, layer = (make_steps(mesh, shape, session.device, dtype, whole) for whole in (0, 1))
+    where = mesh, shape, session.device, dtype
+    block, layer = (make_steps(*where, whole, ds_usp.Tuning()) for whole in (False, True))
     seconds = [session.medians(steps, args.rounds, 2, args.warm_up) for steps in (block, layer)]
     for path in PATHS:
         numbers = [1e3 * of_kind[path] for of_kind in seconds]
