@@ -17,6 +17,7 @@ import re
 import runpy
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -201,7 +202,9 @@ def help_text(command: list[str]) -> str:
         if program == "-m":
             run, program = runpy.run_module, arguments.pop(0)
     printed = io.StringIO()
-    with alone(program, [*arguments, "--help"]), contextlib.redirect_stdout(printed):
+    process = alone(program, [*arguments, "--help"])
+    with process, contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # runpy's, of a module that is imported
         try:
             run(program, run_name="__main__")
         except SystemExit as end:
