@@ -59,6 +59,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_memory_flags(group, ratio_type=offload_ratio)
     flags.add_mlp_chunks_flag(group)
     flags.add_checkpoint_layers_flag(group)
+    flags.add_states_flag(group)
     flags.add_report_flag(group)
     # Of the trainer alone: refused with the reason.
     group.add_argument("--usp-tp-overlap", help=SUPPRESS)

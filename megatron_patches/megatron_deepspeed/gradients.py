@@ -1,4 +1,4 @@
-"""Corrections of DeepSpeed's gradient reduction, scale and clipping."""
+"""Corrections of DeepSpeed's gradient reduction, scale and clipping; where its states wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from ds_usp.training import ParallelGroups, own_clipping, with_large_enough_buckets
+from ds_usp.training import (
+    ParallelGroups,
+    keep_states_on_host,
+    own_clipping,
+    with_large_enough_buckets,
+)
 from megatron_patches.megatron_deepspeed.state import find_state, get_state
 
 
@@ -41,8 +46,8 @@ def scatter_gradients(
 
 
 def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32, and
-    with ZeRO-2's buckets large enough.
+    """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32, with
+    ZeRO-2's buckets large enough, and with ``--usp-states-on-host``.
 
     For ZeRO-0 DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
     """
@@ -56,7 +61,10 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         stage = config.get("zero_optimization", {}).get("stage", 0)
         if is_sharded and not reduced and stage == 0:
             kwargs["config"] = own_clipping(config, optimizer, _parallel_groups())
-    return original(*args, **kwargs)
+    engine, *others = original(*args, **kwargs)
+    if state is not None and state.states_on_host and optimizer is not None:
+        keep_states_on_host(engine)
+    return engine, *others
 
 
 def _parallel_groups() -> ParallelGroups:

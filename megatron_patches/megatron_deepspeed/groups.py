@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -107,8 +108,9 @@ def initialize_model_parallel(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
     )
     layout = mesh.layout(config.layout, args.seq_length)
-    memory, chunks = layer_memory(args), args.usp_mlp_chunks
-    set_state(FrameworkState(grid, mesh, layout, config.kernel, is_active(args), memory, chunks))
+    state = FrameworkState(grid, mesh, layout, config.kernel, is_active(args), layer_memory(args))
+    on_host = args.usp_states_on_host
+    set_state(replace(state, mlp_chunks=args.usp_mlp_chunks, states_on_host=on_host))
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:

@@ -1,5 +1,5 @@
 """Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute``, ``--usp-mlp-chunks``,
-``--usp-checkpoint-layers`` and their checks."""
+``--usp-checkpoint-layers``, and the checks of all memory flags."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def check_flags(args: Any) -> None:
 
     Raises:
         ConfigError: recomputation by Megatron-DeepSpeed too, layers without GEMM-last, or flags
-            that ``--usp-loss-chunks``, ``--usp-mlp-chunks`` or ``--usp-checkpoint-layers`` does not
-            support.
+            that ``--usp-loss-chunks``, ``--usp-mlp-chunks``, ``--usp-checkpoint-layers`` or
+            ``--usp-states-on-host`` does not support.
     """
     _check_loss_chunks(args)
     _check_mlp_chunks(args)
     _check_checkpoint_layers(args)
+    _check_states(args)
     if args.usp_recompute == "none":
         return
     own_checkpoint = {
@@ -108,6 +109,23 @@ def _check_checkpoint_layers(args: Any) -> None:
             "--deepspeed-activation-checkpointing do not go together: DeepSpeed keeps the input of "
             "each layer. Leave the second one out"
         )
+
+
+def _check_states(args: Any) -> None:
+    """Check ``--usp-states-on-host``; where states are is known when DeepSpeed has made them.
+
+    Raises:
+        ConfigError: no DeepSpeed, or a flag that reads states between steps or keeps them in host
+            memory itself.
+    """
+    refused = {
+        "a run without --deepspeed": not args.deepspeed,
+        "--cpu-optimizer": args.cpu_optimizer,
+        "--log-optimizer-states-to-tensorboard": args.log_optimizer_states_to_tensorboard,
+    }
+    for name, is_set in refused.items():
+        if args.usp_states_on_host and is_set:
+            raise ConfigError(f"--usp-states-on-host and {name} do not go together")
 
 
 def _has_experts(args: Any) -> bool:

@@ -29,6 +29,7 @@ class FrameworkState:
         active: whether attention is computed by ds_usp (see :func:`is_active`).
         memory: what layers save for backward.
         mlp_chunks: of how many chunks of tokens an MLP is computed; 0: of all tokens.
+        states_on_host: whether optimizer states wait in host memory.
     """
 
     grid: ds_usp.RankGrid
@@ -38,6 +39,7 @@ class FrameworkState:
     active: bool
     memory: LayerMemory = field(default_factory=LayerMemory)
     mlp_chunks: int = 0
+    states_on_host: bool = False
 
     @property
     def is_sequence_parallel(self) -> bool:

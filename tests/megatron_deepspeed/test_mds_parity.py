@@ -117,11 +117,17 @@ def test_it_trains_as_one_rank_does(
             "--usp-recompute gemm-last --usp-loss-chunks 3 --usp-offload-ratio 0.5",
         ),
         ("u2r2", 3, "gpt", "--usp-recompute gemm-last --usp-loss-chunks 2"),
-        ("u2r2", 3, "gpt", "--usp-recompute gemm-last --usp-mlp-chunks 5"),
+        ("u2r2", 3, "gpt", "--usp-recompute gemm-last --usp-mlp-chunks 5 --usp-states-on-host"),
         ("r2-pp2", 1, "llama", "--usp-recompute attention --usp-offload-ratio 1"),
         ("u2-tp2", 2, "gpt", "--usp-recompute attention --usp-loss-chunks 5 --usp-mlp-chunks 2"),
         ("u2r2", 3, "llama", "--usp-recompute attention --deepspeed-activation-checkpointing"),
-        ("u2-pp2", 1, "gpt", "--usp-recompute full --usp-mlp-chunks 3 --usp-checkpoint-layers 2"),
+        (
+            "u2-pp2",
+            1,
+            "gpt",
+            "--usp-recompute full --usp-checkpoint-layers 2 --usp-mlp-chunks 3 "
+            "--usp-states-on-host",
+        ),
     ],
 )
 def test_every_memory_policy_trains_as_one_rank_does(

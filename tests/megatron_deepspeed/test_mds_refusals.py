@@ -55,6 +55,11 @@ REFUSED = [
     ({**SP2, "pipe": True}, "--usp-loss-chunks 2", "--no-pipeline-parallel"),
     (SP2, f"--usp-recompute full {CHECKPOINT}", "leave one of them out"),
     (SP2, "--usp-mlp-chunks 99999", "--usp-mlp-chunks 99999: a rank has"),
+    (
+        SP2,
+        "--usp-states-on-host --cpu-optimizer",
+        "--usp-states-on-host and --cpu-optimizer do not go together",
+    ),
     (SP2, "--usp-checkpoint-layers 2", "Use --usp-recompute full, or attention"),
     (
         SP2,

@@ -123,7 +123,7 @@ FRAMEWORK_FLAGS: Doors = {
     "one loss for all degrees and kernels, or refused": "--ulysses-degree --usp-kernel",
     "what auto plans for": "--usp-cluster",
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
-    "--usp-mlp-chunks --usp-checkpoint-layers",
+    "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
     "nothing is traced": "--usp-report-communication",
     "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-overlap",
 }
