@@ -126,7 +126,7 @@ class TensorParallelComm:
             self._reserve(shard.numel() * shard.element_size())
             with self._range(shard.numel() * (self.size - 1), shard):
                 rows = torch.ops.symm_mem._low_contention_all_gather(shard, self.group.group_name)
-            return lambda: cast(Tensor, torch.ops._c10d_functional.wait_tensor(rows))
+            return lambda: _waited_fused(rows, shard)
         rows = shard.new_empty(self.size * len(shard), *shard.shape[1:])
         work = dist.all_gather_into_tensor(rows, shard, group=self.group, async_op=True)
         return lambda: _waited(work, rows)
@@ -140,7 +140,7 @@ class TensorParallelComm:
                 shard = torch.ops.symm_mem._low_contention_reduce_scatter(
                     rows, "sum", self.group.group_name
                 )
-            return lambda: cast(Tensor, torch.ops._c10d_functional.wait_tensor(shard))
+            return lambda: _waited_fused(shard, rows)
         shard = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
         work = dist.reduce_scatter_tensor(shard, rows, group=self.group, async_op=True)
         return lambda: _waited(work, shard, rows)
@@ -248,6 +248,12 @@ def _equals_plain(comm: TensorParallelComm, device: torch.device) -> bool:
         for c in (comm, plain)
     ]
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _waited_fused(result: Tensor, *alive: Tensor) -> Tensor:
+    """The result of a low-contention operator; ``alive``: what its stream reads until then, of which
+    torch does not tell the allocator."""
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(result))
 
 
 def _waited(work: dist.Work | None, result: Tensor, *alive: Tensor) -> Tensor:
