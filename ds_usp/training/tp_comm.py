@@ -251,7 +251,7 @@ def _equals_plain(comm: TensorParallelComm, device: torch.device) -> bool:
 
 
 def _waited_fused(result: Tensor, *alive: Tensor) -> Tensor:
-    """The result of a low-contention operator; ``alive``: what its stream reads until then, of which
+    """The result of a low-contention operator; ``alive``: what its stream reads until then, which
     torch does not tell the allocator."""
     return cast(Tensor, torch.ops._c10d_functional.wait_tensor(result))
 
