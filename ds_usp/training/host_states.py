@@ -108,6 +108,7 @@ def _refuse(engine: Any) -> None:
         (engine.zero_offload_param(), "offload_param"),
     ):
         device = getattr(offloaded, "device", None)
+        device = getattr(device, "value", device)
         if device not in (None, "none"):
             raise ConfigError(
                 f"states on the host, and zero_optimization.{key} on {device} in DeepSpeed's "

@@ -1,0 +1,59 @@
+"""Storages in host memory: views are right again, whatever the order of calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_usp import ConfigError
+from ds_usp.memory import host_storages
+from ds_usp.memory.host_storages import HostStorages
+from ds_usp.memory.pinned_transfer import HostDeviceCopier
+from ds_usp.training import keep_states_on_host
+
+CPU = torch.device("cpu")
+
+
+def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    copier = HostDeviceCopier(CPU, block_bytes=256)
+    storages = HostStorages(CPU, copier=copier)
+    flat, small = torch.arange(250.0), torch.ones(3)
+    view, other = flat[50:70].view(4, 5), torch.arange(90.0) * 2
+    for step in range(3):
+        storages.send([flat, view, small, other])
+        if step != 1:  # the copies of that one end before anything is freed
+            storages.free()
+            storages.free()
+            assert flat.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+            assert storages.bytes_away == 4 * (250 + 90)
+        storages.bring_back()
+        storages.bring_back()
+        assert storages.bytes_away == 0 and copier.pool.num_free == copier.pool.num_blocks == 6
+        assert view.equal((torch.arange(50.0, 70) + step).view(4, 5)) and other[9] == 18
+        flat += 1
+    storages.send([small])
+    storages.free()
+    assert small.equal(torch.ones(3)) and storages.bytes_away == 0
+
+
+def engine(optimizer: Any, offload: str = "none") -> Any:
+    config = SimpleNamespace(device=offload)
+    return SimpleNamespace(
+        optimizer=optimizer,
+        module=torch.nn.Linear(2, 2),
+        device=CPU,
+        zero_offload_optimizer=lambda: config,
+        zero_offload_param=lambda: None,
+    )
+
+
+def test_engines_with_other_states_are_refused() -> None:
+    zero = SimpleNamespace(single_partition_of_fp32_groups=[])
+    with pytest.raises(ConfigError, match="offload_optimizer on cpu"):
+        keep_states_on_host(engine(zero, "cpu"))
+    with pytest.raises(ConfigError, match="SimpleNamespace keeps its fp32 weights elsewhere"):
+        keep_states_on_host(engine(SimpleNamespace()))
