@@ -28,7 +28,6 @@ RUNS = {
         degrees(zero=1, tp=2) + " --usp-mlp-chunks 5",
         degrees(zero=0, tp=2, pp=2),
         degrees(zero=1, tp=4) + " --usp-recompute gemm-last",
-        degrees(zero=3, **TP2_SP2),
     ],
 }
 
