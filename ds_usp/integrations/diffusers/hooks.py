@@ -196,7 +196,8 @@ class ShardedTransformer:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
-        self.state = PassState(name, self._branches.mesh, self._options)
+        orders = frozenset(self._plan.attention.values())
+        self.state = PassState(name, self._branches.mesh, self._options, orders)
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)
         return (), _sharded(self.state, given, self._plan.inputs.get("", {}))

@@ -71,6 +71,25 @@ def mesh_attention(
         )
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """What attention of tokens in one order takes, known before a block runs.
+
+    Plain values: ``torch.compile`` reads them as constants of its graph, and compiles again when
+    they change, as they do with the number of tokens.
+
+    Args:
+        lengths: of this rank's shards, in the order of the keys.
+        layout, mask: of the attention.
+        moved: tokens at the front that attention takes last: text, whose padding is at the end.
+    """
+
+    lengths: tuple[int, ...]
+    layout: TokenLayout
+    mask: MaskSpec
+    moved: int
+
+
 class PassState:
     """What one forward pass knows of its tokens, and its recomputation later.
 
@@ -78,17 +97,27 @@ class PassState:
     itself, whatever the order of a model is; and where text is padded, attention runs over image,
     text and padding in this order, the padding being a document of its own.
 
+    Args:
+        orders: the tokens of the attentions' keys.
+
     Attributes:
         joined: whether an output was joined.
     """
 
-    def __init__(self, name: str, mesh: SequenceMesh, options: Options) -> None:
+    def __init__(
+        self,
+        name: str,
+        mesh: SequenceMesh,
+        options: Options,
+        orders: frozenset[tuple[Kind, ...]],
+    ) -> None:
         self.joined = False
         self._name, self._mesh, self._options = name, mesh, options
+        self._orders = orders
         self._lengths: dict[Kind, int] = {}
-        # Made once for all layers: CPU time of short calls.
         self._layouts: dict[Kind, TokenLayout] = {}
-        self._attention_layouts: dict[object, TokenLayout] = {}
+        # Made once for all layers, and outside of compiled blocks.
+        self._calls: dict[tuple[Kind, ...], AttentionCall] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
 
     def layout(self, kind: Kind) -> TokenLayout:
@@ -122,6 +151,7 @@ class PassState:
         """
         if token_dim.ndim is not None and (x.ndim != token_dim.ndim or x.shape[token_dim.dim] == 1):
             return x
+        is_first = token_dim.kind not in self._lengths
         length = self._lengths.setdefault(token_dim.kind, x.shape[token_dim.dim])
         if x.shape[token_dim.dim] != length:
             raise LayoutError(
@@ -129,7 +159,10 @@ class PassState:
                 f"dim {token_dim.dim} of {list(x.shape)}, where others of the same forward "
                 f"pass have {length}"
             )
-        return self.layout(token_dim.kind).shard(x, token_dim.dim, self._mesh.rank)
+        layout = self.layout(token_dim.kind)
+        if is_first:
+            self._prepare_calls()
+        return layout.shard(x, token_dim.dim, self._mesh.rank)
 
     def join(self, x: Tensor) -> Tensor:
         """``[b, image tokens, ...]`` on every rank, from the ranks' shards."""
@@ -170,6 +203,20 @@ class PassState:
         total = image + text
         padded = min(counts) < text
         self._documents = tuple((0, image + n, total) for n in counts) if padded else ()
+        self._prepare_calls()
+
+    def _prepare_calls(self) -> None:
+        """Make the calls of attention again, of all orders whose tokens are known by now."""
+        for order in self._orders:
+            if all(kind in self._layouts for kind in order):
+                self._calls[order] = self._call(order)
+
+    def _call(self, order: tuple[Kind, ...]) -> AttentionCall:
+        lengths = tuple(self.layout(kind).length(self._mesh.rank) for kind in order)
+        # Padding is at the end only if text is.
+        moved = lengths[0] if self._documents and order[0] == "text" else 0
+        mask = MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full()
+        return AttentionCall(lengths, self._attention_layout(order, bool(moved)), mask, moved)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, order: tuple[Kind, ...], scale: float | None
@@ -182,26 +229,19 @@ class PassState:
         Raises:
             UnsupportedAttentionError: other tokens than these.
         """
-        lengths = [self.layout(kind).length(self._mesh.rank) for kind in order]
-        if not q.shape[1] == k.shape[1] == sum(lengths):
+        if order not in self._calls:
+            for kind in order:
+                self.layout(kind)  # raises for the one that is not known
+        call = self._calls[order]
+        if not q.shape[1] == k.shape[1] == sum(call.lengths):
             raise UnsupportedAttentionError(
                 f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
-                f"this rank has {' + '.join(map(str, lengths))} tokens ({' + '.join(order)})"
+                f"this rank has {' + '.join(map(str, call.lengths))} tokens ({' + '.join(order)})"
             )
-        # Padding is at the end only if text is.
-        moved = lengths[0] if self._documents and order[0] == "text" else 0
-        if moved:
-            q, k, v = (x.roll(-moved, 1) for x in (q, k, v))
-        mask = MaskSpec.full(self._documents or ()) if len(order) > 1 else MaskSpec.full()
-        layout = self._attention_layout_once(order, bool(moved))
-        out = mesh_attention(q, k, v, self._mesh, layout, mask, scale, self._options)
-        return out.roll(moved, 1) if moved else out
-
-    def _attention_layout_once(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
-        key = order, moved, bool(self._documents)
-        if key not in self._attention_layouts:
-            self._attention_layouts[key] = self._attention_layout(order, moved)
-        return self._attention_layouts[key]
+        if call.moved:
+            q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
+        out = mesh_attention(q, k, v, self._mesh, call.layout, call.mask, scale, self._options)
+        return out.roll(call.moved, 1) if call.moved else out
 
     def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
         """The layout of an attention's tokens.

@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -13,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.pass_state import PassState
 from ds_usp.integrations.diffusers.plans import Kind
-from ds_usp.memory.compile_guard import disable_in_compile
 
 _NATIVE = "native"
-_MARK = "_sharded_by_ds_usp"
+_MARK, _ORDER = "_sharded_by_ds_usp", "_order_of_ds_usp"
 
 
 class HoldsState(Protocol):
@@ -28,21 +28,25 @@ class HoldsState(Protocol):
 class _ShardedAttention(TorchFunctionMode):
     """Within it ``scaled_dot_product_attention`` is attention over the mesh.
 
-    Attributes:
-        calls: how many there were.
+    Args:
+        calls: gets a value for each of them; a list, as Dynamo reads no attribute of a mode.
     """
 
-    def __init__(self, name: str, state: PassState, order: tuple[Kind, ...]) -> None:
+    def __init__(
+        self, name: str, state: PassState, order: tuple[Kind, ...], calls: list[bool]
+    ) -> None:
         super().__init__()
         self._name, self._state, self._order = name, state, order
-        self.calls = 0
+        self._calls = calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not scaled_dot_product_attention:
+            if func is torch.Tensor.unflatten:  # of super(), which Dynamo does not trace in a mode
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
-        self.calls += 1
+        self._calls.append(True)
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(
@@ -85,7 +89,7 @@ def check_processor(module: nn.Module) -> None:
             "not served; unload them"
         )
     try:
-        _with_call(processor, type(processor).__call__)
+        _copy_as(processor, _sharded_class(type(processor)))
     except (TypeError, AttributeError) as error:
         raise UnsupportedAttentionError(
             f"{name}: an attention processor must be an object of a class of its own, without "
@@ -129,12 +133,26 @@ def sharded(processor: Any, order: tuple[Kind, ...], owner: HoldsState) -> Any:
         order: the tokens of its keys.
         owner: holds the forward pass that runs; a copy of both has its own.
     """
-    cls = type(processor)
-    call = cls.__call__
-    name = cls.__name__
+    cls: Any = type(processor)
+    copied = _copy_as(processor, _sharded_class(cls))
+    setattr(copied, _MARK, owner)
+    setattr(copied, _ORDER, order)
+    return copied
+
+
+@functools.cache
+def _sharded_class(cls: type[Any]) -> type[Any]:
+    """The subclass of an attention processor's class; one for all its processors, so that blocks
+    share what ``torch.compile`` makes of one.
+
+    What is traced of a call is all but the attention, which is the op ``ds_usp::attention``.
+
+    Raises:
+        TypeError: a class that cannot have subclasses.
+    """
+    call, name = cls.__call__, cls.__name__
 
     @functools.wraps(call)
-    @disable_in_compile("attention runs over the mesh")
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: PassState | None = getattr(self, _MARK).state
         if state is None:
@@ -143,27 +161,26 @@ def sharded(processor: Any, order: tuple[Kind, ...], owner: HoldsState) -> Any:
                 "transformer, not a part of it; checkpoint by its enable_gradient_checkpointing()"
             )
         check_backend(self)
-        with _ShardedAttention(name, state, order) as attention:
+        calls: list[bool] = []
+        with _ShardedAttention(name, state, getattr(self, _ORDER), calls):
             out = call(self, *args, **kwargs)
-        if attention.calls != 1:
+        if len(calls) != 1:
             raise UnsupportedAttentionError(
-                f"{name} has called torch's scaled_dot_product_attention {attention.calls} times, "
+                f"{name} has called torch's scaled_dot_product_attention {len(calls)} times, "
                 "and once is served. It computes attention itself (adapters, caches), or "
                 "by another backend: call set_attention_backend('native')"
             )
         return out
 
-    copied = _with_call(processor, sharded_call)
-    setattr(copied, _MARK, owner)
-    return copied
+    return type(f"Sharded{name}", (cls,), {"__call__": sharded_call})
 
 
-def _with_call(processor: Any, call: Any) -> Any:
-    """A copy of a processor, whose class is a subclass with another ``__call__``.
+def _copy_as(processor: Any, cls: type[Any]) -> Any:
+    """A copy of a processor of another class.
 
     Raises:
         TypeError, AttributeError: functions, methods, classes with ``__slots__``.
     """
-    copied, cls = copy.copy(processor), type(processor)
-    copied.__class__ = type(f"Sharded{cls.__name__}", (cls,), {"__call__": call})
+    copied = copy.copy(processor)
+    copied.__class__ = cls
     return copied
