@@ -286,6 +286,35 @@ def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerP
     assert not [line for line in others if line.startswith(text)]
 
 
+def kept(ctx: RankContext) -> list[int]:
+    """Elements saved for backward besides weights, with each ``keep``."""
+    made = problem(Call(4, 2, chunks=2), mesh_of(2))
+    weights = {x.untyped_storage().data_ptr() for x in made.projection.tensors}
+    sizes = []
+    for keep in ("arrivals", "input"):
+        saved: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes() // 8
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            y = projected_attention(made.x, made.projection, keep=keep, **made.options)
+        sizes.append(sum(saved.values()))
+        results(y, made)
+    return sizes
+
+
+def test_only_the_input_the_output_and_the_log_sum_exp_are_kept(pool: WorkerPool) -> None:
+    for arrivals, only_input in pool.run(kept, 2):
+        x, out, lse = 32 * FEATURES, 32 * 4 * DIM, 64 * 2
+        assert only_input == x + out + lse
+        # After the exchange: q and out of 2 heads, k and v of one, of 64 tokens.
+        assert arrivals == only_input + 64 * (2 + 1 + 1 + 2) * DIM
+
+
 def refused(ctx: RankContext, changes: dict[str, Any], odd: int) -> str:
     made = problem(Call(4, 2), mesh_of(2), torch.float32)
     arguments = made.options | {"rotary": None} | (changes if ctx.rank >= odd else {})
