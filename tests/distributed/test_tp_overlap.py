@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import RankContext, WorkerPool
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from ds_usp import ConfigError
@@ -142,6 +143,35 @@ def test_plain_and_fused_equal_dense(world: int, pool: WorkerPool) -> None:
         assert right == ""
         assert wrong.endswith("computed something else than the plain ones here")
         assert raising.startswith("the fused operators raise TypeError")
+
+
+def operands_on_rank(ctx: RankContext) -> list[tuple[bool, bool]]:
+    """Whether what a posted operator reads on its own stream is freed before, and after, the wait
+    for it."""
+
+    def posted(operand: torch.Tensor, *unused: object) -> torch.Tensor:
+        return torch.zeros(1)
+
+    comm, freed = TensorParallelComm(ctx.group, ""), []
+    operators = ("_low_contention_all_gather", "_low_contention_reduce_scatter")
+    gather, scatter = (mock.patch.object(torch.ops.symm_mem, name, posted) for name in operators)
+    fused = mock.patch.object(TensorParallelComm, "_is_fused", is_fused)
+    reserve = mock.patch.object(TensorParallelComm, "_reserve", lambda comm, size: None)
+    with gather, scatter, fused, reserve:
+        for post in (comm.start_gather, comm.start_scatter):
+            operand = torch.ones(4, 4)
+            storage = StorageWeakRef(operand.untyped_storage())
+            pending = post(operand)
+            del operand
+            before = storage.expired()
+            pending()
+            del pending
+            freed.append((before, storage.expired()))
+    return freed
+
+
+def test_operands_live_until_the_wait(pool: WorkerPool) -> None:
+    assert pool.run(operands_on_rank, 1) == [[(False, True)] * 2]
 
 
 def refusals_on_rank(ctx: RankContext) -> list[str]:
