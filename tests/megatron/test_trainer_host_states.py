@@ -16,40 +16,41 @@ ON_HOST = " --usp-states-on-host"
 CASES = [
     ({"sp": 2, "zero": 0}, "", 8),
     ({"sp": 2, "zero": 1}, " --bf16", 12),
-    ({"sp": 2, "zero": 2}, "", 12),
     ({"sp": 2, "zero": 3}, " --bf16", 12),
-    ({"pp": 2, "zero": 1}, "", 12),
+    ({"pp": 2, "zero": 1}, "", 12),  # the optimizer of ZeRO-2
 ]
 
 
 def trained(
     ctx: RankContext, *, flags: list[str], output_dir: str
 ) -> list[tuple[list[Any], set[int], int, int]]:
-    """Of each run: losses, norms and weights with a checkpoint between steps, bytes that are away
-    in its forward passes, bytes away after a step, and the parameters of this rank."""
+    """Of each run: losses, norms and the sum of weights, bytes that are away in its forward passes
+    after the first step, bytes away after a step, and the parameters of this rank."""
     return [_train(run, f"{output_dir}/{number}") for number, run in enumerate(flags)]
 
 
 def _train(flags: str, folder: str) -> tuple[list[Any], set[int], int, int]:
-    import torch
-
+    """Two steps, and validation. With states in host memory also a checkpoint between the steps,
+    and a run that loads it, whose second step must equal this one's."""
     with mock.patch("ds_usp.memory.host_storages._MIN_BYTES", 1):
         run = start(flags + f" --save {folder}", folder)
         away, states = [], run.trainer.states
         run.trainer.engine.module.register_forward_hook(
             lambda *_: away.append(states.bytes_away if states else 0)
         )
-        numbers: list[Any] = [run.step()[name] for name in ("loss", "grad_norm")]
+        rows = [run.step()]
         away.clear()
-        run.save()
-        numbers += [run.step()[name] for name in ("loss", "grad_norm")]
+        if states:
+            run.save()
+        rows.append(run.step())
         after = states.bytes_away if states else 0
+        numbers = [row[name] for row in rows for name in ("loss", "grad_norm")]
         numbers.append(run.validate())
-        run.save()
-        loaded = start(flags + f" --load {folder}", folder)
-        numbers += [loaded.step()["loss"], run.step()["loss"]]
         parameters = [getattr(p, "ds_tensor", p) for p in run.trainer.engine.module.parameters()]
-        numbers += [torch.cat([p.detach().flatten().double() for p in parameters]).sum().item()]
+        numbers.append(sum(p.detach().double().sum().item() for p in parameters))
+        if states:
+            resumed = start(flags + f" --load {folder}", folder).step()
+            assert [resumed["loss"], resumed["grad_norm"]] == numbers[2:4]
         return numbers, set(away), after, sum(p.numel() for p in parameters)
 
 
@@ -59,7 +60,6 @@ def test_it_trains_alike_and_the_bytes_leave(tmp_path: Path) -> None:
         for (grid, _, each), plain, on_host in zip(CASES, rank[::2], rank[1::2], strict=True):
             numbers, away, after, parameters = on_host
             assert numbers == plain[0], grid
-            assert numbers[-3] == numbers[-2]  # from the checkpoint, and without it
             assert plain[1] == {0} and after == 0
             shares = 2 if grid["zero"] in (1, 2) and "sp" in grid else 1
             assert max(away) == pytest.approx(each * parameters / shares, rel=0.02), grid
