@@ -70,7 +70,8 @@ def _check_shifted(tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
     """
     counts = (loss_mask != 0) & (labels != IGNORE_INDEX)
     changes = tokens[:, 1:] != tokens[:, :-1]
-    if bool((counts[:, :-1] & changes).any()) and bool((labels == tokens)[counts].all()):
+    # No index of a mask: torch makes 8 bytes for each token of it.
+    if bool((counts[:, :-1] & changes).any()) and bool(((labels == tokens) | ~counts).all()):
         raise DataError(
             f"all {int(counts.sum())} labels are the tokens at their own positions, so a model "
             "would learn to copy its input: shift them before they are sharded, "
@@ -127,12 +128,11 @@ def document_positions(
     Shapes:
         borders: cumulative, a list for each sample; result ``[b, seq_len]``, int64.
     """
-    rows = []
-    for sample in borders:
-        starts = torch.tensor(sample[:-1], dtype=torch.int64)
-        lengths = torch.tensor([b - a for a, b in pairwise(sample)], dtype=torch.int64)
-        rows.append(torch.arange(sample[-1]) - starts.repeat_interleave(lengths))
-    return torch.stack(rows).to(device)
+    positions = torch.empty(len(borders), borders[0][-1], dtype=torch.int64, device=device)
+    for row, sample in zip(positions, borders, strict=True):
+        for start, stop in pairwise(sample):
+            row[start:stop] = torch.arange(stop - start, device=device)
+    return positions
 
 
 def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
@@ -168,7 +168,28 @@ def local_positions(
     Shapes:
         result: ``[s_local]``, int64.
     """
-    return torch.tensor(layout.positions(rank), dtype=torch.int64, device=device)
+    segments = [segment.positions for segment in layout.segments(rank)]
+    return torch.cat([torch.arange(x.start, x.stop, x.step, device=device) for x in segments])
+
+
+def local_document_positions(
+    layout: TokenLayout,
+    rank: int,
+    borders: Sequence[Sequence[int]],
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Position in its document of every token that ``rank`` holds: the rank's shard of
+    :func:`document_positions`, which is never made for all tokens.
+
+    Shapes:
+        borders: cumulative, a list for each sample; result ``[b, s_local]``, int64.
+    """
+    positions = local_positions(layout, rank, device)
+    rows = []
+    for sample in borders:
+        starts = torch.tensor(sample[:-1], dtype=torch.int64, device=device)
+        rows.append(positions - starts[torch.searchsorted(starts, positions, right=True) - 1])
+    return torch.stack(rows)
 
 
 def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:

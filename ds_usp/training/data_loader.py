@@ -16,6 +16,7 @@ from ds_usp.comm.process_groups import all_gather_bytes, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import Borders
+from ds_usp.training.batch import local_document_positions
 from ds_usp.training.full_batch import POSITIONS, SHIFTED, TOKENS, FullBatch, full_batch
 from ds_usp.warn_once import warn_once
 
@@ -244,6 +245,10 @@ class SequenceParallelDataLoader:
             name: x.to(self._device) if isinstance(x, Tensor) else x
             for name, x in batch.whole.items()
         }
+        if POSITIONS not in shards:
+            borders = batch.documents or ((0, batch.seq_len),)
+            own = local_document_positions(layout, self.mesh.rank, borders, self._device)
+            shards[POSITIONS] = own.expand(shards[TOKENS].shape)
         return ShardedBatch(
             tokens=shards.pop(TOKENS),
             labels=shards.pop(SHIFTED),

@@ -15,7 +15,6 @@ from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.training.batch import (
     IGNORE_INDEX,
     borders_of_positions,
-    document_positions,
     next_token_labels,
 )
 
@@ -30,8 +29,9 @@ class FullBatch:
     """Full sequences with shifted labels, positions and documents.
 
     Shapes:
-        sharded: by name, each ``[b, seq_len, ...]``; among them ``input_ids``, ``shift_labels``
-        and ``position_ids``.
+        sharded: by name, each ``[b, seq_len, ...]``; among them ``input_ids`` and
+        ``shift_labels``; ``position_ids`` where the loader gave some, else each rank makes its
+        own.
 
     Attributes:
         whole: what every rank gets as it is, by name.
@@ -92,10 +92,8 @@ def full_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> FullBatch
     documents = _documents(entries, num_real_tokens, tokens)
     labels = _shifted_labels(entries, documents, num_real_tokens)
     positions = entries.pop(POSITIONS, None)
-    if positions is None:
-        borders = documents or ((0, tokens.shape[1]),)
-        positions = document_positions(borders, tokens.device).expand(tokens.shape)
-    sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels, POSITIONS: positions}
+    sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels}
+    sharded |= {} if positions is None else {POSITIONS: positions}
     others = {name: value for name, value in entries.items() if name not in sharded}
     return FullBatch(sharded=sharded, whole=others, documents=documents)
 
@@ -193,8 +191,9 @@ def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
     """
     counts = labels != IGNORE_INDEX
     inside = counts[:, :-1]
-    is_shifted = bool(inside.any()) and bool((labels[:, :-1] == tokens[:, 1:])[inside].all())
-    if is_shifted and not bool((labels == tokens)[counts].all()):
+    # No index of a mask: torch makes 8 bytes for each token of it.
+    are_next = (labels[:, :-1] == tokens[:, 1:]) | ~inside
+    if bool(inside.any()) and bool(are_next.all()) and bool((counts & (labels != tokens)).any()):
         raise DataError(
             f"the batch's {LABELS!r} are the next tokens already, and would be shifted twice: name "
             f"them {SHIFTED!r}"

@@ -110,6 +110,14 @@ def test_one_rank_of_packed_documents_is_each_document_alone(tmp_path: Path) -> 
     assert relative_difference(one, dense) < LIMIT
 
 
+def test_a_window_equals_one_rank(tmp_path: Path) -> None:
+    flags = PLAIN_SGD + " --window-size 7"
+    one, plain = train(1, degrees() + flags, degrees() + PLAIN_SGD, output_dir=tmp_path)
+    assert relative_difference(one, plain) > 100 * LIMIT, "the window changes nothing"
+    (four,) = train(4, degrees(zero=1, **GRIDS["sp4"]) + flags, output_dir=tmp_path)
+    assert relative_difference(four, one) < LIMIT
+
+
 def masked_attention(q: Any, k: Any, v: Any, *, mask: Any, **unused: Any) -> torch.Tensor:
     """Dense attention under a mask that is written out from the borders alone."""
     tokens = q.shape[1]

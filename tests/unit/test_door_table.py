@@ -50,7 +50,8 @@ NAMES: dict[str, Doors] = {
         "keeps the order that USPAttention takes by default (contiguous), shifts labels once and "
         "hands on its layout": "SequenceParallelDataLoader",
         "holds what was sharded, with its layout": "SequenceBatch ShardedBatch",
-        "has no default order: the caller gives the layout": "shard_batch local_positions",
+        "has no default order: the caller gives the layout": "shard_batch local_positions "
+        "local_document_positions",
         "shifts labels of the whole sequence, once": "IGNORE_INDEX next_token_labels",
         "is of positions or borders that the caller gives": "apply_rotary borders_of_positions "
         "document_borders document_positions rotary_frequencies",
@@ -147,7 +148,7 @@ TRAINER_FLAGS: Doors = {
     "--ffn-hidden-size --num-attention-heads --num-key-value-heads --max-position-embeddings "
     "--vocab-size --make-vocab-size-divisible-by --normalization --layernorm-epsilon --swiglu "
     "--no-swiglu --use-rotary-position-embeddings --no-use-rotary-position-embeddings "
-    "--rotary-base --untie-embeddings-and-output-weights "
+    "--window-size --rotary-base --untie-embeddings-and-output-weights "
     "--no-untie-embeddings-and-output-weights --disable-bias-linear --no-disable-bias-linear "
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",

@@ -147,6 +147,8 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
     assert "--usp-mlp-chunks 48" in flags
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
     assert ("--usp-states-on-host" in flags) == best.config.states_on_host
+    waiting = best.config.replace(states_on_host=True)
+    assert "--usp-states-on-host" in emit("megatron-deepspeed", long, waiting)
     too_long = Workload(LLAMA, 2**23)
     lines = explain(search(cluster, too_long, 2, trainer, fixed=fixed))
     assert "nothing fits into" in lines[0]

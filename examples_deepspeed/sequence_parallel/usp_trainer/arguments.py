@@ -190,6 +190,7 @@ def _model(parser: Parser) -> None:
     add("--seq-length", COUNT, 1024, "tokens per sequence")
     add("--max-position-embeddings", COUNT, None, "(default: the sequence length)")
     add("--use-rotary-position-embeddings", bool, False, "instead of learned ones")
+    add("--window-size", COUNT, None, "tokens before a token that attention sees (default: all)")
     add("--rotary-base", Number(1, above=True), 10000.0, "base of the angles")
     add("--normalization", ("layernorm", "rmsnorm"), "layernorm", "norm of the layers")
     add("--layernorm-epsilon", POSITIVE, 1e-5, "of either norm")

@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,12 @@ from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from ds_usp import DataError, TokenLayout
-from ds_usp.training import SequenceBatch, document_borders, document_positions, shard_batch
+from ds_usp.training import (
+    SequenceBatch,
+    document_borders,
+    local_document_positions,
+    shard_batch,
+)
 from usp_trainer import input_files
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.run_folder import CACHE
@@ -164,23 +169,25 @@ class TokenData:
         batches = []
         for micro in range(args.accumulation_steps):
             begin = first + (micro * replicas + self._dp_rank) * size
-            rows = [samples[index] for index in range(begin, begin + size)]
-            fields = ("tokens", "labels", "loss_mask")
-            full = [torch.stack([row[field] for row in rows]) for field in fields]
-            local = shard_batch(*full, layout=self._layout, rank=self._sp_rank)
-            batches.append(TrainingBatch(local, *self._positions_and_documents(full[0])))
+            batches.append(self._batch(samples, range(begin, begin + size)))
         return batches
 
-    def _positions_and_documents(
-        self, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor | None, list[list[int]] | None]:
-        """Local positions and the documents of all ranks; None for what no flag requests."""
-        args = self._args
-        borders = document_borders(tokens, TokenIds(self.vocab_size).eod)
+    def _batch(self, samples: Samples, indices: Iterable[int]) -> TrainingBatch:
+        """This rank's shard of some samples, of which one at a time is whole in memory."""
+        args, rank = self._args, self._sp_rank
+        shards, borders = [], []
+        names = ("tokens", "labels", "loss_mask")
+        for index in indices:
+            sample = samples[index]
+            whole = [sample[name][None] for name in names]
+            shards.append(shard_batch(*whole, layout=self._layout, rank=rank))
+            borders += document_borders(whole[0], TokenIds(self.vocab_size).eod)
+        local = {name: torch.cat([getattr(shard, name) for shard in shards]) for name in names}
         positions = None
         if args.reset_position_ids:
-            positions = self._layout.shard(document_positions(borders), dim=1, rank=self._sp_rank)
-        return positions, borders if args.reset_attention_mask else None
+            positions = local_document_positions(self._layout, rank, borders)
+        documents = borders if args.reset_attention_mask else None
+        return TrainingBatch(SequenceBatch(**local), positions, documents)
 
 
 def _samples(

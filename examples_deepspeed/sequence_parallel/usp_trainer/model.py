@@ -367,6 +367,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         init_method_std=args.init_method_std,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        window_size=(args.window_size, 0) if args.window_size else None,
         bf16=args.bf16,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,

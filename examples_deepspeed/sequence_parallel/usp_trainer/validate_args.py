@@ -51,6 +51,11 @@ def check_start(args: Namespace) -> None:
             raise ConfigError("--num-processes is set by the launcher: leave it out under one")
     check_cluster_flag(args)
     check_report_flag(args)
+    if args.ulysses_degree == AUTO and args.window_size:
+        raise ConfigError(
+            f"--ulysses-degree {AUTO} plans attention over all tokens, and --window-size is "
+            f"{args.window_size}: give a degree"
+        )
     # Without a launcher torch counts the GPUs later; until then assume the ranks of one replica.
     ranks = environment.world_size() or args.num_processes or model_parallel_size(args)
     trial = Namespace(**vars(args))
