@@ -342,6 +342,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "attention-flash2": partial(attention_table, "attention_peers.csv", "flash2"),
     "attention-short": lambda: comparison_table(read("attention_short.csv")),
     "attention-inference": lambda: comparison_table(read("attention_inference.csv")),
+    "attention-held-out": lambda: comparison_table(read("attention_held_out.csv")),
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
