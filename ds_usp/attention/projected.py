@@ -99,8 +99,10 @@ class ProjectedAttention(torch.autograd.Function):
         for name, need in zip(names, ctx.needs_input_grad[1:], strict=False):
             if name in needs:
                 needs[name] |= need
-        run = ProjectedBackward(plan, scores, inputs, Needed(**needs), dy, out, saved)
-        run.execute(plan.attention.backward)
+        # Under autocast products would change dtype, which is the plan's in every exchange.
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            run = ProjectedBackward(plan, scores, inputs, Needed(**needs), dy, out, saved)
+            run.execute(plan.attention.backward)
         results, grads = run.results, list[torch.Tensor | None]()
         weights, biases = iter(results.weights or ()), iter(results.biases or ())
         for name in names:
@@ -227,8 +229,9 @@ def projected_attention(
     options = AttentionOptions(
         mesh, layout, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
-    reason = why_plain or plain_reason(x, projection)
-    if reason is not None or (isinstance(mesh, SequenceMesh) and mesh.sp_degree == 1):
+    alone = isinstance(mesh, SequenceMesh) and mesh.sp_degree == 1
+    reason = None if alone else why_plain or plain_reason(x, projection)
+    if alone or reason is not None:
         if reason and not torch.compiler.is_compiling():
             warn_plain(reason, mesh)
         return plain() if plain else plain_attention(x, projection, rotary, options)

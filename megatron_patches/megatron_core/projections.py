@@ -31,6 +31,7 @@ _OPTIONS = (
     "rotary_interleaved",
     "sequence_parallel",
     "test_mode",
+    "yarn_rotary_scaling_factor",  # scales cos and sin
 )
 
 
@@ -68,10 +69,8 @@ def _reason_of(attention: Any) -> str | None:
     for linear, kind in ((qkv, ColumnParallelLinear), (proj, RowParallelLinear)):
         if type(linear) is not kind:
             return f"a projection is a {type(linear).__name__}, no {kind.__name__}"
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
-            return "a projection has hooks, which only its own call runs"
-        if "forward" in vars(linear):
-            return "a projection's call is replaced, as by GEMM-last recomputation"
+        if reason := _call_reason(linear):
+            return reason
     for norm in (attention.q_layernorm, attention.k_layernorm):
         if norm is not None and not isinstance(norm, IdentityOp):
             return "queries or keys are normalized between their projection and attention"
@@ -115,10 +114,25 @@ def _forward(
     return out.transpose(0, 1), attention.linear_proj.bias
 
 
+def _call_reason(linear: Any) -> str | None:
+    """What a call of this layer does besides its class's forward; None if nothing."""
+    hooks = linear._forward_hooks, linear._forward_pre_hooks
+    if any(hooks) or linear._backward_hooks or linear._backward_pre_hooks:
+        return "a projection has hooks, which only its own call runs"
+    if "forward" in vars(linear):
+        return "a projection's forward is replaced, as by GEMM-last recomputation"
+    return None
+
+
 def _reason_of_call(
     attention: Any, mask: Any, rotary: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> str | None:
-    """Why one call is not served; None if it is."""
+    """Why one call is not served; None if it is. Hooks come later too, as those of megatron-core's
+    DistributedDataParallel, which wait for a layer's gathered weights."""
+    for linear in (attention.linear_qkv, attention.linear_proj):
+        is_partitioned = hasattr(linear.weight, "ds_id")  # ds_usp says so, instead of its hooks
+        if not is_partitioned and (reason := _call_reason(linear)):
+            return reason
     if options.get("packed_seq_params") is not None:
         return "documents are packed (packed_seq_params)"
     given = [name for name, value in options.items() if value is not None]

@@ -204,6 +204,10 @@ def in_training(ctx: RankContext) -> list[str]:
         torch.testing.assert_close(weight.grad, once)
     with torch.autocast("cpu", torch.bfloat16):
         assert run(made.x).dtype == torch.bfloat16
+    for keep in ("arrivals", "input"):
+        y = projected_attention(made.x, made.projection, keep=keep, **options)
+        with torch.autocast("cpu", torch.bfloat16):  # which changes no dtype in backward
+            torch.testing.assert_close(torch.autograd.grad(y, [weight], made.dy), (once,))
     with torch.no_grad():
         run(made.x)
     logging.getLogger("ds_usp").removeHandler(handler)
@@ -243,6 +247,9 @@ def as_modules(ctx: RankContext) -> list[str]:
 
     plain, hooked = torch.nn.Linear, linear(torch.nn.Linear, 64, FEATURES)
     hooked.register_forward_hook(lambda *_: None)
+    replaced = linear(torch.nn.Linear, 64, FEATURES)
+    replaced.forward = lambda x: 2 * torch.nn.functional.linear(x, replaced.weight)  # type: ignore[method-assign]
+    replaced.bias = None  # type: ignore[assignment]
     norm = torch.nn.LayerNorm(DIM, dtype=torch.float64)
     three = [linear(plain, n, FEATURES) for n in (32, 16, 16)]
     one, out = linear(plain, 64, FEATURES), linear(plain, FEATURES + 4, 32)
@@ -252,6 +259,7 @@ def as_modules(ctx: RankContext) -> list[str]:
         (three, {}),
         (linear(Adapter, 64, FEATURES), {}),
         (hooked, {}),
+        (replaced, {}),
         (one, {"q_norm": norm, "k_norm": norm}),
     ):
         both = []
@@ -281,6 +289,7 @@ def test_a_module_is_its_linear_layers_and_says_when_it_calls_them(pool: WorkerP
     assert [line.removeprefix(text) for line in lines if line.startswith(text)] == [
         "a projection is a Adapter, no torch.nn.Linear",
         "a projection has hooks, which only its own call runs",
+        "a projection's forward is replaced",
         "queries or keys are normalized between their projection and attention",
     ]
     assert not [line for line in others if line.startswith(text)]
@@ -350,7 +359,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         ((x(33, 8), x(8, 16), 4, 2), "must be .h d"),
         ((x(32, 8), x(8, 12), 4, 2), "must be .h d"),
         (((x(16, 8), x(8, 8), x(8, 8)), x(8, 16), 4, 2, None, None, "grouped"), "order='grouped'"),
-        ((x(32, 8), x(8, 16), 4, 2, x(31)), "biases of .31. features"),
+        ((x(32, 8), x(8, 16), 4, 2, x(31)), "biases ..31.. do not fit"),
+        ((x(32, 8), x(8, 16), 4, 2, None, x(1)), "out_bias .1. does not fit"),
     ):
         with pytest.raises(ds_usp.ConfigError, match=text):
             Projection(*arguments)  # type: ignore[arg-type]
@@ -365,5 +375,7 @@ def test_weights_of_their_own_layers_are_known() -> None:
         pass
 
     assert "Quantized" in str(weights_reason([Quantized(torch.randn(2))], torch.float32))
-    weight.ds_id = 0  # type: ignore[attr-defined]
-    assert "ZeRO-3" in str(weights_reason([weight], torch.float32))
+    partitioned = torch.nn.Parameter(torch.empty(0))
+    partitioned.ds_id = 0  # type: ignore[attr-defined]
+    tensors = Projection(partitioned, partitioned, 4, 4).tensors
+    assert "ZeRO-3" in str(weights_reason(tensors, torch.float32))
