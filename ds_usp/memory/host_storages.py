@@ -75,14 +75,17 @@ class HostStorages:
         """Copy everything back to the device; the current stream waits for the copies."""
         if self._sent is None:
             return
-        sent, self._sent = self._sent, None
+        sent = self._sent
         if not self._is_freed:  # what comes next may write to what is still being copied
+            self._sent = None
             self._copier.wait(sent.event)
             return
-        self._is_freed = False
-        pairs, offset = [], 0
+        # All memory first: where there is not enough, everything is still in host memory.
         for storage, size in zip(sent.storages, sent.sizes, strict=True):
             storage.resize_(size)
+        self._sent, self._is_freed = None, False
+        pairs, offset = [], 0
+        for storage, size in zip(sent.storages, sent.sizes, strict=True):
             sources = sent.allocation.slices(offset, offset + size)
             parts = _bytes_of(storage).split([len(source) for source in sources])
             pairs += list(zip(parts, sources, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ds_usp.planner.formulas import (
     input_bytes,
@@ -104,14 +104,19 @@ def memory(
     workspace_bytes: float = 0.0,
     shared: ModelWideBytes | None = None,
 ) -> Memory:
-    """Memory of the fullest pipeline stage.
+    """Memory of the fullest pipeline stage; of host memory, that of the stage that takes the most:
+    the first one keeps the most micro batches, and the logits may make the last one the fullest.
 
     Args:
         shared: where it is known: :func:`model_wide_bytes`.
     """
     shared = shared or model_wide_bytes(work, config)
-    stages = (_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config))
-    return max(stages, key=lambda needed: needed.total)
+    stages = [_stage(work, config, stage, shared, workspace_bytes) for stage in _stages(config)]
+    fullest = max(stages, key=lambda needed: needed.total)
+    most = max(stages, key=lambda needed: needed.host)
+    if most.host == fullest.host:
+        return fullest
+    return replace(fullest, offloaded=most.offloaded, host_states=most.host_states)
 
 
 def _stages(config: ParallelConfig) -> tuple[int, ...]:

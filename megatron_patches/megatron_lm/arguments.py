@@ -51,13 +51,19 @@ def parse_args(
         add_flags(parser, settings)
         return extra_args_provider(parser) if extra_args_provider else parser
 
-    args = original(provide, ignore_unknown_args)
-    if args.yaml_cfg is not None:
+    _refuse_file_of_flags()
+    return original(provide, ignore_unknown_args)
+
+
+def _refuse_file_of_flags() -> None:
+    """Raise ConfigError for ``--yaml-cfg``, before Megatron-LM reads the file and lacks flags."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    path = parser.parse_known_args()[0].yaml_cfg
+    if path is not None:
         raise ConfigError(
-            f"--yaml-cfg {args.yaml_cfg} replaces all flags, those of the patches too. Give flags "
-            "instead"
+            f"--yaml-cfg {path} replaces all flags, those of the patches too. Give flags instead"
         )
-    return args
 
 
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:

@@ -40,6 +40,28 @@ def test_views_are_right_again_and_host_memory_is_reused(monkeypatch: pytest.Mon
     assert small.equal(torch.ones(3)) and storages.bytes_away == 0
 
 
+def test_nothing_is_lost_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storages, "_MIN_BYTES", 100)
+    storages = HostStorages(CPU)
+    first, second = torch.arange(100.0), torch.arange(100.0) * 2
+    storages.send([first, second])
+    storages.free()
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def resize_once(storage: torch.UntypedStorage, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        resize(storage, size)
+
+    with monkeypatch.context() as short:
+        short.setattr(torch.UntypedStorage, "resize_", resize_once)
+        with pytest.raises(torch.OutOfMemoryError):
+            storages.bring_back()
+    storages.bring_back()
+    assert first.equal(torch.arange(100.0)) and second.equal(torch.arange(100.0) * 2)
+
+
 def engine(optimizer: Any, offload: str = "none") -> Any:
     config = SimpleNamespace(device=offload)
     return SimpleNamespace(
