@@ -40,8 +40,8 @@ def keep_states_on_host(engine: Any) -> StatesOnHost:
             the engine are wrapped.
 
     Raises:
-        ConfigError: DeepSpeed offloads optimizer or parameters itself, or the optimizer's fp32
-            weights are not where ZeRO of DeepSpeed 0.19 has them.
+        ConfigError: DeepSpeed offloads optimizer or parameters itself; the optimizer's fp32
+            weights are not where ZeRO of DeepSpeed 0.19 has them; or it is DeepSpeed's Muon.
     """
     states = StatesOnHost(engine)
     for owner, name in (
@@ -115,6 +115,12 @@ def _refuse(engine: Any) -> None:
                 "configuration: leave one of the two out"
             )
     optimizer = engine.optimizer
+    groups = getattr(getattr(optimizer, "optimizer", optimizer), "param_groups", ())
+    if any(group.get("use_muon") for group in groups):
+        raise ConfigError(
+            "states on the host: DeepSpeed's Muon uses its momentum in backward, where it is away. "
+            "Use Adam, or leave states on the GPU"
+        )
     is_known = any(hasattr(optimizer, name) for name in _MASTERS)
     if not is_known and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(

@@ -77,5 +77,8 @@ def test_engines_with_other_states_are_refused() -> None:
     zero = SimpleNamespace(single_partition_of_fp32_groups=[])
     with pytest.raises(ConfigError, match="offload_optimizer on cpu"):
         keep_states_on_host(engine(zero, "cpu"))
+    muon = SimpleNamespace(param_groups=[{"use_muon": False}, {"use_muon": True}])
+    with pytest.raises(ConfigError, match="Muon uses its momentum in backward"):
+        keep_states_on_host(engine(SimpleNamespace(**vars(zero), optimizer=muon)))
     with pytest.raises(ConfigError, match="SimpleNamespace keeps its fp32 weights elsewhere"):
         keep_states_on_host(engine(SimpleNamespace()))
