@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_usp.comm.process_groups import node_ids
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
-from ds_usp.config import single_hw_queue, without_multicast
+from ds_usp.config import fused_tp_requested, single_hw_queue, without_multicast
 from ds_usp.errors import MeshError
 from ds_usp.warn_once import warn_once
 
@@ -72,8 +72,8 @@ class TensorParallelComm:
         return cls(group, reason)
 
     def say_if_plain(self) -> None:
-        """Log once why the fused operators are not used."""
-        if self.plain_reason:
+        """Log once why the fused operators are not used, if they were asked for."""
+        if self.plain_reason and fused_tp_requested():
             warn_once(
                 "tensor-parallel linear layers gather and scatter tokens by whole collectives, not "
                 f"under their products: {self.plain_reason}",
@@ -177,6 +177,11 @@ def fused_unavailable_reason(group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _reason_of_this_process() -> str:
+    if not fused_tp_requested():
+        return (
+            "their gradients were wrong on GPUs once, and the correction has not been run on any "
+            "yet; USP_TP_FUSED=1 takes them"
+        )
     if single_hw_queue():
         return (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue, in which copies "

@@ -243,9 +243,7 @@ class Job:
         """Variables for the training processes; those that are set already stay."""
         # FlashAttention-4 compiles kernels at the first step; a disk cache saves later starts that.
         variables = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-        hidden_by_streams = "--usp-tp-overlap on" in " ".join(self.arguments)
-        one_queue = self.program.needs_one_queue() or "--sequence-parallel" in self.arguments
-        if one_queue and not hidden_by_streams:
+        if self.program.needs_one_queue() or "--sequence-parallel" in self.arguments:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if self.is_on_cpu:
             variables["OMP_NUM_THREADS"] = "1"

@@ -62,7 +62,7 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
     flags.add_states_flag(group)
     flags.add_report_flag(group)
     # Of the trainer alone: refused with the reason.
-    group.add_argument("--usp-tp-overlap", help=SUPPRESS)
+    group.add_argument("--usp-tp-shard-tokens", help=SUPPRESS)
 
 
 def validate_args(

@@ -39,8 +39,8 @@ _FRAMEWORK_FAILURES = (
         "Leave it out, or offload the optimizer in DeepSpeed's configuration (zero_optimization)",
     ),
     Refusal(
-        lambda args, _: args.usp_tp_overlap not in (None, "auto", "off"),
-        "--usp-tp-overlap {usp_tp_overlap} needs linear layers that shard tokens over "
+        lambda args, _: args.usp_tp_shard_tokens not in (None, "off"),
+        "--usp-tp-shard-tokens {usp_tp_shard_tokens} needs linear layers that shard tokens over "
         "tensor-parallel ranks, which Megatron-DeepSpeed trains wrongly (--sequence-parallel)",
         "Leave it out: --ds-sequence-parallel-size shards tokens",
     ),

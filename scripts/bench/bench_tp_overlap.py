@@ -5,13 +5,15 @@
 The trainer's layers (bf16, SwiGLU, RoPE, local linear layers) on all ranks as one tensor-parallel
 group. *layer*: forward and backward of one. *step*: four of them with embedding and loss, forward,
 backward and AdamW. *all-reduce* is without sharded tokens, *plain* shards them with whole
-collectives, *fused* is what --usp-tp-overlap takes. Times are medians of the slowest rank. The
-differences are of the first step's loss and gradients, the largest over weights, from those of
-*all-reduce*. Smallest run, on CPUs: --device cpu --hidden 32 --tokens 64 --rounds 1.
+collectives (--usp-tp-shard-tokens), *fused* with torch's fused operators (USP_TP_FUSED=1). Times
+are medians of the slowest rank. The differences are of the first step's loss and gradients, the
+largest over weights, from those of *all-reduce*; above 3 times those of *plain* they are WRONG, and
+the exit code is 1. Smallest run, on CPUs: --device cpu --hidden 32 --tokens 64 --rounds 1.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -37,6 +39,7 @@ from megatron_patches.megatron_core.groups import initialize_groups  # noqa: E40
 
 COLUMNS = ("hidden", "tokens", "what", "method", "ms", "speedup", "loss_diff", "gradient_diff")
 LAYERS, VOCABULARY, HEAD_DIM = 4, 32000, 128
+NEVER_WRONG = 1e-4  # a relative difference of gradients
 Rows = list[list[str]]
 METHODS: dict[str, Any] = {
     "all-reduce": lambda group, device: None,
@@ -145,16 +148,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=12, help="layers in a row; steps: a quarter")
     args = parser.parse_args()
+    os.environ["USP_TP_FUSED"] = "1"
     session = Session.start(args.device)
     cpu_fallbacks_patch_set().apply()
     parts = initialize_groups(tensor=session.world, sequence=1, pipeline=1, ulysses=1)
     table = Table(session, args.out, COLUMNS, f"{LAYERS} layers in a step")
     session.print0(" ".join(f"{column:>13}" for column in COLUMNS))
+    wrong = False
     for hidden, tokens in product(args.hidden, args.tokens):
-        for row in measure(session, hidden, tokens, parts, args):
+        rows = measure(session, hidden, tokens, parts, args)
+        plain = next(float(row[-1]) for row in rows if row[3] == "plain")
+        for row in rows:
             table.add(row)
-            session.print0(" ".join(f"{value:>13}" for value in row))
+            is_wrong = not float(row[-1]) <= max(3 * plain, NEVER_WRONG)
+            wrong |= is_wrong
+            session.print0(" ".join(f"{x:>13}" for x in row) + is_wrong * "  WRONG")
     session.close()
+    if wrong:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -316,12 +316,6 @@ def test_megatron_deepspeed_without_tensorboard_is_refused(
         ),
         ((), {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "3"}, []),
         ((), {"MP_SIZE": "2", "NUM_GPUS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, []),
-        (
-            ("--usp-tp-overlap", "on"),
-            {"MP_SIZE": "2", "NUM_GPUS": "8"},
-            {},
-            ["CUDA_DEVICE_MAX_CONNECTIONS"],
-        ),
     ],
 )
 def test_the_launcher_starts_with_the_variables(

@@ -41,7 +41,7 @@ def saved_over_formula(ctx: RankContext, degrees: list[Degrees]) -> list[float]:
         (*tp_ulysses_ring, recompute, flags)
         for tp_ulysses_ring in degrees
         for recompute in ("none", "full")
-        for flags in (["", "--usp-tp-overlap on"] if tp_ulysses_ring[0] > 1 else [""])
+        for flags in (["", "--usp-tp-shard-tokens on"] if tp_ulysses_ring[0] > 1 else [""])
     ]
     return [_counted(*case) / _predicted(*case) for case in cases]
 
@@ -81,7 +81,7 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> in
 def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     """The trainer's first layer in bf16, and what goes into it, on this rank."""
     from megatron.core import parallel_state
-    from usp_trainer import tp_overlap
+    from usp_trainer import tp_tokens
     from usp_trainer.model import Layer, build_model
 
     from megatron_patches.megatron_core import cpu_fallbacks_patch_set
@@ -97,7 +97,7 @@ def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     )
     device = torch.device("cpu")
     args.transformer_impl = "local"
-    comm = tp_overlap.communication(args, layout, groups, device)
+    comm = tp_tokens.communication(args, layout, groups, device)
     model = build_model(args, mesh, layout, groups, device, comm).bfloat16()
     layer = next(part for part in model.layers if isinstance(part, Layer))
     shards = comm.size if comm else 1

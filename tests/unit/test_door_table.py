@@ -126,7 +126,7 @@ FRAMEWORK_FLAGS: Doors = {
     "memory and time, never the loss": "--usp-recompute --usp-offload-ratio --usp-loss-chunks "
     "--usp-mlp-chunks --usp-checkpoint-layers --usp-states-on-host",
     "nothing is traced": "--usp-report-communication",
-    "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-overlap",
+    "no tokens are sharded over tensor-parallel ranks; refused": "--usp-tp-shard-tokens",
 }
 
 MEGATRON_LM_FLAGS: Doors = {
@@ -152,7 +152,7 @@ TRAINER_FLAGS: Doors = {
     "--no-untie-embeddings-and-output-weights --disable-bias-linear --no-disable-bias-linear "
     "--init-method-std --attention-dropout --hidden-dropout --bf16 --no-bf16",
     "whose linear layers and norms: TransformerEngine's where it can": "--transformer-impl",
-    "sharded tokens where they pay, the same loss": "--usp-tp-overlap",
+    "sharded tokens, the same loss": "--usp-tp-shard-tokens",
     "overlapped where exchanges cross nodes, the same loss": "--usp-projection-overlap",
     "the whole sequences, before they are sharded": "--data-path --data-cache-path --split "
     "--seq-length --micro-batch-size --global-batch-size --eod-mask-loss --no-eod-mask-loss "

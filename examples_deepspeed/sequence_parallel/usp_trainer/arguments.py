@@ -19,7 +19,7 @@ from megatron_patches.flags import (
     add_states_flag,
 )
 from megatron_patches.settings import MeshSettings
-from usp_trainer import projections, tp_overlap
+from usp_trainer import projections, tp_tokens
 from usp_trainer.arg_types import Integer, KeywordOr, Number, Ratios, Text
 from usp_trainer.command_line import Parser
 from usp_trainer.transformer_impl import CHOICES
@@ -150,11 +150,10 @@ def _parallel(parser: Parser) -> None:
     )
     add("--tensor-model-parallel-size", COUNT, 1, "ranks per layer")
     add(
-        "--usp-tp-overlap",
-        tp_overlap.CHOICES,
-        tp_overlap.AUTO,
-        "shard tokens over the tensor-parallel ranks between linear layers, whose communication "
-        "then runs under their products; auto: from sizes on at which it pays",
+        "--usp-tp-shard-tokens",
+        tp_tokens.CHOICES,
+        tp_tokens.OFF,
+        "shard tokens over the tensor-parallel ranks between linear layers: less memory",
     )
     add(
         "--usp-projection-overlap",

@@ -20,7 +20,7 @@ from ds_usp.training import (
     loss_token_weight,
     mean_loss,
 )
-from usp_trainer import tp_overlap
+from usp_trainer import tp_tokens
 from usp_trainer.data import TrainingBatch
 
 # Of one gradient reduction: large for a link, small beside what two such buffers take of a GPU.
@@ -164,7 +164,7 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
-    if args.usp_tp_overlap == tp_overlap.ON and args.pipeline_model_parallel_size > 1:
+    if args.usp_tp_shard_tokens == tp_tokens.ON and args.pipeline_model_parallel_size > 1:
         # By default each tensor-parallel rank sends its part of what all of them hold; here each
         # holds other tokens.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}

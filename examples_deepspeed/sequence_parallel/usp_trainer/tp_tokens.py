@@ -1,23 +1,21 @@
-"""``--usp-tp-overlap``: tensor-parallel communication under products; needs no torch until used."""
+"""``--usp-tp-shard-tokens``: tokens sharded over the tensor-parallel ranks between linear layers;
+needs no torch until used."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from ds_usp import ConfigError, TokenLayout
-from usp_trainer import transformer_impl
+from ds_usp import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+    from ds_usp import TokenLayout
     from ds_usp.training import ParallelGroups, TensorParallelComm
 
-AUTO, ON, OFF = "auto", "on", "off"
-CHOICES = (AUTO, ON, OFF)
-# From these sizes on "auto" takes it: below, a layer has more launches than there is to hide.
-AUTO_HIDDEN = 2048
-AUTO_TOKENS = 4096  # of a rank, all micro-batch sequences together
+ON, OFF = "on", "off"
+CHOICES = (OFF, ON)
 
 
 def check(args: Namespace, layout: TokenLayout) -> None:
@@ -26,15 +24,15 @@ def check(args: Namespace, layout: TokenLayout) -> None:
     Raises:
         ConfigError: with the reason and the fix.
     """
-    if args.usp_tp_overlap != ON:
+    if args.usp_tp_shard_tokens != ON:
         return
     if reason := _obstacle(args, layout):
-        raise ConfigError(f"--usp-tp-overlap {ON} {reason}")
+        raise ConfigError(f"--usp-tp-shard-tokens {ON} {reason}")
 
 
 def _obstacle(args: Namespace, layout: TokenLayout) -> str:
     """Why tokens cannot be sharded over the tensor-parallel ranks, and the fix; "" if they can."""
-    ranks, otherwise = args.tensor_model_parallel_size, f"or --usp-tp-overlap {OFF}"
+    ranks, otherwise = args.tensor_model_parallel_size, f"or --usp-tp-shard-tokens {OFF}"
     if ranks == 1:
         return f"needs --tensor-model-parallel-size 2 or more, which is 1: raise it, {otherwise}"
     tokens = sorted({layout.length(rank) for rank in range(layout.degree)})
@@ -53,37 +51,14 @@ def _obstacle(args: Namespace, layout: TokenLayout) -> str:
     return ""
 
 
-def is_worth_it(args: Namespace, layout: TokenLayout) -> bool:
-    """Whether ``auto`` wants it: sizes from which the pieces of a product fill a GPU."""
-    return (
-        args.device == "cuda"
-        and args.bf16
-        and args.transformer_impl == transformer_impl.LOCAL
-        and args.hidden_size >= AUTO_HIDDEN
-        and layout.length(0) * args.micro_batch_size >= AUTO_TOKENS
-        and not _obstacle(args, layout)
-    )
-
-
 def communication(
     args: Namespace, layout: TokenLayout, groups: ParallelGroups, device: torch.device
 ) -> TensorParallelComm | None:
-    """The collectives of the linear layers, or None without sharded tokens. Collective.
-
-    ``auto`` takes it only if the fused operators can be used; ``on`` takes plain collectives
-    otherwise, and says so once.
-
-    Args:
-        args: validated, with ``transformer_impl`` chosen.
-    """
+    """The collectives of the linear layers, or None without sharded tokens. Collective."""
     from ds_usp.training import TensorParallelComm
 
-    if args.usp_tp_overlap == OFF or (
-        args.usp_tp_overlap == AUTO and not is_worth_it(args, layout)
-    ):
+    if args.usp_tp_shard_tokens == OFF:
         return None
     comm = TensorParallelComm.build(groups.tp, device)
-    if args.usp_tp_overlap == AUTO:
-        return None if comm.plain_reason else comm
     comm.say_if_plain()
     return comm

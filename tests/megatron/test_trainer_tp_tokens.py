@@ -1,4 +1,4 @@
-"""``--usp-tp-overlap on`` trains what one rank trains; what cannot be sharded is refused."""
+"""``--usp-tp-shard-tokens on`` trains what one rank trains; what cannot be sharded is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from trainer_runs import PLAIN_SGD, degrees, relative_difference, train
 
 LIMIT = 1e-5
-ON = " --usp-tp-overlap on"
+ON = " --usp-tp-shard-tokens on"
 BIASES = (
     " --no-use-rotary-position-embeddings --no-swiglu --normalization layernorm"
     " --no-disable-bias-linear --no-untie-embeddings-and-output-weights"
