@@ -164,7 +164,7 @@ def add_checkpoint_layers_flag(parser: Parser, *, size_type: FlagType = int) -> 
         default=1,
         metavar="K",
         help="with --usp-recompute full or attention: save the input of one of K consecutive "
-        "layers, and run the other K - 1 once more in backward for theirs",
+        "layers, and run the other K - 1 once more in backward for their inputs",
     )
 
 

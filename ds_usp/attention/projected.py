@@ -193,10 +193,10 @@ def projected_attention(
     :func:`ds_usp.usp_attention` between linear layers computes, with matrix products under its
     exchanges. Collective over the mesh.
 
-    A chunk of heads is projected just before it is exchanged, while the chunk before travels; with
-    one chunk keys and values travel while the queries are projected, and in a ring too. In backward
-    the output weight's gradient is computed under the first exchange, that of the other weights
-    under the last.
+    A chunk of heads is projected just before its exchange, under that of the chunk before; with one
+    chunk, and in a ring, the queries are projected under the exchange of keys and values. In
+    backward the output weight's gradient is computed under the first exchange, that of the other
+    weights under the last.
 
     Shapes:
         x ``[b, s_local, c]`` -> ``[b, s_local, c_out]``; the weights' in :class:`Projection`.

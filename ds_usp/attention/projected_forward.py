@@ -7,8 +7,7 @@ of the chunk before.
 Letters of the shapes as in :mod:`ds_usp.attention.projection`; t are all tokens of this rank, of
 all samples.
 
-Source: "what travels is projected first", as in the reordered K, V, Q of Yuan et al. (ATC 24),
-here chunk by chunk of heads.
+Source: the order K, V, Q of Yuan et al. (ATC 24), here chunk by chunk of heads.
 """
 
 from __future__ import annotations
