@@ -31,7 +31,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         virtual_pipeline_model_parallel_size=None, context_parallel_size=4, world_size=8, rank=0,
         sequence_parallel=False, use_distributed_optimizer=True, overlap_grad_reduce=True,
         recompute_granularity=None, transformer_impl="transformer_engine", cp_comm_type=DEFAULT,
-        ulysses_degree=None, usp_kernel="auto", usp_recompute="none", usp_cluster=None, usp_mlp_chunks=0,
+        ulysses_degree=None, usp_kernel="auto", usp_recompute="none", usp_cluster=None,
+        usp_mlp_chunks=0,
         use_torch_fsdp2=False, use_megatron_fsdp=False,
     )  # fmt: skip
     return SimpleNamespace(**(vars(values) | changes))
