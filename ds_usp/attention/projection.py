@@ -59,7 +59,7 @@ class Projection:
 
     def __post_init__(self) -> None:
         weights, biases, (h, g) = self.weights, self.biases, (self.heads, self.kv_heads)
-        found = f"qkv {[list(x.shape) for x in weights]}, out {list(self.out.shape)}"
+        sizes = f"qkv {[list(x.shape) for x in weights]}, out {list(self.out.shape)}"
         if any(hasattr(x, "ds_id") for x in self.tensors):
             return  # ZeRO-3 may hold them without a shape: only their own layers multiply them
         if h < 1 or g < 1 or h % g:
@@ -76,13 +76,13 @@ class Projection:
         if not fits or self.out.shape[1] != h * dims[1] or len({x.shape[1] for x in weights}) > 1:
             raise ConfigError(
                 f"weights of {h} query and {g} key/value heads must be [h d + g d + g e, c], or "
-                f"three [h d, c], [g d, c], [g e, c], and [c_out, h e]; got {found}"
+                f"three [h d, c], [g d, c], [g e, c], and [c_out, h e]; got {sizes}"
             )
         shapes = [list(x.shape) for x in biases]
         if biases and shapes != [[len(x)] for x in weights]:
-            raise ConfigError(f"biases {shapes} do not fit weights {found}")
+            raise ConfigError(f"biases {shapes} do not fit weights {sizes}")
         if self.out_bias is not None and self.out_bias.shape != self.out.shape[:1]:
-            raise ConfigError(f"out_bias {list(self.out_bias.shape)} does not fit weights {found}")
+            raise ConfigError(f"out_bias {list(self.out_bias.shape)} does not fit weights {sizes}")
 
     @property
     def weights(self) -> Weights:

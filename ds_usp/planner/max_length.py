@@ -107,11 +107,11 @@ def length_steps(
             for config in length_options(long, given, flag):
                 change = {flag: getattr(config, flag)}
                 options.append((_words(config, given), [c.replace(**change) for c in configs]))
-        found = [
+        lengths = [
             (replace(_furthest(model, changed, True, *limits), added=words), changed)
             for words, changed in options
         ]
-        furthest = max(found, key=lambda each: each[0].seq_len, default=None)
+        furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
         if furthest is None or furthest[0].seq_len <= steps[-1].seq_len:
             return steps
         steps.append(furthest[0])

@@ -14,6 +14,24 @@ from megatron_patches.refusals import Refusal, refuse
 
 _ATTRIBUTE = "usp_memory"  # of a layer
 
+
+def _other_backwards(flag: str) -> tuple[Refusal, ...]:
+    """Options of Megatron-LM that do otherwise what a flag's recomputation in backward does."""
+    return (
+        Refusal(
+            lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
+            f"{flag}: --overlap-moe-expert-parallel-comm and --delay-wgrad-compute split a "
+            "layer's backward pass",
+            "Leave them out",
+        ),
+        Refusal(
+            lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
+            f"{flag} and Megatron-LM's offloading of activations do not go together",
+            "Leave one of them out",
+        ),
+    )
+
+
 _RECOMPUTE = "--usp-recompute {usp_recompute}"
 _REFUSALS = (
     Refusal(
@@ -31,17 +49,7 @@ _REFUSALS = (
         f"{_RECOMPUTE} and --cuda-graph-impl {{cuda_graph_impl}} do not go together",
         "Leave one of them out",
     ),
-    Refusal(
-        lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
-        f"{_RECOMPUTE}: --overlap-moe-expert-parallel-comm and --delay-wgrad-compute split a "
-        "layer's backward pass",
-        "Leave them out",
-    ),
-    Refusal(
-        lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
-        f"{_RECOMPUTE} and Megatron-LM's offloading of activations do not go together",
-        "Leave one of them out",
-    ),
+    *_other_backwards(_RECOMPUTE),
 )
 _GEMM_LAST_REFUSALS = (
     Refusal(
@@ -100,17 +108,7 @@ _MLP_CHUNKS_REFUSALS = (
         f"{_CHUNKS} does not go with fp8, fp4 or --cuda-graph-impl",
         "Leave them out",
     ),
-    Refusal(
-        lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
-        f"{_CHUNKS}: --overlap-moe-expert-parallel-comm and --delay-wgrad-compute split a "
-        "layer's backward pass",
-        "Leave them out",
-    ),
-    Refusal(
-        lambda args: args.fine_grained_activation_offloading or args.cpu_offloading_num_layers,
-        f"{_CHUNKS} and Megatron-LM's offloading of activations do not go together",
-        "Leave one of them out",
-    ),
+    *_other_backwards(_CHUNKS),
 )
 
 

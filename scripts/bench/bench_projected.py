@@ -106,12 +106,12 @@ def errors(session: Session, mesh: ds_usp.SequenceMesh, shape: Shape, dtype: tor
         where = mesh, shape, session.device
         tuning = ds_usp.Tuning(chunks=chunks)
         exact = make_steps(*where, torch.float32, False, tuning)["plain"]()
-        found = [
+        errors_of_paths = [
             [float((a - b).norm() / b.norm()) for a, b in zip(step(), exact, strict=True)]
             for step in make_steps(*where, dtype, False, tuning).values()
         ]
-        for i, values in enumerate(found):
-            ratios = (a / max(b, 1e-6) for a, b in zip(values, found[0], strict=True))
+        for i, values in enumerate(errors_of_paths):
+            ratios = (a / max(b, 1e-6) for a, b in zip(values, errors_of_paths[0], strict=True))
             worst[i] = max(worst[i], *ratios)
     return dict(zip(PATHS, session.all_reduced(worst, torch.distributed.ReduceOp.MAX), strict=True))
 

@@ -48,8 +48,8 @@ def test_gradients_are_bitwise_those_without(recompute: str, size: int) -> None:
     want = gradients(LayerMemory("none"))
     for ratio, in_flight in ((None, 1), (0.4, 1), (1.0, 3)):
         moving = offload(ratio) if ratio is not None else None
-        found = gradients(LayerMemory(recompute, moving, checkpoint_layers=size), in_flight)
-        assert all(map(torch.equal, found, want)), (ratio, in_flight)
+        nested = gradients(LayerMemory(recompute, moving, checkpoint_layers=size), in_flight)
+        assert all(map(torch.equal, nested, want)), (ratio, in_flight)
         if moving is not None:
             assert abs(moving.counts.offloaded - moving.counts.saved * moving.ratio) <= 512
 
@@ -59,8 +59,8 @@ def test_torchs_checkpoint_that_is_not_reentrant(recompute: str) -> None:
     want = gradients(LayerMemory("none"))
     one = partial(checkpoint, use_reentrant=False)
     for moving in (None, offload(0.7)):
-        found = gradients(LayerMemory(recompute, moving, one, checkpoint_layers=3), 2)
-        assert all(map(torch.equal, found, want))
+        nested = gradients(LayerMemory(recompute, moving, one, checkpoint_layers=3), 2)
+        assert all(map(torch.equal, nested, want))
 
 
 class Counted(nn.Module):

@@ -61,7 +61,7 @@ NAMES: dict[str, Doors] = {
         "not": "GradientRule ParallelGroups check_zero_stage deepspeed_mpu "
         "global_gradient_norm gradient_rule initialize_deepspeed own_clipping owned_parameters "
         "prepare_deepspeed with_large_enough_buckets",
-        "is told by its arguments which tokens are sharded": "TensorParallelComm all_gather_linear "
+        "takes from its arguments which tokens are sharded": "TensorParallelComm all_gather_linear "
         "gather_tokens linear_reduce_scatter split_tokens sum_gradients",
         "says which ranks read which samples": "DataParallelRanks data_parallel_ranks",
         "says what would be chosen, and changes nothing": "attention_kernel offload_ratio "

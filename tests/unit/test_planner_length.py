@@ -138,11 +138,11 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
     assert not short.length_flags and short.plans[0].config.mlp_chunks == 0
     long = Workload(LLAMA, 3 * 2**19)
     assert not search(cluster, long, 2, replace(trainer, length_flags=()), fixed=fixed).plans
-    found = search(cluster, long, 2, trainer, fixed=fixed)
-    best = found.plans[0]
-    assert found.length_flags and best.config.mlp_chunks == 48
+    results = search(cluster, long, 2, trainer, fixed=fixed)
+    best = results.plans[0]
+    assert results.length_flags and best.config.mlp_chunks == 48
     assert cluster.host_memory_fits(best.memory.host, 2)
-    assert any("nothing fits without" in line for line in explain(found))
+    assert any("nothing fits without" in line for line in explain(results))
     flags = emit("script", long, best.config)
     assert "--usp-mlp-chunks 48" in flags
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
