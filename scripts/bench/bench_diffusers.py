@@ -11,12 +11,13 @@ diffusers on one GPU (rank 0, the others wait), ds_usp on every ulysses x ring o
 diffusers' Ulysses and its ring, on the same attention kernel, eager and with compiled blocks.
 diffusers has no context parallelism on FlashAttention-4.
 
-One process for each rank runs all cases of a transformer, on the same weights; rounds interleave
-the cases of a workload. Outputs and a few gradients are compared with the first case's: WRONG is
-what differs by more than 3 times what another kernel does to one GPU's. A case that raises is left
-out with its reason; so is one that does not end in --case-timeout, and then new processes do the
-rest.
-Rows are JSON lines, which --out collects over several runs.
+One process for each rank runs all cases, those of a transformer on the same weights; rounds
+interleave the cases of a workload. Outputs and a few gradients are compared with the first case's:
+WRONG is what differs by more than 3 times what another kernel does to one GPU's. A case that raises
+is left out with its reason; so is one that does not end in --case-timeout, and then new processes
+do the rest.
+Rows are JSON lines, which --out collects over several runs: one for each round, with the times of
+all rounds so far, so that a run that is cut off keeps them. The last of a run and case counts.
 """
 
 from __future__ import annotations
@@ -63,42 +64,47 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"no case {unknown[0]!r}; there are: {', '.join(known)}")
     if args.run_id:
-        run_model(args, [w for w in workloads if w.model == args.model])
+        run(args, workloads)
         return 0
     path = args.out or Path(f"{ROOT.name}_diffusers.jsonl")
     run_id = f"{time.time():.0f}"
-    wanted = len(args.cases or known)
-    for model in dict.fromkeys(workload.model for workload in workloads):
-        names = [w.name for w in workloads if w.model == model]
-        flags = [f"--run-id={run_id}", f"--model={model}", f"--out={path}"]
-        have = -1
-        while have < (now := len(done(path, run_id, names))) < wanted * len(names):
-            have = now  # a case that ends its processes has a row: new ones do the rest
-            start_ranks(flags, args.ranks, 300 + 2 * args.case_timeout * wanted * len(names))
+    wanted = len(args.cases or known) * len(workloads)
+    flags = [f"--run-id={run_id}", f"--out={path}"]
+    have = -1
+    while have < (now := len(done(path, run_id, args.workloads))) < wanted:
+        have = now  # a case that ends its processes has a row: new ones do the rest
+        start_ranks(flags, args.ranks, 300 + 2 * args.case_timeout * wanted)
     order = list(known).index
+    rows = sorted(rows_of(path, run_id), key=lambda row: order(row["case"]))
+    return summarize(rows, args.workloads)
+
+
+def rows_of(path: Path, run_id: str) -> list[dict[str, Any]]:
+    """The rows of a run, of each workload and case the last."""
     rows = [row for row in read_rows(path) if row["run_id"] == run_id]
-    return summarize(sorted(rows, key=lambda row: order(row["case"])), args.workloads)
+    return list({(row["workload"], row["case"]): row for row in rows}.values())
 
 
 def done(path: Path, run_id: str, names: Sequence[str]) -> set[tuple[str, str]]:
     """Workload and case of the rows of a run, of the workloads of these names."""
-    rows = [row for row in read_rows(path) if row["run_id"] == run_id]
+    rows = rows_of(path, run_id)
     return {(row["workload"], row["case"]) for row in rows if row["workload"] in names}
 
 
 # ------------------------------------------------------------------ on every rank
 
 
-def run_model(args: argparse.Namespace, workloads: Sequence[Workload]) -> None:
-    """All cases that have no row yet, of all workloads of a transformer."""
+def run(args: argparse.Namespace, workloads: Sequence[Workload]) -> None:
+    """All cases that have no row yet, of all workloads, which share a model's weights."""
     session = Session.start(args.device, args.case_timeout + 60)
     torch._dynamo.config.recompile_limit = 256  # all cases compile the same code
-    transformer = new_transformer(args.model, session.device, DTYPE[args.device])
-    for workload in workloads:
-        finished = done(args.out, args.run_id, [workload.name])
-        dist.barrier()  # nobody writes before all have read
-        torch._dynamo.reset()
-        Run(session, args, workload, transformer).cases(finished)
+    for model in dict.fromkeys(workload.model for workload in workloads):
+        transformer = new_transformer(model, session.device, DTYPE[args.device])
+        for workload in (w for w in workloads if w.model == model):
+            finished = done(args.out, args.run_id, [workload.name])
+            dist.barrier()  # nobody writes before all have read
+            torch._dynamo.reset()
+            Run(session, args, workload, transformer).cases(finished)
     session.close()
 
 
@@ -143,8 +149,7 @@ class Run:
                 del steps[name]
             else:
                 rows[name] |= result[1]
-        for name, seconds in self._rounds(steps).items():
-            self._write(name, rows[name] | {"ms": [round(s * 1e3, 4) for s in seconds]})
+        self._rounds(steps, rows)
 
     def _refuse(self, name: str, reason: str) -> None:
         self._write(name, {"refused": reason})
@@ -212,22 +217,23 @@ class Run:
             row |= dict(zip(("gradient_difference", "gradient_limit"), worst, strict=True))
         return row | {"wrong": not all(value <= limit for value, limit in pairs)}
 
-    def _rounds(self, steps: Mapping[str, Step]) -> dict[str, list[float]]:
-        """Seconds of every step in interleaved rounds, as many as --budget allows, one at least."""
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
+    def _rounds(self, steps: Mapping[str, Step], rows: Mapping[str, dict[str, Any]]) -> None:
+        """Time every step in interleaved rounds, as many as --budget allows, one at least."""
+        times: dict[str, list[float]] = {name: [] for name in steps}
         begin = time.perf_counter()
         for _ in range(self._args.rounds):
-            for name in list(seconds):
-                result = self._bounded(name, partial(self._timed, steps[name]))
-                if isinstance(result, str):
-                    self._refuse(name, result)
-                    del seconds[name]
-                else:
-                    seconds[name].append(result)
+            for name in list(times):
+                seconds = self._bounded(name, partial(self._timed, steps[name]))
+                if isinstance(seconds, str):
+                    self._refuse(name, seconds)
+                    del times[name]
+                    continue
+                times[name].append(round(seconds * 1e3, 4))
+                self._write(name, rows[name] | {"ms": times[name]})
+                self._say(name, {"ms": times[name]})
             spent = self._session.all_reduced([time.perf_counter() - begin], ReduceOp.MAX)[0]
             if spent > self._args.budget:
                 break
-        return seconds
 
     def _timed(self, step: Step) -> float:
         """Seconds of a step; a short one is repeated until the clock is that of its own load."""
@@ -265,7 +271,8 @@ class Run:
             self._say(name, row)
 
     def _say(self, name: str, row: Mapping[str, Any]) -> None:
-        self._session.print0(f"{self._workload.name:18} {name:36} {row}")
+        since = time.time() - float(self._args.run_id)  # which is when the run was started
+        self._session.print0(f"{since:6.1f} s {self._workload.name:18} {name:36} {row}")
 
 
 def differences(results: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
@@ -322,7 +329,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a workload's rounds")
     parser.add_argument("--case-timeout", type=float, default=180.0, help="seconds of a case")
     parser.add_argument("--run-id", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     full = (WORKLOADS, "both", 5, 0.5)
     smoke = (SMOKE, "no", 1, 0.0)

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import lru_cache, partial
 from typing import Any
 
@@ -267,10 +268,13 @@ class Case:
         return step
 
 
-def set_backend(transformer: Any, kernel: str) -> None:
+def set_backend(transformer: Any, kernel: str, of: str = "*") -> None:
     """Let diffusers' attention run on a kernel, without its global setting.
 
     FlashAttention-4 is taken from ``flash_attn.cute``, where diffusers takes it from a hub.
+
+    Args:
+        of: a pattern of the attention modules' names.
     """
     from diffusers.models import attention_dispatch as dispatch
 
@@ -279,8 +283,9 @@ def set_backend(transformer: Any, kernel: str) -> None:
         from flash_attn.cute import flash_attn_func
 
         dispatch._HUB_KERNELS_REGISTRY[backend].kernel_fn = flash_attn_func
-    for processor in transformer.attn_processors.values():
-        processor._attention_backend = backend
+    for name, processor in transformer.attn_processors.items():
+        if fnmatch(name, f"{of}.processor"):
+            processor._attention_backend = backend
 
 
 def alone(kernel: str, transformer: Any) -> Callable[[], int]:
@@ -290,10 +295,13 @@ def alone(kernel: str, transformer: Any) -> Callable[[], int]:
 
 
 def of_ds_usp(kernel: str, ulysses: int, transformer: Any) -> Callable[[], int]:
-    """Enabled on ulysses x ring over all ranks."""
-    from ds_usp.integrations.diffusers import enable
+    """Enabled on ulysses x ring over all ranks; local cross-attention is diffusers' own, on the
+    same kernel."""
+    from ds_usp.integrations.diffusers import PLANS, enable
 
     mesh = _mesh_of_ds_usp(ulysses)
+    for path in PLANS[type(transformer).__name__].local:
+        set_backend(transformer, kernel, of=path)
     enable(transformer, mesh, kernel=kernel, gradients="sum")
     return lambda: mesh.reserved_bytes
 

@@ -30,7 +30,7 @@ def as_a_rank(ctx: RankContext, path: str) -> Iterator[Any]:
 
     session = bench_diffusers.Session(torch.device("cpu"), ctx.rank, ctx.world)
     argv = ["bench_diffusers.py", "--device", "cpu", "--smoke", "--out", path]
-    argv += ["--run-id", RUN, "--model", "tiny-wan", "--workloads", *WORKLOADS]
+    argv += ["--run-id", RUN, "--workloads", *WORKLOADS]
     with ExitStack() as stack:
         for target, name, value in (
             (bench_diffusers.Session, "start", lambda *_: session),
