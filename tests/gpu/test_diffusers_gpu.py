@@ -1,0 +1,240 @@
+"""Diffusion transformers of diffusers on two GPUs: fp32, tiny random models, against one GPU.
+
+One pair of processes runs all checks, as most of their time is that of importing diffusers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_attention_gpu import free_port
+from torch import Tensor
+
+import ds_usp
+
+pytestmark = [
+    pytest.mark.several_gpus,
+    pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+MESHES = (2, 1)  # Ulysses degrees
+BOUND = 1e-5
+# diffusers has a plan of its own for these, see tests/integrations/test_diffusers_backend.py
+PARALLEL = (
+    *("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"),
+    "QwenImageTransformer2DModel",
+)
+SAMPLING = "--steps 6 --check 4 --height 48 --width 80 --num-frames 9"
+TRAINING = "--steps 3 --check --optimizer sgd --samples 2 --batch-size 2 --text-tokens 7"
+PROGRAMS = {
+    "generate": (f"--tiny flux {SAMPLING}", f"--tiny wan --ulysses-degree 1 {SAMPLING}"),
+    "train_flow_matching": (
+        f"--tiny wan --size 3 6 10 --lr 0.2 --gradient-checkpointing {TRAINING}",
+        f"--tiny flux --size 10 14 --lr 0.02 --ulysses-degree 1 {TRAINING}",
+    ),
+}
+ZERO = ("--deepspeed", '{"zero_optimization": {"stage": 2}}')
+Check = Callable[[torch.device], Iterator[tuple[str, float]]]
+
+
+def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cuda") -> None:
+    """Every check yields a name and an error; all are run before one that is too large raises."""
+    sys.path += [str(ROOT / "tests" / "integrations"), str(ROOT / "examples_deepspeed/diffusion")]
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **ranks)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False  # of convolutions
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+    dist.init_process_group(backend, rank=rank, world_size=WORLD)
+    errors: dict[str, float] = {}
+    for check in checks:
+        begin = time.perf_counter()
+        of_check = dict(check(torch.device(device)))
+        seconds = time.perf_counter() - begin
+        errors |= of_check
+        if rank == 0:
+            say(f"{check.__name__}: {len(of_check)} in {seconds:.1f} s")
+            say(*(f"  {name}: {error:.1e}" for name, error in of_check.items()))
+    wrong = {name: error for name, error in errors.items() if not error <= BOUND}
+    assert not wrong, wrong
+    dist.destroy_process_group()
+
+
+def run(*checks: Check) -> None:
+    mp.spawn(rank_main, (free_port(), checks), nprocs=WORLD)
+
+
+def say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def relative(have: Tensor, want: Tensor) -> float:
+    return float((have.double() - want.double()).norm() / want.double().norm())
+
+
+def model_on(device: torch.device, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A tiny transformer and the arguments of a pass, text padded where the class knows of it."""
+    from tiny_diffusers import MASKS, arguments, build
+
+    given = arguments(name, padded=name in MASKS, **options)
+    return build(name).eval().to(device), moved(given, device)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Mapping):
+        return {key: moved(inner, device) for key, inner in value.items()}
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+        return tuple(x.to(device) for x in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def output_and_gradients(transformer: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    output = transformer(**given, return_dict=False)[0]
+    output.square().mean().backward()
+    gradients = [p.grad.flatten() for p in transformer.parameters() if p.grad is not None]
+    joined = torch.cat(gradients)
+    transformer.zero_grad()
+    return output.detach(), joined
+
+
+def classes(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Outputs and gradients of every class with a plan, on both meshes."""
+    from ds_usp.integrations.diffusers import PLANS, enable
+
+    for name in PLANS:
+        transformer, given = model_on(device, name)
+        want, gradients = output_and_gradients(transformer, given)
+        for ulysses in MESHES:
+            mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+            with enable(transformer, mesh):
+                have, summed = output_and_gradients(transformer, given)
+            dist.all_reduce(summed)
+            yield f"{name}, ulysses {ulysses}", relative(have, want)
+            yield f"{name}, ulysses {ulysses}, gradients", relative(summed / WORLD, gradients)
+
+
+def guidance(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Each sample of a batch on a rank of its own."""
+    from ds_usp.integrations.diffusers import enable
+
+    for name in ("SD3Transformer2DModel", "PixArtTransformer2DModel", "LTXVideoTransformer3DModel"):
+        transformer, given = model_on(device, name)
+        with torch.no_grad():
+            want = transformer(**given).sample
+            for ulysses in MESHES:
+                mesh = ds_usp.SequenceMesh.from_group(None, ulysses)
+                with enable(transformer, mesh, cfg_degree=2):
+                    text = f"{name}, cfg_degree 2 of ulysses {ulysses}"
+                    yield text, relative(transformer(**given).sample, want)
+
+
+def parallelism_of_diffusers(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Its ``enable_parallelism`` with ``usp`` as its attention backend."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+    from tiny_diffusers import arguments, build
+
+    from ds_usp.integrations.diffusers import register_backend
+
+    register_backend()
+    before = _AttentionBackendRegistry.get_active_backend()[0]
+    count, torch.accelerator.device_count = torch.accelerator.device_count, lambda: WORLD
+    for name in PARALLEL:
+        given = moved(arguments(name, odd=False), device)
+        with torch.no_grad():
+            want = build(name).eval().to(device)(**given).sample
+            for ulysses in MESHES:
+                transformer = build(name).eval().to(device)
+                transformer.set_attention_backend("usp")
+                _AttentionBackendRegistry.set_active_backend(before)
+                degrees = {"ulysses_degree": ulysses, "ring_degree": WORLD // ulysses}
+                transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
+                have = transformer(**given, return_dict=False)[0]
+                yield f"{name}, enable_parallelism, ulysses {ulysses}", relative(have, want)
+    torch.accelerator.device_count = count
+
+
+def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
+    """A capture is refused by name, and leaves the transformer usable."""
+    from ds_usp.integrations.diffusers import enable
+
+    transformer, given = model_on(device, "WanTransformer3DModel")
+    with torch.no_grad(), enable(transformer, ds_usp.SequenceMesh.from_group(None, 2)):
+        want = transformer(**given).sample
+        if device.type == "cuda":
+            with (
+                pytest.raises(ds_usp.UnsupportedAttentionError, match="CUDA graph captures"),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+            ):
+                transformer(**given)
+        yield "after a refused CUDA graph", relative(transformer(**given).sample, want)
+
+
+def examples(device: torch.device) -> Iterator[tuple[str, float]]:
+    """The programs of examples_deepspeed/diffusion with their own check."""
+    for program, commands in PROGRAMS.items():
+        for command in commands:
+            flags = [*command.split(), "--device", device.type]
+            flags += ZERO if program.startswith("train") else ()
+            printed = io.StringIO()
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+                code = import_module(program).main([*flags, "--output", folder])
+            say(*printed.getvalue().splitlines()[-1:])
+            yield f"{program}.py {command.split(' --', 1)[0]}", 0.0 if code == 0 else float("inf")
+
+
+def compiled(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Compiled blocks, in CUDA graphs too where one GPU's blocks can be, against eager ones."""
+    from ds_usp.integrations.diffusers import enable
+
+    transformer, given = model_on(device, "WanTransformer3DModel")
+    mesh = ds_usp.SequenceMesh.from_group(None, 2)
+    with torch.no_grad():
+        want = transformer(**given).sample
+        for mode in ("default", "reduce-overhead"):
+            alone, _ = of_compiled_blocks(transformer, given, mode, want)
+            with enable(transformer, mesh):
+                error, reason = of_compiled_blocks(transformer, given, mode, want)
+            say(f"{mode}: one GPU {alone:.1e}, the mesh {error:.1e} {reason}")
+            yield f"blocks compiled, mode {mode}", error if alone <= BOUND else 0.0
+
+
+def of_compiled_blocks(
+    transformer: Any, given: Mapping[str, Any], mode: str, want: Tensor
+) -> tuple[float, str]:
+    """The error of the last of four passes: torch warms up, records and replays twice; infinite,
+    with the reason, where torch refuses."""
+    torch._dynamo.reset()
+    transformer.compile_repeated_blocks(mode=mode, fullgraph=True)
+    try:
+        for _ in range(4):
+            have = transformer(**given).sample.clone()
+    except RuntimeError as error:
+        return float("inf"), str(error)[:300]
+    return relative(have, want), ""
+
+
+def test_transformers_and_examples() -> None:
+    run(classes, guidance, parallelism_of_diffusers, graphs, examples)
+
+
+def test_compiled_blocks() -> None:
+    run(compiled)
