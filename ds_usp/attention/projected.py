@@ -20,7 +20,7 @@ from ds_usp.attention.projected_backward import Needed, ProjectedBackward
 from ds_usp.attention.projected_forward import Inputs, ProjectedForward
 from ds_usp.attention.projected_plan import ProjectedPlan
 from ds_usp.attention.projection import Geometry, Projection
-from ds_usp.attention.rotary import Rotary
+from ds_usp.attention.rotary import Rotary, check_local_rotary, rotate
 from ds_usp.attention.runtime import NO_KV
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -30,7 +30,7 @@ from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
-from ds_usp.kernels.rotary import apply_rotary
+from ds_usp.kernels.rotary_positions import RotaryPositions
 from ds_usp.memory.saved_attention import is_saving
 from ds_usp.warn_once import warn_once
 
@@ -44,6 +44,7 @@ class _Call(NamedTuple):
     Attributes:
         biases: of queries, keys and values.
         out_bias, rotary: there is one.
+        positions: rotary is :class:`RotaryPositions`.
         grad_enabled: the caller's grad mode.
     """
 
@@ -53,6 +54,7 @@ class _Call(NamedTuple):
     biases: bool
     out_bias: bool
     rotary: bool
+    positions: bool
     grad_enabled: bool
 
 
@@ -132,7 +134,9 @@ def _unpack(
     by_name: dict[str, list[torch.Tensor]] = {}
     for name, x in zip(_names(call), tensors, strict=False):  # without sinks it has no last one
         by_name.setdefault(name, []).append(x)
-    rotary = (by_name["cos"][0], by_name["sin"][0]) if call.rotary else None
+    rotary: Rotary | None = (by_name["cos"][0], by_name["sin"][0]) if call.rotary else None
+    if rotary is not None and call.positions:
+        rotary = RotaryPositions(*rotary)
     (x,), (out,) = by_name["x"], by_name["out"]
     weights, biases = tuple(by_name["weights"]), tuple(by_name.get("biases", ()))
     out_bias, sinks = (by_name.get(name, [None])[0] for name in ("out_bias", "sinks"))
@@ -204,7 +208,8 @@ def projected_attention(
     Args:
         projection: the weights. Their gradients are returned once a pass.
         rotary: cos and sin ``[s_local, r]`` of this rank's tokens, which turn queries and keys
-            (:func:`ds_usp.kernels.rotary.apply_rotary`).
+            (:func:`ds_usp.training.apply_rotary`), or :class:`ds_usp.training.RotaryPositions`
+            of the tokens, without a table.
         keep: what is kept for backward besides x and the attention output: ``"arrivals"``, the
             exchanged queries, keys and values, as plain attention does; ``"input"``, nothing:
             backward projects and exchanges them again, one chunk at a time, which takes one more
@@ -238,7 +243,8 @@ def projected_attention(
     check = partial(_plan, x, projection, rotary, keep, options)
     plan = check_on_all_ranks(mesh, check, x, layout)
     has_bias = bool(projection.biases), projection.out_bias is not None
-    call = _Call(mesh, plan, scores, *has_bias, rotary is not None, torch.is_grad_enabled())
+    of_rotary = rotary is not None, isinstance(rotary, RotaryPositions)
+    call = _Call(mesh, plan, scores, *has_bias, *of_rotary, torch.is_grad_enabled())
     tensors = [x, *projection.tensors, *(rotary or ())]
     tensors += [] if scores.sinks is None else [scores.sinks]
     y: torch.Tensor = ProjectedAttention.apply(call, *tensors)
@@ -292,9 +298,15 @@ def attend_rotated(
 ) -> torch.Tensor:
     """Attention of queries and keys that are still to be rotated."""
     if rotary is not None:
-        q, k = apply_rotary((q, k), *rotary, token_dim=1)
+        q, k = rotate(q, k, rotary)
     out: torch.Tensor = usp_attention(q, k, v, **options._asdict())
     return out
+
+
+def _rotary_text(rotary: Rotary | None) -> str:
+    if isinstance(rotary, RotaryPositions):
+        return f"rotary by positions ({rotary.inverse_frequencies.dtype})"
+    return "no rotary" if rotary is None else "rotary"
 
 
 def _plan(
@@ -314,22 +326,14 @@ def _plan(
             f"{list(x.shape)}"
         )
     if rotary is not None:
-        cos, sin = rotary
-        fits = cos.ndim == 2 and cos.shape == sin.shape and len(cos) == x.shape[1]
-        if not fits or cos.shape[1] % 2 or cos.shape[1] > geometry.dim:
-            raise ConfigError(
-                f"rotary must be cos and sin [s, r] of this rank's {x.shape[1]} tokens, r even and "
-                f"at most {geometry.dim}; got {list(cos.shape)} and {list(sin.shape)}"
-            )
-        if cos.requires_grad or sin.requires_grad:
-            raise ConfigError("rotary tables get no gradient: give them without requires_grad")
+        check_local_rotary(rotary, x.shape[1], geometry.dim)
     requires_grad = x.requires_grad or any(w.requires_grad for w in projection.tensors)
     q, k, v = (y.requires_grad_(requires_grad) for y in _stand_ins(x, geometry))
     text, attention = plan_call(q, k, v, options)
     backward = requires_grad and torch.is_grad_enabled()
     signature = (
         f"{text}, projected by {len(weights)} weights ({geometry.order}), "
-        f"{len(projection.biases)} biases, {'rotary' if rotary else 'no rotary'}, keeps {keep}"
+        f"{len(projection.biases)} biases, {_rotary_text(rotary)}, keeps {keep}"
     )
     key = "projected", id(attention), geometry, keep, backward, x.shape[0], x.dtype
     plans = options.mesh.plans

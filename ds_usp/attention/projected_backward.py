@@ -28,10 +28,10 @@ from ds_usp.attention.projected_forward import (
 )
 from ds_usp.attention.projected_plan import ProjectedPlan
 from ds_usp.attention.projection import QKV_KINDS, select_rows, unselect_rows
+from ds_usp.attention.rotary import turn_in_place
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.geometry.pipeline_schedule import Op
-from ds_usp.kernels.rotary import unapply_rotary
 
 
 @dataclass
@@ -285,9 +285,7 @@ class ProjectedBackward(BackwardPass):
         """Rotate gradients of queries and keys, in place."""
         if self._inputs.rotary is None or not views:
             return
-        turned = unapply_rotary(views, *self._inputs.rotary, token_dim=1)
-        for view, x in zip(views, turned, strict=True):
-            view.copy_(x)
+        turn_in_place(views, self._inputs.rotary, transposed=True)
 
     def _finish(self) -> None:
         """After the last chunk: the gradient of x, and rows in the weights' own order."""

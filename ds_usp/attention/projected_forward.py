@@ -21,13 +21,12 @@ from ds_usp.attention.forward_pass import ForwardChunk, ForwardPass
 from ds_usp.attention.plan import SavedChunk
 from ds_usp.attention.projected_plan import ProjectedChunk, ProjectedPlan
 from ds_usp.attention.projection import QKV_KINDS, Weights, select_rows
-from ds_usp.attention.rotary import Rotary
+from ds_usp.attention.rotary import Rotary, turn_in_place
 from ds_usp.attention.runtime import NO_KV
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.geometry.pipeline_schedule import Instr, Op
 from ds_usp.kernels.merge import OutputAccumulator
-from ds_usp.kernels.rotary import apply_rotary
 
 QUERIES, KEYS_VALUES = QKV_KINDS[:1], QKV_KINDS[1:]
 
@@ -40,7 +39,7 @@ class Inputs:
         x: ``[b, s, c]``.
         weights, biases: of queries, keys and values; no biases, or as many.
         out: the output's weight ``[c_out, h e]``.
-        rotary: cos and sin ``[s, r]`` of this rank's tokens.
+        rotary: cos and sin ``[s, r]`` of this rank's tokens, or their positions.
     """
 
     x: torch.Tensor
@@ -64,9 +63,7 @@ class Inputs:
         tensors = chunk_views(plan, chunk, kinds, made.view(*self.x.shape[:2], -1))
         rotated = [i for i, kind in enumerate(kinds) if kind < 2]
         if self.rotary is not None and rotated:
-            turned = apply_rotary([tensors[i] for i in rotated], *self.rotary, token_dim=1)
-            for i, x in zip(rotated, turned, strict=True):
-                tensors[i] = x
+            turn_in_place([tensors[i] for i in rotated], self.rotary)
         return tensors
 
 

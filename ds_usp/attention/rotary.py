@@ -1,4 +1,4 @@
-"""Tables of rotary position embedding as DeepSpeed's attention takes them."""
+"""Rotary position embedding as attention takes it: tables, as DeepSpeed's, or positions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,54 @@ import torch
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.kernels.rotary import apply_rotary, rotate_in_place
+from ds_usp.kernels.rotary_positions import RotaryPositions, rotated
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor]  # RotaryPositions is one, too
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys ``[b, s, h, d]`` rotated, as new tensors; differentiable."""
+    if isinstance(rotary, RotaryPositions):
+        return rotated(q, rotary, 1), rotated(k, rotary, 1)
+    q, k = apply_rotary((q, k), *rotary, token_dim=1)
+    return q, k
+
+
+def turn_in_place(
+    tensors: Sequence[torch.Tensor], rotary: Rotary, *, transposed: bool = False
+) -> None:
+    """Rotate heads ``[b, s, h, d]`` in place, or gradients by the transpose."""
+    if isinstance(rotary, RotaryPositions):
+        rotary.rotate_in_place(tensors, 1, transposed=transposed)
+    else:
+        rotate_in_place(tensors, *rotary, token_dim=1, transposed=transposed)
+
+
+def check_local_rotary(rotary: Rotary, tokens: int, head_dim: int) -> None:
+    """Check that a table ``[s, r]``, or positions, are those of a rank's tokens.
+
+    Raises:
+        ConfigError: shapes that do not fit, or a table that requires a gradient.
+    """
+    if isinstance(rotary, RotaryPositions):
+        positions, inverse = rotary
+        if positions.shape != (tokens,) or inverse.ndim != 1 or 2 * len(inverse) > head_dim:
+            raise ConfigError(
+                f"rotary must be positions [s] of this rank's {tokens} tokens and at most "
+                f"{head_dim // 2} inverse frequencies; got {list(positions.shape)} and "
+                f"{list(inverse.shape)}"
+            )
+        return
+    cos, sin = rotary
+    fits = cos.ndim == 2 and cos.shape == sin.shape and len(cos) == tokens
+    if not fits or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise ConfigError(
+            f"rotary must be cos and sin [s, r] of this rank's {tokens} tokens, r even and "
+            f"at most {head_dim}; got {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ConfigError("rotary tables get no gradient: give them without requires_grad")
 
 
 def check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -> None:

@@ -12,6 +12,8 @@ from ds_usp.errors import ConfigError
 from ds_usp.triton_launch import load_triton_module
 
 _MAX_FUSED = 2  # queries and keys
+# Of a chunk of tokens, where torch rotates in place by intermediate tensors.
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**16, 2**22
 
 
 def apply_rotary(
@@ -41,21 +43,41 @@ def apply_rotary(
     return out
 
 
-def unapply_rotary(
-    grads: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
-) -> tuple[torch.Tensor, ...]:
-    """The transpose of :func:`apply_rotary`, which gradients go through; not differentiable.
+def rotate_in_place(
+    tensors: Sequence[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    token_dim: int,
+    *,
+    transposed: bool = False,
+    rounded: bool = False,
+) -> None:
+    """:func:`apply_rotary` into the tensors themselves; not differentiable.
 
     Shapes:
         as of :func:`apply_rotary`.
+
+    Args:
+        transposed: the transpose, which gradients go through.
+        rounded: the products are rounded to the tensors' dtype before their sum, as where each is
+            a tensor of its own.
     """
-    triton = (
-        load_triton_module("ds_usp.kernels.rotary_triton") if _can_fuse(grads, cos, sin) else None
-    )
-    if triton is not None:
-        turned: tuple[torch.Tensor, ...] = triton.rotate_fused(grads, cos, sin, token_dim, True)
-        return turned
-    return tuple(_rotate_back_reference(x, cos, sin, token_dim) for x in grads)
+    _check(tensors, cos, sin, token_dim)
+    if _can_fuse(tensors, cos, sin) and all(x.stride(-1) == 1 for x in tensors):
+        triton = load_triton_module("ds_usp.kernels.rotary_triton")
+        if triton is not None:
+            triton.rotate_fused(
+                tensors, cos, sin, token_dim, transposed, in_place=True, rounded=rounded
+            )
+            return
+    rotate = _rotate_back_reference if transposed else _rotate_reference
+    for x in tensors:
+        row = x.numel() // max(1, x.shape[token_dim])
+        tokens = max(1, (_CPU_ELEMENTS if x.device.type == "cpu" else _GPU_ELEMENTS) // row)
+        dtype = x.dtype if rounded else None
+        parts = x.split(tokens, token_dim), cos.split(tokens), sin.split(tokens)
+        for part, of_cos, of_sin in zip(*parts, strict=True):
+            part.copy_(rotate(part, of_cos, of_sin, token_dim, dtype))
 
 
 def _check(
@@ -98,17 +120,22 @@ def _can_fuse(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Ten
 
 
 def _rotate_reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Rotation in PyTorch, in fp32 or fp64: ``x cos + rotate_half(x) sin`` of the first r features.
+    """Rotation in PyTorch: ``x cos + rotate_half(x) sin`` of the first r features.
 
     Shapes:
         x ``[b, s, h, D]`` or ``[s, b, h, D]``, cos and sin ``[s, r]``; the result like x.
 
     Args:
         dim: dim of the tokens.
+        dtype: in which it is computed; None: fp32, fp64 for fp64.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
@@ -118,10 +145,14 @@ def _rotate_reference(
 
 
 def _rotate_back_reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The transpose of :func:`_rotate_reference`."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, -1) for table in (cos, sin))
     rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]

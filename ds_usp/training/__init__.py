@@ -1,6 +1,7 @@
 """What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
 
 from ds_usp.kernels.rotary import apply_rotary
+from ds_usp.kernels.rotary_positions import RotaryPositions, rotate_projected
 from ds_usp.training.auto_settings import (
     attention_kernel,
     offload_ratio,
@@ -51,6 +52,7 @@ __all__ = [
     "GradientRule",
     "IGNORE_INDEX",
     "ParallelGroups",
+    "RotaryPositions",
     "SequenceBatch",
     "SequenceParallelDataLoader",
     "ShardedBatch",
@@ -83,6 +85,7 @@ __all__ = [
     "owned_parameters",
     "prepare_deepspeed",
     "rotary_frequencies",
+    "rotate_projected",
     "shard_batch",
     "solved_ratio",
     "split_tokens",

@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_usp.errors import DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
+from ds_usp.kernels.rotary_positions import inverse_frequencies
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
 
@@ -202,6 +203,6 @@ def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Te
         interleaved), in radians.
     Source: RoFormer (arXiv 2104.09864), equation 15.
     """
-    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
-    angles = torch.outer(positions.float(), base**-exponent)
+    inverse = inverse_frequencies(dim, base, torch.float32, positions.device)
+    angles = torch.outer(positions.float(), inverse)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -14,6 +15,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError
 from megatron_patches.megatron_core.core_attention import USPCoreAttention
+from megatron_patches.megatron_core.rotary import RotatingForward
 
 Keep = Literal["arrivals", "input"]
 
@@ -98,7 +100,10 @@ def _forward(
         )[0]
         return out.transpose(0, 1)
 
-    rotary = None
+    project = attention.linear_qkv.forward
+    rotary: tuple[Tensor, Tensor] | None = (
+        project.rotary if isinstance(project, RotatingForward) else None
+    )
     if isinstance(rotary_pos_emb, Tensor):  # in the dtype in which megatron-core rotates
         angles = rotary_pos_emb.flatten(1)
         rotary = angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype)
@@ -119,7 +124,10 @@ def _call_reason(linear: Any) -> str | None:
     hooks = linear._forward_hooks, linear._forward_pre_hooks
     if any(hooks) or linear._backward_hooks or linear._backward_pre_hooks:
         return "a projection has hooks, which only its own call runs"
-    if "forward" in vars(linear):
+    forward = vars(linear).get("forward")
+    if isinstance(forward, RotatingForward):  # which projected_attention does itself
+        forward = None if forward.project == MethodType(type(linear).forward, linear) else forward
+    if forward is not None:
         return "a projection's forward is replaced, as by GEMM-last recomputation"
     return None
 

@@ -15,6 +15,8 @@ import ds_usp
 from ds_usp import MaskSpec, Projection, Scores, Tuning, projected_attention
 from ds_usp.attention.call_plan import AttentionOptions
 from ds_usp.attention.projected import plain_attention, weights_reason
+from ds_usp.attention.rotary import Rotary
+from ds_usp.training import RotaryPositions, local_positions
 
 FEATURES, DIM = 20, 8
 CAUSAL = MaskSpec.causal()
@@ -76,7 +78,7 @@ class Problem(NamedTuple):
 
     x: torch.Tensor
     projection: Projection
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    rotary: Rotary | None
     dy: torch.Tensor
     options: dict[str, Any]
 
@@ -108,7 +110,10 @@ def problem(call: Call, mesh: ds_usp.SequenceMesh, dtype: torch.dtype = torch.fl
 
     x = shard(call.batch, call.seq_len, FEATURES)
     dy = shard(call.batch, call.seq_len, FEATURES + 4)
-    rotary = (shard(call.seq_len, 6, dim=0), shard(call.seq_len, 6, dim=0))
+    rotary: Rotary = (shard(call.seq_len, 6, dim=0), shard(call.seq_len, 6, dim=0))
+    if call.keep == "input":  # by positions, as the trainer does
+        positions = local_positions(layout, mesh.rank, x.device)
+        rotary = RotaryPositions.of(positions, 6, seq_len=call.seq_len)
     sinks = values(h).requires_grad_() if call.sinks else None
     for i, tensor in enumerate((x, *projection.tensors)):
         tensor.requires_grad_(i not in call.frozen)

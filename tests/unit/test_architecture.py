@@ -259,6 +259,7 @@ AUTOGRAD_FUNCTIONS = {
     "TokenLosses",
     "WeightedLoss",
     "Rotation",
+    "RotationInPlace",
     "JoinShards",
     "SumOfShards",
     "ScaledGradient",

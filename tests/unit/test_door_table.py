@@ -53,8 +53,9 @@ NAMES: dict[str, Doors] = {
         "has no default order: the caller gives the layout": "shard_batch local_positions "
         "local_document_positions",
         "shifts labels of the whole sequence, once": "IGNORE_INDEX next_token_labels",
-        "is of positions or borders that the caller gives": "apply_rotary borders_of_positions "
-        "document_borders document_positions rotary_frequencies",
+        "is of positions or borders that the caller gives": "RotaryPositions apply_rotary "
+        "borders_of_positions document_borders document_positions rotary_frequencies "
+        "rotate_projected",
         "counts all loss tokens, with the weights that the caller gives": "chunked_token_losses "
         "chunked_weighted_loss loss_token_weight mean_loss weighted_loss",
         "reduces gradients over all ranks that hold tokens; refuses configurations that would "

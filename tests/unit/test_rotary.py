@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ds_usp.errors import ConfigError
+from ds_usp.kernels import rotary_positions
 from ds_usp.kernels.rotary import apply_rotary
-from ds_usp.training import rotary_frequencies
+from ds_usp.training import RotaryPositions, rotary_frequencies, rotate_projected
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
@@ -119,3 +120,62 @@ def test_fp64_and_a_trainable_table_are_torchs() -> None:
     (y,) = apply_rotary([x], cos, sin, token_dim=1)
     assert y.dtype == torch.float64
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(y.sum(), (cos, sin)))
+
+
+def grouped(x: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:
+    return x.view(*x.shape[:2], kv_heads, -1, dim)
+
+
+def megatrons(x: torch.Tensor, positions: list[int], kv_heads: int, dim: int) -> torch.Tensor:
+    """megatron-core's unfused rotation (rope_utils.py of 0.16) of all heads but a group's last."""
+    angles = rotary_frequencies(torch.tensor(positions, device=x.device), dim, 1e4)[:, :, :, None]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    heads = grouped(x, kv_heads, dim)
+    qk, v = heads[..., :-1, :], heads[..., -1:, :]
+    front, back = qk.chunk(2, dim=-1)
+    qk = qk * cos + torch.cat((-back, front), dim=-1) * sin
+    return torch.cat((qk, v), dim=3).flatten(2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_positions_rotate_in_place_to_the_bits_of_megatron_core(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary_positions, "_TABLE_ELEMENTS", 16 * 5)  # 5 tokens at a time
+    positions = [*range(5), *range(1_000_003, 1_000_016)]
+    rotary = RotaryPositions.of(torch.tensor(positions, device=device), 16, 1e4, seq_len=2**20)
+    weight = torch.randn(18, 2, 3 * 4 * 16, device=device).to(dtype)
+    grads = []
+    for rotate in (lambda x: rotate_projected(x, rotary, 3, 16), None):
+        x = weight.clone().requires_grad_()
+        qkv = x * 1  # a result, as of a projection
+        out = megatrons(qkv, positions, 3, 16) if rotate is None else rotate(qkv)
+        assert rotate is None or out.data_ptr() == qkv.data_ptr()
+        (grad,) = torch.autograd.grad(out, x, weight.flip(0))
+        grads.append((out.detach(), grad))
+    for a, b in zip(*grads, strict=True):
+        if device == "cuda" and dtype == torch.float32:  # a product and a sum may be one operation
+            assert oracle.relative_error(a, b.double()) < 1e-6
+        else:
+            assert torch.equal(a, b)
+    assert not torch.equal(grads[0][0], weight)
+
+
+def test_positions_that_fp32_lacks_are_rotated_by_angles_in_fp64() -> None:
+    positions = torch.tensor([2**24 + 1, 2**25 + 3])
+    x = torch.randn(1, 2, 3, 24, dtype=torch.float64)
+    for seq_len, limit in ((2**24, None), (2**24 + 1, 1e-12)):
+        rotary = RotaryPositions.of(positions, 24, 1e4, seq_len=seq_len)
+        y = x.clone()
+        rotary.rotate_in_place([y], 1)
+        error = oracle.relative_error(y, oracle.rotated(x, positions.tolist(), 24, 1e4, 1))
+        assert error > 1e-2 if limit is None else error < limit
+
+
+def test_a_projection_of_other_sizes_is_refused() -> None:
+    rotary = RotaryPositions.of(torch.arange(4), 16, seq_len=4)
+    with pytest.raises(ConfigError, match="g=3"):
+        rotate_projected(torch.zeros(4, 1, 100), rotary, 3, 16)
+    with pytest.raises(ConfigError, match="4 tokens"):
+        rotary.rotate_in_place([torch.zeros(1, 4, 2, 8)], 1)

@@ -28,11 +28,11 @@ from ds_usp import SequenceMesh, TokenLayout
 from ds_usp.memory import LayerMemory
 from ds_usp.training import (
     ParallelGroups,
+    RotaryPositions,
     TensorParallelComm,
     chunked_weighted_loss,
     gather_tokens,
     local_positions,
-    rotary_frequencies,
     split_tokens,
     sum_gradients,
     weighted_loss,
@@ -40,6 +40,7 @@ from ds_usp.training import (
 from megatron_patches.megatron_core.gemm_last import recompute_gemm_last
 from megatron_patches.megatron_core.mlp_chunks import mlp_in_chunks
 from megatron_patches.megatron_core.projections import overlap_projections
+from megatron_patches.megatron_core.rotary import rotate_in_projection
 from usp_trainer import projections, transformer_impl
 from usp_trainer.auto_args import planned_run
 from usp_trainer.layer_spec import Norm, layer_specs_of
@@ -92,7 +93,7 @@ class Layer(nn.Module):
         config: TransformerConfig,
         spec: ModuleSpec,
         number: int,
-        rotary: Tensor | None,
+        rotary: RotaryPositions | None,
         memory: LayerMemory,
         mlp_chunks: int,
         comm: TensorParallelComm | None,
@@ -101,13 +102,15 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.layer = TransformerLayer(config, spec.submodules, layer_number=number)
-        self.number, self.rotary, self.memory = number, rotary, memory
+        self.number, self.memory = number, memory
         if comm:
             sum_gradients(parameters_of_shards(self.layer), comm.group)
         if mlp_chunks:
             mlp_in_chunks(self.layer, mlp_chunks)
         if memory.recompute == "gemm-last":
             recompute_gemm_last(self.layer, mlp=not mlp_chunks)
+        if rotary is not None:
+            rotate_in_projection(self.layer, rotary)
         if keep:
             overlap_projections(self.layer, keep)
 
@@ -117,12 +120,7 @@ class Layer(nn.Module):
 
     def _run(self, documents: PackedSeqParams | None, hidden: Tensor) -> Tensor:
         """The layer's forward, which a recomputation runs again; hidden: [tokens, batch, h]."""
-        hidden, _ = self.layer(
-            hidden,
-            attention_mask=None,
-            rotary_pos_emb=self.rotary,
-            packed_seq_params=documents,
-        )
+        hidden, _ = self.layer(hidden, attention_mask=None, packed_seq_params=documents)
         return hidden
 
 
@@ -318,7 +316,9 @@ def layer_specs(
     positions = local_positions(layout, mesh.rank, device)
     rotary = None
     if args.use_rotary_position_embeddings:  # relative, so documents need no own positions
-        rotary = rotary_frequencies(positions, config.kv_channels, args.rotary_base)
+        rotary = RotaryPositions.of(
+            positions, config.kv_channels, args.rotary_base, seq_len=args.seq_length
+        )
     spec, norm = layer_specs_of(
         transformer_impl.chosen(args),
         config,
