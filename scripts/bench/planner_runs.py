@@ -13,7 +13,6 @@ On CPUs (--tiny) the figures mean little: they show that the script runs.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -24,7 +23,6 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,23 +39,20 @@ from planner_cases import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from trainer_process import built_on, collect_memory, draw_weights, free_engine
+from usp_trainer.arguments import parse
+from usp_trainer.data import TrainingBatch
+from usp_trainer.launch import select_device
+from usp_trainer.validate_args import validate_and_derive
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples_deepspeed" / "sequence_parallel"))
-
-from usp_trainer.arguments import parse  # noqa: E402
-from usp_trainer.data import TrainingBatch  # noqa: E402
-from usp_trainer.launch import select_device  # noqa: E402
-from usp_trainer.validate_args import validate_and_derive  # noqa: E402
-
-import megatron_patches  # noqa: E402
-from ds_usp.planner import Cluster, load_cluster  # noqa: E402
-from ds_usp.planner.formulas import stage_elements  # noqa: E402
-from ds_usp.planner.memory import memory  # noqa: E402
-from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer, MeasuredStep  # noqa: E402
-from ds_usp.planner.step_time import step_time  # noqa: E402
-from ds_usp.profiling import StepTimer, layer_times  # noqa: E402
-from ds_usp.training import SequenceBatch, prepare_deepspeed  # noqa: E402
+import megatron_patches
+from ds_usp.planner import Cluster, load_cluster
+from ds_usp.planner.formulas import stage_elements
+from ds_usp.planner.memory import memory
+from ds_usp.planner.profile_rows import MeasuredEmbeddingHead, MeasuredLayer, MeasuredStep
+from ds_usp.planner.step_time import step_time
+from ds_usp.profiling import StepTimer, layer_times
+from ds_usp.training import SequenceBatch, prepare_deepspeed
 
 LAYER_TOKENS, HEAD_TOKENS = (3072, 12288, 40960), (3072, 12288, 24576)
 TINY_TOKENS = (48, 192)
@@ -96,16 +91,12 @@ class FrameworkRun:
         from usp_trainer import model as trainer_model
 
         args = self.arguments(case)
-        config = trainer_model.transformer_config
-        plain = partial(_without_init, config)
         layout = self.mesh.layout("zigzag", case.seq_len)
-        with mock.patch.object(trainer_model, "transformer_config", plain), self._session.device:
+        with built_on(self._session.device):
             gpt = trainer_model.build_model(
                 args, self.mesh, layout, self.groups, self._session.device
             )
-        with torch.no_grad():
-            for name, p in gpt.named_parameters():
-                p.normal_(0.0, 0.02) if p.ndim > 1 else p.fill_(name.endswith("weight"))
+        draw_weights(gpt, seed=0)
         if case.recompute == "full":
             gpt.calls = [
                 partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
@@ -120,7 +111,7 @@ class FrameworkRun:
         from usp_trainer.engine import Trainer
 
         session = self._session
-        baseline_bytes = _cleared(session)
+        baseline_bytes = collect_memory()
         trainer = Trainer(
             self.arguments(case), self.model(case), self.groups, session.device, VOCABULARY
         )
@@ -140,7 +131,7 @@ class FrameworkRun:
             seconds.append(session.all_reduced([timer.elapsed_s - begin], dist.ReduceOp.MAX)[0])
         peak_bytes = torch.cuda.max_memory_allocated() - baseline_bytes if session.on_gpu else 0
         peak_bytes = int(session.all_reduced([peak_bytes], dist.ReduceOp.MAX)[0])
-        _free_memory(trainer.engine)
+        free_engine(trainer.engine)
         return Measured(case, statistics.median(seconds), peak_bytes)
 
     def batch(self, case: Case) -> TrainingBatch:
@@ -201,28 +192,6 @@ class _Queries(nn.Module):
         return query.contiguous().flatten(2)
 
 
-def _free_memory(engine: Any) -> None:
-    """DeepSpeed's bf16 optimizer leaves a parameter alive, and with it all flat buffers."""
-    engine.destroy()
-    for p in engine.module.parameters():
-        p.grad = None
-        vars(p).clear()
-        p.data = p.data.new_empty(0)
-
-
-def _without_init(config: Any, args: Namespace) -> Any:
-    return replace(config(args), perform_initialization=False)
-
-
-def _cleared(session: Session) -> int:
-    """Free what earlier runs left; the bytes that stay."""
-    gc.collect()
-    if not session.on_gpu:
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
-
-
 # ------------------------------------------------------------------ the framework's profile
 
 
@@ -269,7 +238,7 @@ def measure_framework(
                 )
             )
             session.print0(f"[{timer.elapsed_s:5.1f} s] layers and ends of {model}, tp {case.tp}")
-            _cleared(session)
+            collect_memory()
         for case in cases:
             runs.append(framework_run.run(case, 3))
             session.print0(f"[{timer.elapsed_s:5.1f} s] {line(runs[-1])} (fitted)")

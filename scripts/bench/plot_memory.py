@@ -2,8 +2,8 @@
 
     python scripts/bench/plot_memory.py moments.csv --out memory.svg
 
-Reads what ``bench_memory.py --moments`` wrote. A panel a policy, all on one scale: forward on the
-left, backward on the right of the middle. Needs matplotlib.
+Reads what ``bench_memory.py --moments`` or ``bench_length.py train`` wrote. A panel a policy, all
+on one scale: forward on the left, backward on the right of the middle. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ def draw(head: Sequence[str], rows: Sequence[Row], out: Path) -> None:
         sizes = [[max(float(row[kind]), 0.0) for row in moments] for kind, *_ in KINDS]
         colors, names = [color for *_, color in KINDS], [name for _, name, _ in KINDS]
         axes.stackplot(range(len(moments)), *sizes, colors=colors, labels=names, alpha=0.85)
+        if "peak_gib" in moments[0]:  # what a layer allocates in between
+            peaks = [float(row["peak_gib"]) for row in moments]
+            axes.plot(peaks, color="#0b2e6f", linewidth=0.9, label="most since the point before")
+            sizes[0] = peaks
         axes.axvline((len(moments) - 1) / 2, color="#888888", linestyle=":")
         axes.set_title(policy, loc="left", fontsize="medium", fontweight="bold")
         note = f"forward | backward; most on the device {max(sizes[0]):.2f} GiB"
@@ -43,7 +47,7 @@ def draw(head: Sequence[str], rows: Sequence[Row], out: Path) -> None:
     for axes in panels:  # panels of the last row that have no policy
         axes.set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(KINDS), frameon=False)
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
     save_svg(figure, out)
 
 

@@ -111,6 +111,7 @@ class Training:
 
     Attributes:
         reserved_bytes: memory that torch's allocator does not count.
+        engine: DeepSpeed's, of the cases that have one.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Training:
         self._reported, self._around = reported, around
         self.reserved_bytes: Callable[[], int] = int
         self.loss = float("nan")
+        self.engine: Any = None
 
     def step(self, batch: Batch, report: bool = False) -> None:
         """Forward, backward, update; with ``report`` the loss is kept, which waits for it."""
@@ -173,7 +175,9 @@ def start_deepspeed() -> None:
 
 def of_engine(engine: Any, loss_of: Callable[[Batch], Tensor]) -> Training:
     """A case on DeepSpeed's engine."""
-    return Training(loss_of, engine.backward, engine.step)
+    training = Training(loss_of, engine.backward, engine.step)
+    training.engine = engine
+    return training
 
 
 def fsdp2(settings: Settings, model: nn.Module) -> nn.Module:
@@ -238,8 +242,12 @@ def one_rank_case(settings: Settings, enabled: bool) -> Training:
     return of_torch(settings, model, partial(_loss, model))
 
 
-def alst_case(settings: Settings) -> Training:
-    """DeepSpeed's ALST over all ranks, with its tiled MLP and tiled loss, under ZeRO-3."""
+def alst_case(settings: Settings, *, cpu_checkpoints: bool = False) -> Training:
+    """DeepSpeed's ALST over all ranks, with its tiled MLP and tiled loss, under ZeRO-3.
+
+    Args:
+        cpu_checkpoints: what the checkpoints of the layers keep is on the CPU, as ALST has it.
+    """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     start_deepspeed()
@@ -251,7 +259,15 @@ def alst_case(settings: Settings) -> Training:
         layer.mlp.forward = types.MethodType(_tiled_mlp, layer.mlp)
     model.forward = types.MethodType(_tiled_forward, model)
     engine = zero3(settings, model, mpu)
-    return of_engine(engine, partial(_alst_loss, engine, mpu.get_sequence_parallel_group()))
+    loss_of = partial(_alst_loss, engine, mpu.get_sequence_parallel_group())
+    if not cpu_checkpoints:
+        return of_engine(engine, loss_of)
+
+    def loss_on_cpu(batch: Batch) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=settings.device.type == "cuda"):
+            return loss_of(batch)
+
+    return of_engine(engine, loss_on_cpu)
 
 
 def _tiled_mlp(self: nn.Module, x: Tensor) -> Tensor:

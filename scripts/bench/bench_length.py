@@ -1,0 +1,251 @@
+"""Long sequences in the trainer of examples_deepspeed: how far, what it costs, stock DeepSpeed's.
+
+    R="torchrun --nproc-per-node 2"
+    $R scripts/bench/bench_length.py train --out DIR                       # 32 layers, 2M tokens
+    $R scripts/bench/bench_length.py train --layers 4 --steps 1 --out DIR
+    $R scripts/bench/bench_length.py layer --out DIR                       # one causal layer, 2M
+    $R scripts/bench/bench_length.py flags --out DIR                       # each setting, 128K
+    $R scripts/bench/bench_length.py longest --case ds_usp --out DIR
+    $R scripts/bench/bench_length.py longest --case ALST --out DIR
+    python scripts/bench/plot_memory.py DIR/moments.csv --out memory.svg
+
+Every run is the trainer's own ``pretrain`` with ZeRO-3 on Llama-3-8B's shape, in this process; only
+its weights are drawn on the GPU.
+
+train    all memory settings, a window of 4096 tokens, two steps; the planner's memory is printed
+         before, the peak after.
+layer    one layer, forward and backward, attention to all tokens; its rate beside that of the
+         kernel alone on one GPU.
+flags    losses of 12 steps with all settings, with none, and with none on another mesh, whose
+         difference is bf16's; then settings one on top of the other, and each alone.
+longest  the longest sequence that trains a step, of the trainer or of ALST (UlyssesSPAttentionHF,
+         tiled MLP, tiled loss, activation checkpoints on the CPU, ZeRO-3), both with the window
+         and with the optimizer's states on the GPU.
+
+Rows are JSON lines in DIR/length.jsonl, each written at once. ``--smoke --device cpu`` shows that
+it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from bench_harness import Session, Table, append_row, common_flags
+from length_longest import ALSTTrial, Trial, longest
+from length_runs import MODELS, MOMENTS, PACKAGES, Run, Trained
+from local_kernels import usp_attend
+from shapes import Shape
+from usp_trainer.launch import select_device
+
+import ds_usp
+from ds_usp.training import prepare_deepspeed
+
+BEGIN = time.monotonic()
+# In the order of docs/usage/million-tokens.md, after the recomputation that three of them need.
+SETTINGS = {
+    "recompute full": "--usp-recompute full",
+    "loss in chunks": "--usp-loss-chunks {loss}",
+    "MLP in chunks": "--usp-mlp-chunks {mlp}",
+    "offload": "--usp-offload-ratio {ratio}",
+    "4 layers a checkpoint": "--usp-checkpoint-layers 4",
+    "states on the host": "--usp-states-on-host",
+}
+_NEEDS_CHECKPOINTS = ("offload", "4 layers a checkpoint")
+
+
+def settings_text(args: argparse.Namespace, *names: str) -> str:
+    """The trainer's flags of settings."""
+    text = " ".join(SETTINGS[name] for name in names)
+    return text.format(loss=args.loss_chunks, mlp=args.mlp_chunks, ratio=args.offload_ratio)
+
+
+def new_run(args: argparse.Namespace, name: str, **changes: object) -> Run:
+    """A run as the flags have it, without memory settings."""
+    run = Run(name, args.model, args.layers, args.tokens, args.steps, args.ulysses, args.window)
+    return replace(run, seed=args.seed, **changes)  # type: ignore[arg-type]
+
+
+def train(session: Session, args: argparse.Namespace) -> None:
+    """All settings at full length, the memory of every step recorded."""
+    settings = args.settings or settings_text(args, *SETTINGS)
+    run = new_run(args, "train", settings=f"{settings} {args.more}")
+    moments = Table(session, args.out / "moments.csv", MOMENTS, str(run))
+    Trained(session, run, args.out, BEGIN, "train", moments).train()
+
+
+def layer(session: Session, args: argparse.Namespace) -> None:
+    """One layer's forward and backward, after a warm-up at a small length and the kernel's rate."""
+    settings = args.settings or settings_text(args, "loss in chunks", "MLP in chunks")
+    run = new_run(args, "layer", settings=f"{settings} {args.more}")
+    warm_up = replace(run, name="warm-up", tokens=args.warm_up_tokens, settings="")
+    Trained(session, warm_up, args.out, BEGIN, "layer").train()
+    kernel_rate = _kernel_rate(session, args)
+    row = Trained(session, run, args.out, BEGIN, "layer").train()[-1]
+    model, seconds = MODELS[run.model], row["of_layers_s"]
+    # Products of queries and keys, weights and values: two forward, five backward, causal half.
+    one = 2 * run.tokens**2 / 2 * model.q_width / session.world / 1e12
+    result: dict[str, object] = {"part": "layer", "name": "rate", "kernel_alone": kernel_rate}
+    for direction, products in (("forward", 2), ("backward", 5)):
+        result[f"layer_{direction}_s"] = seconds[f"layer {direction}"]
+        attention = seconds[f"attention {direction}"]
+        result[f"attention_{direction}_s"] = attention
+        result[f"attention_{direction}_tflop_per_s"] = round(products * one / attention, 1)
+    both = seconds["attention forward"] + seconds["attention backward"]
+    result["tflop_per_s"] = round(7 * one / both, 1)
+    result["share_of_kernel"] = round(7 * one / both / kernel_rate, 4)
+    result["layer_s"] = seconds["layer forward"] + seconds["layer backward"]
+    append_row(session, args.out / "length.jsonl", result, PACKAGES, str(run))
+    session.print0(" ".join(f"{name} {value}" for name, value in result.items()))
+
+
+def _kernel_rate(session: Session, args: argparse.Namespace) -> float:
+    """TFLOP/s of the kernel alone on one GPU, forward and backward, with as many heads as a rank
+    has in the layer."""
+    model = MODELS[args.model]
+    heads = (max(count // args.ulysses, 1) for count in (model.heads, model.kv_heads))
+    shape = Shape(args.kernel_tokens, *heads, model.hidden // model.heads)
+    single = ds_usp.SequenceMesh.single()
+    attend = usp_attend(single, single.layout("contiguous", shape.seq_len), "auto", shape.mask)
+    *qkv, dout = shape.random(session.device, shape.seq_len)
+    if not session.on_gpu:
+        *qkv, dout = (x.float() for x in (*qkv, dout))
+    for x in qkv:
+        x.requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(attend(*qkv), qkv, dout)
+
+    step()
+    rate = shape.tflop / session.seconds(step, 3)
+    session.print0(f"the kernel alone, {shape}: {rate:.1f} TFLOP/s")
+    return rate
+
+
+def flags(session: Session, args: argparse.Namespace) -> None:
+    """Losses with all settings, with none and on another mesh; then time and peak of each."""
+    everything = tuple(SETTINGS)
+    compared = {"none": (), "all": everything}
+    for name, settings in compared.items():
+        text = f"{settings_text(args, *settings)} {args.more if settings else ''}"
+        run = new_run(args, name, settings=text, steps=args.compare_steps, samples=4)
+        _tried(session, args, run)
+    if session.world > 1:
+        other = session.world if args.ulysses < session.world else 1
+        run = new_run(args, "none, other mesh", steps=args.compare_steps, samples=4)
+        _tried(session, args, replace(run, ulysses=other))
+    on_top = [everything[: count + 1] for count in range(len(everything) - 1)]
+    for names in on_top:
+        run = new_run(args, f"+ {names[-1]}", settings=settings_text(args, *names))
+        _tried(session, args, run)
+    for name in everything[1:]:
+        names = ("recompute full", name) if name in _NEEDS_CHECKPOINTS else (name,)
+        title = f"only {' and '.join(names)}"
+        _tried(session, args, new_run(args, title, settings=settings_text(args, *names)))
+
+
+def _tried(session: Session, args: argparse.Namespace, run: Run) -> None:
+    """Train a run, or say why not; none begins after ``--seconds``."""
+    spent = session.all_reduced([time.monotonic() - BEGIN], torch.distributed.ReduceOp.MAX)[0]
+    if spent > args.seconds:
+        session.print0(f"left out, after {spent:.0f} s: {run.name}")
+        return
+    trained = Trained(session, run, args.out, BEGIN, "flags")
+    outcome = session.try_all_ranks(trained.train)
+    if isinstance(outcome, str):
+        session.print0(f"{run.name}: {outcome}")
+        row = {"part": "flags", "name": run.name, "refused": outcome}
+        append_row(session, args.out / "length.jsonl", row, PACKAGES, str(run))
+
+
+def search(session: Session, args: argparse.Namespace) -> None:
+    """The longest sequence of one case."""
+    if args.case == "ALST":
+        trial: Trial = ALSTTrial(session, f"{args.model}/{args.layers}", args.window)
+    else:
+        names = [name for name in SETTINGS if name != "states on the host"]
+        settings = args.settings or settings_text(args, *names)
+        run = new_run(args, args.case, settings=f"{settings} {args.more}")
+        trial = partial(_trained, session, args, run)
+    longest(session, args, trial, BEGIN)
+
+
+def _trained(session: Session, args: argparse.Namespace, run: Run, tokens: int) -> dict[str, Any]:
+    run = replace(run, name=f"{run.name} {tokens}", tokens=tokens)
+    return Trained(session, run, args.out, BEGIN, "longest").train()[-1]
+
+
+PARTS: dict[str, Callable[[Session, argparse.Namespace], None]] = {
+    "train": train,
+    "layer": layer,
+    "flags": flags,
+    "longest": search,
+}
+FULL = {
+    "train": {"layers": 32, "tokens": 2**21, "steps": 2, "window": 4096, "ulysses": 1},
+    "layer": {"layers": 1, "tokens": 2**21, "steps": 1, "window": 0, "ulysses": 2},
+    "flags": {"layers": 4, "tokens": 2**17, "steps": 2, "window": 0, "ulysses": 2},
+    "longest": {"layers": 8, "tokens": 2**17, "steps": 1, "window": 4096, "ulysses": 1},
+}
+FULL["flags"] |= {"loss_chunks": 16, "mlp_chunks": 4}
+SMOKE = {"tokens": 512, "layers": 5, "model": "tiny", "loss_chunks": 4, "mlp_chunks": 4}
+SMOKE |= {"warm_up_tokens": 128, "kernel_tokens": 128, "compare_steps": 3, "unit": 64}
+OTHERS = {"model": "llama3-8b", "loss_chunks": 256, "mlp_chunks": 64, "warm_up_tokens": 8192}
+OTHERS |= {"kernel_tokens": 65536, "compare_steps": 12, "unit": 16384}
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = common_flags(__doc__)
+    add = parser.add_argument
+    add("part", choices=PARTS)
+    add("--smoke", action="store_true", help="tiny sizes")
+    add("--model", choices=MODELS)
+    names = ("layers", "tokens", "steps", "window", "ulysses", "loss_chunks", "mlp_chunks")
+    for name in (*names, "warm_up_tokens", "kernel_tokens", "compare_steps", "unit"):
+        add(f"--{name.replace('_', '-')}", type=int)
+    add("--offload-ratio", default="0.8")
+    add("--settings", default="", help="memory flags of the trainer, instead of the part's")
+    add("--more", default="", help="further flags of the trainer")
+    add("--seed", type=int, default=1234)
+    add("--seconds", type=float, default=480.0, help="after which no further run begins")
+    add("--case", choices=("ds_usp", "ALST"), default="ds_usp", help="of longest")
+    add("--trials", type=int, default=6, help="of longest")
+    args = parser.parse_args()
+    defaults = OTHERS | FULL[args.part] | (SMOKE if args.smoke else {})
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.part == "layer":
+        args.layers = 1
+    if args.smoke and args.window:
+        args.window = 64
+    args.out = args.out or Path("bench_length")
+    return args
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    args = parse()
+    select_device(args.device)
+    prepare_deepspeed()
+    args.out.mkdir(parents=True, exist_ok=True)
+    session = Session.start(args.device, 600)
+    session.print0(f"[{time.monotonic() - BEGIN:6.1f} s] the ranks have met")
+    if not session.on_gpu:
+        torch.set_num_threads(1)
+    PARTS[args.part](session, args)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()
