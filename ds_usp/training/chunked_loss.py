@@ -34,7 +34,7 @@ def chunked_weighted_loss(
     chunks: int,
     tp_group: Group = None,
 ) -> Tensor:
-    """``sum(loss_weights * cross_entropy(hidden @ weight.T, labels))``, in fp32.
+    """``sum(loss_weights * cross_entropy(hidden @ weight.T, labels))``, in fp32 (fp64 for fp64).
 
     The gradients are computed in the forward pass, so that no logits are computed twice.
 
@@ -54,7 +54,7 @@ def chunked_weighted_loss(
     if loss_weights.shape != labels.shape:
         raise ConfigError(f"labels {list(labels.shape)}, loss_weights {list(loss_weights.shape)}")
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    factors = loss_weights.reshape(-1).float()
+    factors = loss_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
     loss: Tensor = WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
     return loss
 
@@ -70,7 +70,8 @@ def chunked_token_losses(
     tensor-parallel rank.
 
     Shapes:
-        hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32.
+        hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32
+        (fp64 for fp64).
 
     Arguments and errors: those of :func:`chunked_weighted_loss`, without loss_weights.
     """
@@ -157,7 +158,8 @@ def _chunks(
 
 
 class _Gradients:
-    """Gradients accumulated over chunks; of the weight in fp32, as every chunk adds to it all.
+    """Gradients accumulated over chunks; of the weight in fp32 (fp64 for fp64), as every chunk adds
+    to it all.
 
     Args:
         of_weight: whether the weight is trained.
@@ -183,8 +185,8 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor | None]:
-        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32; None
-        if it is not trained."""
+        """The gradient of hidden, reduced over vocabulary shards, and of the weight in fp32
+        (fp64 for fp64); None if it is not trained."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight
@@ -203,7 +205,7 @@ def _validate(
         )
     if hidden.dtype != weight.dtype or hidden.dtype == torch.float16:
         raise ConfigError(
-            f"hidden {hidden.dtype}, weight {weight.dtype}: both must be fp32 or bf16; in fp16 "
-            "gradients of single tokens vanish before the loss scale reaches them"
+            f"hidden {hidden.dtype}, weight {weight.dtype}: both must be of one dtype, fp32, fp64 or "
+            "bf16; in fp16 gradients of single tokens vanish before the loss scale reaches them"
         )
     return hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)

@@ -69,6 +69,11 @@ def test_losses_and_gradients_are_those_of_the_whole(
         assert max(rank) < LIMIT, rank
 
 
+def test_fp64_is_not_rounded(pool: WorkerPool) -> None:
+    (found,) = pool.run(errors, 1, chunks=4, dtype=torch.float64)
+    assert max(found) < 1e-12, found
+
+
 def test_bf16_adds_chunks_in_fp32(pool: WorkerPool) -> None:
     one, many = (pool.run(errors, 1, chunks=c, dtype=torch.bfloat16)[0] for c in (1, 26))
     assert max(one) < 0.01
