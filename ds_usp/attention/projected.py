@@ -235,8 +235,9 @@ def projected_attention(
         mesh, layout, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
     alone = isinstance(mesh, SequenceMesh) and mesh.sp_degree == 1
-    reason = None if alone else why_plain or plain_reason(x, projection)
-    if alone or reason is not None:
+    usable = isinstance(projection, Projection)  # else every rank raises, below
+    reason = None if alone or not usable else why_plain or plain_reason(x, projection)
+    if (alone and usable) or reason is not None:
         if reason and not torch.compiler.is_compiling():
             warn_plain(reason, mesh)
         return plain() if plain else plain_attention(x, projection, rotary, options)
@@ -319,6 +320,8 @@ def _plan(
     """Check a call on this rank; its signature and plan."""
     if keep not in KEEPS:
         raise ConfigError(f"keep={keep!r} must be one of {', '.join(KEEPS)}")
+    if not isinstance(projection, Projection):
+        raise ConfigError(f"projection={projection!r} must be a Projection of the weights")
     geometry, weights = projection.geometry, projection.weights
     if x.ndim != 3 or x.shape[2] != weights[0].shape[1]:
         raise ConfigError(

@@ -58,17 +58,12 @@ class Projection:
     order: str = "qkv"
 
     def __post_init__(self) -> None:
+        self._check_types()
         weights, biases, (h, g) = self.weights, self.biases, (self.heads, self.kv_heads)
         sizes = f"qkv {[list(x.shape) for x in weights]}, out {list(self.out.shape)}"
         if any(hasattr(x, "ds_id") for x in self.tensors):
             return  # ZeRO-3 may hold them without a shape: only their own layers multiply them
-        if h < 1 or g < 1 or h % g:
-            raise ConfigError(f"{h} query heads are no multiple of {g} key/value heads")
-        if self.order not in ORDERS or (self.order == "grouped" and len(weights) > 1):
-            raise ConfigError(
-                f"order={self.order!r} must be one of {', '.join(ORDERS)}, of which three weights "
-                "have 'qkv'"
-            )
+        check_heads(h, g, len(weights), self.order)
         counts = (h, g, g) if len(weights) == 3 else (h + 2 * g,)
         divides = [len(x) % n == 0 for x, n in zip(weights, counts, strict=True)]
         dims = self.dims if all(divides) else (0, 0)
@@ -83,6 +78,21 @@ class Projection:
             raise ConfigError(f"biases {shapes} do not fit weights {sizes}")
         if self.out_bias is not None and self.out_bias.shape != self.out.shape[:1]:
             raise ConfigError(f"out_bias {list(self.out_bias.shape)} does not fit weights {sizes}")
+
+    def _check_types(self) -> None:
+        """ConfigError for what is no tensor, as a module."""
+        for name in ("qkv", "out", "qkv_bias", "out_bias"):
+            given = getattr(self, name)
+            several = name.startswith("qkv") and isinstance(given, (tuple, list))
+            tensors = given if several else (given,)
+            if name.endswith("bias") and given is None:
+                continue
+            if not all(isinstance(x, torch.Tensor) for x in tensors):
+                kinds = ", ".join(type(x).__name__ for x in tensors)
+                raise ConfigError(
+                    f"{name} is {kinds}, expected a tensor{' or three' if name[0] == 'q' else ''}: "
+                    "the weights and biases of the layers. USPSelfAttention takes the layers"
+                )
 
     @property
     def weights(self) -> Weights:
@@ -126,6 +136,27 @@ class Projection:
             for weight, bias in zip(self.weights, biases, strict=True)
         ]
         return split_heads(made, self.geometry)
+
+
+def check_heads(heads: int, kv_heads: int, num_weights: int, order: str) -> None:
+    """Check the numbers of heads and of weights, and the order of their rows.
+
+    Raises:
+        ConfigError: query heads that key/value heads do not divide, other than one or three
+            weights, an unknown order.
+    """
+    counts = heads, kv_heads
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+    if not whole or heads % kv_heads:
+        raise ConfigError(f"{heads!r} query heads are no multiple of {kv_heads!r} key/value heads")
+    if num_weights not in (1, 3):
+        raise ConfigError(
+            f"{num_weights} weights of queries, keys and values: give one, or three in this order"
+        )
+    if order not in ORDERS or (order == "grouped" and num_weights > 1):
+        raise ConfigError(
+            f"order={order!r} must be one of {', '.join(ORDERS)}, of which three weights have 'qkv'"
+        )
 
 
 class Geometry(NamedTuple):

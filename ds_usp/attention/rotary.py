@@ -47,6 +47,8 @@ def check_local_rotary(rotary: Rotary, tokens: int, head_dim: int) -> None:
                 f"{list(inverse.shape)}"
             )
         return
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise ConfigError("rotary must be two tables, cos and sin [s, r], or RotaryPositions")
     cos, sin = rotary
     fits = cos.ndim == 2 and cos.shape == sin.shape and len(cos) == tokens
     if not fits or cos.shape[1] % 2 or cos.shape[1] > head_dim:

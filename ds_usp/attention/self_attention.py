@@ -17,7 +17,7 @@ from ds_usp.attention.projected import (
     projected_attention,
     warn_plain,
 )
-from ds_usp.attention.projection import Geometry, Projection, split_heads
+from ds_usp.attention.projection import Geometry, Projection, check_heads, split_heads
 from ds_usp.attention.rotary import Rotary
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -84,7 +84,10 @@ class USPSelfAttention(nn.Module):
                 f"overlap={overlap!r} must be True, False or 'auto', keep={keep!r} one of "
                 f"{', '.join(KEEPS)}"
             )
-        self.qkv = qkv if isinstance(qkv, nn.Module) else nn.ModuleList(qkv)
+        if not isinstance(qkv, nn.Module):
+            qkv = nn.ModuleList(qkv)
+        check_heads(heads, kv_heads, len(qkv) if isinstance(qkv, nn.ModuleList) else 1, order)
+        self.qkv = qkv
         self.out, self.q_norm, self.k_norm = out, q_norm, k_norm
         self.heads, self.kv_heads, self.order = heads, kv_heads, order
         self.overlap, self.keep = overlap, keep
@@ -109,7 +112,7 @@ class USPSelfAttention(nn.Module):
         layers, mesh = self._layers, options.mesh
         if not (mesh.crosses_nodes if self.overlap == "auto" else self.overlap):
             return plain()
-        reason = linear_reason((*layers, self.out))
+        reason = linear_reason((*layers, self.out)) or _bias_reason(layers)
         if self.q_norm is not None or self.k_norm is not None:
             reason = "queries or keys are normalized between their projection and attention"
         if reason is not None:
@@ -132,8 +135,6 @@ class USPSelfAttention(nn.Module):
         """The layers' weights. Made at each call: a framework may exchange parameters."""
         weights = tuple(layer.weight for layer in layers)
         biases = tuple(layer.bias for layer in layers)
-        if len({bias is None for bias in biases}) > 1:
-            raise ConfigError("some of the query, key and value layers have a bias, others none")
         one = len(layers) == 1
         bias = None if biases[0] is None else biases[0] if one else biases
         return Projection(
@@ -152,15 +153,26 @@ class USPSelfAttention(nn.Module):
         """The layers one after the other."""
         made = [layer(x) for layer in self._layers]
         h, g = self.heads, self.kv_heads
-        if len(made) == 3:
-            dims = made[0].shape[-1] // h, made[2].shape[-1] // g
-        else:
-            dims = (made[0].shape[-1] // (h + 2 * g),) * 2
+        counts = (h, g, g) if len(made) == 3 else (h + 2 * g,)
+        features = [y.shape[-1] for y in made]
+        if any(n % count for n, count in zip(features, counts, strict=True)):
+            raise ConfigError(
+                f"{features} features of the qkv layers are no multiples of the heads in each, "
+                f"{list(counts)}: {h} query and {g} key/value heads"
+            )
+        dims = features[0] // counts[0], features[-1] // counts[-1]
         q, k, v = split_heads(made, Geometry(h, g, *dims, len(made), self.order))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         out: torch.Tensor = self.out(attend_rotated(q, k, v, rotary, options).flatten(2))
         return out
+
+
+def _bias_reason(layers: Sequence[nn.Module]) -> str | None:
+    """Why these linear layers must be called themselves; None if all or none have a bias."""
+    if len({layer.bias is None for layer in layers}) > 1:
+        return "some of the query, key and value layers have a bias, others none"
+    return None
 
 
 def linear_reason(layers: Sequence[nn.Module]) -> str | None:

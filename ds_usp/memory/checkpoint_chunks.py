@@ -40,9 +40,10 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, chunks: int, dim: int 
         ConfigError: fewer than 1, or more than ``x`` has indices along ``dim``; or ``run`` returns
             another number of indices.
     """
-    if not 1 <= chunks <= x.shape[dim]:
+    if not isinstance(chunks, int) or not 1 <= chunks <= x.shape[dim]:
         raise ConfigError(
-            f"chunks={chunks} must be from 1 to the size of dim {dim}, {x.shape[dim]}"
+            f"chunks={chunks!r} must be a whole number from 1 to the size of dim {dim}, "
+            f"{x.shape[dim]}"
         )
     if chunks == 1:
         return run(x)

@@ -62,8 +62,9 @@ class LayerMemory:
             raise ConfigError(
                 f"recompute={self.recompute!r} is unknown; there are {', '.join(RECOMPUTE)}"
             )
-        if self.checkpoint_layers < 1:
-            raise ConfigError(f"checkpoint_layers={self.checkpoint_layers} must be 1 or more")
+        count = self.checkpoint_layers
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"checkpoint_layers={count!r} must be a whole number of 1 or more")
         if self.checkpoint_layers > 1:
             if self.recompute not in GROUPED_RECOMPUTE:
                 raise ConfigError(

@@ -70,7 +70,7 @@ class Offload:
     def __init__(
         self,
         ratio: float,
-        device: torch.device,
+        device: torch.device | str,
         *,
         min_bytes: int = _MIN_BYTES,
         copier: HostDeviceCopier | None = None,
@@ -79,7 +79,7 @@ class Offload:
             raise ConfigError(f"offload ratio {ratio} must be between 0 and 1")
         self.ratio, self.min_bytes = ratio, min_bytes
         self.counts = Counts()
-        self.copier = copier or HostDeviceCopier(device)
+        self.copier = copier or HostDeviceCopier(torch.device(device))
         self._passes: list[list[_Layer]] = []
         self._last: _Layer | None = None
 

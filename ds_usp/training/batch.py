@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_usp.errors import DataError, LayoutError
+from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.rotary_positions import inverse_frequencies
@@ -201,8 +201,17 @@ def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Te
     Shapes:
         positions: ``[s_local]``; result ``[s_local, 1, 1, dim]``, halves repeated (not
         interleaved), in radians.
+
+    Raises:
+        ConfigError: positions of another shape, an odd ``dim``.
+
     Source: RoFormer (arXiv 2104.09864), equation 15.
     """
+    if positions.ndim != 1 or dim < 2 or dim % 2:
+        raise ConfigError(
+            f"positions {list(positions.shape)} must be [s_local], as one row of batch.positions "
+            f"is, and dim={dim} even"
+        )
     inverse = inverse_frequencies(dim, base, torch.float32, positions.device)
     angles = torch.outer(positions.float(), inverse)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -42,13 +42,13 @@ def chunked_weighted_loss(
         hidden ``[..., h]``, weight ``[V, h]``, labels and loss_weights ``[...]``; a scalar.
 
     Args:
-        labels: token ids of the full vocabulary.
+        labels: token ids of the full vocabulary, or -100: no loss and no gradient.
         chunks: number of chunks of tokens.
         tp_group: the ranks among which the vocabulary is sharded, in rank order, and which all have
             these tokens; None: one rank has all of it. Collective over it.
 
     Raises:
-        ConfigError: shapes that do not fit, fp16, or chunks below 1.
+        ConfigError: shapes or dtypes that do not fit, fp16, or chunks below 1.
     """
     rows = _validate(hidden, weight, labels, chunks)
     if loss_weights.shape != labels.shape:
@@ -203,9 +203,11 @@ def _validate(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels "
             f"{list(labels.shape)}: hidden must be [..., h], weight [V, h], labels [...]"
         )
+    if labels.is_floating_point():
+        raise ConfigError(f"labels are {labels.dtype}, expected token ids: whole numbers")
     if hidden.dtype != weight.dtype or hidden.dtype == torch.float16:
         raise ConfigError(
-            f"hidden {hidden.dtype}, weight {weight.dtype}: both must be of one dtype, fp32, fp64 or "
-            "bf16; in fp16 gradients of single tokens vanish before the loss scale reaches them"
+            f"hidden {hidden.dtype}, weight {weight.dtype}: both must be of one dtype, fp32, fp64 "
+            "or bf16; in fp16 gradients of single tokens vanish before the loss scale reaches them"
         )
     return hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)

@@ -107,8 +107,10 @@ def check_zero_stage(zero_stage: int, *, stages: int, bf16: bool) -> None:
     """Refuse what DeepSpeed does not train as one rank does.
 
     Raises:
-        ConfigError: a pipeline with ZeRO-2 or 3, or bf16 with ZeRO-0.
+        ConfigError: a pipeline with ZeRO-2 or 3, or bf16 with ZeRO-0; no stage of 0 to 3.
     """
+    if zero_stage not in (0, 1, 2, 3):
+        raise ConfigError(f"ZeRO stage {zero_stage!r} must be 0, 1, 2 or 3")
     if stages > 1 and zero_stage > 1:
         raise ConfigError(
             f"a pipeline of {stages} stages cannot use ZeRO-{zero_stage}: it accumulates gradients "
@@ -175,10 +177,12 @@ def initialize_deepspeed(
         the loss must be scaled.
 
     Raises:
-        ConfigError: a stage or a configuration that DeepSpeed trains wrongly.
+        ConfigError: a stage or a configuration that DeepSpeed trains wrongly; other arguments than
+            these.
     """
     import deepspeed
 
+    _check_arguments(optimizer, config, groups)
     stage = int(config.get("zero_optimization", {}).get("stage", 0))
     bf16 = bool(config.get("bf16", {}).get("enabled"))
     check_zero_stage(stage, stages=groups.stages, bf16=bf16)
@@ -196,6 +200,26 @@ def initialize_deepspeed(
             dist_init_required=False,
         )
     return engine, rule
+
+
+def _check_arguments(optimizer: object, config: object, groups: object) -> None:
+    """ConfigError for arguments of other classes."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r} must be a torch.optim.Optimizer: none is made of DeepSpeed's "
+            "configuration"
+        )
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"config={config!r} must be a dict: json.load a file of DeepSpeed's configuration"
+        )
+    for key in ("zero_optimization", "bf16"):
+        if not isinstance(config.get(key, {}), Mapping):
+            raise ConfigError(f"{key}={config[key]!r} of DeepSpeed's configuration must be a dict")
+    if not isinstance(groups, ParallelGroups):
+        raise ConfigError(
+            f"groups={type(groups).__name__} must be ParallelGroups: ParallelGroups.from_mesh(mesh)"
+        )
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

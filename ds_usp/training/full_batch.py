@@ -79,6 +79,8 @@ def full_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> FullBatch
     tokens = entries[TOKENS]
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise DataError(f"{TOKENS} are {list(tokens.shape)}, expected [batch, sequence]")
+    if tokens.is_floating_point():
+        raise DataError(f"{TOKENS} are {tokens.dtype}, expected whole numbers")
     for name in (LABELS, SHIFTED, POSITIONS, PADDING):
         if entries.get(name) is None:
             entries.pop(name, None)

@@ -30,8 +30,10 @@ def with_large_enough_buckets(
     Returns:
         The configuration as it is, or with a larger ``reduce_bucket_size``; rank 0 warns of it.
     """
-    zero = dict(config.get("zero_optimization", {}))
-    elements = zero.get("reduce_bucket_size", _DEFAULT_ELEMENTS)
+    zero = config.get("zero_optimization")
+    elements = zero.get("reduce_bucket_size", _DEFAULT_ELEMENTS) if isinstance(zero, Mapping) else 0
+    if not isinstance(zero, Mapping) or not isinstance(elements, (int, float)):
+        return dict(config)  # DeepSpeed refuses it
     in_place = zero.get("contiguous_gradients", True)  # else they are freed a bucket later
     overlapped = zero.get("stage") == 2 and zero.get("overlap_comm") and in_place
     largest = max((p.numel() for p in parameters if p.requires_grad), default=0)

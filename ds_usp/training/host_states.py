@@ -58,8 +58,8 @@ class StatesOnHost:
     """The optimizer states and master weights of one engine; see :func:`keep_states_on_host`."""
 
     def __init__(self, engine: Any) -> None:
-        self._module, self._optimizer = engine.module, engine.optimizer
         _refuse(engine)
+        self._module, self._optimizer = engine.module, engine.optimizer
         self._storages = HostStorages(torch.device(engine.device))
         self._uses = 0
 
@@ -103,6 +103,11 @@ class StatesOnHost:
 
 def _refuse(engine: Any) -> None:
     """Raise ConfigError for an engine whose states are offloaded already, or unknown."""
+    if getattr(engine, "optimizer", None) is None or not hasattr(engine, "zero_offload_optimizer"):
+        raise ConfigError(
+            f"states on the host: {type(engine).__name__} is no engine of deepspeed.initialize "
+            "with an optimizer"
+        )
     for offloaded, key in (
         (engine.zero_offload_optimizer(), "offload_optimizer"),
         (engine.zero_offload_param(), "offload_param"),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_usp.training.batch import IGNORE_INDEX
 from ds_usp.triton_launch import load_triton_module
 
 
@@ -38,7 +39,7 @@ class Logits:
 
     Args:
         scores: ``[t, V]``; not to be used afterwards.
-        labels: ``[t]``, token ids of the full vocabulary.
+        labels: ``[t]``, token ids of the full vocabulary, or -100: no loss and no gradient.
         group: the ranks among which the vocabulary is sharded, in rank order; None: one has it all.
             Collective over it.
 
@@ -77,11 +78,13 @@ class Logits:
             self._inv_sum_exp = rescale.exp() / sum_exp
         else:
             self._inv_sum_exp = sum_exp.reciprocal()
-        self.losses = sum_exp.log() - label_logit
+        self._counts = labels != IGNORE_INDEX
+        self.losses = torch.where(self._counts, sum_exp.log() - label_logit, 0)
 
     def gradient(self, dlosses: Tensor) -> Tensor:
         """The gradient of the logits ``[t, V]`` from that of the losses ``[t]``; overwrites the
         logits."""
+        dlosses = torch.where(self._counts, dlosses, 0)
         scale = dlosses * self._inv_sum_exp
         if self._fused is None:
             return _gradient(self._buffer, self._labels, scale, dlosses)

@@ -38,12 +38,12 @@ def loss_token_weight(loss_tokens: float, scale: float) -> float:
 
 
 def weighted_loss(token_losses: Tensor, weights: Tensor) -> Tensor:
-    """The local loss of this rank: the weighted sum of its token losses, in fp32.
+    """The local loss of this rank: the weighted sum of its token losses, in fp32 (fp64 for fp64).
 
     Shapes:
         token_losses, weights: any, the same; the result is a scalar.
     """
-    return (token_losses.float() * weights).sum()
+    return (token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)) * weights).sum()
 
 
 def mean_loss(local_losses: Sequence[Tensor], scale: float, group: dist.ProcessGroup) -> float:

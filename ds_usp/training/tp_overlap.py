@@ -42,7 +42,11 @@ def all_gather_linear(
     Raises:
         ConfigError: shapes or dtypes that do not fit.
     """
-    _check(x, weight)
+    _check(x, weight, comm)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(
+            f"bias {list(bias.shape)} does not fit weight {list(weight.shape)}, [o, h]"
+        )
     result: Tensor = AllGatherLinear.apply(x, weight, bias, comm)
     return result
 
@@ -58,7 +62,7 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, comm: TensorParallelComm) -
     Raises:
         ConfigError: shapes or dtypes that do not fit, or tokens that t does not divide.
     """
-    _check(x, weight)
+    _check(x, weight, comm)
     check_tokens(len(x), comm.size)
     result: Tensor = LinearReduceScatter.apply(x, weight, comm)
     return result
@@ -73,6 +77,7 @@ def split_tokens(hidden: Tensor, comm: TensorParallelComm) -> Tensor:
     Raises:
         ConfigError: tokens that t does not divide.
     """
+    _check_comm(comm)
     check_tokens(len(hidden), comm.size)
     result: Tensor = SplitTokens.apply(hidden, comm)
     return result
@@ -84,6 +89,7 @@ def gather_tokens(hidden: Tensor, comm: TensorParallelComm) -> Tensor:
     Shapes:
         hidden ``[n/t, ...]``, result ``[n, ...]``.
     """
+    _check_comm(comm)
     result: Tensor = GatherTokens.apply(hidden, comm)
     return result
 
@@ -213,7 +219,15 @@ def _output(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return rows.new_empty(0).set_(storage, offset, view.shape, view.stride())
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check_comm(comm: TensorParallelComm) -> None:
+    if not isinstance(comm, TensorParallelComm):
+        raise ConfigError(
+            f"comm={comm!r} must be a TensorParallelComm: TensorParallelComm.build(group, device)"
+        )
+
+
+def _check(x: Tensor, weight: Tensor, comm: TensorParallelComm) -> None:
+    _check_comm(comm)
     if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ConfigError(
             f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype}: x must be "

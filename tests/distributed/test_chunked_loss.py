@@ -74,6 +74,26 @@ def test_fp64_is_not_rounded(pool: WorkerPool) -> None:
     assert max(found) < 1e-12, found
 
 
+@pytest.mark.parametrize("token_wise", [False, True])
+def test_a_label_of_minus_100_has_no_loss(token_wise: bool) -> None:
+    hidden, weight, labels, weights = inputs()
+    labels[2:5], weights = -100, weights + 1
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    logits = (hidden @ weight.t()).flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (losses.view(S, B) * weights).sum()
+    if token_wise:
+        got = (chunked_token_losses(hidden, weight, labels, chunks=3) * weights).sum()
+    else:
+        got = chunked_weighted_loss(hidden, weight, labels, weights, chunks=3)
+    for x, y in zip(
+        (got, *torch.autograd.grad(got, (hidden, weight))),
+        (expected, *torch.autograd.grad(expected, (hidden, weight))),
+        strict=True,
+    ):
+        assert oracle.relative_error(x.detach(), y.detach()) < LIMIT
+
+
 def test_bf16_adds_chunks_in_fp32(pool: WorkerPool) -> None:
     one, many = (pool.run(errors, 1, chunks=c, dtype=torch.bfloat16)[0] for c in (1, 26))
     assert max(one) < 0.01

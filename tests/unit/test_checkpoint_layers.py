@@ -277,5 +277,5 @@ def test_policies_without_checkpoints_are_refused() -> None:
     for recompute in ("none", "gemm-last"):
         with pytest.raises(ConfigError, match="Use attention or full"):
             LayerMemory(recompute, checkpoint_layers=2)
-    with pytest.raises(ConfigError, match="must be 1 or more"):
+    with pytest.raises(ConfigError, match="whole number of 1 or more"):
         LayerMemory("full", checkpoint_layers=0)
