@@ -66,19 +66,19 @@ class ProjectedAttention(torch.autograd.Function):
         """x ``[b, s, c]`` -> ``[b, s, c_out]``; for the tensors see :func:`_unpack`."""
         mesh, plan, scores = call.mesh, call.plan, call.scores
         save = call.grad_enabled and any(ctx.needs_input_grad)
-        inputs, out_bias, _ = _unpack(call, tensors)
+        inputs, _ = _unpack(call, tensors)
         stand_ins = _stand_ins(inputs.x, plan.geometry)
         run = ProjectedForward(plan, scores, inputs, stand_ins, save=save)
         run.execute(plan.attention.forward)
-        out = run.out.flatten(2)
         if save:
+            out = run.out.flatten(2)
             if scores.sinks is not None:  # autograd keeps them
                 scores = replace(scores, sinks=None)
             ctx.call = call._replace(scores=scores)
             ctx.call_number, ctx.is_on_cpu = mesh.consistency.number, is_on_cpu(inputs.x)
             ctx.num_tensors = len(tensors)
             ctx.save_for_backward(*tensors, out, *_pack_saved(plan, run.saved))
-        return torch.nn.functional.linear(out, inputs.out, out_bias)
+        return run.y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -94,7 +94,7 @@ class ProjectedAttention(torch.autograd.Function):
         all_saved = ctx.saved_tensors  # once, or hooks would unpack them again
         tensors, (out, *of_chunks) = all_saved[: ctx.num_tensors], all_saved[ctx.num_tensors :]
         saved = _unpack_saved(plan, of_chunks, out)
-        inputs, _, sinks = _unpack(call, tensors)
+        inputs, sinks = _unpack(call, tensors)
         scores = call.scores if sinks is None else replace(call.scores, sinks=sinks)
         names = _names(call)
         needs = dict.fromkeys(Needed.__dataclass_fields__, False)
@@ -127,10 +127,8 @@ def _names(call: _Call) -> list[str]:
     return [*names, *(["cos", "sin"] if call.rotary else []), "sinks"]
 
 
-def _unpack(
-    call: _Call, tensors: Sequence[torch.Tensor]
-) -> tuple[Inputs, torch.Tensor | None, torch.Tensor | None]:
-    """The inputs, the output's bias and the sinks, of the tensors of a call."""
+def _unpack(call: _Call, tensors: Sequence[torch.Tensor]) -> tuple[Inputs, torch.Tensor | None]:
+    """The inputs and the sinks, of the tensors of a call."""
     by_name: dict[str, list[torch.Tensor]] = {}
     for name, x in zip(_names(call), tensors, strict=False):  # without sinks it has no last one
         by_name.setdefault(name, []).append(x)
@@ -140,7 +138,7 @@ def _unpack(
     (x,), (out,) = by_name["x"], by_name["out"]
     weights, biases = tuple(by_name["weights"]), tuple(by_name.get("biases", ()))
     out_bias, sinks = (by_name.get(name, [None])[0] for name in ("out_bias", "sinks"))
-    return Inputs(x, weights, biases, out, rotary), out_bias, sinks
+    return Inputs(x, weights, biases, out, rotary, out_bias), sinks
 
 
 def _stand_ins(x: torch.Tensor, geometry: Geometry) -> list[torch.Tensor]:

@@ -1,12 +1,9 @@
 """The backward pass of an attention call that projects its own heads.
 
-It is that of plain attention, by the same schedule. What returns is used where it is waited for:
-the gradient of the output's weight is computed under the first exchange, that of the other weights,
-of the chunks that are there, under the return of the last one.
+It is that of plain attention, with the products where the schedule has them
+(:mod:`ds_usp.geometry.projected_schedule`).
 
 Letters of the shapes as in :mod:`ds_usp.attention.projected_forward`.
-
-Source: for ``keep="input"`` Untied Ulysses (arXiv 2602.21196), here with overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from ds_usp.attention.projected_forward import (
     Inputs,
     SeveralExchanges,
     chunk_views,
-    without,
+    wait_first,
 )
 from ds_usp.attention.projected_plan import ProjectedPlan
 from ds_usp.attention.projection import QKV_KINDS, select_rows, unselect_rows
@@ -32,6 +29,7 @@ from ds_usp.attention.rotary import turn_in_place
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
 from ds_usp.geometry.pipeline_schedule import Op
+from ds_usp.kernels.merge import GradAccumulator
 
 
 @dataclass
@@ -88,9 +86,12 @@ class ProjectedBackward(BackwardPass):
         self._dy, self._out = dy.reshape(-1, dy.shape[-1]), out
         self._whole_dout: torch.Tensor | None = None
         self._group_kv: dict[int, KV] = {}
-        self.exposed = without(plan.attention.backward_exposed, Op.A2A_POST, Op.RETURN_POST)
         self.results = ProjectedGrads()
-        self._out_done = False
+        # Of each chunk, to be posted: what is projected again; the output's gradient, and the
+        # output; gradients of its queries, keys and values.
+        self._made: dict[int, list[torch.Tensor]] = {}
+        self._douts: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._sums: dict[int, Sequence[GradAccumulator]] = {}
         total, weight = plan.columns[-1], inputs.weights[0]
         # Gradients of q, k and v of all chunks, chunk by chunk, and of the rows of the weights.
         self._features = torch.empty(0)
@@ -103,29 +104,41 @@ class ProjectedBackward(BackwardPass):
 
     # ---------------------------------------------------------------- the output's gradient
 
-    def post_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
-        """Multiply the gradient of the output, and post it."""
+    def project(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """With ``keep="input"``: project a chunk again."""
         projected = self._projected.chunks[chunk.index]
-        if not self._projected.keeps_input:
-            if self._whole_dout is None:
-                self._whole_dout = self._dout_of(self._inputs.out)
-            chunk.exchange = chunk.exchanges.out.post_to_heads((self._whole_dout,))
-            if not chunk.index and not self.plan.local_heads:
-                self._whole_dout = None
+        kinds = QKV_KINDS[: len(projected.again.ranges)]
+        self._made[chunk.index] = self._inputs.project(self._projected, projected, kinds)
+
+    def grad_out(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """The gradient of the attention output: of all chunks; with ``keep="input"`` of one."""
+        plan, projected = self._projected, self._projected.chunks[chunk.index]
+        if not plan.keeps_input:
+            self._whole_dout = self._dout_of(self._inputs.out)
             return
-        plan, kinds = self._projected, QKV_KINDS[: len(projected.again.ranges)]
-        out = self._out.unflatten(-1, (plan.geometry.heads, -1))
-        qkv = projected.again.post_to_heads(self._inputs.project(plan, projected, kinds))
-        chunk.exchange = qkv
         columns = [self._inputs.out[:, start:stop] for _, start, stop in projected.dout_columns]
         dout = self._dout_of(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
-        outs = projected.dout.post_to_heads((dout, out))
-        chunk.exchange = SeveralExchanges(outs, qkv)
+        self._douts[chunk.index] = dout, self._out.unflatten(-1, (plan.geometry.heads, -1))
+
+    def post_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Post what was projected again."""
+        exchange = self._projected.chunks[chunk.index].again
+        chunk.exchange = exchange.post_to_heads(self._made.pop(chunk.index))
+
+    def post_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Post the gradient of the output."""
+        if self._projected.keeps_input:
+            exchange = self._projected.chunks[chunk.index].dout
+            outs = exchange.post_to_heads(self._douts.pop(chunk.index))
+            chunk.exchange = SeveralExchanges(outs, chunk.exchange)
+            return
+        if self._whole_dout is not None:
+            chunk.exchange = chunk.exchanges.out.post_to_heads((self._whole_dout,))
+        if not chunk.index and not self.plan.local_heads:
+            self._whole_dout = None
 
     def wait_heads(self, chunk: BackwardChunk, step: int, number: int) -> None:
-        """The output's weight is done under the first exchange. With ``keep="input"`` also take
-        the tensors that were exchanged again."""
-        self._finish_out()
+        """With ``keep="input"`` also take the tensors that were exchanged again."""
         if self._projected.keeps_input:
             dout, out, q, *kv = chunk.exchange.wait()
             group = chunk.exchanges.kv_chunk
@@ -139,6 +152,8 @@ class ProjectedBackward(BackwardPass):
 
     def slice_heads(self, chunk: BackwardChunk, _: int, __: int) -> None:
         """The same without Ulysses."""
+        if self._projected.keeps_input:
+            self.post_first(chunk, 0, 0)
         self.post_heads(chunk, 0, 0)
         self.wait_heads(chunk, 0, 0)
 
@@ -148,11 +163,8 @@ class ProjectedBackward(BackwardPass):
         dout = self._dy @ weight
         return dout.view(*self._inputs.x.shape[:2], -1, dim)
 
-    def _finish_out(self) -> None:
-        """The gradients of the output's weight and bias, once."""
-        if self._out_done:
-            return
-        self._out_done = True
+    def grad_out_weight(self, _: BackwardChunk, __: int, ___: int) -> None:
+        """The gradients of the output's weight and bias."""
         if self._needed.out:
             self.results.out = self._dy.t() @ self._out.reshape(-1, self._out.shape[-1])
         if self._needed.out_bias:
@@ -167,8 +179,8 @@ class ProjectedBackward(BackwardPass):
         chunk.staging = exchange.preallocate_send(self._inputs.x, sizes)
 
     def end(self, chunk: BackwardChunk, step: int, number: int) -> None:
-        """Without Ulysses, the last chunk's queries and the weights' gradients of all others are
-        done here: keys and values come around the ring meanwhile."""
+        """Without Ulysses the last chunk's queries are done here: keys and values come around the
+        ring meanwhile."""
         super().end(chunk, step, number)
         if self._projected.keeps_input:
             if chunk.exchanges.kv_chunk == chunk.index:
@@ -178,44 +190,52 @@ class ProjectedBackward(BackwardPass):
             (queries, *_) = self._views(chunk)
             chunk.dq.write(queries)
             self._rotate_back([queries])
-            self._add_rows(0, self._projected.chunks[0].num_rows(QUERIES))
-            self._add_rows(self._projected.columns[1], self._projected.columns[-1])
+
+    def post_return_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Post the gradients of the only chunk's queries."""
+        sums, outs = self.sums_of(chunk), self._views(chunk)
+        self._sums[chunk.index] = sums
+        exchange = self._projected.chunks[chunk.index].q
+        chunk.exchange = exchange.post_to_sequence(sums[:1], outs[:1])
+
+    def wait_return_first(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Wait for them."""
+        if isinstance(chunk.exchange, SeveralExchanges):
+            chunk.exchange.wait_for(0)
+        self._rotate_back(self._views(chunk)[:1])
 
     def post_return(self, chunk: BackwardChunk, _: int, __: int) -> None:
-        """Post the gradients of a chunk, the only one's queries first."""
+        """Post the gradients of a chunk, or those that :meth:`post_return_first` left."""
         projected, outs = self._projected.chunks[chunk.index], self._views(chunk)
-        sources = self.sums_of(chunk)[: len(outs)]
-        if len(self._projected.chunks) > 1 or chunk.staging is not None:
-            chunk.exchange = projected.qkv.post_to_sequence(sources, outs, chunk.staging)
-        else:
-            chunk.exchange = projected.q.post_to_sequence(sources[:1], outs[:1])
-            kv = projected.kv.post_to_sequence(sources[1:], outs[1:])
+        rest = self._sums.pop(chunk.index, None)
+        if rest is not None:
+            kv = projected.kv.post_to_sequence(rest[1:], outs[1:])
             chunk.exchange = SeveralExchanges(chunk.exchange, kv)
+        else:
+            sources = self.sums_of(chunk)[: len(outs)]
+            overlapped = (Op.RETURN_POST, chunk.index, 0, 0) not in self.exposed
+            chunk.exchange = projected.qkv.post_to_sequence(
+                sources, outs, chunk.staging, overlapped=overlapped
+            )
         chunk.grad_exchange = chunk.outer_grad_exchange = chunk.staging = None
         del chunk.dq
 
     def wait_return(self, chunk: BackwardChunk, step: int, number: int) -> None:
-        """Under the last return: the weights' gradients of all chunks before."""
-        keeps_input, columns = self._projected.keeps_input, self._projected.columns
-        if not chunk.index and not keeps_input:
-            self._add_rows(columns[1], columns[-1])
-        exchange, queries_done = chunk.exchange, 0
-        if isinstance(exchange, SeveralExchanges):  # the only chunk: the queries under the others
-            exchange.wait_first()
-            queries_done = self._take_queries(chunk)
+        """Wait for the return; what :meth:`wait_return_first` has rotated stays."""
+        first = 1 if isinstance(chunk.exchange, SeveralExchanges) else 0
         super().wait_return(chunk, step, number)
-        self._take_chunk(chunk, queries_done)
+        self._rotate_back(self._views(chunk)[first:2])
 
     def store(self, chunk: BackwardChunk, _: int, __: int) -> None:
-        """The same without Ulysses: the gradients are written where they belong."""
+        """The same without Ulysses: the gradients are written where they belong; :meth:`end` has
+        written the last chunk's queries."""
         sources, outs = self.sums_of(chunk), self._views(chunk)
-        early = not self._projected.keeps_input and not chunk.index
-        for i, (out, source) in enumerate(zip(outs, sources, strict=True)):
-            if i or not early:
-                source.write(out)
+        first = 1 if not self._projected.keeps_input and not chunk.index else 0
+        for out, source in list(zip(outs, sources, strict=True))[first:]:
+            source.write(out)
         chunk.grad_exchange = chunk.outer_grad_exchange = None
         del chunk.dq
-        self._take_chunk(chunk, self._projected.chunks[0].num_rows(QUERIES) if early else 0)
+        self._rotate_back(outs[first:2])
 
     def _views(self, chunk: BackwardChunk) -> list[torch.Tensor]:
         """Where the gradients of a chunk's q, and k and v, are written: ``[b, s, heads, dim]``."""
@@ -233,48 +253,54 @@ class ProjectedBackward(BackwardPass):
 
     # ---------------------------------------------------------------- gradients of the inputs
 
-    def _take_queries(self, chunk: BackwardChunk) -> int:
-        """Use the gradients of the only chunk's queries, which are there; their features."""
-        self._rotate_back(self._views(chunk)[:1])
-        count = self._projected.chunks[chunk.index].num_rows(QUERIES)
-        if not self._projected.keeps_input:
-            self._add_rows(0, count)
-        return count
+    def grad_weight(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Of all rows of a chunk."""
+        columns = self._projected.columns
+        self._add_rows(columns[chunk.index], columns[chunk.index + 1], chunk)
 
-    def _take_chunk(self, chunk: BackwardChunk, queries_done: int) -> None:
-        """Use the gradients of a chunk, all of which are there.
+    def grad_weight_queries(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Of the rows of chunk 0's queries."""
+        self._add_rows(0, self._num_queries, chunk)
 
-        Args:
-            queries_done: features of its queries, if they have been used.
-        """
-        plan, columns = self._projected, self._projected.columns
-        self._rotate_back(self._views(chunk)[1 if queries_done else 0 : 2])
-        if plan.keeps_input:
-            self._take_features(chunk)
-        elif not chunk.index:
-            self._add_rows(queries_done, columns[1])
+    def grad_weight_kv(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Of the rows of its keys and values."""
+        self._add_rows(self._num_queries, self._projected.columns[1], chunk)
+
+    def grad_weight_rest(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """Of the rows of all other chunks."""
+        self._add_rows(self._projected.columns[1], self._projected.columns[-1], chunk)
+
+    @property
+    def _num_queries(self) -> int:
+        """Features of chunk 0's queries."""
+        return self._projected.chunks[0].num_rows(QUERIES)
+
+    def grad_input(self, chunk: BackwardChunk, _: int, __: int) -> None:
+        """The gradient of x, of all chunks; with ``keep="input"`` of one, whose own are freed."""
+        if self._projected.keeps_input:
+            features = self._of_chunk.pop(chunk.index).flatten(0, 1)
+            if self._needed.x:
+                self._sum_x(chunk.index, features)
         if not chunk.index:
             self._finish()
 
-    def _take_features(self, chunk: BackwardChunk) -> None:
-        """``keep="input"``: all gradients of one chunk; its own are freed."""
-        plan, projected = self._projected, self._projected.chunks[chunk.index]
-        features = self._of_chunk.pop(chunk.index).flatten(0, 1)
-        first, stop = plan.columns[chunk.index : chunk.index + 2]
-        self._add_rows(first, stop, features)
-        if self._needed.x:
-            part = features @ select_rows(self._inputs.weights, projected.runs(projected.kinds))
-            if self._x_sum is None:
-                dtype = torch.promote_types(part.dtype, torch.float32)
-                self._x_sum = part.to(dtype) if len(plan.chunks) > 1 else part
-            else:
-                self._x_sum += part
+    def _sum_x(self, index: int, features: torch.Tensor) -> None:
+        plan = self._projected
+        runs = plan.chunks[index].runs(plan.chunks[index].kinds)
+        part = features @ select_rows(self._inputs.weights, runs)
+        if self._x_sum is None:
+            dtype = torch.promote_types(part.dtype, torch.float32)
+            self._x_sum = part.to(dtype) if len(plan.chunks) > 1 else part
+        else:
+            self._x_sum += part
 
-    def _add_rows(self, first: int, stop: int, features: torch.Tensor | None = None) -> None:
+    def _add_rows(self, first: int, stop: int, chunk: BackwardChunk) -> None:
         """The gradients of these rows of the weights and biases, chunk by chunk."""
         if first == stop:
             return
-        if features is None:
+        if self._projected.keeps_input:
+            features = self._of_chunk[chunk.index].flatten(0, 1)
+        else:
             features = self._features.flatten(0, 1)[:, first:stop]
         if self._row_grads is not None:
             torch.mm(features.t(), self._inputs.rows, out=self._row_grads[first:stop])
@@ -301,12 +327,24 @@ class ProjectedBackward(BackwardPass):
             results.biases = unselect_rows(self._bias_grads, runs, inputs.biases)
 
     handlers = dict(BackwardPass.handlers) | {
+        Op.PROJECT: project,
+        Op.GRAD_OUT: grad_out,
+        Op.GRAD_OUT_WEIGHT: grad_out_weight,
+        Op.A2A_FIRST_POST: post_first,
+        Op.A2A_FIRST_WAIT: wait_first,
         Op.A2A_POST: post_heads,
         Op.A2A_WAIT: wait_heads,
         Op.SLICE_HEADS: slice_heads,
         Op.RETURN_STAGE: stage_return,
         Op.END: end,
+        Op.RETURN_FIRST_POST: post_return_first,
+        Op.RETURN_FIRST_WAIT: wait_return_first,
         Op.RETURN_POST: post_return,
         Op.RETURN_WAIT: wait_return,
         Op.STORE: store,
+        Op.GRAD_WEIGHT: grad_weight,
+        Op.GRAD_WEIGHT_KV: grad_weight_kv,
+        Op.GRAD_WEIGHT_Q: grad_weight_queries,
+        Op.GRAD_WEIGHT_REST: grad_weight_rest,
+        Op.GRAD_INPUT: grad_input,
     }

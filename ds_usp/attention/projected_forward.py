@@ -1,13 +1,10 @@
 """The forward pass of an attention call that projects its own heads.
 
-It is that of plain attention, by the same schedule. What is posted does not exist before: the rows
-of a chunk are multiplied where its exchange is posted, so that the product runs under the exchange
-of the chunk before.
+It is that of plain attention, with the products where the schedule has them
+(:mod:`ds_usp.geometry.projected_schedule`). What is posted does not exist before.
 
 Letters of the shapes as in :mod:`ds_usp.attention.projection`; t are all tokens of this rank, of
 all samples.
-
-Source: the order K, V, Q of Yuan et al. (ATC 24), here chunk by chunk of heads.
 """
 
 from __future__ import annotations
@@ -22,10 +19,10 @@ from ds_usp.attention.plan import SavedChunk
 from ds_usp.attention.projected_plan import ProjectedChunk, ProjectedPlan
 from ds_usp.attention.projection import QKV_KINDS, Weights, select_rows
 from ds_usp.attention.rotary import Rotary, turn_in_place
-from ds_usp.attention.runtime import NO_KV
+from ds_usp.attention.runtime import DONE, NO_KV, ChunkState
 from ds_usp.attention.score_mod import Scores
 from ds_usp.comm.channel import PendingExchange
-from ds_usp.geometry.pipeline_schedule import Instr, Op
+from ds_usp.geometry.pipeline_schedule import Op
 from ds_usp.kernels.merge import OutputAccumulator
 
 QUERIES, KEYS_VALUES = QKV_KINDS[:1], QKV_KINDS[1:]
@@ -38,7 +35,7 @@ class Inputs:
     Args:
         x: ``[b, s, c]``.
         weights, biases: of queries, keys and values; no biases, or as many.
-        out: the output's weight ``[c_out, h e]``.
+        out: the output's weight ``[c_out, h e]``; ``out_bias`` its bias.
         rotary: cos and sin ``[s, r]`` of this rank's tokens, or their positions.
     """
 
@@ -47,6 +44,7 @@ class Inputs:
     biases: Weights
     out: torch.Tensor
     rotary: Rotary | None
+    out_bias: torch.Tensor | None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -89,14 +87,20 @@ class SeveralExchanges(PendingExchange):
         """All results; of an exchange that has been waited for without another wait."""
         return tuple(x for exchange in self._exchanges for x in exchange.wait())
 
-    def wait_first(self) -> None:
-        """Wait for the first one only."""
-        self._exchanges[0].wait()
+    def wait_for(self, index: int) -> None:
+        """Wait for one of them only."""
+        self._exchanges[index].wait()
 
     def drain(self) -> None:
         """Drain each."""
         for exchange in self._exchanges:
             exchange.drain()
+
+
+def wait_first(_: object, chunk: ChunkState, __: int, ___: int) -> None:
+    """Wait for the part of a chunk's all-to-all that was posted first, in either pass."""
+    if isinstance(chunk.exchange, SeveralExchanges):
+        chunk.exchange.wait_for(1)
 
 
 class ProjectedForward(ForwardPass):
@@ -117,65 +121,69 @@ class ProjectedForward(ForwardPass):
     ) -> None:
         super().__init__(plan.attention, scores, stand_ins, save=save)
         self._projected, self._inputs = plan, inputs
-        # With K and V before Q, the product of Q follows their post.
-        covered = Op.KV_POST if plan.attention.local_heads else Op.A2A_POST
-        self.exposed = without(plan.attention.forward_exposed, covered if plan.kv_first else None)
+        self._made: dict[int, list[torch.Tensor]] = {}  # of each chunk, to be posted
+        self.y: torch.Tensor
+
+    def project(self, chunk: ForwardChunk, _: int, __: int) -> None:
+        """All that is exchanged with a chunk."""
+        self._made[chunk.index] = self._product(chunk, self._projected.chunks[chunk.index].kinds)
+
+    def project_kv(self, chunk: ForwardChunk, _: int, __: int) -> None:
+        """Keys and values."""
+        self._made[chunk.index] = self._product(chunk, KEYS_VALUES)
+
+    def project_queries(self, chunk: ForwardChunk, _: int, __: int) -> None:
+        """Queries; without Ulysses they are used as they are."""
+        made = self._product(chunk, QUERIES)
+        if not self.plan.local_heads:
+            self._made[chunk.index] = made
+            return
+        (chunk.q,) = made
+        chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
+
+    def project_out(self, _: ForwardChunk, __: int, ___: int) -> None:
+        """The output ``[b, s, c_out]``."""
+        inputs = self._inputs
+        self.y = torch.nn.functional.linear(self.out.flatten(2), inputs.out, inputs.out_bias)
+
+    def post_first(self, chunk: ForwardChunk, _: int, __: int) -> None:
+        """Post keys and values."""
+        exchange = self._projected.chunks[chunk.index].kv
+        chunk.exchange = exchange.post_to_heads(self._made.pop(chunk.index))
 
     def post_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
-        """Project a chunk and post it."""
-        projected = self._projected.chunks[chunk.index]
-        if not self._projected.kv_first:
-            tensors = self._project(chunk, projected.kinds)
-            overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
-            chunk.exchange = projected.qkv.post_to_heads(tensors, overlapped=overlapped)
+        """Post a chunk, or its queries."""
+        projected, made = self._projected.chunks[chunk.index], self._made.pop(chunk.index)
+        if chunk.exchange is not DONE:
+            chunk.exchange = SeveralExchanges(projected.q.post_to_heads(made), chunk.exchange)
             return
-        kv = projected.kv.post_to_heads(self._project(chunk, KEYS_VALUES))
-        chunk.exchange = kv
-        q = projected.q.post_to_heads(self._project(chunk, QUERIES))
-        chunk.exchange = SeveralExchanges(q, kv)
+        overlapped = (Op.A2A_POST, chunk.index, 0, 0) not in self.exposed
+        chunk.exchange = projected.qkv.post_to_heads(made, overlapped=overlapped)
 
     def slice_heads(self, chunk: ForwardChunk, _: int, __: int) -> None:
-        """Without Ulysses: project keys and values; see :meth:`post_kv` for the queries."""
-        k, v = self._project(chunk, KEYS_VALUES)
+        """Without Ulysses: take keys and values."""
+        k, v = self._made.pop(chunk.index)
         chunk.local_kv = k, v
-
-    def post_kv(self, chunk: ForwardChunk, number: int, call: int) -> None:
-        """Without Ulysses, also project the queries under the first exchange."""
-        super().post_kv(chunk, number, call)
-        self._project_queries(chunk)
-
-    def attend(self, chunk: ForwardChunk, step: int, number: int) -> None:
-        """Queries of a chunk without exchanges are projected here."""
-        self._project_queries(chunk)
-        super().attend(chunk, step, number)
 
     def end(self, chunk: ForwardChunk, step: int, number: int) -> None:
         """With ``keep="input"`` only the log-sum-exp is saved."""
-        self._project_queries(chunk)
         super().end(chunk, step, number)
         if self._projected.keeps_input and self.saved:
             empty = NO_KV[0]
             self.saved[-1] = SavedChunk(empty, empty, empty, empty, self.saved[-1].lse)
 
-    def _project_queries(self, chunk: ForwardChunk) -> None:
-        if hasattr(chunk, "q"):
-            return
-        (chunk.q,) = self._project(chunk, QUERIES)
-        chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
-
-    def _project(self, chunk: ForwardChunk, kinds: Sequence[int]) -> list[torch.Tensor]:
+    def _product(self, chunk: ForwardChunk, kinds: Sequence[int]) -> list[torch.Tensor]:
         plan = self._projected
         return self._inputs.project(plan, plan.chunks[chunk.index], kinds)
 
     handlers = dict(ForwardPass.handlers) | {
+        Op.PROJECT: project,
+        Op.PROJECT_KV: project_kv,
+        Op.PROJECT_Q: project_queries,
+        Op.PROJECT_OUT: project_out,
+        Op.A2A_FIRST_POST: post_first,
+        Op.A2A_FIRST_WAIT: wait_first,
         Op.A2A_POST: post_heads,
         Op.SLICE_HEADS: slice_heads,
-        Op.KV_POST: post_kv,
-        Op.ATTN: attend,
         Op.END: end,
     }
-
-
-def without(exposed: frozenset[Instr], *ops: Op | None) -> frozenset[Instr]:
-    """The posts that overlap nothing, without those of these operations."""
-    return frozenset(instr for instr in exposed if instr.op not in ops)

@@ -12,6 +12,7 @@ from ds_usp.attention.projection import QKV_KINDS, Geometry, Rows
 from ds_usp.comm.all_to_all import HeadAllToAll, HeadRanges
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.pipeline_schedule import pipeline_schedule
+from ds_usp.geometry.projected_schedule import projected_schedule
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ProjectedPlan:
     """An attention plan whose chunks are projected.
 
     Args:
-        attention: its backward schedule is another one with ``keep="input"``.
+        attention: its schedules have the products; see :func:`projected_schedule`.
         geometry: of the projection.
         keeps_input: backward projects and exchanges again.
         chunks: one for each of the attention's.
@@ -103,13 +104,11 @@ class ProjectedPlan:
             )
         if keeps_input and plan.backward:
             plan = _projecting_again(plan, chunks, batch, geometry.value_dim, itemsize)
-        return cls(plan, geometry, keeps_input, tuple(chunks))
-
-    @cached_property
-    def kv_first(self) -> bool:
-        """K and V are projected and sent before Q: there is no other chunk to project meanwhile,
-        or they go around the ring."""
-        return len(self.chunks) == 1 or self.attention.local_heads
+        forward = projected_schedule(plan.forward, backward=False)
+        if plan.backward:
+            backward = projected_schedule(plan.backward, backward=True, keeps_input=keeps_input)
+            plan = replace(plan, backward=backward)
+        return cls(replace(plan, forward=forward), geometry, keeps_input, tuple(chunks))
 
     @cached_property
     def runs(self) -> tuple[Rows, ...]:

@@ -41,6 +41,16 @@ class Op(str, Enum):
     RETURN_POST, RETURN_WAIT = "ret", "ret?"  # heads to sequence
     LSE_POST, LSE_WAIT = "lse", "lse?"  # the same for the log-sum-exp
     STORE = "store"  # without Ulysses: results into the outputs
+    # Of attention with its projections (projected_schedule.py): exchanges in two parts, products.
+    A2A_FIRST_POST, A2A_FIRST_WAIT = "first", "first?"  # K and V, or what is projected again
+    RETURN_FIRST_POST, RETURN_FIRST_WAIT = "retfirst", "retfirst?"  # gradients of queries
+    PROJECT, PROJECT_KV, PROJECT_Q = "mmqkv", "mmkv", "mmq"  # the chunk's heads of the input
+    PROJECT_OUT = "mmout"  # all of the output
+    GRAD_OUT = "mmdout"  # the gradient of the attention output
+    GRAD_OUT_WEIGHT = "mmwout"  # the gradient of the output's weight
+    GRAD_WEIGHT, GRAD_WEIGHT_KV, GRAD_WEIGHT_Q = "mmwqkv", "mmwkv", "mmwq"  # of the chunk's rows
+    GRAD_WEIGHT_REST = "mmwrest"  # of the rows of all other chunks
+    GRAD_INPUT = "mmdx"  # the gradient of the input
 
 
 _NUMBERED = frozenset({"kv", "outerkv", "dkv", "outerdkv", "attn"})
@@ -48,8 +58,20 @@ _NUMBERED = frozenset({"kv", "outerkv", "dkv", "outerdkv", "attn"})
 EXCHANGES: Mapping[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = MappingProxyType(
     {
         "all_to_all": (
-            (Op.A2A_POST, Op.RETURN_POST, Op.LSE_POST),
-            (Op.A2A_WAIT, Op.RETURN_WAIT, Op.LSE_WAIT),
+            (
+                Op.A2A_POST,
+                Op.RETURN_POST,
+                Op.LSE_POST,
+                Op.A2A_FIRST_POST,
+                Op.RETURN_FIRST_POST,
+            ),
+            (
+                Op.A2A_WAIT,
+                Op.RETURN_WAIT,
+                Op.LSE_WAIT,
+                Op.A2A_FIRST_WAIT,
+                Op.RETURN_FIRST_WAIT,
+            ),
         ),
         "ring_kv": ((Op.KV_POST,), (Op.KV_WAIT,)),
         "ring_dkv": ((Op.DKV_POST,), (Op.DKV_WAIT,)),

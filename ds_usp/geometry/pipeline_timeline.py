@@ -92,6 +92,11 @@ class Timeline:
         """Seconds of the pass."""
         return self.compute + sum(self.exposed.values())
 
+    @property
+    def waits(self) -> float:
+        """Exposed seconds of exchanges."""
+        return sum(self.exposed.get(kind, 0.0) for kind in EXCHANGES)
+
     def busy(self, lane: str) -> float:
         """Seconds in which a lane works; of the compute lane without waits."""
         of_lane = (event for event in self.events if event.lane == lane and not event.is_wait)
