@@ -20,7 +20,9 @@ from ds_usp.planner import (
     Choice,
     ModelShape,
     ParallelConfig,
+    ProjectionChoice,
     Workload,
+    choose_projections,
     choose_ulysses,
     degree_or_auto,
     framework_caps,
@@ -351,6 +353,19 @@ class PlannedRun:
             config,
             self.world_size,
         )
+
+    def choose_projections(self, *, on_gpu: bool) -> ProjectionChoice | None:
+        """Whether products around attention are made under its exchanges; None: the planner has no
+        forecast for these devices."""
+        from ds_usp.training import this_cluster
+
+        if not on_gpu:
+            return None
+        try:
+            cluster = this_cluster(self.args.usp_cluster, self.world_size, on_gpu=True)
+        except ConfigError:
+            return None
+        return choose_projections(cluster, self.workload(), self.parallel_config())
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
         """The memory policy of the flags, for all layers of this rank.

@@ -18,6 +18,7 @@ from ds_usp.attention.projected import (
     warn_plain,
 )
 from ds_usp.attention.projection import Geometry, Projection, check_heads, split_heads
+from ds_usp.attention.projection_choice import overlap_pays
 from ds_usp.attention.rotary import Rotary
 from ds_usp.attention.score_mod import NO_SCORE_MOD, Scores
 from ds_usp.attention.tuning import AUTO_TUNING, Tuning
@@ -48,8 +49,9 @@ class USPSelfAttention(nn.Module):
         order: of the rows of one ``qkv`` layer: ``"qkv"`` or ``"grouped"``.
         q_norm, k_norm: modules that normalize queries and keys ``[b, s, heads, d]`` before they
             are rotated; with them the plain path is taken.
-        overlap: multiply under the exchanges. ``"auto"``: where exchanges cross nodes; over NVLink
-            a layer was 0.6 to 4.9 % slower with it (2 H200).
+        overlap: multiply under the exchanges. ``"auto"``: where the planner's forecast of a layer
+            is more than 1 % shorter with it (:func:`ds_usp.planner.choose_projections`); over
+            NVLink it is not, and a layer was 0.6 to 4.9 % slower (2 H200).
         keep: what is kept for backward, if overlapped.
 
     Raises:
@@ -110,7 +112,7 @@ class USPSelfAttention(nn.Module):
         options = self._options if mask is None else self._options._replace(mask=mask)
         plain = partial(self._plain, x, rotary, options)
         layers, mesh = self._layers, options.mesh
-        if not (mesh.crosses_nodes if self.overlap == "auto" else self.overlap):
+        if not (self._overlap_pays(x, options) if self.overlap == "auto" else self.overlap):
             return plain()
         reason = linear_reason((*layers, self.out)) or _bias_reason(layers)
         if self.q_norm is not None or self.k_norm is not None:
@@ -126,6 +128,15 @@ class USPSelfAttention(nn.Module):
         return projected_attention(
             x, projection, rotary=rotary, keep=self.keep, plain=plain, **call
         )
+
+    def _overlap_pays(self, x: torch.Tensor, options: AttentionOptions) -> bool:
+        """What ``"auto"`` means for a call."""
+        if torch.compiler.is_compiling() or type(self.out) is not nn.Linear:
+            return False
+        layout, mesh = options.layout, options.mesh
+        tokens = layout.seq_len if isinstance(layout, TokenLayout) else x.shape[1] * mesh.sp_degree
+        dim = self.out.in_features // self.heads
+        return overlap_pays(mesh, x, tokens, self.heads, self.kv_heads, dim)
 
     @property
     def _layers(self) -> tuple[nn.Module, ...]:

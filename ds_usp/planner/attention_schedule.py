@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import EXCHANGES, Instr, Op, Schedule, pipeline_schedule
 from ds_usp.geometry.pipeline_timeline import KIND_OF, POST_OF, Cost, Timeline, simulate
+from ds_usp.geometry.projected_schedule import PRODUCTS, projected_schedule
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster
 from ds_usp.planner.memory import kv_features
@@ -25,6 +26,9 @@ from ds_usp.planner.topology import DIRECT, RankGroup, exchange_s, group_of
 _LINKS: Mapping[str, str] = MappingProxyType(
     {"ring_kv_outer": "network", "ring_dkv_outer": "network"}
 )
+# Where the projections around attention are multiplied: before and after it, under its exchanges,
+# or under them and in backward again.
+OFF, ON, RECOMPUTE = PROJECTIONS = ("off", "on", "recompute")
 # Ring ranks, and nodes of a double ring, whose steps are priced one by one. A step of a longer ring
 # stands for several of its steps.
 _MAX_RING, _MAX_NODES = 16, 4
@@ -39,6 +43,21 @@ class SentBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ProductSeconds:
+    """Matrix products of all heads in one pass of an attention call with its projections.
+
+    Args:
+        queries, keys: of the weights' rows for queries, and for keys and values: each of the
+            products with them (forward; the weights' gradient; the input's).
+        out: of the output's weight, likewise.
+    """
+
+    queries: float = 0.0
+    keys: float = 0.0
+    out: float = 0.0
+
+
+@dataclass(frozen=True)
 class PassSeconds:
     """What one pass of a call spends on one rank, all its heads and ring steps together.
 
@@ -48,6 +67,7 @@ class PassSeconds:
         pack: seconds for each byte that an all-to-all sends.
         sent: bytes by the operation that posts the exchange.
         exchange: seconds of one exchange: its kind of channel, bytes sent.
+        products: of a schedule that has them.
     """
 
     kernel: float
@@ -55,6 +75,7 @@ class PassSeconds:
     pack: float
     sent: Mapping[Op, SentBytes]
     exchange: Callable[[str, float], float]
+    products: ProductSeconds = ProductSeconds()
 
 
 def pass_seconds(
@@ -67,6 +88,7 @@ def pass_seconds(
     inner: int | None,
     pattern: str = DIRECT,
     ring_steps: float = 1,
+    products: ProductSeconds = ProductSeconds(),
 ) -> PassSeconds:
     """The seconds of a pass on a cluster.
 
@@ -81,7 +103,7 @@ def pass_seconds(
     pack = 2 / hbm_bytes_per_s * config.ulysses / max(1, config.ulysses - 1)
     exchange = partial(_exchange_s, cluster, config, inner, pattern, ring_steps)
     merge = ring_steps * merge_bytes / cluster.hbm_bytes_per_s
-    return PassSeconds(kernel, merge, pack, sent, exchange)
+    return PassSeconds(kernel, merge, pack, sent, exchange, products)
 
 
 def _exchange_s(
@@ -141,6 +163,8 @@ class RelativeCosts:
         merges: partial results that each chunk merges.
         calls: fraction of its chunk's (query, key) pairs in each kernel call.
         exchanges: fraction of its chunk's tokens of that kind in each ring exchange.
+        again: fraction of the key/value heads that backward projects again with each chunk; empty
+            where it keeps them.
     """
 
     schedule: Schedule
@@ -149,6 +173,7 @@ class RelativeCosts:
     merges: tuple[int, ...]
     calls: Mapping[Instr, float]
     exchanges: Mapping[Instr, float]
+    again: tuple[float, ...] = ()
 
     @property
     def mean_merges(self) -> float:
@@ -162,13 +187,56 @@ class RelativeCosts:
             return Cost(seconds.kernel * fraction * self.calls[instr])
         if op is Op.END:
             return Cost(seconds.merge * fraction * self.merges[instr.chunk])
+        if op in PRODUCTS:
+            return Cost(self._product_s(instr, seconds.products))
         if op in POST_OF or op not in KIND_OF:
             return Cost()
-        queries, keys = seconds.sent.get(op, SentBytes())
-        sent = queries * fraction + keys * self.kv_heads[instr.chunk]
+        queries, keys = self._sent(op, seconds.sent)
+        is_again = self.again and op is Op.A2A_FIRST_POST
+        sent = queries * fraction + keys * (self.again if is_again else self.kv_heads)[instr.chunk]
         sent *= self.exchanges.get(instr, 1.0)
         pack = seconds.pack * sent if op in EXCHANGES["all_to_all"][0] else 0.0
         return Cost(pack, seconds.exchange(KIND_OF[op], sent))
+
+    def _product_s(self, instr: Instr, products: ProductSeconds) -> float:
+        """Seconds of a product: of a chunk's heads, or of all."""
+        op, chunk = instr.op, instr.chunk
+        queries, keys = self.heads[chunk], self.kv_heads[chunk]
+        if op is Op.GRAD_OUT:
+            return products.out * (queries if self.again else 1.0)
+        if op in (Op.PROJECT_OUT, Op.GRAD_OUT_WEIGHT):
+            return products.out
+        if op is Op.GRAD_WEIGHT_REST or (op is Op.GRAD_INPUT and not self.again):
+            done = 1.0 if op is Op.GRAD_WEIGHT_REST else 0.0
+            queries, keys = 1.0 - done * queries, 1.0 - done * keys
+        elif op is Op.PROJECT and self.again:
+            keys = self.again[chunk]
+        if op in (Op.PROJECT_Q, Op.GRAD_WEIGHT_Q):
+            keys = 0.0
+        elif op in (Op.PROJECT_KV, Op.GRAD_WEIGHT_KV):
+            queries = 0.0
+        return products.queries * queries + products.keys * keys
+
+    @cached_property
+    def _ops(self) -> frozenset[Op]:
+        return frozenset(instr.op for instr in self.schedule)
+
+    def _sent(self, op: Op, sent: Mapping[Op, SentBytes]) -> SentBytes:
+        """Bytes of an operation in a pass of all chunks, where all-to-alls are in two parts."""
+        to_heads, returned = (sent.get(x, SentBytes()) for x in (Op.A2A_POST, Op.RETURN_POST))
+        if self.again and op is Op.A2A_FIRST_POST:
+            return returned
+        if self.again and op is Op.A2A_POST:  # the output, too
+            return SentBytes(2 * to_heads.queries)
+        if op is Op.A2A_FIRST_POST:
+            return SentBytes(keys=to_heads.keys)
+        if op is Op.A2A_POST and Op.A2A_FIRST_POST in self._ops:
+            return SentBytes(to_heads.queries)
+        if op is Op.RETURN_FIRST_POST:
+            return SentBytes(returned.queries)
+        if op is Op.RETURN_POST and Op.RETURN_FIRST_POST in self._ops:
+            return SentBytes(keys=returned.keys)
+        return sent.get(op, SentBytes())
 
     def simulate(self, seconds: PassSeconds, contention: float) -> Timeline:
         """The pass on these seconds."""
@@ -183,12 +251,14 @@ def relative_costs(
     ulysses_rank: int = 0,
     ulysses: bool,
     backward: bool,
+    projections: str = OFF,
 ) -> RelativeCosts:
     """The schedule of one pass of one rank, with the relative costs of its instructions.
 
     Args:
         chunks: their ring schedules on this rank.
         heads: their heads.
+        projections: one of :data:`PROJECTIONS`.
     """
     merges: list[int] = []
     calls: dict[Instr, float] = {}
@@ -213,7 +283,12 @@ def relative_costs(
             total = sum(tokens) or 1
             for number, count in enumerate(tokens):
                 exchanges.update({Instr(op, index, number): count / total for op in ops})
-    schedule = pipeline_schedule(chunks, ulysses=ulysses, backward=backward)
+    again = backward and projections == RECOMPUTE
+    schedule = pipeline_schedule(
+        chunks, ulysses=ulysses, backward=backward, kv_saved=backward and not again
+    )
+    if projections != OFF:
+        schedule = projected_schedule(schedule, backward=backward, keeps_input=again)
     queries = [_count(chunk.queries[ulysses_rank]) for chunk in heads]
     keys = [
         _count(chunk.keys[ulysses_rank]) * (chunk.kv_chunk == index)
@@ -222,7 +297,12 @@ def relative_costs(
     fractions, kv_fractions = (
         tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
     )
-    return RelativeCosts(schedule, fractions, kv_fractions, tuple(merges), calls, exchanges)
+    last_of_group = {chunk.kv_chunk: index for index, chunk in enumerate(heads)}
+    group_of_last = {last: kv_fractions[group] for group, last in last_of_group.items()}
+    kv_again = [group_of_last.get(index, 0.0) for index in range(len(heads))] if again else []
+    return RelativeCosts(
+        schedule, fractions, kv_fractions, tuple(merges), calls, exchanges, tuple(kv_again)
+    )
 
 
 def _count(heads: tuple[int, int]) -> int:
@@ -240,6 +320,7 @@ def mean_costs(
     ulysses: bool,
     gather: bool,
     backward: bool,
+    projections: str = OFF,
 ) -> tuple[RelativeCosts, float]:
     """A pass whose ring steps all have equal work, as those of a causal zigzag have in the mean
     over ranks; and the number of ring steps that each of them stands for.
@@ -248,6 +329,7 @@ def mean_costs(
         heads, kv_heads: of a rank.
         inner: ring ranks of a node in a double ring.
         gather: keys and values are all-gathered.
+        projections: one of :data:`PROJECTIONS`.
     """
     priced_nodes = min(ring // inner, _MAX_NODES) if inner else 1
     priced_inner = min(inner or ring, _MAX_RING)
@@ -267,6 +349,8 @@ def mean_costs(
     for forward, last_first in chunk_positions([_count(chunk.keys[0]) for chunk in head_chunks]):
         backward_steps = plan(position=last_first).backward_steps
         schedules.append(replace(plan(position=forward), backward_steps=backward_steps))
-    costs = relative_costs(schedules, head_chunks, ulysses=ulysses, backward=backward)
+    costs = relative_costs(
+        schedules, head_chunks, ulysses=ulysses, backward=backward, projections=projections
+    )
     nodes_per_step = ring / inner / priced_nodes if inner else 1.0
     return costs, nodes_per_step if gather else ring / priced_ring

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
+from typing import NamedTuple
 
 from ds_usp.geometry.chunking import CallSize
 from ds_usp.geometry.heads import HeadSplit
-from ds_usp.planner.attention_schedule import mean_costs, pass_seconds, sent_by_operation
+from ds_usp.geometry.pipeline_timeline import Timeline
+from ds_usp.planner.attention_schedule import (
+    OFF,
+    ProductSeconds,
+    mean_costs,
+    pass_seconds,
+    sent_by_operation,
+)
 from ds_usp.planner.formulas import attention_flop_per_token
 from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.kernel_time import elementwise_s, gemm_s
 from ds_usp.planner.memory import kv_features
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -24,6 +33,12 @@ from ds_usp.planner.profile_rows import (
 )
 from ds_usp.planner.topology import DIRECT, RELAY, group_of, inside_node, ring_ranks_per_node
 from ds_usp.planner.traffic import layer_traffic
+
+# Bytes that each of the three products with rows of the weights moves more for each byte of its
+# queries, keys and values, where it is made chunk by chunk: rows of weights and gradients are put
+# together, rotated gradients copied, products smaller. Fitted once, to the 6 layers on Ulysses 2 of
+# projected.csv, as a whole.
+_PARTS_BYTES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +193,56 @@ def _simulated(
 ) -> AttentionTime:
     """The simulation of a call's schedule; once for all configurations that differ in what no
     attention call depends on."""
+    kernel = _kernel_s(cluster, work, config, backward)
+    if config.sp == 1:
+        return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
+    run = simulated_pass(cluster, work, config, backward=backward, impl=impl)
+    alone = run.timeline.alone
+    ring = max(
+        alone["ring_kv"] + alone["ring_dkv"], alone["ring_kv_outer"] + alone["ring_dkv_outer"]
+    )
+    exposed = max(0.0, run.timeline.total - kernel - run.merge)
+    return AttentionTime(kernel, run.merge, exposed, alone["all_to_all"], ring, chunks=run.chunks)
+
+
+def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
+    """The attention kernels of one direction."""
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two.
     length = work.seq_len / (2 * config.ring if config.ring > 1 else 1)
     efficiency = interpolate_curve(cluster.attention_efficiency, length)
     flop = _rank_flop(work, config)
-    kernel = flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
-    if config.sp == 1:
-        return AttentionTime(kernel, 0.0, 0.0, 0.0, 0.0)
+    return flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
+
+
+class SimulatedPass(NamedTuple):
+    """One direction of a call on one rank, mean over ranks.
+
+    Attributes:
+        merge: seconds of merging partial outputs.
+        chunks: head chunks.
+    """
+
+    timeline: Timeline
+    merge: float
+    chunks: int
+
+
+def simulated_pass(
+    cluster: Cluster,
+    work: Workload,
+    config: ParallelConfig,
+    *,
+    backward: bool,
+    impl: AttentionImpl = DS_USP,
+    projections: str = OFF,
+) -> SimulatedPass:
+    """The schedule that the attention executes, on the cluster's rates.
+
+    Args:
+        config: of several ranks a sequence.
+        projections: one of ``PROJECTIONS``; but for ``off`` the products before and after attention
+            are in the schedule, and in its time.
+    """
     size = _call_size(cluster, work, config)
     chunks = size.num_chunks() if impl.chunks else 1
     inner = size.inner_ring(chunks) if impl.chunks else None
@@ -196,6 +254,7 @@ def _simulated(
         ulysses=config.ulysses > 1,
         gather=impl.chunks and size.all_gathers_kv(chunks, inner),
         backward=backward,
+        projections=projections,
     )
     traffic = layer_traffic(work, config, impl.relayed_ring)
     nodes = config.ring // inner if inner else 1
@@ -204,7 +263,7 @@ def _simulated(
     seconds = pass_seconds(
         cluster,
         config,
-        kernel=kernel,
+        kernel=_kernel_s(cluster, work, config, backward),
         merge_bytes=out_elements * impl.merge_bytes_per_element,
         sent=sent_by_operation(
             work,
@@ -217,15 +276,31 @@ def _simulated(
         inner=inner,
         pattern=RELAY if impl.relayed_ring else DIRECT,
         ring_steps=ring_steps,
+        products=product_seconds(cluster, work, config, in_parts=True),
     )
     timeline = costs.simulate(seconds, cluster.contention)
-    merge = seconds.merge * costs.mean_merges
-    alone = timeline.alone
-    ring = max(
-        alone["ring_kv"] + alone["ring_dkv"], alone["ring_kv_outer"] + alone["ring_dkv_outer"]
-    )
-    exposed = max(0.0, timeline.total - kernel - merge)
-    return AttentionTime(kernel, merge, exposed, alone["all_to_all"], ring, chunks=chunks)
+    return SimulatedPass(timeline, seconds.merge * costs.mean_merges, chunks)
+
+
+def product_seconds(
+    cluster: Cluster, work: Workload, config: ParallelConfig, *, in_parts: bool
+) -> ProductSeconds:
+    """Each of the products around attention.
+
+    Args:
+        in_parts: chunk by chunk, as under the exchanges.
+    """
+    model, tokens = work.model, work.rank_tokens(config)
+
+    def seconds(width: float) -> float:
+        return gemm_s(cluster, tokens, tokens * model.hidden * width / config.tp)
+
+    def in_parts_s(width: float) -> float:
+        moved = _PARTS_BYTES * tokens * width / config.tp * config.param_bytes if in_parts else 0.0
+        return seconds(width) + elementwise_s(cluster, moved)
+
+    queries, keys = float(model.q_width), 2.0 * model.kv_width
+    return ProductSeconds(in_parts_s(queries), in_parts_s(keys), seconds(queries))
 
 
 def _call_size(cluster: Cluster, work: Workload, config: ParallelConfig) -> CallSize:

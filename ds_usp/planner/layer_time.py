@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from ds_usp.planner.attention_time import AttentionTime, attention_s
 from ds_usp.planner.formulas import layer_bytes, mlp_share
-from ds_usp.planner.hardware import HBM_FRACTION, Cluster
+from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.kernel_time import elementwise_s, gemm_s
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.profile_rows import interpolate_curve, layer_rows, nearest_tp
+from ds_usp.planner.profile_rows import layer_rows, nearest_tp
 from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
 from ds_usp.planner.traffic import layer_traffic
 
@@ -194,14 +195,3 @@ def _unfused_bytes(work: Workload, config: ParallelConfig) -> float:
     """Activations without recomputation: about what elementwise kernels write."""
     whole = config.replace(recompute="none", mlp_chunks=0, fused_activation=True)
     return layer_bytes(work, whole)
-
-
-def elementwise_s(cluster: Cluster, moved_bytes: float) -> float:
-    """Elementwise kernels that read and write so much."""
-    return moved_bytes / (HBM_FRACTION * cluster.hbm_bytes_per_s)
-
-
-def gemm_s(cluster: Cluster, tokens: float, multiplications: float) -> float:
-    """GEMMs over so many tokens: ``2 m n k / (F eta(m))``."""
-    efficiency = interpolate_curve(cluster.gemm_efficiency, tokens)
-    return 2 * multiplications / (cluster.peak_flop_per_s * efficiency)

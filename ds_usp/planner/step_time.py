@@ -11,8 +11,9 @@ from ds_usp.planner.formulas import (
     stage_elements,
 )
 from ds_usp.planner.hardware import Cluster
+from ds_usp.planner.kernel_time import elementwise_s, gemm_s
 from ds_usp.planner.launch_overhead import LaunchedWork
-from ds_usp.planner.layer_time import elementwise_s, gemm_s, layer_time
+from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.memory import states_bytes
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import (

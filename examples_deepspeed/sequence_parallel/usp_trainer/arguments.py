@@ -161,7 +161,8 @@ def _parallel(parser: Parser) -> None:
         projections.AUTO,
         "compute the products before and after attention under its exchanges, with megatron-core's "
         "own linear layers; recompute: also compute and exchange queries, keys and values again in "
-        "backward, one chunk of heads at a time; auto: on where exchanges cross nodes",
+        "backward, one chunk of heads at a time; auto: on where the planner forecasts a layer "
+        "more than 1 %% shorter",
     )
     add("--pipeline-model-parallel-size", COUNT, 1, "stages")
     add("--zero-stage", tuple(range(4)), 1, "DeepSpeed's ZeRO stage", type=int)

@@ -1,12 +1,13 @@
-"""``--ulysses-degree auto``: the planner chooses the degree on rank 0, before anything is built."""
+"""``--ulysses-degree auto`` and ``--usp-projection-overlap auto``: the planner chooses on rank 0,
+before anything is built."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from ds_usp.planner import AUTO, Choice
+from ds_usp.planner import AUTO, Choice, ProjectionChoice
 from megatron_patches.flags import PlannedRun
-from usp_trainer import tp_tokens
+from usp_trainer import projections, tp_tokens
 from usp_trainer.input_files import TEXT_VOCAB_SIZE
 from usp_trainer.launch import broadcast_from_rank0
 from usp_trainer.validate_args import model_parallel_size, validate_and_derive
@@ -24,14 +25,33 @@ def planned_run(args: Namespace) -> PlannedRun:
 
 
 def resolve_auto_args(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
-    """:func:`validate_and_derive` after ``auto`` is replaced by a degree. Collective.
+    """:func:`validate_and_derive` after ``auto`` is replaced by a degree, and that of
+    ``--usp-projection-overlap`` by on or off. Collective.
 
     Returns:
-        The validated arguments, and the planner's reasons, one a line; none without ``auto``.
+        The validated arguments, and the planner's reasons, one a line; none where nothing was
+        decided.
 
     Raises:
         ConfigError, LayoutError: on every rank; also where the planner finds that nothing fits.
     """
+    args, why = _resolve_degree(args, world_size)
+    if args.usp_projection_overlap != projections.AUTO or args.ds_sequence_parallel_size == 1:
+        return args, why
+    if projections.obstacle(args):
+        args.usp_projection_overlap = projections.OFF
+        return args, why
+    run, on_gpu = planned_run(args), args.device == "cuda"
+    choice: ProjectionChoice | None = broadcast_from_rank0(
+        lambda: run.choose_projections(on_gpu=on_gpu)
+    )
+    if choice is None:  # by the mesh's nodes, when it is there
+        return args, why
+    args.usp_projection_overlap = projections.ON if choice.overlap else projections.OFF
+    return args, (*why, f"planner: {choice.why}")
+
+
+def _resolve_degree(args: Namespace, world_size: int) -> tuple[Namespace, tuple[str, ...]]:
     if args.ulysses_degree != AUTO:
         return validate_and_derive(args, world_size), ()
     run = planned_run(validate_and_derive(_with_ulysses(args, None), world_size))

@@ -22,23 +22,26 @@ def check(args: Namespace) -> None:
         ConfigError: with the reason and the fix.
     """
     wanted = args.usp_projection_overlap
-    if wanted in (ON, RECOMPUTE) and (reason := _obstacle(args)):
+    if wanted in (ON, RECOMPUTE) and (reason := obstacle(args)):
         raise ConfigError(
             f"--usp-projection-overlap {wanted} {reason}, or --usp-projection-overlap {OFF}"
         )
 
 
 def keep_of(args: Namespace, mesh: SequenceMesh) -> Literal["arrivals", "input"] | None:
-    """What a layer's attention keeps for backward; None: its projections are not overlapped."""
+    """What a layer's attention keeps for backward; None: its projections are not overlapped.
+
+    Where the planner had no forecast, ``auto`` overlaps them where exchanges cross nodes.
+    """
     wanted = args.usp_projection_overlap
     if wanted == AUTO:
-        wanted = ON if mesh.crosses_nodes and not _obstacle(args) else OFF
+        wanted = ON if mesh.crosses_nodes and not obstacle(args) else OFF
     if wanted == OFF or mesh.sp_degree == 1:
         return None
     return "input" if wanted == RECOMPUTE else "arrivals"
 
 
-def _obstacle(args: Namespace) -> str:
+def obstacle(args: Namespace) -> str:
     """Why no layer can be served, and the fix; "" if they can."""
     if args.tensor_model_parallel_size > 1:
         return "needs whole weights: use --tensor-model-parallel-size 1"
