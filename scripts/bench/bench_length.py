@@ -199,7 +199,7 @@ FULL = {
 FULL["flags"] |= {"loss_chunks": 16, "mlp_chunks": 4}
 SMOKE = {"tokens": 512, "layers": 5, "model": "tiny", "loss_chunks": 4, "mlp_chunks": 4}
 SMOKE |= {"warm_up_tokens": 128, "kernel_tokens": 128, "compare_steps": 3, "unit": 64}
-OTHERS = {"model": "llama3-8b", "loss_chunks": 256, "mlp_chunks": 64, "warm_up_tokens": 8192}
+OTHERS = {"model": "llama3-8b", "loss_chunks": 256, "mlp_chunks": 32, "warm_up_tokens": 8192}
 OTHERS |= {"kernel_tokens": 65536, "compare_steps": 12, "unit": 16384}
 
 
@@ -213,7 +213,7 @@ def parse() -> argparse.Namespace:
     names = ("layers", "tokens", "steps", "window", "ulysses", "loss_chunks", "mlp_chunks")
     for name in (*names, "warm_up_tokens", "kernel_tokens", "compare_steps", "unit"):
         add(f"--{name.replace('_', '-')}", type=int)
-    add("--offload-ratio", default="0.8")
+    add("--offload-ratio", default="0.95")
     add("--settings", default="", help="memory flags of the trainer, instead of the part's")
     add("--more", default="", help="further flags of the trainer")
     add("--seed", type=int, default=1234)

@@ -21,7 +21,7 @@ from usp_trainer.arguments import parse
 
 import megatron_patches
 from ds_usp.planner import load_cluster
-from ds_usp.planner.memory import Memory, exchange_bytes, memory
+from ds_usp.planner.memory import Memory
 
 MOMENTS = ("shape", "policy", "moment", "place", "seconds", "device_gib", "peak_gib", "host_gib")
 PACKAGES = ("deepspeed", "megatron-core", "flash-attn-4")
@@ -126,19 +126,23 @@ def tokens_file(session: Session, folder: Path, vocab: int, count: int) -> str:
 
 
 def predicted(flags: Sequence[str], world: int, window: int) -> tuple[Memory, float]:
-    """What the planner says of a command line; and the total if the exchange, which it counts for
-    attention to all tokens, has the window's tokens of a ring alone."""
+    """What the planner says of a command line; and the total where the exchange of a ring, which it
+    counts for attention to all tokens, has the tokens of a window alone."""
     from usp_trainer.auto_args import planned_run
     from usp_trainer.validate_args import validate_and_derive
 
+    from ds_usp.planner import memory as planner_memory
+
     run = planned_run(validate_and_derive(parse(flags), world))
     work, config = run.workload(), run.parallel_config()
-    needs = memory(work, config, load_cluster("h200").workspace_bytes)
-    whole = exchange_bytes(work, config)
+    workspace = load_cluster("h200").workspace_bytes
+    needs = planner_memory.memory(work, config, workspace)
     if not window or config.ring == 1:
         return needs, needs.total
-    short = exchange_bytes(replace(work, seq_len=min(work.seq_len, window * config.ring)), config)
-    return needs, needs.total - (whole - short if needs.exchange else 0.0)
+    short = replace(work, seq_len=min(work.seq_len, window * config.ring))
+    exchange = planner_memory.exchange_bytes(short, config)
+    with mock.patch.object(planner_memory, "exchange_bytes", lambda *_: exchange):
+        return needs, planner_memory.memory(work, config, workspace).total
 
 
 class Trained:
