@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
@@ -48,6 +48,7 @@ class PreparedLaunch:
             constants.
         grid: of one to three numbers.
         numbers, constants: in the kernel's order.
+        options: of Triton's compiler.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class PreparedLaunch:
         numbers: tuple[int, ...],
         *,
         num_warps: int = 4,
+        options: Mapping[str, Any] | None = None,
         **constants: Any,
     ) -> None:
-        self._kernel, self._grid = kernel, grid
-        self._numbers, self._constants = numbers, dict(constants, num_warps=num_warps)
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._constants = {**constants, "num_warps": num_warps, **(options or {})}
         self._all_numbers = (*numbers, *constants.values())
         self._compiled: dict[object, Callable[..., None]] = {}
 
@@ -90,11 +92,11 @@ class CachedLauncher:
     """Launches a Triton kernel that is called again and again with the same integers.
 
     Args:
-        kernel: as of :class:`PreparedLaunch`.
+        kernel, options: as of :class:`PreparedLaunch`.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self._options = kernel, options
         self._cache: dict[object, PreparedLaunch] = {}
 
     def __call__(
@@ -112,7 +114,14 @@ class CachedLauncher:
         if launch is None:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
-            launch = PreparedLaunch(self.kernel, grid, numbers, num_warps=num_warps, **constants)
+            launch = PreparedLaunch(
+                self.kernel,
+                grid,
+                numbers,
+                num_warps=num_warps,
+                options=self._options,
+                **constants,
+            )
             self._cache[key] = launch
         dtypes = tuple([x.dtype for x in tensors])
         launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
