@@ -106,42 +106,80 @@ _INTEGERS = MappingProxyType(
 )  # by bytes
 
 
-def batch_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A text that differs between batches: shapes, dtypes, and a sum over each tensor.
+class BatchDigest:
+    """What tells batches apart: shapes, dtypes, and a sum over each tensor.
 
     The sums are of bits as integers, each times a number that its position gives, and wrap around:
     exact in any order, so that unlike GPUs agree. One transfer from each device; a tensor on
     ``meta`` has no values.
     """
-    sums: dict[torch.device, list[Tensor]] = {}
-    for x in tensors.values():
-        bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
-        weights = torch.arange(1, len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
-        weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: tokens that swap show
-        sums.setdefault(x.device, []).append((bits * weights).sum())
-    numbers = {
-        device: iter([0] * len(each) if device.type == "meta" else torch.stack(each).tolist())
-        for device, each in sums.items()
-    }
-    return ", ".join(
-        f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {next(numbers[x.device]):x}"
-        for name, x in tensors.items()
-    )
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: (tuple(x.shape), x.dtype, x.device) for name, x in tensors.items()}
+        sums: dict[torch.device, list[Tensor]] = {}
+        for x in tensors.values():
+            bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()]).long()
+            weights = torch.arange(1, len(bits) + 1, device=x.device) * 0x1E3779B97F4A7C15
+            weights = (weights ^ (weights >> 29)) | 1  # unlike neighbours: tokens that swap show
+            sums.setdefault(x.device, []).append((bits * weights).sum())
+        # From a GPU to pinned memory, behind the work of its stream: the host goes on.
+        self._sums = {
+            device: torch.stack(each).to("cpu", non_blocking=device.type == "cuda")
+            for device, each in sums.items()
+            if device.type != "meta"
+        }
+        self._copied = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in self._sums
+            if device.type == "cuda"
+        }
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`text` need not wait for a GPU."""
+        return not self._copied
+
+    def text(self, values: bool = True) -> str:
+        """A text that differs between batches; without the values it is known at once."""
+        shapes = {
+            name: f"{name} {shape} {str(dtype).removeprefix('torch.')}"
+            for name, (shape, dtype, _) in self._tensors.items()
+        }
+        if not values:
+            return ", ".join(shapes.values())
+        for event in self._copied.values():
+            event.synchronize()
+        numbers = {device: iter(sums.tolist()) for device, sums in self._sums.items()}
+        return ", ".join(
+            f"{text} {next(numbers.get(self._tensors[name][2], iter([0]))):x}"
+            for name, text in shapes.items()
+        )
 
 
-def describe_arguments(given: Mapping[str, Any]) -> str:
-    """A text that differs between the arguments of forward passes, tensors by their values.
+class ArgumentsDigest:
+    """What tells the arguments of forward passes apart, tensors by their values.
 
-    See :func:`batch_digest`.
+    See :class:`BatchDigest`.
     """
-    tensors: dict[str, Tensor] = {}
-    plain: list[str] = []
-    for name, value in _flat("", given):
-        if isinstance(value, Tensor):
-            tensors[name] = _real(value)
-        elif isinstance(value, (int, float, str)):
-            plain.append(f"{name} {value}")
-    return "; ".join((batch_digest(tensors), ", ".join(plain)))
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        tensors: dict[str, Tensor] = {}
+        plain: list[str] = []
+        for name, value in _flat("", given):
+            if isinstance(value, Tensor):
+                tensors[name] = _real(value)
+            elif isinstance(value, (int, float, str)):
+                plain.append(f"{name} {value}")
+        self._tensors, self._plain = BatchDigest(tensors), ", ".join(plain)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`text` need not wait for a GPU."""
+        return self._tensors.is_known
+
+    def text(self, values: bool = True) -> str:
+        """A text that differs between arguments; without tensors' values it is known at once."""
+        return "; ".join((self._tensors.text(values), self._plain))
 
 
 def _real(x: Tensor) -> Tensor:
@@ -160,24 +198,59 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+class ValuesComparison:
+    """The tensors' values of a forward pass, which the ranks of a mesh have still to compare.
+
+    Attributes:
+        digest: None if nothing is left to compare.
+    """
+
+    def __init__(self, mesh: SequenceMesh, what: str) -> None:
+        self._mesh, self._what = mesh, what
+        self.digest: ArgumentsDigest | None = None
+
+    def __deepcopy__(self, _: Any) -> ValuesComparison:
+        """Of a pass that was interrupted: nothing is left to compare."""
+        return ValuesComparison(self._mesh, self._what)
+
+    def finish(self) -> None:
+        """Compare them, once they are known. Collective over the mesh.
+
+        Raises:
+            MeshError: the ranks were given other values.
+        """
+        digest, self.digest = self.digest, None
+        if digest is not None:
+            self._mesh.agree(f"{self._what} {digest.text()}")
+
+
 @contextmanager
-def same_on_all_ranks(mesh: SequenceMesh, what: str, given: Mapping[str, Any]) -> Iterator[None]:
+def same_on_all_ranks(
+    mesh: SequenceMesh, what: str, given: Mapping[str, Any], deferred: bool = False
+) -> Iterator[ValuesComparison]:
     """Compare the arguments of a forward pass on all ranks when the body has ended, well or not:
     what one rank refuses every rank refuses. Collective over the mesh.
 
     Args:
         what: precedes the arguments in the error.
+        deferred: leave values on GPUs to :meth:`ValuesComparison.finish`, so that a GPU need not
+            be idle until the host has read them. They may not decide which collectives the pass
+            has, but for attention, which compares its own calls.
 
     Raises:
         MeshError: the ranks were given other arguments, or another rank has refused its own.
         Exception: what the body has raised.
     """
     error: Exception | None = None
+    comparison = ValuesComparison(mesh, what)
     try:
-        yield
+        yield comparison
     except Exception as refused:
         error = refused
     if mesh.sp_group is not None:
-        mesh.agree(f"{what} {describe_arguments(given)}", error)
+        digest = ArgumentsDigest(given)
+        if deferred and not digest.is_known:
+            comparison.digest = digest
+        mesh.agree(f"{what} {digest.text(values=comparison.digest is None)}", error)
     if error is not None:
         raise error

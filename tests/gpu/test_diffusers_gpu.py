@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,11 +70,11 @@ def rank_main(rank: int, port: int, checks: tuple[Check, ...], device: str = "cu
         of_check = dict(check(torch.device(device)))
         seconds = time.perf_counter() - begin
         errors |= of_check
-        if rank == 0:
-            say(f"{check.__name__}: {len(of_check)} in {seconds:.1f} s")
-            say(*(f"  {name}: {error:.1e}" for name, error in of_check.items()))
+        say(f"{check.__name__}: {len(of_check)} in {seconds:.1f} s")
+        say(*(f"  {name}: {error:.1e}" for name, error in of_check.items()))
     wrong = {name: error for name, error in errors.items() if not error <= BOUND}
     assert not wrong, wrong
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -82,8 +83,10 @@ def run(*checks: Check) -> None:
 
 
 def say(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+    """Write on rank 0."""
+    if dist.get_rank() == 0:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
 
 
 def relative(have: Tensor, want: Tensor) -> float:
@@ -188,6 +191,39 @@ def graphs(device: torch.device) -> Iterator[tuple[str, float]]:
         yield "after a refused CUDA graph", relative(transformer(**given).sample, want)
 
 
+def host_and_gpu(device: torch.device) -> Iterator[tuple[str, float]]:
+    """The host does not wait for the GPU within a pass; other noise on a rank is an error."""
+    from ds_usp.integrations.diffusers import enable
+
+    transformer, given = model_on(device, "WanTransformer3DModel")
+    with torch.no_grad():
+        want, alone = transformer(**given).sample, waits(transformer, given)
+        with enable(transformer, ds_usp.SequenceMesh.from_group(None, 2)):
+            transformer(**given)  # the first calls of a kind wait for the other ranks' records
+            sharded = waits(transformer, given)
+            say(f"waits of one GPU: {alone or 'none'}; of the mesh: {sharded or 'none'}")
+            yield "waits within a pass", float("inf") if sharded and not alone else 0.0
+            noise = {"hidden_states": given["hidden_states"] + dist.get_rank()}
+            with pytest.raises(ds_usp.MeshError, match="noise from generators of one seed"):
+                transformer(**given | noise)
+            yield "after other noise on a rank", relative(transformer(**given).sample, want)
+
+
+def waits(transformer: Any, given: Mapping[str, Any]) -> str:
+    """Where the host waits for the GPU first within a pass."""
+    if not torch.cuda.is_available():
+        return ""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        transformer(**given)
+    except RuntimeError as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{frame.filename}:{frame.lineno}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
 def examples(device: torch.device) -> Iterator[tuple[str, float]]:
     """The programs of examples_deepspeed/diffusion with their own check."""
     for program, commands in PROGRAMS.items():
@@ -233,7 +269,7 @@ def of_compiled_blocks(
 
 
 def test_transformers_and_examples() -> None:
-    run(classes, guidance, parallelism_of_diffusers, graphs, examples)
+    run(classes, guidance, parallelism_of_diffusers, graphs, host_and_gpu, examples)
 
 
 def test_compiled_blocks() -> None:

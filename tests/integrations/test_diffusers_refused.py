@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tiny_diffusers import arguments, build
 
 import ds_usp
 from ds_usp.integrations.diffusers import enable
+from ds_usp.integrations.replicas import ArgumentsDigest
 
 PIXART = "PixArtTransformer2DModel"
 WORLD = 4
@@ -93,3 +95,26 @@ def test_every_rank_refuses(pool: WorkerPool, make: Any, kind: str, text: str) -
     for have, message in pool.run(refused, WORLD, make=make):
         assert kind in ("", have), (have, message)
         assert text in message
+
+
+def compared_at_the_end(ctx: RankContext) -> tuple[str, int, str]:
+    """As on GPUs, whose values are compared when the pass has been launched: the error, how many
+    attentions ran before it, and the error of other shapes, before any ran."""
+    name, given = other_noise(ctx.rank)
+    transformer, calls = build(name), []
+    transformer.x_embedder.register_forward_hook(lambda *_: calls.append(1))
+    with enable(transformer, mesh_of(2)), patch.object(ArgumentsDigest, "is_known", False):
+        with pytest.raises(ds_usp.MeshError) as error:
+            transformer(**given)
+        launched = len(calls)
+        with pytest.raises(ds_usp.MeshError) as other:
+            transformer(**arguments(name, odd=ctx.rank == 1))
+        assert len(calls) == launched
+        transformer(**arguments(name))  # the ranks can go on
+    return str(error.value), launched, str(other.value)
+
+
+def test_values_on_gpus_are_compared_at_the_end_of_a_pass(pool: WorkerPool) -> None:
+    for values, launched, shapes in pool.run(compared_at_the_end, WORLD):
+        assert launched == 1 and "noise from generators of one seed" in values
+        assert "hidden_states (2, 32, 4)" in shapes and "hidden_states (2, 35, 4)" in shapes

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from model_runs import IGNORED, plain_batch
 
-from ds_usp.integrations.replicas import batch_digest, describe_arguments
+from ds_usp.integrations.replicas import ArgumentsDigest, BatchDigest
+
+
+def digest(batch: Mapping[str, torch.Tensor]) -> str:
+    return BatchDigest(batch).text()
 
 
 def test_digests_tell_batches_apart() -> None:
     batch = plain_batch()
-    same = batch_digest(batch)
-    assert batch_digest({name: x.clone() for name, x in batch.items()}) == same
+    same = digest(batch)
+    assert digest({name: x.clone() for name, x in batch.items()}) == same
     swapped = batch["input_ids"].clone()
     swapped[1, [2, 3]] = swapped[1, [3, 2]]
     others = (
@@ -22,15 +28,16 @@ def test_digests_tell_batches_apart() -> None:
         {"input_ids": batch["input_ids"]},
         {"input_ids": batch["input_ids"].double(), "labels": batch["labels"]},
     )
-    assert len({same, *map(batch_digest, others)}) == 1 + len(others)
-    assert batch_digest({}) == "" == batch_digest({})
+    assert len({same, *map(digest, others)}) == 1 + len(others)
+    assert digest({}) == "" == digest({})
+    assert len({BatchDigest(x).text(values=False) for x in (batch, *others)}) == 1 + len(others) - 2
     assert not dist.is_initialized()
 
 
 def test_digests_sum_without_rounding() -> None:
     """So that the order of a sum, another one on unlike GPUs, makes no difference."""
     noise = torch.tensor([1e30, 1.0, 2.0])
-    assert batch_digest({"noise": noise}) != batch_digest({"noise": noise[[0, 2, 1]]})
+    assert digest({"noise": noise}) != digest({"noise": noise[[0, 2, 1]]})
 
 
 def test_digests_compare_values_of_any_device_and_dtype() -> None:
@@ -42,8 +49,8 @@ def test_digests_compare_values_of_any_device_and_dtype() -> None:
         "small": torch.ones(2, 2).to(torch.float8_e4m3fn),
         "none": torch.zeros(0, 3),
     }
-    same = describe_arguments(given)
-    assert describe_arguments(dict(given)) == same
+    same = ArgumentsDigest(given).text()
+    assert ArgumentsDigest(dict(given)).text() == same
     others = {
         "latents": torch.zeros(4, device="meta"),
         "mask": torch.tensor([[True] * 6 + [False] * 2, [True] * 5 + [False] * 3]),
@@ -51,5 +58,5 @@ def test_digests_compare_values_of_any_device_and_dtype() -> None:
         "small": given["small"].bfloat16(),
         "none": torch.zeros(0, 3, dtype=torch.bool),
     }
-    texts = {describe_arguments({**given, name: value}) for name, value in others.items()}
+    texts = {ArgumentsDigest({**given, name: value}).text() for name, value in others.items()}
     assert len(texts - {same}) == len(others)

@@ -54,7 +54,7 @@ def check_transformer(transformer: nn.Module) -> None:
             "disable_cache()"
         )
     for path, module in transformer.named_modules():
-        registry = getattr(module, "_diffusers_hook", None)
+        registry = vars(module).get("_diffusers_hook")  # a thousand modules, in every pass
         foreign = [] if registry is None else sorted(set(registry.hooks) - _HARMLESS_HOOKS)
         if foreign:
             raise UnsupportedAttentionError(
@@ -192,12 +192,12 @@ class ShardedTransformer:
         advice = "give every rank the same batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
-        with same_on_all_ranks(self._mesh, call, arguments):
+        with same_on_all_ranks(self._mesh, call, arguments, deferred=True) as values:
             self._check_unchanged()
             check_arguments(self.transformer, self._plan, arguments)
             given = self._branches.split(name, arguments, frozenset(self._plan.unbatched))
         orders = frozenset(self._plan.attention.values())
-        self.state = PassState(name, self._branches.mesh, self._options, orders)
+        self.state = PassState(name, self._branches.mesh, self._options, orders, values)
         if torch.is_grad_enabled():
             self._wrap_checkpoints(self.state)
         return (), _sharded(self.state, given, self._plan.inputs.get("", {}))
@@ -207,6 +207,8 @@ class ShardedTransformer:
         """After every pass, one that has raised too (without an output)."""
         state, self.state = self.state, None
         self._restore_checkpoints()
+        if out is not None and state is not None:
+            state.values.finish()
         if out is not None and state is not None and not state.joined:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "

@@ -15,7 +15,12 @@ from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
 from ds_usp.integrations.diffusers.plans import Kind, TokenDim
-from ds_usp.integrations.replicas import Reduction, check_reduction, join_shards
+from ds_usp.integrations.replicas import (
+    Reduction,
+    ValuesComparison,
+    check_reduction,
+    join_shards,
+)
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 
 LAYOUT = "contiguous"
@@ -99,6 +104,7 @@ class PassState:
 
     Args:
         orders: the tokens of the attentions' keys.
+        values: of its arguments, which the ranks may have still to compare.
 
     Attributes:
         joined: whether an output was joined.
@@ -110,8 +116,9 @@ class PassState:
         mesh: SequenceMesh,
         options: Options,
         orders: frozenset[tuple[Kind, ...]],
+        values: ValuesComparison,
     ) -> None:
-        self.joined = False
+        self.joined, self.values = False, values
         self._name, self._mesh, self._options = name, mesh, options
         self._orders = orders
         self._lengths: dict[Kind, int] = {}
