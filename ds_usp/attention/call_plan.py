@@ -146,7 +146,16 @@ def _new_plan(
     trainable = grad and sinks is not None and sinks.requires_grad
     # The same on all ranks: the signature has these flags.
     backward = trainable or (grad and (q.requires_grad or k.requires_grad or v.requires_grad))
-    resolved = tuning.resolve(split, layout, q, mesh, mask, kv_layout.seq_len, backward=backward)
+    resolved = tuning.resolve(
+        split,
+        layout,
+        q,
+        mesh,
+        mask,
+        kv_layout.seq_len,
+        backward=backward,
+        varlen=chosen.caps.varlen,
+    )
     # The mesh caches the plan: a reference back would keep its process groups until the exit.
     mesh_ref = cast(SequenceMesh, weakref.proxy(mesh))
     exchanges = plan_head_exchanges(

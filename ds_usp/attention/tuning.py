@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class Tuning:
         keys: int | None = None,
         *,
         backward: bool = True,
+        varlen: bool = True,
     ) -> ResolvedTuning:
         """Resolve ``"auto"`` for one call, the same on every rank.
 
@@ -80,6 +82,7 @@ class Tuning:
             mask: which pairs attend.
             keys: tokens of the keys' sequence; None: the queries'.
             backward: a backward pass follows.
+            varlen: the kernel computes many documents in one call.
 
         Raises:
             ConfigError: more chunks than heads allow, copy engines that cannot be used, or an
@@ -88,7 +91,9 @@ class Tuning:
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
-        size = size._replace(backward=backward)
+        documents = 0 if varlen else sum(len(borders) - 1 for borders in mask.documents)
+        kernel_calls = max(1, ceil(documents / layout.ring))
+        size = size._replace(backward=backward, kernel_calls=kernel_calls)
         chunks = size.num_chunks() if self.chunks == "auto" else self.chunks
         if self.inner_ring == "auto":
             inner = size.inner_ring(chunks)

@@ -21,7 +21,8 @@ _CHUNK_FLOP, _RING_CHUNK_FLOP, _MAX_CHUNKS = 1.1e12, 3e12, 16
 # partly idle: of 75,600 tokens and 40 heads (cuDNN, 2 H200) 16 chunks take 110.5 ms, 4 take 107.0.
 _MAX_FORWARD_CHUNKS = 4
 # A GPU's links: pulls over NVLink, measured at 275 to 364 GB/s on 4 H200; a NIC of 400 Gbit/s. What
-# one more chunk costs: launches, and the ends of kernels that do not fill a GPU. A kernel's speed.
+# one more chunk costs: launches, and the ends of kernels that do not fill a GPU; of 7 documents,
+# each a call of cuDNN, 4.2 ms forward and backward (32K tokens, 2 H200). A kernel's speed.
 _NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.2e-3, 600e12
 # Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
 # copy engines: what counts is the number of calls.
@@ -49,6 +50,7 @@ class CallSize(NamedTuple):
         ulysses_in_node: the all-to-alls stay in a node, at NVLink's bandwidth instead of the
             network's.
         backward: a backward pass follows.
+        kernel_calls: of one chunk on one rank: one, or one for each document (without varlen).
     """
 
     split: HeadSplit
@@ -59,6 +61,7 @@ class CallSize(NamedTuple):
     ring_ranks_per_node: int
     ulysses_in_node: bool = True
     backward: bool = True
+    kernel_calls: int = 1
 
     def num_chunks(self) -> int:
         """Number of head chunks, from 1 to ``_MAX_CHUNKS``, or ``_MAX_FORWARD_CHUNKS`` where no
@@ -66,18 +69,19 @@ class CallSize(NamedTuple):
 
         One is the FLOP over ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` in a pure ring), rounded, at most
         the chunks of whole KV groups. The other minimizes the seconds of exchange that no kernel
-        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls.
+        hides plus ``_CHUNK_S`` for each chunk; it is 1 without all-to-alls. A chunk of several
+        kernel calls costs as many times more, in FLOP too.
         """
         flop, max_chunks = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
-        by_flop = min(max_chunks, limit, round(flop / chunk_flop))
+        by_flop = min(max_chunks, limit, round(flop / chunk_flop / self.kernel_calls))
         bandwidth = _NODE_BYTES_PER_S if self.ulysses_in_node else _NETWORK_BYTES_PER_S
         exchange_s = self.exchange_bytes / bandwidth
 
         def cost_s(chunks: int) -> float:
             exposed_s = max(exposed_fraction(chunks) * exchange_s, exchange_s - flop / _FLOP_PER_S)
-            return exposed_s + chunks * _CHUNK_S
+            return exposed_s + chunks * self.kernel_calls * _CHUNK_S
 
         most = min(self.split.chunk_limit(self.ring), limit)
         return max(by_flop, min(range(1, most + 1), key=cost_s))

@@ -55,6 +55,7 @@ def resolve(
     no_copies: str | None = NO_COPIES,
     in_node: bool = True,
     backward: bool = True,
+    varlen: bool = True,
 ) -> ResolvedTuning:
     """``tuning`` for one call; ``node`` ring ranks are on a node, and ``in_node`` all Ulysses
     ranks of a ring rank."""
@@ -69,7 +70,15 @@ def resolve(
     )
     split = HeadSplit(heads, kv_heads or heads, ulysses)
     q = tensor(layout.length(rank), heads, device)
-    return tuning.resolve(split, layout, q, mesh, mask, backward=backward)
+    return tuning.resolve(split, layout, q, mesh, mask, backward=backward, varlen=varlen)
+
+
+def test_a_kernel_without_varlen_calls_each_document_once() -> None:
+    documents = tuple(range(0, 32 * K + 1, 4 * K))
+    shape: dict[str, Any] = {"kind": "contiguous", "kv_heads": 8, "ulysses": 2, "ring": 1}
+    shape["mask"] = MaskSpec.causal(documents=documents)
+    assert resolve(**shape).chunks == 2
+    assert resolve(**shape, varlen=False).chunks == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, None, "all", "2"])
