@@ -87,14 +87,14 @@ def layer(session: Session, args: argparse.Namespace) -> None:
     """One layer's forward and backward, after a warm-up at a small length and the kernel's rate."""
     settings = args.settings or settings_text(args, "loss in chunks", "MLP in chunks")
     run = new_run(args, "layer", settings=f"{settings} {args.more}")
-    warm_up = replace(run, name="warm-up", tokens=args.warm_up_tokens, settings="")
+    warm_up = replace(run, name="warm-up", tokens=args.warm_up_tokens)
     Trained(session, warm_up, args.out, BEGIN, "layer").train()
     kernel_rate = _kernel_rate(session, args)
     row = Trained(session, run, args.out, BEGIN, "layer").train()[-1]
     model, seconds = MODELS[run.model], row["of_layers_s"]
     # Products of queries and keys, weights and values: two forward, five backward, causal half.
     one = 2 * run.tokens**2 / 2 * model.q_width / session.world / 1e12
-    result: dict[str, object] = {"part": "layer", "name": "rate", "kernel_alone": kernel_rate}
+    result: dict[str, Any] = {"part": "layer", "name": "rate", "kernel_alone": kernel_rate}
     for direction, products in (("forward", 2), ("backward", 5)):
         result[f"layer_{direction}_s"] = seconds[f"layer {direction}"]
         attention = seconds[f"attention {direction}"]
@@ -104,8 +104,45 @@ def layer(session: Session, args: argparse.Namespace) -> None:
     result["tflop_per_s"] = round(7 * one / both, 1)
     result["share_of_kernel"] = round(7 * one / both / kernel_rate, 4)
     result["layer_s"] = seconds["layer forward"] + seconds["layer backward"]
-    append_row(session, args.out / "length.jsonl", result, PACKAGES, str(run))
-    session.print0(" ".join(f"{name} {value}" for name, value in result.items()))
+    _written(session, args, result, str(run))
+    shape = Shape(run.tokens, model.heads, model.kv_heads, model.hidden // model.heads)
+    errors = {"part": "layer", "name": "errors", **tail_errors(session, shape)}
+    _written(session, args, errors, str(shape))
+
+
+def _written(session: Session, args: argparse.Namespace, row: dict[str, Any], note: str) -> None:
+    append_row(session, args.out / "length.jsonl", row, PACKAGES, note)
+    session.print0(" ".join(f"{name} {value}" for name, value in row.items()))
+
+
+def tail_errors(session: Session, shape: Shape) -> dict[str, float]:
+    """Attention with a window over all tokens, whose tensors have offsets above 2**31: relative
+    errors of each rank's last tokens, against a call on these alone. Maximum over ranks; gradients
+    of keys and values on the last rank, where no later query sees them."""
+    mesh = ds_usp.SequenceMesh.from_group(None, 1)
+    window = max(shape.seq_len // 512, 8)
+    mask, tokens = ds_usp.MaskSpec.window(window), shape.seq_len // session.world
+    layout = mesh.layout("contiguous", shape.seq_len)
+    tensors = [x.requires_grad_() for x in shape.random(session.device, tokens)]
+    if not session.on_gpu:
+        tensors = [x.detach().float().requires_grad_() for x in tensors]
+
+    def results(mesh: Any, layout: Any, q: Any, k: Any, v: Any, dout: Any) -> list[torch.Tensor]:
+        """Out and its gradients, of the last ``2 * window`` tokens."""
+        out = ds_usp.usp_attention(q, k, v, mesh=mesh, layout=layout, mask=mask)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        return [x[:, -2 * window :].detach().float() for x in (out, *grads)]
+
+    single, short = ds_usp.SequenceMesh.single(), 4 * window
+    tail = [x[:, -short:].detach().contiguous().requires_grad_() for x in tensors]
+    alone = results(single, single.layout("contiguous", short), *tail)
+    pairs = zip(results(mesh, layout, *tensors), alone, strict=True)
+    errors = [float((x - y).norm() / y.norm()) for x, y in pairs]
+    if session.rank < session.world - 1:
+        errors[2:] = 0.0, 0.0
+    largest = session.all_reduced(errors, torch.distributed.ReduceOp.MAX)
+    mesh.release()
+    return {f"tail_{name}": x for name, x in zip(("out", "dq", "dk", "dv"), largest, strict=True)}
 
 
 def _kernel_rate(session: Session, args: argparse.Namespace) -> float:
@@ -162,9 +199,7 @@ def _tried(session: Session, args: argparse.Namespace, run: Run) -> None:
     trained = Trained(session, run, args.out, BEGIN, "flags")
     outcome = session.try_all_ranks(trained.train)
     if isinstance(outcome, str):
-        session.print0(f"{run.name}: {outcome}")
-        row = {"part": "flags", "name": run.name, "refused": outcome}
-        append_row(session, args.out / "length.jsonl", row, PACKAGES, str(run))
+        _written(session, args, {"part": "flags", "name": run.name, "refused": outcome}, str(run))
 
 
 def search(session: Session, args: argparse.Namespace) -> None:
@@ -192,14 +227,14 @@ PARTS: dict[str, Callable[[Session, argparse.Namespace], None]] = {
 }
 FULL = {
     "train": {"layers": 32, "tokens": 2**21, "steps": 2, "window": 4096, "ulysses": 1},
-    "layer": {"layers": 1, "tokens": 2**21, "steps": 1, "window": 0, "ulysses": 2},
+    "layer": {"layers": 1, "tokens": 2**21, "steps": 1, "window": 0, "ulysses": 1},
     "flags": {"layers": 4, "tokens": 2**17, "steps": 2, "window": 0, "ulysses": 2},
     "longest": {"layers": 8, "tokens": 2**17, "steps": 1, "window": 4096, "ulysses": 1},
 }
 FULL["flags"] |= {"loss_chunks": 16, "mlp_chunks": 4}
 SMOKE = {"tokens": 512, "layers": 5, "model": "tiny", "loss_chunks": 4, "mlp_chunks": 4}
 SMOKE |= {"warm_up_tokens": 128, "kernel_tokens": 128, "compare_steps": 3, "unit": 64}
-OTHERS = {"model": "llama3-8b", "loss_chunks": 256, "mlp_chunks": 32, "warm_up_tokens": 8192}
+OTHERS = {"model": "llama3-8b", "loss_chunks": 256, "mlp_chunks": 32, "warm_up_tokens": 2**17}
 OTHERS |= {"kernel_tokens": 65536, "compare_steps": 12, "unit": 16384}
 
 
