@@ -15,12 +15,13 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_timeline import Timeline
 from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
 from ds_usp.planner.attention_schedule import (
+    OFF,
     RelativeCosts,
     pass_seconds,
     relative_costs,
     sent_by_operation,
 )
-from ds_usp.planner.attention_time import DS_USP
+from ds_usp.planner.attention_time import DS_USP, product_seconds
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -40,6 +41,8 @@ class AttentionCall:
         chunks: head chunks; None: as the call chooses them.
         gather: keys and values are all-gathered; None: as the call chooses.
         inner: ring ranks of a node in a double ring; None: as the call chooses.
+        projections: where the products before and after it are, one of ``PROJECTIONS``; the model
+            is as wide as all heads.
 
     Raises:
         ConfigError: heads that do not fit, no such rank, too many chunks, or an inner ring that
@@ -58,6 +61,7 @@ class AttentionCall:
     chunks: int | None = None
     gather: bool | None = None
     inner: int | None = None
+    projections: str = OFF
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -149,6 +153,7 @@ class AttentionCall:
             ulysses_rank=self.layout.coords(self.rank)[0],
             ulysses=self.layout.ulysses > 1,
             backward=backward,
+            projections=self.projections,
         )
 
     def simulate(self, *, backward: bool) -> Timeline:
@@ -188,5 +193,6 @@ class AttentionCall:
                 backward=backward,
             ),
             inner=self.inner_ring,
+            products=product_seconds(cluster, self._work, config, in_parts=True),
         )
         return self.schedule(backward=backward).simulate(seconds, cluster.contention)

@@ -29,6 +29,7 @@ from ds_usp.planner.emit import FRAMEWORK_OF, emit
 from ds_usp.planner.emit import KINDS as EMITTED
 from ds_usp.planner.explain import explain
 from ds_usp.planner.explain_command import ExplainCommand
+from ds_usp.planner.explain_step import explain_step, settings_lines, step_json, step_rows
 from ds_usp.planner.field_checks import (
     Count,
     CountOrZero,
@@ -262,14 +263,24 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             self._draw(self.svg, result)
         if self.json:
             content = report.search_result_json(result, self.top)
-            content |= {"explanation": explain(result)} if self.explain else {}
+            content |= self._explanation(result) if self.explain else {}
             print_json(content | ({"emitted": emitted} if emitted else {}))
         else:
             print(emitted or f"{name}\n{report.plans_text(result, self.top)}")
             if self.explain and plans:
-                why = "\n".join(explain(result))
+                why = "\n".join([*explain(result), "", *explain_step(*_best(result))])
                 print(why if emitted else f"\n{why}", file=sys.stderr if emitted else sys.stdout)
         return 0 if plans else 1
+
+    @staticmethod
+    def _explanation(result: SearchResult) -> dict[str, object]:
+        """The reasons, and the best plan's communication."""
+        content: dict[str, object] = {"explanation": explain(result)}
+        if result.plans:
+            best = _best(result)
+            content["communication"] = step_json(*step_rows(*best))
+            content["settings"] = [*settings_lines(*best)]
+        return content
 
     def _framework(self) -> FrameworkCaps:
         """The framework whose rules hold: that of what is emitted, if something is."""
@@ -296,6 +307,11 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             draw(result, self.top, path)
         except OSError as error:
             raise ConfigError(f"cannot write --svg {path}: {error.strerror}") from error
+
+
+def _best(result: SearchResult) -> tuple[Cluster, Workload, ParallelConfig]:
+    """The best plan, as its price is computed."""
+    return result.cluster, result.work, result.plans[0].config
 
 
 @dataclass(frozen=True, kw_only=True)

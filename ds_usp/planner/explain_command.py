@@ -1,4 +1,5 @@
-"""``ds-usp explain``: what one rank does in one attention call, in which order, and when."""
+"""``ds-usp explain``: what one rank does in one attention call, in which order, and when; and what
+a step of a model communicates."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.heads import HeadChunk
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS, TokenLayout
+from ds_usp.geometry.layout import KINDS, TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import (
     EXCHANGES,
@@ -22,12 +23,12 @@ from ds_usp.geometry.pipeline_schedule import (
 )
 from ds_usp.geometry.pipeline_timeline import Timeline
 from ds_usp.geometry.ring_schedule import RingSchedule
-from ds_usp.planner.arguments import flag, tokens
+from ds_usp.planner.arguments import flag
 from ds_usp.planner.attention_call import AttentionCall
+from ds_usp.planner.attention_schedule import OFF
 from ds_usp.planner.command_flags import (
     BYTES,
     DTYPES,
-    TOKENS,
     ClusterFlags,
     Command,
     print_json,
@@ -35,6 +36,7 @@ from ds_usp.planner.command_flags import (
 from ds_usp.planner.field_checks import Count, CountOrZero
 from ds_usp.planner.parallel_config import ParallelConfig
 from ds_usp.planner.plot import draw_timelines
+from ds_usp.planner.step_command_flags import StepFlags
 
 # A balanced layout is of documents, which this command has none of.
 _LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
@@ -47,24 +49,26 @@ attn2.0  first kernel call of ring step 2     end  merges partial results, frees
 ret  all-to-all, heads to sequence            store  results to the outputs, without Ulysses"""
 
 
+_PRODUCTS_LEGEND = """\
+mmqkv, mmkv, mmq, mmout  products that make the chunk's Q, K and V, or some of them; the output
+mmdout, mmdx, mmw...  gradients of the attention output; of the input; of rows of the weights
+first, retfirst  one part of an all-to-all in two"""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExplainCommand(ClusterFlags, Command):
+class ExplainCommand(StepFlags, ClusterFlags, Command):
     """what one rank does in one attention call: head chunks, ring steps, the order of exchanges and
-    kernel calls, and a simulation of both passes"""
+    kernel calls, and a simulation of both passes; with --model: what one step communicates, by
+    kind, what of it is exposed, and what other settings would cost"""
 
     schedule: bool = flag("print the ring steps, the instructions, exchange order, slots", False)
-    seq_len: int = flag(f"of one sequence, {TOKENS}", type=tokens)
-    heads: Count = flag("query heads")
+    heads: Count | None = flag("query heads; not with --model", None)
     kv_heads: Count | None = flag("key/value heads (default: as many as query heads)", None)
     head_dim: Count = flag("features of a head", 128)
-    batch: Count = flag("sequences", 1)
     dtype: str = flag("of q, k, v", "bf16", choices=DTYPES)
     layout: str = flag("which rank holds which token", "zigzag", choices=_LAYOUTS)
-    order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
     mask: str = flag("which pairs attend", "causal", choices=("causal", "full", "window"))
     window: CountOrZero | None = flag("tokens before a query that it sees: --mask window", None)
-    ulysses_degree: Count = flag("Ulysses degree", 1)
-    ring_degree: Count = flag("ring degree", 1)
     rank: CountOrZero = flag("of the sequence-parallel group", 0)
     chunks: Count | None = flag("head chunks (default: as the call chooses)", None)
     gather: str = flag("KV all-gathered, not stepwise", "auto", choices=tuple(_GATHER))
@@ -76,8 +80,16 @@ class ExplainCommand(ClusterFlags, Command):
     plot: Path | None = flag("draw the simulated timelines: FILE.svg or FILE.png", None)
 
     def run(self) -> int:
-        """Print the call, and draw it if ``--plot`` is given."""
+        """Print the call, and draw it if ``--plot`` is given; with ``--model`` print the step."""
         cluster, name = self.load_cluster()
+        if (self.heads is None) == (self.model is None):
+            raise ConfigError("give --heads of one attention call, or --model of a step")
+        if self.model is not None:
+            lines, content = self.explain_step(cluster)
+            if self.json:
+                return print_json(content)
+            print("\n".join([name, *lines]))
+            return 0
         if self.plot and self.plot.suffix not in (".svg", ".png"):
             raise ConfigError(f"--plot {self.plot} must end in .svg or .png")
         config = ParallelConfig(
@@ -93,14 +105,15 @@ class ExplainCommand(ClusterFlags, Command):
                 self.layout, self.seq_len, self.ulysses_degree, self.ring_degree, self.order
             ),
             self._mask_spec(),
-            self.heads,
-            self.kv_heads or self.heads,
+            self.heads or 0,
+            self.kv_heads or self.heads or 0,
             self.head_dim,
             config,
             rank=self.rank,
             chunks=self.chunks,
             gather=_GATHER[self.gather],
             inner=self.inner_ring,
+            projections=self.projections,
         )
         passes = {
             "backward" if backward else "forward": backward
@@ -118,6 +131,7 @@ class ExplainCommand(ClusterFlags, Command):
             lines += ["", *_ring_lines(call, [*passes])]
             lines += [x for title in passes for x in _schedule_lines(call, title, schedules[title])]
             lines += ["", *_LEGEND.splitlines()]
+            lines += [] if self.projections == OFF else _PRODUCTS_LEGEND.splitlines()
         lines += ["", *(_timeline_line(title, timelines[title]) for title in passes)]
         print("\n".join(lines))
         if self.plot:

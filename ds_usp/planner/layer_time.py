@@ -12,8 +12,7 @@ from ds_usp.planner.kernel_time import elementwise_s, gemm_s
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 from ds_usp.planner.profile_rows import layer_rows, nearest_tp
-from ds_usp.planner.topology import COLLECTIVE, exchange_s, group_of
-from ds_usp.planner.traffic import layer_traffic
+from ds_usp.planner.tensor_parallel_time import tensor_parallel_time
 
 _GEMMS = 4  # of a layer: QKV projection, output projection, both of the MLP; a launch each
 COMPONENTS = ("matrices", "attention", "elementwise", "tp", "sp", "recompute")
@@ -182,12 +181,10 @@ def _predicted_rest(cluster: Cluster, work: Workload, config: ParallelConfig) ->
     tokens = work.rank_tokens(config)
     gemms = gemm_s(cluster, tokens, tokens * work.model.matrix_elements / config.tp)
     elementwise = elementwise_s(cluster, 2 * _unfused_bytes(work, config))
-    traffic, group = layer_traffic(work, config), group_of(config, "tp")
-    tp_forward = exchange_s(cluster, group, traffic.tp_forward, COLLECTIVE, 4)
-    tp_backward = exchange_s(cluster, group, traffic.tp_backward, COLLECTIVE, 6)
-    forward = LaunchedWork(gemms + elementwise + tp_forward)
-    backward = LaunchedWork(2 * gemms + 2 * elementwise + tp_backward)
-    tp = tp_forward + tp_backward
+    tp_forward, tp_backward = tensor_parallel_time(cluster, work, config)
+    forward = LaunchedWork(gemms + elementwise + tp_forward.added)
+    backward = LaunchedWork(2 * gemms + 2 * elementwise + tp_backward.added)
+    tp = tp_forward.added + tp_backward.added
     return _NonAttention(3 * gemms, 3 * elementwise, tp, forward, backward, False)
 
 

@@ -89,7 +89,7 @@ class ParallelConfig:
         param_bytes, grad_bytes: of one element.
         unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
             unsharded until the step, as DeepSpeed's bf16 optimizer does for gradients in
-            fp32 (runtime/bf16_optimizer.py of 0.19).
+            fp32 (runtime/bf16_optimizer.py of 0.19); in ZeRO-2 it all-reduces each bucket.
     """
 
     tp: Count = 1

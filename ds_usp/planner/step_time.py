@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_usp.planner.data_parallel_time import data_parallel_time
 from ds_usp.planner.formulas import (
     layer_bytes,
     mfu,
@@ -23,8 +24,8 @@ from ds_usp.planner.profile_rows import (
     seconds_at,
     select_rows,
 )
-from ds_usp.planner.topology import COLLECTIVE, DIRECT, exchange_s, group_of
-from ds_usp.planner.traffic import stage_boundary_bytes, step_traffic
+from ds_usp.planner.topology import DIRECT, exchange_s, group_of
+from ds_usp.planner.traffic import stage_boundary_bytes
 
 # Bytes that Megatron's cross entropy reads and writes for each logit: to fp32, maximum, difference,
 # exponential, sum, quotient, and in backward the product and back to bf16.
@@ -185,30 +186,8 @@ def _measured_step(cluster: Cluster, work: Workload, config: ParallelConfig) -> 
 def _gradients_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
 ) -> float:
-    """ZeRO-3 gathers under the layers; the other stages reduce at the end, or under the last micro
-    batch's backward, and then gather parameters. DeepSpeed's bf16 optimizer always reduces at the
-    end."""
-    sent, group = step_traffic(work, config), group_of(config, "zero")
-    micro_batches = config.micro_batches(work.global_batch)
-    backward_s = layers_s * 2 / 3
-    if config.zero == 3:
-        messages = micro_batches * work.model.layers
-        gather = exchange_s(cluster, group, sent.parameters / 2, COLLECTIVE, messages)
-        reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE, messages)
-        in_backward = _exposed_s(cluster, gather + reduce, backward_s)
-        return _exposed_s(cluster, gather, layers_s / 3) + in_backward
-    parameters = exchange_s(cluster, group, sent.parameters, COLLECTIVE)
-    reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
-    not_overlapped = config.unsharded_grad_reduce and config.zero == 1
-    if config.overlap_gradients and not not_overlapped:
-        batches = micro_batches if config.zero == 2 else 1
-        reduce = _exposed_s(cluster, reduce, backward_s / micro_batches * batches)
-    return reduce + parameters
-
-
-def _exposed_s(cluster: Cluster, exchange: float, overlap_s: float) -> float:
-    """Time that an exchange adds to so many seconds of computation that it overlaps."""
-    return max(0.0, exchange - overlap_s) + cluster.contention * min(exchange, overlap_s)
+    """What the exchange of gradients and parameters adds to the step."""
+    return sum(x.added for x in data_parallel_time(cluster, work, config, layers_s))
 
 
 def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float) -> float:

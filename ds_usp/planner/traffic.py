@@ -233,8 +233,9 @@ def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
     """Gradients and parameters over dp x sp of z ranks, per step.
 
     ZeRO-0: all-reduce, ``2 w_g P (z-1)/z``. ZeRO-1: reduce-scatter of gradients and all-gather of
-    parameters; DeepSpeed's bf16 optimizer all-reduces them. ZeRO-2: DeepSpeed reduces at every
-    micro batch (m times). ZeRO-3: two all-gathers and a reduce-scatter, m times.
+    parameters. ZeRO-2: the same, DeepSpeed at every micro batch (m times). DeepSpeed all-reduces
+    gradients in both (``unsharded_grad_reduce``: its bf16 optimizer, and ZeRO-2's default
+    ``use_multi_rank_bucket_allreduce``). ZeRO-3: two all-gathers and a reduce-scatter, m times.
     """
     z, m = config.zero_ranks, config.micro_batches(work.global_batch)
     if z == 1:
@@ -244,8 +245,7 @@ def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
     gradients, parameters = once * config.grad_bytes, once * config.param_bytes
     if config.zero == 0:
         return StepBytes(2 * gradients, 0.0)
-    if config.zero == 1:
-        return StepBytes(gradients * (2 if config.unsharded_grad_reduce else 1), parameters)
-    if config.zero == 2:
-        return StepBytes(gradients * m, parameters)
+    if config.zero < 3:
+        times = m if config.zero == 2 else 1
+        return StepBytes(gradients * times * (1 + config.unsharded_grad_reduce), parameters)
     return StepBytes(gradients * m, 2 * parameters * m)

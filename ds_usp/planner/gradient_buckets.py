@@ -1,0 +1,62 @@
+"""Buckets in which gradients are reduced under backward: their size, and when each is full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ds_usp.planner.models import ModelShape
+
+_LEAST_ELEMENTS = 40_000_000  # large for a link, small beside what two such buckets take of a GPU
+
+
+def bucket_elements(model: ModelShape, tp: int) -> int:
+    """Elements of a bucket: at least those of two of a layer's largest matrices.
+
+    Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
+    smaller one do not hide; and a gradient that is larger than a bucket is reduced where it lies,
+    which ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
+    """
+    largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
+    return max(_LEAST_ELEMENTS, 2 * largest)
+
+
+@lru_cache(maxsize=256)
+def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tuple[Bucket, ...]:
+    """The buckets of one backward pass in their order.
+
+    Args:
+        layers: of this rank; the tables of the vocabulary are of it too.
+        elements: of a bucket. A larger gradient is one of its own.
+
+    Returns:
+        Of each the layers' backward that is done when it is full, from 0 to 1, and its elements.
+    """
+    buckets: list[Bucket] = []
+    held, done = 0.0, 0.0
+    for when, size in _gradients(model, tp, layers):
+        if held and held + size > elements:
+            buckets.append((when, held))
+            held = 0.0
+        held, done = held + size, when
+    return (*buckets, (done, held))
+
+
+Bucket = tuple[float, float]
+
+
+def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
+    """Gradients from the last to the first: the part of the layers' backward after which each is
+    there, and its elements. In a layer the time is divided as elements are."""
+    table = model.padded_vocab(tp) / tp * model.hidden
+    if not model.tied:
+        yield 0.0, table
+    mlp_in = model.hidden * model.ffn * (2 if model.gated else 1)
+    queries, keys = model.hidden * model.q_width, model.hidden * model.kv_width
+    matrices = (model.ffn * model.hidden, mlp_in, queries, queries + 2 * keys)
+    for layer in range(layers):
+        before = 0.0
+        for size in matrices:
+            before += size
+            yield (layer + before / sum(matrices)) / layers, size / tp
+    yield 1.0, table
