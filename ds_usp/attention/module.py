@@ -24,6 +24,7 @@ from ds_usp.attention.framework_arguments import NO_ARGUMENTS, FrameworkArgument
 from ds_usp.attention.functional import UnifiedAttention
 from ds_usp.attention.local_attention import (
     LocalAttention,
+    check_callable,
     check_overrides,
     detect_local_attention,
     resolve_ring_attention,
@@ -140,6 +141,7 @@ class USPAttention(torch.nn.Module):
             detected = detect_local_attention(local_attention)
             check_overrides(detected, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
+                check_callable(local_attention)
                 return "a USPAttention", None
             return "a USPAttention", FrameworkArguments(self._resolve_local_attention())
 

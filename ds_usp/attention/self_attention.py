@@ -80,7 +80,10 @@ class USPSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(mesh, SequenceMesh):
-            raise ConfigError(f"mesh={mesh!r} must be a SequenceMesh")
+            raise ConfigError(
+                f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+                "ulysses_degree=...), or SequenceMesh.single() for one process"
+            )
         if overlap not in (True, False, "auto") or keep not in KEEPS:
             raise ConfigError(
                 f"overlap={overlap!r} must be True, False or 'auto', keep={keep!r} one of "

@@ -162,7 +162,7 @@ def _common(reports: Sequence[Report]) -> str:
     case = reports[0].case
     return (
         f"{case.batch} x {case.seq_len} tokens, {case.heads} heads ({case.kv_heads} kv) of "
-        f"{case.head_dim}, {case.dtype}, kernel {reports[0].kernel}, {case.door}"
+        f"{case.head_dim}, {case.dtype}, kernel {reports[0].kernel}, {case.entry_point}"
     )
 
 

@@ -14,7 +14,7 @@ from ds_usp.geometry.degrees import Degrees, divisors
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner.arguments import OneLineParser, positive, tokens
 
-DOORS = ("usp_attention", "USPAttention")
+ENTRY_POINTS = ("usp_attention", "USPAttention")
 DTYPES: Mapping[str, str] = MappingProxyType(
     {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 )
@@ -50,7 +50,7 @@ class VerifyCase:
     alibi: bool = False
     sinks: bool = False
     kernel: str = "auto"
-    door: str = DOORS[0]
+    entry_point: str = ENTRY_POINTS[0]
     backward: bool = True
     seed: int = 0
 
@@ -96,7 +96,7 @@ class VerifyCase:
             f"{self.heads} heads ({self.kv_heads} kv) of {self.head_dim}{values}",
             self.dtype,
             f"kernel {self.kernel}",
-            self.door,
+            self.entry_point,
             "forward and backward" if self.backward else "forward only",
         ]
         return ", ".join(parts)
@@ -161,7 +161,11 @@ def build_parser() -> OneLineParser:
     add("--alibi", action="store_true", help="ALiBi, with its paper's slopes")
     add("--sinks", action="store_true", help="a trainable attention sink for each head")
     add("--kernel", help="name of a kernel, `ds-usp env` lists them (default: auto)")
-    add("--door", choices=DOORS, help="function or drop-in module (default: usp_attention)")
+    add(
+        "--entry-point",
+        choices=ENTRY_POINTS,
+        help="function or drop-in module (default: usp_attention)",
+    )
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", help="gradients too (the default)")
     passes.add_argument(
@@ -209,10 +213,10 @@ def _check(case: VerifyCase) -> None:
     """
     for flag in ("softcap", "alibi", "sinks"):
         value = getattr(case, flag)
-        if value is not None and value is not False and case.door != DOORS[0]:
+        if value is not None and value is not False and case.entry_point != ENTRY_POINTS[0]:
             raise ConfigError(
                 f"--{flag} is an argument of usp_attention; USPAttention reads it from its local "
-                "attention. Use --door usp_attention"
+                "attention. Use --entry-point usp_attention"
             )
     for lengths in case.documents:
         if sum(lengths) != case.seq_len:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ds_usp
 from ds_usp.cli.oracle import AttentionParams, Tensors, dense_attention, expected_positions
 from ds_usp.cli.ranks import Progress
-from ds_usp.cli.verify_case import DOORS, DTYPES, VerifyCase
+from ds_usp.cli.verify_case import DTYPES, ENTRY_POINTS, VerifyCase
 from ds_usp.config import TorchrunEnv
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.registry import select_kernel
@@ -102,7 +102,7 @@ def _run(case: VerifyCase, env: TorchrunEnv, device: torch.device, stage: Progre
         rank = "" if len(refusals) == env.world else f"rank {first}: "
         return Report(case, kernel, refusal=rank + refusals[first])
     stage("dense reference")
-    same = replace(case, layout="", kernel="", door="", ulysses=0, ring=0)
+    same = replace(case, layout="", kernel="", entry_point="", ulysses=0, ring=0)
     reference = _reference(same, device, env)
     rows = torch.as_tensor(layout.positions(mesh.rank), device=device)
     by_rank = _all_gather(_errors(case, results, dense, reference, tensors, rows), env)
@@ -224,7 +224,7 @@ def _attend(
     dout = layout.shard(tensors.dout, 1, mesh.rank)
     q, k, v = inputs
     results: dict[str, torch.Tensor] = {}
-    if case.door == DOORS[0]:
+    if case.entry_point == ENTRY_POINTS[0]:
         sinks = tensors.sinks
         if sinks is not None:
             sinks = sinks.detach().requires_grad_(case.backward)
@@ -265,7 +265,7 @@ def _reference(case: VerifyCase, device: torch.device, env: TorchrunEnv) -> dict
     """The oracle's results; ``case`` is without the fields that must not change them."""
     left, right, prefix = case.mask
     return dense_attention(
-        _tensors(replace(case, kernel="", door=""), device),
+        _tensors(replace(case, kernel="", entry_point=""), device),
         AttentionParams(left, right, prefix, case.documents, softcap=case.softcap),
         backward=case.backward,
         block_elements=_BLOCK_ELEMENTS[device.type],

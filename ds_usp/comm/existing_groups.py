@@ -36,8 +36,9 @@ def group_of_this_rank(group: object) -> dist.ProcessGroup:
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            f"{group!r} was given as the sequence-parallel group; it must be a process group of "
-            "torch.distributed, or None for the default one"
+            f"a {type(group).__name__} was given as the sequence-parallel group; it must be a "
+            "process group of torch.distributed, or None for the default one. Give a SequenceMesh "
+            "as mesh="
         )
     sp_group = cast(dist.ProcessGroup, group or dist.group.WORLD)
     if outside or dist.get_rank(sp_group) < 0:

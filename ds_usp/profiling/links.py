@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from ds_usp.comm.collectives import all_gather_shards, reduce_scatter_shards
 from ds_usp.geometry.ranks import RankGrid
 from ds_usp.planner.profile_rows import MeasuredExchange
 from ds_usp.profiling.problem_sizes import ProblemSizes
@@ -35,7 +36,7 @@ def _all_gather(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) 
     ranks = dist.get_world_size(group)
     full = _buffer(timer, sizes, sent * ranks // (ranks - 1), ranks)
     shard = full.new_zeros(full.numel() // ranks)
-    return lambda: dist.all_gather_into_tensor(full, shard, group=group)
+    return lambda: all_gather_shards(full, shard, group)
 
 
 def _reduce_scatter(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:
@@ -43,7 +44,7 @@ def _reduce_scatter(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: i
     ranks = dist.get_world_size(group)
     full = _buffer(timer, sizes, sent * ranks // (ranks - 1), ranks)
     shard = full.new_zeros(full.numel() // ranks)
-    return lambda: dist.reduce_scatter_tensor(shard, full, group=group)
+    return lambda: reduce_scatter_shards(shard, full, group)
 
 
 def _all_reduce(timer: StepTimer, sizes: ProblemSizes, group: Group, sent: int) -> Step:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_usp.comm.collectives import all_gather_shards, reduce_scatter_shards
 from ds_usp.comm.process_groups import node_ids
 from ds_usp.comm.profiler_ranges import NO_RANGE, exchange_range, profiler_enabled
 from ds_usp.comm.symmetric_memory import copy_engine_unavailable_reason
@@ -128,7 +129,7 @@ class TensorParallelComm:
                 rows = torch.ops.symm_mem._low_contention_all_gather(shard, self.group.group_name)
             return lambda: _waited_fused(rows, shard)
         rows = shard.new_empty(self.size * len(shard), *shard.shape[1:])
-        work = dist.all_gather_into_tensor(rows, shard, group=self.group, async_op=True)
+        work = all_gather_shards(rows, shard, self.group, async_op=True)
         return lambda: _waited(work, rows)
 
     def start_scatter(self, rows: Tensor) -> Pending:
@@ -142,7 +143,7 @@ class TensorParallelComm:
                 )
             return lambda: _waited_fused(shard, rows)
         shard = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
-        work = dist.reduce_scatter_tensor(shard, rows, group=self.group, async_op=True)
+        work = reduce_scatter_shards(shard, rows, self.group, async_op=True)
         return lambda: _waited(work, shard, rows)
 
     # --------------------------------------------------------------------------------- parts
@@ -255,14 +256,14 @@ def _equals_plain(comm: TensorParallelComm, device: torch.device) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _waited_fused(result: Tensor, *alive: Tensor) -> Tensor:
-    """The result of a low-contention operator; ``alive``: what its stream reads until then, which
-    torch does not tell the allocator."""
+def _waited_fused(result: Tensor, *kept: Tensor) -> Tensor:
+    """The result of a low-contention operator; ``kept``: what its stream reads until then, of which
+    torch does not inform the allocator."""
     return cast(Tensor, torch.ops._c10d_functional.wait_tensor(result))
 
 
-def _waited(work: dist.Work | None, result: Tensor, *alive: Tensor) -> Tensor:
-    """The result of a posted collective; ``alive``: what it reads until then."""
+def _waited(work: dist.Work | None, result: Tensor, *kept: Tensor) -> Tensor:
+    """The result of a posted collective; ``kept``: what it reads until then."""
     if work is not None:
         work.wait()
     return result

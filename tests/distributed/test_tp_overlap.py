@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from unittest import mock
 
@@ -199,3 +200,17 @@ def test_what_does_not_fit_is_refused(pool: WorkerPool) -> None:
         )
         assert "x [2, 4] torch.float32, weight [2, 5]" in shape
         assert "torch.float64: x must be [tokens, ..., i]" in dtype
+
+
+def warnings_of_collectives(ctx: RankContext) -> list[str]:
+    comm = TensorParallelComm(ctx.group, "of this test")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gathered = comm.start_gather(torch.full((1, 2), float(ctx.rank)))()
+        shard = comm.start_scatter(gathered)()
+    torch.testing.assert_close(shard, torch.full((1, 2), 2.0 * ctx.rank))
+    return [str(warning.message) for warning in caught]
+
+
+def test_no_name_is_used_that_torch_warns_of(pool: WorkerPool) -> None:
+    assert pool.run(warnings_of_collectives, 2) == [[], []]

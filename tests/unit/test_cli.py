@@ -175,7 +175,11 @@ def test_no_flags_are_a_sweep_over_all_degrees() -> None:
         (["--seq-len", "64", "--documents", "60,5"], None, "are 65 tokens, --seq-len is 64"),
         (["--documents", "60,5/64"], None, "--documents 64 are 64 tokens, --seq-len is 65"),
         (["--documents", "1K/1K", "--batch", "3"], None, "for 2 samples, --batch is 3"),
-        (["--sinks", "--door", "USPAttention"], None, "--sinks is an argument of usp_attention"),
+        (
+            ["--sinks", "--entry-point", "USPAttention"],
+            None,
+            "--sinks is an argument of usp_attention",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(argv: list[str], world: int | None, message: str) -> None:

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "unknown order": (lambda: attention(order="kqv", overlap=False), "must be one of qkv, grouped"),
     "two layers": (lambda: attention([Linear(16, 32)] * 2), "2 weights of queries"),
     "one table": (lambda: check_local_rotary(QKV, 4, 8), "two tables"),
+    "no local attention": (lambda: ds_usp.USPAttention(None, mesh=MESH), "must be a module"),
     "other heads": (lambda: attention(heads=5, kv_heads=5), "5 query and 5 key/value heads"),
     "heads that share": (lambda: attention(kv_heads=3), "4 query heads are no multiple of 3"),
     "chunks": (lambda: memory.in_chunks(Linear(4, 4), torch.ones(2, 4), 2.0), "whole number"),

@@ -16,7 +16,7 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.diffusers.pass_state import LAYOUT, Options, mesh_attention
 
 NAME = "usp"
-_DOOR = "ds_usp.integrations.diffusers.enable(transformer, mesh)"
+_ENABLE = "ds_usp.integrations.diffusers.enable(transformer, mesh)"
 _MESHES: Final[WeakKeyDictionary[dist.ProcessGroup, SequenceMesh]] = WeakKeyDictionary()
 
 
@@ -45,7 +45,7 @@ def register_backend() -> None:
         register(_attention)
     except (AttributeError, TypeError) as error:
         raise ConfigError(
-            f"the attention backends of this diffusers cannot be added to ({error}): use {_DOOR}"
+            f"the attention backends of this diffusers cannot be added to ({error}): use {_ENABLE}"
         ) from error
 
 
@@ -117,5 +117,5 @@ def _check(
     if problem is not None:
         raise UnsupportedAttentionError(
             f"the attention backend {NAME!r} under enable_parallelism was given {problem}. "
-            f"Use {_DOOR} instead, without enable_parallelism"
+            f"Use {_ENABLE} instead, without enable_parallelism"
         )
