@@ -13,6 +13,7 @@ from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_o
 from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import model_flop_per_token
 from ds_usp.planner.frameworks import framework_caps
+from ds_usp.planner.gradient_buckets import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.models import ModelShape
@@ -23,6 +24,7 @@ from ds_usp.planner.search_result import Plan, SearchResult
 
 __all__ = [
     "AUTO",
+    "LEAST_BUCKET_ELEMENTS",
     "Choice",
     "Cluster",
     "ModelShape",
@@ -31,6 +33,7 @@ __all__ = [
     "ProjectionChoice",
     "SearchResult",
     "Workload",
+    "bucket_elements",
     "choose_projections",
     "choose_ulysses",
     "cluster_of",

@@ -57,7 +57,8 @@ def data_parallel_time(
         reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
         return DataParallelTime(exposed(reduce), parameters)
     model, layers = work.model, config.layers_per_stage(work.model)
-    filled = full_buckets(model, config.tp, layers, bucket_elements(model, config.tp))
+    elements = bucket_elements(model, config.tp, config.zero)
+    filled = full_buckets(model, config.tp, layers, elements)
     times = micro_batches if config.zero == 2 else 1
     bytes_each = sent.gradients / times / sum(elements for _, elements in filled)
     one_s = backward_s / micro_batches

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.frameworks import framework_caps
-from ds_usp.planner.gradient_buckets import bucket_elements
+from ds_usp.planner.gradient_buckets import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -257,8 +257,8 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
     zero: dict[str, object] = {"stage": config.zero}
     if config.zero in (1, 2):
         zero |= {"contiguous_gradients": True, "overlap_comm": config.overlap_gradients}
-        zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp)
-        zero["allgather_bucket_size"] = _BUCKET_ELEMENTS
+        zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp, config.zero)
+        zero["allgather_bucket_size"] = LEAST_BUCKET_ELEMENTS
     content = {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.micro_batches(work.global_batch),
@@ -269,9 +269,6 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
     }
     return json.dumps(content, indent=2)
 
-
-# Of one all-gather: large for a link, small beside what two such buffers take of a GPU.
-_BUCKET_ELEMENTS = 40_000_000
 
 _SCRIPT = """#!/usr/bin/env bash
 # {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.

@@ -80,7 +80,7 @@ def _reduction_lines(
 ) -> Iterator[str]:
     """Where gradients are reduced, in which buckets; and under the other ZeRO stage."""
     if reduces_under_backward(config):
-        elements = bucket_elements(work.model, config.tp)
+        elements = bucket_elements(work.model, config.tp, config.zero)
         yield f"gradients are reduced under backward, in buckets of {elements} elements"
     else:
         yield "gradients are reduced at the end of backward: nothing hides them"

@@ -7,18 +7,21 @@ from functools import lru_cache
 
 from ds_usp.planner.models import ModelShape
 
-_LEAST_ELEMENTS = 40_000_000  # large for a link, small beside what two such buckets take of a GPU
+# Large for a link; two such buckets are small beside what a GPU holds.
+LEAST_BUCKET_ELEMENTS = 40_000_000
 
 
-def bucket_elements(model: ModelShape, tp: int) -> int:
-    """Elements of a bucket: at least those of two of a layer's largest matrices.
+def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
+    """Elements of a bucket of gradients that is reduced under backward: at least those of two of a
+    layer's largest matrices, under ZeRO-2 also of the embedding.
 
     Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
-    smaller one do not hide; and a gradient that is larger than a bucket is reduced where it lies,
-    which ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
+    smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies, which
+    ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/gradient_buckets.py``).
     """
     largest = model.hidden * model.ffn * (2 if model.gated else 1) // tp
-    return max(_LEAST_ELEMENTS, 2 * largest)
+    table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
+    return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)
 
 
 @lru_cache(maxsize=256)

@@ -34,9 +34,10 @@ from ds_usp.planner.attention_schedule import (
 )
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.projection_time import block_time
+from ds_usp.planner.traffic import layer_traffic
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "scripts" / "bench" / "results" / "projected.csv"
+RESULTS = ROOT / "scripts" / "bench" / "results"
 PATHS = {"plain": OFF, "projected keep=arrivals": ON, "projected keep=input": RECOMPUTE}
 TO_HEADS, TO_SEQUENCE = 8.0 + 4.0, 6.0  # bytes of q and of k and v, and of the output
 
@@ -97,13 +98,17 @@ def two_gpus(port_bytes_per_s: float = 0.0) -> Cluster:
     return replace(cluster, levels=(replace(level, port_bytes_per_s=rate),))
 
 
-def measured() -> Iterator[tuple[str, Row]]:
-    """Each row of projected.csv by its path."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines()
+def measured(file: str, *, slow: bool = False) -> Iterator[tuple[str, Row]]:
+    """Each row of a result by its path; ``slow``: at the rate that its plain path had."""
+    lines = (RESULTS / file).read_text(encoding="utf-8").splitlines()
     cluster, plain, forecast_plain, layer = two_gpus(), 0.0, 0.0, 0.0
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
         work, config = workload(row)
         path = PATHS[row["path"]]
+        if slow and path == OFF:
+            traffic = layer_traffic(work, config)
+            sent = 2 * traffic.ulysses + traffic.ring_forward + traffic.ring_backward
+            cluster = two_gpus(1e3 * sent / float(row["communication_ms"]))
         time = block_time(cluster, work, config, path)
         of_row = [float(row[name]) for name in ("block_ms", "layer_ms", "exposed_ms")]
         if path == OFF:
@@ -116,7 +121,7 @@ def measured() -> Iterator[tuple[str, Row]]:
 
 def test_the_forecast_beside_measured_layers() -> None:
     """Errors as docs/planner.md states them; and on NVLink the decision of every measured layer."""
-    rows = list(measured())
+    rows = list(measured("projected.csv"))
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     for path, name in ((OFF, "off"), (ON, "on"), (RECOMPUTE, "recompute")):
         of_path = [row for key, row in rows if key == path]
@@ -134,6 +139,22 @@ def test_the_forecast_beside_measured_layers() -> None:
         assert text in page, f"docs/planner.md states other errors than: {text}"
     under = [row for path, row in rows if path == ON]
     assert all(row.gain < 0.01 and row.forecast_gain < 0.01 for row in under)
+
+
+def test_the_forecast_beside_layers_over_a_slow_link() -> None:
+    rows = [row for _, row in measured("projected_slow_link.csv", slow=True)]
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    for name, (plain, under, again) in (("Ulysses 2", rows[:3]), ("ring 2", rows[3:])):
+        text = f"| {name} | " + " | ".join(
+            [
+                *(f"{row.block:.1f}, {row.forecast_block:.1f}" for row in (plain, under)),
+                *(
+                    f"{row.gain:.1%}, {row.forecast_gain:.1%}".replace("%", " %")
+                    for row in (under, again)
+                ),
+            ]
+        )
+        assert text in page, f"docs/planner.md lacks: {text}"
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])

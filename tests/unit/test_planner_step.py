@@ -56,7 +56,7 @@ def test_what_buckets_hide(buckets: list[tuple[float, float]], exposed: float) -
 @pytest.mark.parametrize("tp", [1, 4])
 def test_buckets_hold_every_matrix_once_and_none_is_cut(name: str, tp: int) -> None:
     model = load_model(name)
-    elements = bucket_elements(model, tp)
+    elements = bucket_elements(model, tp, 1)
     filled = full_buckets(model, tp, model.layers, elements)
     tables = (1 if model.tied else 2) * model.padded_vocab(tp) * model.hidden
     every = (model.layers * model.matrix_elements + tables) / tp
@@ -67,6 +67,7 @@ def test_buckets_hold_every_matrix_once_and_none_is_cut(name: str, tp: int) -> N
     assert parts == sorted(parts) and parts[-1] == 1.0
     table = model.padded_vocab(tp) * model.hidden / tp
     assert all(size <= max(elements, table) for _, size in filled)
+    assert bucket_elements(model, tp, 2) == max(elements, table)
 
 
 def test_the_forecast_beside_reported_steps() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_usp import DataError
+from ds_usp.planner import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.training import (
     ParallelGroups,
     initialize_deepspeed,
@@ -21,10 +22,8 @@ from ds_usp.training import (
     mean_loss,
 )
 from usp_trainer import tp_tokens
+from usp_trainer.auto_args import planned_run
 from usp_trainer.data import TrainingBatch
-
-# Of one gradient reduction: large for a link, small beside what two such buffers take of a GPU.
-_BUCKET_ELEMENTS = 40_000_000
 
 
 class Trainer:
@@ -151,10 +150,12 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
     if args.zero_stage in (1, 2) and args.pipeline_model_parallel_size == 1:
         # Gradients are reduced under backward. In bf16 only under ZeRO-2: under ZeRO-1 DeepSpeed's
         # bf16 optimizer, which alone accumulates in fp32 there, reduces all of them at the end.
+        model = planned_run(args).model_shape()
+        degrees = args.tensor_model_parallel_size, args.zero_stage
         zero |= {
             "overlap_comm": True,
-            "reduce_bucket_size": reduce_bucket_elements(args),
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "reduce_bucket_size": bucket_elements(model, *degrees),
+            "allgather_bucket_size": LEAST_BUCKET_ELEMENTS,
         }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -172,16 +173,6 @@ def deepspeed_config(args: Namespace) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
-
-
-def reduce_bucket_elements(args: Namespace) -> int:
-    """Elements of a bucket of gradients that is reduced under backward: at least those of two of a
-    layer's largest matrices. Before DeepSpeed reduces a bucket it waits for the one before, which
-    the products that fill a smaller one don't hide.
-    """
-    width = args.ffn_hidden_size * (2 if args.swiglu else 1)
-    largest = args.hidden_size * width // args.tensor_model_parallel_size
-    return max(_BUCKET_ELEMENTS, 2 * largest)
 
 
 def learning_rate(args: Namespace, step: int) -> float:
