@@ -254,8 +254,14 @@ def diffusion_table(results: str) -> str:
 
 
 def json_lines(name: str) -> list[dict[str, Any]]:
-    """The rows of a results file of JSON lines."""
-    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+    """The rows of a results file of JSON lines; of those that a run has written anew after each
+    round, which have a ``run_id``, the last."""
+    last: dict[object, dict[str, Any]] = {}
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
+    for index, row in enumerate(map(json.loads, lines)):
+        key = (row["run_id"], row["workload"], row["case"]) if "run_id" in row else index
+        last[key] = row
+    return list(last.values())
 
 
 def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:

@@ -96,3 +96,14 @@ def test_methods_of_transformers_compare_medians_under_one_engine(
     ]
     *_, line = tables.headline_table([("a", "steps.jsonl", "w", "ZeRO-3")]).splitlines()
     assert line == "| a | 1111.1 ms, 1 x 2 | 1666.7 ms, ALST | 1.500 |"
+
+
+def test_rows_that_a_run_wrote_anew_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"workload": "wan:forward", "case": "one GPU, cudnn"}
+    anew = [{**row, "run_id": run, "ms": ms} for run, ms in (("1", [9]), ("2", [8]), ("1", [9, 7]))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row, row, *anew])), encoding="utf-8")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.json_lines("rows.jsonl") == [row, row, anew[2], anew[1]]
