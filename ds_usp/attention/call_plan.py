@@ -38,6 +38,7 @@ from ds_usp.kernels.registry import (
     missing_libraries,
     select_kernel,
 )
+from ds_usp.kernels.score_mod import ScoreMod
 from ds_usp.warn_once import warn_once
 
 # Lengths may differ from call to call. Documents do so with every batch, and have large plans.
@@ -128,16 +129,7 @@ def _new_plan(
         refuse_dropout(dropout_p, mesh)
     split = head_split(q.shape[2], k.shape[2], mesh)
     scale = checked_scale(softmax_scale, q.shape[3])
-    request = KernelRequest(
-        q.device.type,
-        q.dtype,
-        q.shape[3],
-        mask.band,
-        documents=bool(mask.documents),
-        value_dim=v.shape[3],
-        score_mod=score_mod,
-        deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
-    )
+    request = _kernel_request(q, v, mask, score_mod)
     check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
@@ -177,6 +169,22 @@ def _new_plan(
     )
     signature.append(f"schedule {plan.digest}")
     return ", ".join(signature), plan
+
+
+def _kernel_request(
+    q: torch.Tensor, v: torch.Tensor, mask: MaskSpec, score_mod: ScoreMod
+) -> KernelRequest:
+    """What the kernel of a call must be able to do."""
+    return KernelRequest(
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        mask.band,
+        documents=bool(mask.documents),
+        value_dim=v.shape[3],
+        score_mod=score_mod,
+        deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
+    )
 
 
 def _schedules(
