@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ds_usp.planner.command_flags import (
 from ds_usp.planner.field_checks import Count, CountOrZero
 from ds_usp.planner.parallel_config import ParallelConfig
 from ds_usp.planner.plot import draw_timelines
-from ds_usp.planner.step_command_flags import StepFlags
+from ds_usp.planner.step_command_flags import SHARED_FLAGS, StepFlags
 
 # A balanced layout is of documents, which this command has none of.
 _LAYOUTS = tuple(kind for kind in KINDS if kind != "balanced")
@@ -82,8 +82,7 @@ class ExplainCommand(StepFlags, ClusterFlags, Command):
     def run(self) -> int:
         """Print the call, and draw it if ``--plot`` is given; with ``--model`` print the step."""
         cluster, name = self.load_cluster()
-        if (self.heads is None) == (self.model is None):
-            raise ConfigError("give --heads of one attention call, or --model of a step")
+        self._refuse_mixed_flags()
         if self.model is not None:
             lines, content = self.explain_step(cluster)
             if self.json:
@@ -137,6 +136,26 @@ class ExplainCommand(StepFlags, ClusterFlags, Command):
         if self.plot:
             print(f"wrote {self.plot}")
         return 0
+
+    def _refuse_mixed_flags(self) -> None:
+        """Refuse flags of a step beside those of a call, which would be ignored.
+
+        Raises:
+            ConfigError: it names them; or neither ``--heads`` nor ``--model`` is given.
+        """
+        if (self.heads is None) == (self.model is None):
+            raise ConfigError("give --heads of one attention call, or --model of a step")
+        of_step = {f.name for f in fields(StepFlags)} - SHARED_FLAGS
+        of_call = {f.name for f in fields(self)} - of_step - SHARED_FLAGS - {"cluster", "json"}
+        ignored = of_step if self.model is None else of_call
+        given = [
+            f for f in fields(self) if f.name in ignored and getattr(self, f.name) != f.default
+        ]
+        if given:
+            names = ", ".join(f"--{f.name.replace('_', '-')}" for f in given)
+            kinds = ("a step", "an attention call")
+            kind, other = kinds if self.model is None else kinds[::-1]
+            raise ConfigError(f"flags of {kind}, not of {other}: {names}; leave them out")
 
     def _mask_spec(self) -> MaskSpec:
         """The mask.

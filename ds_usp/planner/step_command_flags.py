@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.arguments import flag, tokens
 from ds_usp.planner.attention_schedule import OFF, PROJECTIONS
@@ -18,6 +19,11 @@ from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     require_feasible,
+)
+
+# Of an attention call, too.
+SHARED_FLAGS = frozenset(
+    {"seq_len", "batch", "order", "ulysses_degree", "ring_degree", "projections"}
 )
 
 
@@ -56,8 +62,10 @@ class StepFlags:
         """The step as lines, and as what ``--json`` prints.
 
         Raises:
-            ConfigError: degrees that do not fit the model.
+            ConfigError: degrees that do not fit the model, or tokens sharded over one rank.
         """
+        if self.tp_shard_tokens and self.tp == 1:
+            raise ConfigError("--tp-shard-tokens needs --tp 2 or more, which is 1")
         caps = framework_caps(self.engine)
         config = ParallelConfig(
             tp=self.tp,
