@@ -13,6 +13,7 @@ from bench_harness import Session
 from torch import Tensor, nn
 
 GIB = 2**30
+END = "end"  # the place after a step
 Mark = torch.cuda.Event | float
 _PRINT_EVERY_S = 10.0
 
@@ -47,6 +48,7 @@ class StepRecord:
 
     Args:
         begin: ``time.monotonic`` of the program's start, for the lines printed in between.
+        on_moment: called with each moment at once, so that a run that is cut off leaves its own.
 
     Attributes:
         peak, reserved, used: most bytes allocated by torch, reserved by its allocator, and used on
@@ -56,8 +58,13 @@ class StepRecord:
         node: most bytes of the machine's memory in use, of this container or of all.
     """
 
-    def __init__(self, session: Session, begin: float) -> None:
-        self._session, self._program_begin = session, begin
+    def __init__(
+        self,
+        session: Session,
+        begin: float,
+        on_moment: Callable[[Moment], None] | None = None,
+    ) -> None:
+        self._session, self._program_begin, self._on_moment = session, begin, on_moment
         self._printed = self._step_begin = time.monotonic()
         self.moments: list[Moment] = []
         self._pairs: list[tuple[str, Mark, Mark]] = []
@@ -131,6 +138,8 @@ class StepRecord:
         host = self._count_host()
         self.peak = max(self.peak, peak)
         self.moments.append(Moment(place, now - self._step_begin, device, peak, host))
+        if self._on_moment is not None:
+            self._on_moment(self.moments[-1])
         if now - self._printed > _PRINT_EVERY_S:
             self._printed = now
             self.print(

@@ -14,7 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from bench_harness import Session, Table, append_row
-from length_record import GIB, StepRecord
+from length_record import END, GIB, Moment, StepRecord
 from torch import nn
 from trainer_process import built_on, collect_memory, draw_weights, free_engine
 from usp_trainer.arguments import parse
@@ -167,7 +167,7 @@ class Trained:
     ) -> None:
         self.session, self.run, self.folder, self.part = session, run, folder, part
         self._moments = moments
-        self.record = StepRecord(session, begin)
+        self.record = StepRecord(session, begin, self._add_moment)
         self.rows: list[dict[str, Any]] = []
         self._loop: Any = None
 
@@ -185,6 +185,9 @@ class Trained:
         ):
             try:
                 trainer_loop.pretrain(parse(flags))
+            except Exception as error:
+                self._failed(error)
+                raise
             finally:
                 self._free()
         return self.rows
@@ -238,7 +241,7 @@ class Trained:
     def end_step(self, row: dict[str, Any]) -> None:
         """Write the row of a step; sizes are the largest of the ranks'."""
         session, record = self.session, self.record
-        record.sample("end")
+        record.sample(END)
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         staging = self._loop.mesh.reserved_bytes
         sizes = {
@@ -266,10 +269,29 @@ class Trained:
         self.rows.append(result)
         append_row(session, self.folder / "length.jsonl", result, PACKAGES, str(self.run))
         record.print(summary(result))
-        if self._moments is not None:
+
+    def _add_moment(self, moment: Moment) -> None:
+        if self._moments is not None and self._loop is not None:
             shape = f"{self.run.tokens} tokens, {self.run.layers} layers of {self.run.model}"
-            for number, moment in enumerate(record.moments):
-                self._moments.add([shape, f"step {row['step']}", str(number), *moment.cells()])
+            step, number = self._loop.progress.step, len(self.record.moments) - 1
+            step += moment.place != END  # the last moment comes after the count
+            self._moments.add([shape, f"step {step}", str(number), *moment.cells()])
+
+    def _failed(self, error: Exception) -> None:
+        """What was reached, on rank 0, without a word to the other ranks."""
+        record = self.record
+        place = record.moments[-1].place if record.moments else "start"
+        peak = torch.cuda.max_memory_allocated() if self.session.on_gpu else 0
+        row = {
+            "part": self.part,
+            "name": self.run.name,
+            "failed": f"{type(error).__name__}: {error}"[:300],
+            "after": f"{record.title} {place}",
+            "peak_gib": round(max(peak, record.peak) / GIB, 3),
+            "predicted_gib": round(self.needs.total / GIB, 3),
+        }
+        append_row(self.session, self.folder / "length.jsonl", row, PACKAGES, str(self.run))
+        record.print(f"{row['name']} failed after {row['after']}, at most {row['peak_gib']} GiB")
 
     def _free(self) -> None:
         if self._loop is not None:
