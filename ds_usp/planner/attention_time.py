@@ -36,8 +36,8 @@ from ds_usp.planner.traffic import layer_traffic
 
 # Bytes that each of the three products with rows of the weights moves more for each byte of its
 # queries, keys and values, where it is made chunk by chunk: rows of weights and gradients are put
-# together, rotated gradients copied, products smaller. Fitted once, to the 6 layers on Ulysses 2 of
-# projected.csv, as a whole.
+# together, rotated gradients were copied, products are smaller. Fitted once, to the 6 layers on
+# Ulysses 2 of projected.csv, as a whole; they were timed before rotation in place.
 _PARTS_BYTES = 4.0
 
 
