@@ -96,8 +96,12 @@ class SequenceMesh:
         text = f"{self}, {self.order}, ds_usp {__version__}, ops 4"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
+    def __deepcopy__(self, _: dict[int, Any]) -> SequenceMesh:
+        """The mesh itself: a copied module, as of an EMA, runs on the same ranks."""
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another mesh."""
+        """A copy by pickle or ``copy.copy`` is another mesh."""
         self.__dict__.update(state)
         self.__post_init__()
 
@@ -305,13 +309,10 @@ class SequenceMesh:
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
         """Whether :meth:`reserve` would allocate for these sizes; the same on every rank."""
-        return any(
-            size and self._group_of(kind) is not None and not self._has_capacity(kind, size)
-            for kind, size in sizes.items()
-        )
-
-    def _has_capacity(self, kind: str, size: int) -> bool:
-        return kind in self.copy_engines and self.copy_engines[kind].has_capacity(size)
+        engines = self.copy_engines.items()
+        enough = {kind for kind, engine in engines if engine.has_capacity(sizes.get(kind, 0))}
+        lacking = [kind for kind, size in sizes.items() if size and kind not in enough]
+        return any(self._group_of(kind) is not None for kind in lacking)
 
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
@@ -367,10 +368,8 @@ class SequenceMesh:
             LayoutError: on every rank, if one of them holds something else than its shard.
         """
         if self.sp_group is None:
-            full: torch.Tensor = layout.gather([local], dim)
-        else:
-            full = layout.gather(local, dim, group=self.sp_group)
-        return full
+            return layout.gather([local], dim)
+        return layout.gather(local, dim, group=self.sp_group)
 
     def check(self) -> None:
         """Compare how many calls and backward passes each rank has made; collective over the mesh.

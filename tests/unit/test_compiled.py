@@ -158,7 +158,8 @@ def test_a_mesh_is_found_by_its_name_as_long_as_it_lives() -> None:
     first, second = SequenceMesh.single(), SequenceMesh.single()
     assert first.name != second.name
     assert MESH_REGISTRY.lookup(first.name) is first
-    other = copy.deepcopy(first)
+    assert copy.deepcopy(first) is first
+    other = copy.copy(first)
     assert MESH_REGISTRY.lookup(other.name) is other and other.name != first.name
     name = first.name
     del first
