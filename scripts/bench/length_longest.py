@@ -87,6 +87,7 @@ class ALSTTrial:
         except Exception:
             engine, self._training = self._training.engine, None
             free_engine(engine)
+            _forget_sequence_groups()
             raise
         peak = torch.cuda.max_memory_allocated() if session.on_gpu else 0
         return {
@@ -95,6 +96,14 @@ class ALSTTrial:
             "peak_gib": session.all_reduced([peak], dist.ReduceOp.MAX)[0] / GIB,
             "staging_gib": 0.0,
         }
+
+
+def _forget_sequence_groups() -> None:
+    """DeepSpeed refuses to make its sequence-parallel groups twice."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
+    parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 
 def register_window(window: int) -> None:
@@ -109,7 +118,8 @@ def register_window(window: int) -> None:
         out = _window_attention(*(x.transpose(1, 2) for x in (q, k, v)), window, scaling)
         return out, None
 
-    ALL_ATTENTION_FUNCTIONS.register(_KERNEL, attend)
+    # As DeepSpeed replaces it; a registered one would not undo that.
+    ALL_ATTENTION_FUNCTIONS[_KERNEL] = attend
     ALL_MASK_ATTENTION_FUNCTIONS.register(_KERNEL, lambda *_, **__: None)
 
 
