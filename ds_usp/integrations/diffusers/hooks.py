@@ -355,13 +355,15 @@ def _sharded(
     state: PassState, arguments: dict[str, Any], entries: Mapping[str, TokenDim]
 ) -> dict[str, Any]:
     for name, token_dim in entries.items():
-        arguments[name] = _shard_value(state, arguments.get(name), token_dim)
+        arguments[name] = _shard_value(state, arguments.get(name), token_dim, argument=True)
     return arguments
 
 
-def _shard_value(state: PassState, value: Any, token_dim: TokenDim | None) -> Any:
+def _shard_value(
+    state: PassState, value: Any, token_dim: TokenDim | None, *, argument: bool = False
+) -> Any:
     if token_dim is None:
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(_shard_value(state, x, token_dim) for x in value)
-    return state.shard(value, token_dim) if isinstance(value, Tensor) else value
+        return type(value)(_shard_value(state, x, token_dim, argument=argument) for x in value)
+    return state.shard(value, token_dim, argument=argument) if isinstance(value, Tensor) else value

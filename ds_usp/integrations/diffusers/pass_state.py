@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.segments import Segment
 from ds_usp.integrations.diffusers.plans import Kind, TokenDim
 from ds_usp.integrations.replicas import (
     Reduction,
@@ -150,8 +152,13 @@ class PassState:
         self._layouts[kind] = plain if image is None else ContinuedLayout.after(image, length)
         return self._layouts[kind]
 
-    def shard(self, x: Tensor, token_dim: TokenDim) -> Tensor:
+    def shard(self, x: Tensor, token_dim: TokenDim, *, argument: bool = False) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
+
+        Args:
+            argument: an argument of a module, whose caller keeps the whole tensor while it runs:
+                without gradients the shard is a view of it, where that is contiguous. An output is
+                copied, so that the whole tensor is freed.
 
         Raises:
             LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
@@ -169,7 +176,12 @@ class PassState:
         layout = self.layout(token_dim.kind)
         if is_first:
             self._prepare_calls()
-        return layout.shard(x, token_dim.dim, self._mesh.rank)
+        rank = self._mesh.rank
+        if argument and not torch.is_grad_enabled():  # else backward would keep the whole tensor
+            view = _contiguous_view(x, token_dim.dim, layout.segments(rank))
+            if view is not None:
+                return view
+        return layout.shard(x, token_dim.dim, rank)
 
     def join(self, x: Tensor) -> Tensor:
         """``[b, image tokens, ...]`` on every rank, from the ranks' shards."""
@@ -267,3 +279,11 @@ class PassState:
             return contiguous
         front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
         return JointLayout.of(image, text.seq_len, front, continued)
+
+
+def _contiguous_view(x: Tensor, dim: int, segments: Sequence[Segment]) -> Tensor | None:
+    """The segments of a tensor as a contiguous view of it; None where there is none."""
+    if len(segments) != 1 or segments[0].stride != 1:
+        return None
+    view = x.narrow(dim, segments[0].start, segments[0].length)
+    return view if view.is_contiguous() else None
