@@ -133,6 +133,8 @@ def _forward(version: str, a: dict[str, Any]) -> tuple[Any, ...]:
 
 def _backward(version: str, a: dict[str, Any]) -> tuple[Tensor, ...]:
     assert a["deterministic"] == torch.are_deterministic_algorithms_enabled()
+    grouped = a["q"].shape[-2] != a["k"].shape[-2]
+    assert "cute" not in version or not grouped or a["k"].shape[-1] == a["v"].shape[-1]
     grads = gradients(a, version)
     buffers = [a[name] for name in ("dq", "dk", "dv")]
     assert "cute" in version or all(buffer is not None for buffer in buffers)

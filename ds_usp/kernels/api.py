@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ds_usp.geometry.kernel_calls import KernelCall
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.tiles import ANY_BAND, Tile, TileSupport
+from ds_usp.kernels.head_dims import Dims, HeadDims
 from ds_usp.kernels.score_mod import PLAIN, BoundScoreMod, ScoreMod
 
 # q [B, S, H, D], k [B, T, G, D], v [B, T, G, E]; also their gradients.
@@ -64,7 +65,7 @@ class KernelRequest:
     deterministic: bool = False
 
     @property
-    def head_dims(self) -> tuple[int, int]:
+    def head_dims(self) -> Dims:
         """The head dims of queries and keys, and of values."""
         return self.head_dim, self.value_dim or self.head_dim
 
@@ -83,15 +84,13 @@ class KernelCaps:
     Args:
         devices: device types; empty means any.
         dtypes: dtypes of q, k and v, forward and backward.
-        max_head_dim: largest head dim; None means any.
-        head_dim_multiple: the head dim must be a multiple of this.
+        head_dims: head dims of keys and of values. The kernel gets others padded with zeros
+            (:class:`PaddedHeadDimKernel`).
         tiles: the tiles (rectangles with a band mask) that it computes in one call.
         varlen: it computes the tiles of many documents in one call; else one call a tile.
         fp32_grads: it returns gradients in fp32, which are then communicated in fp32.
         score_features: its score modifiers, of ``ds_usp.kernels.score_mod.FEATURES``; a kernel
             that has some implements ``with_score_mod``.
-        value_dims: values may have another head dim than keys. Other kernels get both padded with
-            zeros to the larger one (:class:`PaddedHeadDimKernel`).
         deterministic: its gradients are bitwise reproducible under torch's deterministic
             algorithms.
         writes_grads_in_place: it writes the gradients of a single tile into ``grad_buffers``.
@@ -99,13 +98,11 @@ class KernelCaps:
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    max_head_dim: int | None = None
-    head_dim_multiple: int = 1
+    head_dims: HeadDims
     tiles: TileSupport = ANY_BAND
     varlen: bool = False
     fp32_grads: bool = False
     score_features: frozenset[str] = frozenset()
-    value_dims: bool = False
     deterministic: bool = False
     writes_grads_in_place: bool = False
 
@@ -120,11 +117,10 @@ class KernelCaps:
         if request.dtype not in self.dtypes:
             supported = ", ".join(sorted(map(_dtype_name, self.dtypes)))
             return f"takes {supported}, not {_dtype_name(request.dtype)}"
-        for dim in request.head_dims if self.value_dims else [max(request.head_dims)]:
-            if self.max_head_dim is not None and dim > self.max_head_dim:
-                return f"takes head dims up to {self.max_head_dim}, not {dim}"
-            if dim % self.head_dim_multiple:
-                return f"takes head dims that are multiples of {self.head_dim_multiple}, not {dim}"
+        if refusal := self.head_dims.refusal(
+            request.head_dims, bf16=request.dtype == torch.bfloat16
+        ):
+            return refusal
         if missing := request.score_mod.features - self.score_features:
             return f"has no {' and no '.join(sorted(missing))}"
         if request.deterministic and not self.deterministic:
@@ -269,24 +265,26 @@ class SingleTileKernel:
 
 
 class PaddedHeadDimKernel:
-    """A kernel of one head dim for keys and values that have two: pads the smaller with zeros.
+    """A kernel for head dims that it does not compute by itself: pads them with zeros.
 
     Exact: zeros add nothing to ``q . k``, and the output columns that they make are sliced off.
     It costs the copies and the products with zeros, no communication.
     """
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: AttentionKernel, dims: Dims) -> None:
+        self._kernel, self._dims = kernel, dims
         self.name, self.caps = kernel.name, replace(kernel.caps, writes_grads_in_place=False)
 
     def with_score_mod(self, score_mod: BoundScoreMod) -> AttentionKernel:
         """See :meth:`AttentionKernel.with_score_mod`."""
-        return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod))
+        return PaddedHeadDimKernel(self._kernel.with_score_mod(score_mod), self._dims)
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         """See :meth:`AttentionKernel.forward`."""
-        q, k, v = _pad_to_one_head_dim(*qkv)
-        out, lse = self._kernel.forward((q, k, v), call, scale=scale)
+        q, k, v = qkv
+        keys, values = self._dims
+        padded = pad_features(q, keys), pad_features(k, keys), pad_features(v, values)
+        out, lse = self._kernel.forward(padded, call, scale=scale)
         return out[..., : qkv[2].shape[3]], lse
 
     def backward(
@@ -298,17 +296,19 @@ class PaddedHeadDimKernel:
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
         """See :meth:`AttentionKernel.backward`; ``grad_buffers`` is always None."""
-        dout, q, k, v, out = _pad_to_one_head_dim(*saved[:5])
-        padded = BackwardInputs(dout, q, k, v, out, saved.lse)
+        dout, q, k, v, out, lse = saved
+        keys, values = self._dims
+        q, k = pad_features(q, keys), pad_features(k, keys)
+        dout, v, out = (pad_features(x, values) for x in (dout, v, out))
+        padded = BackwardInputs(dout, q, k, v, out, lse)
         dq, dk, dv = self._kernel.backward(padded, call, scale=scale)
         keys, values = saved.k.shape[3], saved.v.shape[3]
         return dq[..., :keys], dk[..., :keys], dv[..., :values]
 
 
-def _pad_to_one_head_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Zeros after the features of those that have fewer."""
-    max_dim = max([x.shape[3] for x in tensors])
-    return [x if x.shape[3] == max_dim else F.pad(x, (0, max_dim - x.shape[3])) for x in tensors]
+def pad_features(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros after the features ``[..., D] -> [..., dim]``; the tensor itself where D is dim."""
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 
 class UnsuitableDeviceError(ImportError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,9 @@ from ds_usp.kernels.api import (
     require_capability,
 )
 from ds_usp.kernels.eager import EagerKernel
+from ds_usp.kernels.head_dims import HEAD_DIMS
 
+_LARGE_HEAD_DIMS = 91900  # cuDNN with which head dims above 128 were measured
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
@@ -28,8 +31,7 @@ class CudnnKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=128,
-        head_dim_multiple=8,
+        head_dims=HEAD_DIMS["cudnn", 9],
         tiles=TileSupport(rectangular=False, window=False),
     )
 
@@ -37,6 +39,9 @@ class CudnnKernel(SingleTileKernel):
         require_capability(9, "cuDNN's attention")
         if not torch.backends.cudnn.is_available():
             raise ImportError("this torch has no cuDNN")
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        if not hopper or (torch.backends.cudnn.version() or 0) < _LARGE_HEAD_DIMS:
+            self.caps = replace(self.caps, head_dims=HEAD_DIMS["cudnn", None])
         self._eager = EagerKernel()  # for one query and one key, which cuDNN refuses
 
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:

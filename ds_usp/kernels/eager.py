@@ -14,6 +14,7 @@ from ds_usp.kernels.api import (
     SingleTileKernel,
     window_mask,
 )
+from ds_usp.kernels.head_dims import HEAD_DIMS
 from ds_usp.kernels.score_mod import FEATURES, BoundScoreMod
 
 
@@ -28,9 +29,9 @@ class EagerKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset(),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+        head_dims=HEAD_DIMS["eager", None],
         fp32_grads=True,
         score_features=FEATURES,
-        value_dims=True,
         deterministic=True,
         writes_grads_in_place=True,
     )

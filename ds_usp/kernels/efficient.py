@@ -16,6 +16,7 @@ from ds_usp.kernels.api import (
     SingleTileKernel,
     require_capability,
 )
+from ds_usp.kernels.head_dims import HEAD_DIMS
 
 _forward = torch.ops.aten._efficient_attention_forward
 _backward = torch.ops.aten._efficient_attention_backward
@@ -37,9 +38,8 @@ class EfficientKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        head_dim_multiple=8,
+        head_dims=HEAD_DIMS["efficient", None],
         tiles=TileSupport(window=False),
-        value_dims=True,
         deterministic=True,
     )
 

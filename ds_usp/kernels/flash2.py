@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from ds_usp.geometry.tiles import TileSupport
 from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
+from ds_usp.kernels.head_dims import HEAD_DIMS
 from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import (
     BACKWARD_ARGS,
@@ -37,8 +38,7 @@ class Flash2Kernel(VarlenKernel):
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=256,
-        head_dim_multiple=8,
+        head_dims=HEAD_DIMS["flash2", None],
         tiles=TileSupport(tall=False),
         score_features=frozenset({SOFTCAP}),
         deterministic=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_usp.kernels.api import QKV, BackwardInputs, KernelCaps, OutLse, require_capability
+from ds_usp.kernels.head_dims import HEAD_DIMS
 from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import (
     BACKWARD_ARGS,
@@ -25,8 +26,7 @@ class Flash3Kernel(VarlenKernel):
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=256,
-        head_dim_multiple=8,
+        head_dims=HEAD_DIMS["flash3", None],
         score_features=frozenset({SOFTCAP}),
         deterministic=True,
         varlen=True,

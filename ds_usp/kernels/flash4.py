@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from ds_usp.geometry.tiles import Bounds
 from ds_usp.kernels.api import (
@@ -16,10 +18,14 @@ from ds_usp.kernels.api import (
     GradBuffers,
     KernelCaps,
     OutLse,
+    pad_features,
     require_capability,
 )
+from ds_usp.kernels.head_dims import HEAD_DIMS
 from ds_usp.kernels.score_mod import SOFTCAP
 from ds_usp.kernels.varlen import Lengths, TileOrCall, VarlenKernel
+
+_LARGE_HEAD_DIMS = Version("4.0.0b36")
 
 
 class Flash4Kernel(VarlenKernel):
@@ -29,9 +35,7 @@ class Flash4Kernel(VarlenKernel):
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=128,
-        # It accepts others and returns wrong gradients (4.0.0b36, H200, head dims 40, 72, 80, 104).
-        head_dim_multiple=32,
+        head_dims=HEAD_DIMS["flash4", 9],
         varlen=True,
         score_features=frozenset({SOFTCAP}),
         deterministic=True,
@@ -46,7 +50,10 @@ class Flash4Kernel(VarlenKernel):
         # Versions without this helper ignore a soft cap in Hopper's backward and have no
         # deterministic one; on consumer Blackwell (12.x) all versions are so.
         has_softcap_backward = hasattr(interface.utils, "create_softcap_scoremod_bwd")
-        if not has_softcap_backward or torch.cuda.get_device_capability()[0] >= 12:
+        major = torch.cuda.get_device_capability()[0]
+        if major != 9 or not _has_large_head_dims():
+            self.caps = replace(self.caps, head_dims=HEAD_DIMS["flash4", None])
+        if not has_softcap_backward or major >= 12:
             self.caps = replace(self.caps, score_features=frozenset(), deterministic=False)
 
     def tile_forward(
@@ -56,8 +63,11 @@ class Flash4Kernel(VarlenKernel):
         options = _mask_args(tile.window, scale)
         if lengths is not None:
             options = {**options, **lengths._asdict()}
-        out, lse, *_ = self._fwd(*qkv, softcap=self.softcap or None, return_lse=True, **options)
-        return out, lse
+        q, k, v = qkv
+        if pads := _pads_values(q, k, v):
+            v = pad_features(v, k.shape[-1])
+        out, lse, *_ = self._fwd(q, k, v, softcap=self.softcap or None, return_lse=True, **options)
+        return out[..., : qkv[2].shape[-1]] if pads else out, lse
 
     def tile_backward(
         self,
@@ -76,10 +86,30 @@ class Flash4Kernel(VarlenKernel):
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         dout, q, k, v, out, lse = saved
+        dv_buffer, values = options.get("dv"), v.shape[-1]
+        if pads := _pads_values(q, k, v):
+            dout, v, out = (pad_features(x, k.shape[-1]) for x in (dout, v, out))
+            options["dv"] = None
         dq, dk, dv = self._bwd(
             q, k, v, out, dout, lse.contiguous(), softcap=self.softcap, **options
         )
+        if pads:
+            dv = dv[..., :values] if dv_buffer is None else dv_buffer.copy_(dv[..., :values])
         return dq, dk, dv
+
+
+def _pads_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether values are padded to the keys' head dim: the library's backward pass takes two head
+    dims without grouped heads only (4.0.0b36, Hopper)."""
+    return v.shape[-1] != k.shape[-1] and k.shape[-2] != q.shape[-2]
+
+
+def _has_large_head_dims() -> bool:
+    """Whether the installed version is one whose head dims above 128 were measured."""
+    try:
+        return Version(version("flash-attn-4")) >= _LARGE_HEAD_DIMS
+    except PackageNotFoundError:
+        return False
 
 
 @lru_cache(maxsize=1024)

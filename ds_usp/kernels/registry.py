@@ -66,9 +66,9 @@ def select_kernel(request: KernelRequest, name: str = AUTO) -> AttentionKernel:
 
 
 def _with_padding_if_needed(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
-    """The kernel, padded if the request has two head dims and the kernel knows one."""
-    keys, values = request.head_dims
-    return kernel if keys == values or kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
+    """The kernel, behind padding if it does not compute the request's head dims by itself."""
+    dims = kernel.caps.head_dims.padded(request.head_dims)
+    return kernel if dims == request.head_dims else PaddedHeadDimKernel(kernel, dims)
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from ds_usp.kernels.api import (
     SingleTileKernel,
     window_mask,
 )
+from ds_usp.kernels.head_dims import HEAD_DIMS
 
 _MIN_TORCH = Version("2.9")  # before, grouped heads made it read and write beyond its tensors
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -28,6 +29,7 @@ class SdpaKernel(SingleTileKernel):
     caps = KernelCaps(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16}),
+        head_dims=HEAD_DIMS["sdpa", None],
         tiles=TileSupport(rectangular=False, window=True),
         deterministic=True,
     )

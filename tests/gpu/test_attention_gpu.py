@@ -34,7 +34,7 @@ CAPS = {row.name: kernel.caps for row in available_kernels("cuda") for kernel in
 KERNELS = list(CAPS)
 WINDOWED = [name for name, caps in CAPS.items() if caps.tiles.window]
 CAPPED = [name for name, caps in CAPS.items() if SOFTCAP in caps.score_features]
-WIDE = [name for name, caps in CAPS.items() if (caps.max_head_dim or 192) >= 192]
+WIDE = [name for name, caps in CAPS.items() if (caps.head_dims.limit or 192) >= 192]
 LIMITED = ("out", "dq", "dk", "dv")
 # Long enough that the CPU runs ahead of the GPU: a missing wait shows.
 LONG = replace(LOW, seq_len=6144, head_dim=128, kernel="cudnn")

@@ -16,7 +16,7 @@ from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import plan_tiles
 from ds_usp.kernels.api import KernelRequest
 from ds_usp.kernels.eager import EagerKernel
-from ds_usp.kernels.registry import _load, available_kernels
+from ds_usp.kernels.registry import _load, _with_padding_if_needed, available_kernels
 
 SCALE = 0.2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -75,7 +75,7 @@ def test_a_tile_is_the_references(kernel, dtype, shape, heads) -> None:  # type:
     mask = SHAPES[shape][3]
     if dtype not in kernel.caps.dtypes or (mask.left is not None and not kernel.caps.tiles.window):
         pytest.skip("the kernel does not claim it")
-    for head_dim in (64, kernel.caps.max_head_dim or 256):
+    for head_dim in (64, kernel.caps.head_dims.limit or 256):
         check_on_gpu(kernel, dtype, heads, head_dim, SHAPES[shape], TOLERANCE[dtype])
 
 
@@ -85,9 +85,20 @@ def test_every_head_dim_that_is_claimed(kernel, head_dim) -> None:  # type: igno
     asked = KernelRequest("cuda", torch.bfloat16, head_dim, MaskSpec.causal())
     if kernel.caps.refusal(asked):
         pytest.skip("the kernel does not claim it")
+    padded = _with_padding_if_needed(kernel, asked)
     for heads in ((2, 2), (6, 2)):
         shape = (300, 300, 0, MaskSpec.causal())
-        check_on_gpu(kernel, torch.bfloat16, heads, head_dim, shape, TOLERANCE[torch.bfloat16])
+        check_on_gpu(padded, torch.bfloat16, heads, head_dim, shape, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (128, 192), (160, 96), (72, 40)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_values_have_another_head_dim(kernel, dims) -> None:  # type: ignore[no-untyped-def]
+    asked = KernelRequest("cuda", torch.bfloat16, dims[0], MaskSpec.causal(), value_dim=dims[1])
+    padded = _with_padding_if_needed(kernel, asked)
+    for heads in ((2, 2), (6, 2)):
+        shape = (300, 300, 0, MaskSpec.causal())
+        check_on_gpu(padded, torch.bfloat16, heads, dims, shape, TOLERANCE[torch.bfloat16])
 
 
 # eager is cuBLAS's, which torch lets be deterministic by an environment variable at start only.

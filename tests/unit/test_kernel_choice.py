@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_flash import BACKWARD, FORWARD, library
-from kernel_cases import BLOCKS, TOKENS, run_tile, tensors
+from kernel_cases import BLOCKS, TOKENS, check_block, run_tile, tensors
 from stub_machine import MAKERS, Machine, efficient, flash2_in_torch, flash4, module
 
 import ds_usp
@@ -269,7 +269,9 @@ def test_missing_libraries_are_named_and_unsuitable_devices_are_not(machine: Mac
     assert select_kernel(on_gpu(torch.bfloat16, WINDOW, 256)).name == "flash3"
     text = missing_libraries(on_gpu(torch.bfloat16))
     assert text is not None and "flash4 (" in text and "flash3 (" not in text
-    assert missing_libraries(on_gpu(torch.bfloat16, head_dim=256)) is None
+    text = missing_libraries(on_gpu(torch.bfloat16, head_dim=256))
+    assert text is not None and "flash4 (" in text
+    assert missing_libraries(on_gpu(torch.float16, head_dim=256)) is None
 
 
 def test_an_older_gpu_misses_nothing(machine: Machine) -> None:
@@ -299,6 +301,49 @@ def test_head_dims_are_counted_as_the_kernel_gets_them(machine: Machine) -> None
     with pytest.raises(UnsupportedAttentionError, match="up to 256, not 264"):
         select_kernel(replace(wanted, value_dim=264), "flash2")
     assert isinstance(select_kernel(replace(wanted, value_dim=128), "efficient"), EfficientKernel)
+
+
+def test_head_dims_above_128_on_hopper(machine: Machine) -> None:
+    def served(name: str, dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
+        wanted = replace(on_gpu(dtype, CAUSAL, dims[0]), value_dim=dims[1])
+        for cache in (select_kernel, registry._load):
+            cache.cache_clear()
+        try:
+            kernel = select_kernel(wanted, name)
+        except UnsupportedAttentionError as error:
+            return str(error).partition(f"{name}: ")[2]
+        x = tensors((2, 2), dims, torch.float32, TOKENS)
+        seen = kernel._dims if isinstance(kernel, PaddedHeadDimKernel) else dims
+        if name == "flash4":  # cuDNN has no stub
+            check_block(kernel, x, BLOCKS["causal"], 2e-6)
+        return str(seen)
+
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    machine.patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    machine.patch.setattr("ds_usp.kernels.flash4.version", lambda name: "4.0.0b36")
+    flash4(machine)
+    both = {(192, 192): (192, 192), (192, 128): (192, 128), (128, 192): (192, 192)}
+    both |= {(224, 200): (256, 256), (160, 128): (160, 160), (136, 64): (160, 160)}
+    for dims, wanted in both.items():
+        assert served("flash4", dims) == served("cudnn", dims) == str(wanted)
+    assert served("cudnn", (72, 72)) == "(72, 72)"
+    assert served("flash4", (72, 72)) == served("flash4", (72, 40)) == "(96, 96)"
+    assert served("flash4", (40, 40)).endswith("192, 256, and would pad 40 to 64")
+    assert served("flash4", (264, 264)) == "takes head dims up to 256, not 264"
+    assert served("cudnn", (192, 132)) == "(192, 192)"
+    for name in ("flash4", "cudnn"):  # compared with fp64 in bf16 only
+        refusal = served(name, (192, 192), torch.float16)
+        assert refusal == "takes head dims above 128 in bfloat16 only"
+    machine.patch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    machine.patch.setattr("ds_usp.kernels.flash4.version", lambda name: "4.0.0b35")
+    assert "128, not 192 (up to 256 on compute" in served("flash4", (192, 128))
+    assert "with cuDNN 9.19 or newer)" in served("cudnn", (192, 128))
+    machine.patch.setattr("ds_usp.kernels.flash4.version", lambda name: "4.0.0b36")
+    machine.patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    machine.gpu(10)
+    for name in ("flash4", "cudnn"):
+        assert "128, not 136 (up to 256 on compute capability 9.x" in served(name, (136, 64))
+        assert served(name, (128, 64)) == "(128, 128)"
 
 
 def test_determinism_moves_auto_to_kernels_that_have_it(machine: Machine) -> None:

@@ -32,7 +32,7 @@ from kernel_cases import (
     serves,
     tensors,
 )
-from stub_machine import FLASH2, MAKERS, Machine, efficient
+from stub_machine import FLASH2, MAKERS, Machine, efficient, flash4
 
 from ds_usp import MaskSpec
 from ds_usp.geometry.tiles import Tile
@@ -202,7 +202,7 @@ def test_documents_are_capped_and_have_values_of_their_own_head_dim(
     subject: Subject, name: str
 ) -> None:
     kernel = subject.kernel
-    padded = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
+    padded = kernel if kernel.caps.head_dims.any_pair else PaddedHeadDimKernel(kernel, (32, 32))
     check_packed(padded, PACKED[name], torch.float32, 2e-6, value_dim=24)
     if SOFTCAP in kernel.caps.score_features:
         capped = kernel.with_score_mod(CAP)
@@ -279,14 +279,24 @@ def test_values_have_a_head_dim_of_their_own(
     subject: Subject, dims: tuple[int, int], name: str
 ) -> None:
     kernel: Any = subject.kernel
-    kernel = kernel if kernel.caps.value_dims else PaddedHeadDimKernel(kernel)
+    if not kernel.caps.head_dims.any_pair:
+        kernel = PaddedHeadDimKernel(kernel, (max(dims), max(dims)))
     check_two_head_dims(kernel, dims, BLOCKS[name], torch.float32, 2e-6)
 
 
 @pytest.mark.parametrize("dims", [*DIMS, (3, 5)], ids=str)
-@pytest.mark.parametrize("kernel", [EagerKernel(), PaddedHeadDimKernel(SdpaKernel())])
+@pytest.mark.parametrize("kernel", [EagerKernel(), SdpaKernel()], ids=lambda kernel: kernel.name)
 def test_cpu_kernels_take_any_two_head_dims(kernel: Any, dims: tuple[int, int]) -> None:
+    if kernel.name == "sdpa":
+        kernel = PaddedHeadDimKernel(kernel, (max(dims) + 3, max(dims) + 3))
     check_two_head_dims(kernel, dims, BLOCKS["left window"], torch.float64, 1e-13)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)], ids=str)
+def test_flash4_takes_the_head_dims_of_mla(machine: Machine, heads: tuple[int, int]) -> None:
+    """Without padding, but for grouped heads, which the stub refuses as the library does."""
+    x = tensors(heads, (192, 128), torch.float32, TOKENS)
+    check_block(flash4(machine), x, BLOCKS["causal"], 2e-6)
 
 
 def test_sinks_are_a_key_without_value() -> None:
