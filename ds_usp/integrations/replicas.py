@@ -23,6 +23,19 @@ from ds_usp.geometry.layout import TokenLayout
 Reduction = Literal["mean", "sum"]
 
 
+def check_mesh(mesh: object) -> None:
+    """Check the mesh that a model is enabled for.
+
+    Raises:
+        ConfigError: none, or a process group.
+    """
+    if not isinstance(mesh, SequenceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} must be a SequenceMesh: SequenceMesh.from_group(group, "
+            "ulysses_degree=...), or SequenceMesh.single() for one process"
+        )
+
+
 class SumOfShards(torch.autograd.Function):
     """The sum over the ranks of a mesh of what each computed from its shard, on every rank."""
 

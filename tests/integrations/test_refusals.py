@@ -15,7 +15,7 @@ from tiny_models import build
 
 import ds_usp
 from ds_usp.integrations.replicas import join_shards
-from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers import attach, enable
 
 WORLD = 2
 
@@ -285,9 +285,13 @@ def test_arguments_of_enable_are_checked() -> None:
         ({"layout": "diagonal"}, ds_usp.LayoutError),
         ({"gradients": "max"}, ds_usp.ConfigError),
         ({"logits": "none"}, ds_usp.ConfigError),
+        ({"offload_ratio": "half"}, ds_usp.ConfigError),
+        ({"mesh": None}, ds_usp.ConfigError),
     ):
         with pytest.raises(kind):
-            enable(model, mesh, **changes)
+            enable(model, **{"mesh": mesh, **changes})
+    with pytest.raises(ds_usp.ConfigError, match="is no Trainer of transformers"):
+        attach(model, mesh)
     before = model.config._attn_implementation, model.loss_function
     with enable(model, mesh):
         with pytest.raises(ds_usp.ConfigError, match="enabled already"):

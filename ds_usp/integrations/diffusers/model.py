@@ -20,7 +20,7 @@ from ds_usp.integrations.diffusers.hooks import (
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, Plan
-from ds_usp.integrations.replicas import Reduction
+from ds_usp.integrations.replicas import Reduction, check_mesh
 from ds_usp.integrations.undo import UndoneAtExit
 from ds_usp.kernels.registry import AUTO
 
@@ -67,10 +67,7 @@ def enable(
             treats tokens by their index, an IP-Adapter, a cache or an attention backend.
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
-    if not isinstance(mesh, SequenceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} must be a SequenceMesh, as SequenceMesh.from_group(group, degree) makes"
-        )
+    check_mesh(mesh)
     named = type(model_or_pipeline).__name__
     error: Exception | None = None
     try:  # what one rank refuses every rank refuses
@@ -184,6 +181,8 @@ def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> None:
     Raises:
         USPError: it cannot be sharded.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)
     check_transformer(transformer)
     check_attention(transformer, plan, ulysses)

@@ -146,8 +146,15 @@ class UlyssesSPAttentionHF:
 
 def _sequence_parallel_groups(size: int) -> Any:
     """DeepSpeed's module of sequence-parallel groups, initialized."""
+    import deepspeed.comm
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 
+    if not deepspeed.comm.is_initialized():
+        raise ConfigError("call deepspeed.init_distributed() before register_with_transformers")
+    if dist.get_world_size() % size:
+        raise ConfigError(
+            f"sequence_parallel_size={size} does not divide the {dist.get_world_size()} ranks"
+        )
     if mpu._SEQUENCE_PARALLEL_GROUP is None:
         mpu.initialize_sequence_parallel(sequence_parallel_size=size)
     have = mpu.get_sequence_parallel_world_size()

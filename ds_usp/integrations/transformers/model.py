@@ -19,6 +19,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.integrations.replicas import (
     Reduction,
     SumOfShards,
+    check_mesh,
     join_shards,
     same_on_all_ranks,
 )
@@ -98,6 +99,7 @@ def enable(
         MeshError: on every rank, if their options differ; collective over the mesh.
     """
     check_version()
+    check_mesh(mesh)
     options = Options(
         layout=layout,
         kernel=kernel,

@@ -45,8 +45,10 @@ class Options:
                 f"recompute={self.recompute!r} must be one of {', '.join(get_args(Recompute))} "
                 "(gemm-last needs layers of Megatron)"
             )
-        if isinstance(self.offload_ratio, bool) or not 0 <= self.offload_ratio <= 1:
-            raise ConfigError(f"offload_ratio={self.offload_ratio!r} must be from 0 to 1")
+        ratio = self.offload_ratio
+        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if not number or not 0 <= ratio <= 1:
+            raise ConfigError(f"offload_ratio={ratio!r} must be a number from 0 to 1")
         for name, chunks in {"loss": self.loss_chunks, "mlp": self.mlp_chunks}.items():
             if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 0:
                 raise ConfigError(

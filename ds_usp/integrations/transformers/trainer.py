@@ -60,6 +60,11 @@ def attach(trainer: Trainer, mesh: SequenceMesh) -> EnabledModel:
 
 
 def _check_trainer(trainer: Trainer) -> None:
+    if not hasattr(trainer, "accelerator") or not hasattr(trainer, "model_wrapped"):
+        raise ConfigError(
+            f"{type(trainer).__name__} is no Trainer of transformers or TRL; enable(model, mesh) "
+            "serves models in a loop of your own"
+        )
     args = trainer.args
     if trainer.model_wrapped is not trainer.model:
         raise ConfigError(
