@@ -40,9 +40,10 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from bench_harness import Session, Table, append_row, common_flags
+from bench_harness import Session, Table, append_row, common_flags, read_rows
 from length_longest import ALSTTrial, Trial, longest
 from length_runs import MODELS, MOMENTS, PACKAGES, Run, Trained
+from length_table import runs_of, table
 from local_kernels import usp_attend
 from shapes import Shape
 from usp_trainer.launch import select_device
@@ -188,6 +189,8 @@ def flags(session: Session, args: argparse.Namespace) -> None:
         names = ("recompute full", name) if name in _NEEDS_CHECKPOINTS else (name,)
         title = f"only {' and '.join(names)}"
         _tried(session, args, new_run(args, title, settings=settings_text(args, *names)))
+    if session.rank == 0:
+        session.print0("\n".join(table(runs_of(read_rows(args.out / "length.jsonl")))))
 
 
 def _tried(session: Session, args: argparse.Namespace, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The search for the longest sequence: lengths it tries, and where it ends."""
+"""What bench_length.py searches and tabulates: lengths it tries, where it ends, differences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.append(str(BENCH))
 
 from length_search import Search  # noqa: E402
+from length_table import runs_of, table  # noqa: E402
 
 
 def trials(capacity: int, fixed: int, per_token: int, *, limit: int | None = None) -> Search:
@@ -46,3 +47,22 @@ def test_the_longest_sequence_is_within_3_percent_or_a_unit(fixed: int, longest:
 def test_a_limit_before_the_memory_ends_is_bracketed() -> None:
     search = trials(10**9, 0, 7, limit=30_000)
     assert search.longest <= 30_000 < search.failed <= 1.04 * 30_000
+
+
+def test_the_table_has_the_largest_difference_and_the_median_of_later_steps() -> None:
+    sizes = {"peak_gib": 3.0, "pinned_gib": 0.5, "states_gib": 0.25, "predicted_gib": 2.5}
+    rows = [
+        {"part": "flags", "name": name, "step": n + 1, "loss": loss, "grad_norm": 2.0, **sizes}
+        | {"seconds": 9.0 if n == 0 else pace}
+        for name, losses, pace in (
+            ("none", (7.0, 5.0, 4.0), 1.0),  # an earlier run of the same name
+            ("none", (4.0, 2.0, 1.0), 2.0),
+            ("all", (4.0, 2.5, 1.0), 3.0),
+        )
+        for n, loss in enumerate(losses)
+    ]
+    rows += [{"part": "layer", "name": "all", "step": 1}, {"part": "flags", "refused": "no memory"}]
+    lines = table(runs_of(rows))
+    assert "| all | 3 | 2.5e-01 | 0.0e+00 |" in lines
+    assert "| none | 2.00 | 1.00 | 3.0 | 0.8 | 2.5 |" in lines
+    assert "| all | 3.00 | 1.50 | 3.0 | 0.8 | 2.5 |" in lines
