@@ -27,6 +27,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning
 from ds_usp.attention.validation import check_on_all_ranks, is_on_cpu
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
+from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.kernels.registry import AUTO
@@ -211,7 +212,8 @@ def projected_attention(
         keep: what is kept for backward besides x and the attention output: ``"arrivals"``, the
             exchanged queries, keys and values, as plain attention does; ``"input"``, nothing:
             backward projects and exchanges them again, one chunk at a time, which takes one more
-            exchange of them and of the output.
+            exchange of them and of the output. ``Tuning(chunks="auto")`` then is the number of
+            :func:`ds_usp.geometry.heads.HeadSplit.memory_chunks`.
         softmax_scale, dropout_p, kernel, tuning, scores: as of :func:`ds_usp.usp_attention`.
         mesh, layout, mask: likewise.
         plain: what computes the plain path, as a framework's own layers; None: linear layers of
@@ -264,13 +266,19 @@ def plain_reason(x: torch.Tensor, projection: Projection) -> str | None:
         return "keep_attention keeps attention without its projections"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on; convert the weights instead"
-    return weights_reason(projection.tensors, x.dtype)
+    return weights_reason(projection.tensors, x.dtype, gathered=projection.gathered)
 
 
-def weights_reason(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
-    """Why only their own layers can multiply these weights and biases; None if others can."""
+def weights_reason(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, *, gathered: bool = False
+) -> str | None:
+    """Why only their own layers can multiply these weights and biases; None if others can.
+
+    Args:
+        gathered: as of :class:`Projection`.
+    """
     for weight in tensors:
-        if hasattr(weight, "ds_id"):
+        if hasattr(weight, "ds_id") and not gathered:
             return "weights are partitioned (ZeRO-3), and gathered by their own layers"
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):
             return f"a weight is a {type(weight).__name__}"
@@ -329,6 +337,10 @@ def _plan(
     if rotary is not None:
         check_local_rotary(rotary, x.shape[1], geometry.dim)
     requires_grad = x.requires_grad or any(w.requires_grad for w in projection.tensors)
+    if keep == "input" and options.tuning.chunks == "auto":
+        split = HeadSplit(geometry.heads, geometry.kv_heads, options.mesh.ulysses_degree)
+        chunks = split.memory_chunks(options.mesh.ring_degree)
+        options = options._replace(tuning=replace(options.tuning, chunks=chunks))
     q, k, v = (y.requires_grad_(requires_grad) for y in _stand_ins(x, geometry))
     text, attention = plan_call(q, k, v, options)
     backward = requires_grad and torch.is_grad_enabled()

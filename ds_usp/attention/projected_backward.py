@@ -94,13 +94,9 @@ class ProjectedBackward(BackwardPass):
         self._sums: dict[int, Sequence[GradAccumulator]] = {}
         total, weight = plan.columns[-1], inputs.weights[0]
         # Gradients of q, k and v of all chunks, chunk by chunk, and of the rows of the weights.
-        self._features = torch.empty(0)
-        if not plan.keeps_input:
-            self._features = inputs.x.new_empty(*inputs.x.shape[:2], total)
-        self._of_chunk: dict[int, torch.Tensor] = {}
+        self._features = inputs.x.new_empty(*inputs.x.shape[:2], total)
         self._row_grads = weight.new_empty(total, weight.shape[1]) if needed.weights else None
         self._bias_grads = weight.new_empty(total) if needed.biases else None
-        self._x_sum: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- the output's gradient
 
@@ -240,15 +236,8 @@ class ProjectedBackward(BackwardPass):
     def _views(self, chunk: BackwardChunk) -> list[torch.Tensor]:
         """Where the gradients of a chunk's q, and k and v, are written: ``[b, s, heads, dim]``."""
         plan, projected = self._projected, self._projected.chunks[chunk.index]
-        if plan.keeps_input:
-            features = self._of_chunk.get(chunk.index)
-            if features is None:
-                width, shape = projected.num_rows(projected.kinds), self._inputs.x.shape[:2]
-                features = self._inputs.x.new_empty(*shape, width)
-                self._of_chunk[chunk.index] = features
-        else:
-            first, stop = plan.columns[chunk.index : chunk.index + 2]
-            features = self._features[..., first:stop]
+        first, stop = plan.columns[chunk.index : chunk.index + 2]
+        features = self._features[..., first:stop]
         return chunk_views(plan, projected, projected.kinds, features)
 
     # ---------------------------------------------------------------- gradients of the inputs
@@ -256,52 +245,30 @@ class ProjectedBackward(BackwardPass):
     def grad_weight(self, chunk: BackwardChunk, _: int, __: int) -> None:
         """Of all rows of a chunk."""
         columns = self._projected.columns
-        self._add_rows(columns[chunk.index], columns[chunk.index + 1], chunk)
+        self._add_rows(columns[chunk.index], columns[chunk.index + 1])
 
     def grad_weight_queries(self, chunk: BackwardChunk, _: int, __: int) -> None:
         """Of the rows of chunk 0's queries."""
-        self._add_rows(0, self._num_queries, chunk)
+        self._add_rows(0, self._num_queries)
 
     def grad_weight_kv(self, chunk: BackwardChunk, _: int, __: int) -> None:
         """Of the rows of its keys and values."""
-        self._add_rows(self._num_queries, self._projected.columns[1], chunk)
+        self._add_rows(self._num_queries, self._projected.columns[1])
 
     def grad_weight_rest(self, chunk: BackwardChunk, _: int, __: int) -> None:
         """Of the rows of all other chunks."""
-        self._add_rows(self._projected.columns[1], self._projected.columns[-1], chunk)
+        self._add_rows(self._projected.columns[1], self._projected.columns[-1])
 
     @property
     def _num_queries(self) -> int:
         """Features of chunk 0's queries."""
         return self._projected.chunks[0].num_rows(QUERIES)
 
-    def grad_input(self, chunk: BackwardChunk, _: int, __: int) -> None:
-        """The gradient of x, of all chunks; with ``keep="input"`` of one, whose own are freed."""
-        if self._projected.keeps_input:
-            features = self._of_chunk.pop(chunk.index).flatten(0, 1)
-            if self._needed.x:
-                self._sum_x(chunk.index, features)
-        if not chunk.index:
-            self._finish()
-
-    def _sum_x(self, index: int, features: torch.Tensor) -> None:
-        plan = self._projected
-        runs = plan.chunks[index].runs(plan.chunks[index].kinds)
-        part = features @ select_rows(self._inputs.weights, runs)
-        if self._x_sum is None:
-            dtype = torch.promote_types(part.dtype, torch.float32)
-            self._x_sum = part.to(dtype) if len(plan.chunks) > 1 else part
-        else:
-            self._x_sum += part
-
-    def _add_rows(self, first: int, stop: int, chunk: BackwardChunk) -> None:
+    def _add_rows(self, first: int, stop: int) -> None:
         """The gradients of these rows of the weights and biases, chunk by chunk."""
         if first == stop:
             return
-        if self._projected.keeps_input:
-            features = self._of_chunk[chunk.index].flatten(0, 1)
-        else:
-            features = self._features.flatten(0, 1)[:, first:stop]
+        features = self._features.flatten(0, 1)[:, first:stop]
         if self._row_grads is not None:
             torch.mm(features.t(), self._inputs.rows, out=self._row_grads[first:stop])
         if self._bias_grads is not None:
@@ -313,13 +280,10 @@ class ProjectedBackward(BackwardPass):
             return
         turn_in_place(views, self._inputs.rotary, transposed=True)
 
-    def _finish(self) -> None:
+    def grad_input(self, _: BackwardChunk, __: int, ___: int) -> None:
         """After the last chunk: the gradient of x, and rows in the weights' own order."""
-        plan, inputs, results = self._projected, self._inputs, self.results
-        runs = plan.runs
-        if self._needed.x and plan.keeps_input and self._x_sum is not None:
-            results.x = self._x_sum.to(inputs.x.dtype)
-        elif self._needed.x:
+        inputs, results, runs = self._inputs, self.results, self._projected.runs
+        if self._needed.x:
             results.x = self._features.flatten(0, 1) @ select_rows(inputs.weights, runs)
         if self._row_grads is not None:
             results.weights = unselect_rows(self._row_grads, runs, inputs.weights)

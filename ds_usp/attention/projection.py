@@ -44,6 +44,9 @@ class Projection:
         order: of the rows of one ``qkv`` weight: ``"qkv"``, all queries, all keys, all values, or
             ``"grouped"``, as megatron-core has them: for each key/value head its query heads, its
             key and its value.
+        gathered: weights that ZeRO-3 has partitioned are whole in the forward and the backward pass
+            of the call, as those that DeepSpeed gathers for the module that calls
+            (``deepspeed.zero.register_external_parameter``).
 
     Raises:
         ConfigError: shapes that do not fit.
@@ -56,12 +59,13 @@ class Projection:
     qkv_bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     out_bias: torch.Tensor | None = None
     order: str = "qkv"
+    gathered: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
         weights, biases, (h, g) = self.weights, self.biases, (self.heads, self.kv_heads)
         sizes = f"qkv {[list(x.shape) for x in weights]}, out {list(self.out.shape)}"
-        if any(hasattr(x, "ds_id") for x in self.tensors):
+        if not self.gathered and any(hasattr(x, "ds_id") for x in self.tensors):
             return  # ZeRO-3 may hold them without a shape: only their own layers multiply them
         check_heads(h, g, len(weights), self.order)
         counts = (h, g, g) if len(weights) == 3 else (h + 2 * g,)

@@ -10,8 +10,8 @@ before the post of what it produces, or under an exchange that it does not depen
   under the first exchange. Under the last return the gradients of the weights' rows of all chunks
   that are there; then those of the last chunk, and the input's gradient. One chunk returns the
   gradients of Q first, whose rows are done under K's and V's.
-- backward that keeps the input only: every chunk is projected and posted again, and used when it
-  returns.
+- backward that keeps the input only: every chunk is projected and posted again; its rows are done
+  when it returns, the input's gradient at the end.
 
 ``ds_usp.attention.projected_forward`` and ``projected_backward`` execute it; the planner prices it.
 
@@ -114,7 +114,9 @@ def _projecting_again(attention: Schedule) -> Iterator[Instr]:
             yield Instr(Op.A2A_FIRST_WAIT, chunk)
         yield instr
         if op in (Op.RETURN_WAIT, Op.STORE):
-            yield from _all((Op.GRAD_WEIGHT, Op.GRAD_INPUT), chunk)
+            yield Instr(Op.GRAD_WEIGHT, chunk)
+            if not chunk:
+                yield Instr(Op.GRAD_INPUT, chunk)
 
 
 def _all(ops: tuple[Op, ...], chunk: int) -> Iterator[Instr]:

@@ -206,7 +206,7 @@ class RelativeCosts:
             return products.out * (queries if self.again else 1.0)
         if op in (Op.PROJECT_OUT, Op.GRAD_OUT_WEIGHT):
             return products.out
-        if op is Op.GRAD_WEIGHT_REST or (op is Op.GRAD_INPUT and not self.again):
+        if op in (Op.GRAD_WEIGHT_REST, Op.GRAD_INPUT):
             done = 1.0 if op is Op.GRAD_WEIGHT_REST else 0.0
             queries, keys = 1.0 - done * queries, 1.0 - done * keys
         elif op is Op.PROJECT and self.again:

@@ -37,7 +37,9 @@ _OPTIONS = (
 )
 
 
-def overlap_projections(layer: TransformerLayer, keep: Keep = "arrivals") -> None:
+def overlap_projections(
+    layer: TransformerLayer, keep: Keep = "arrivals", *, partitioned: bool = False
+) -> None:
     """Compute the products around a layer's attention under its exchanges, by
     :func:`ds_usp.projected_attention`. A call that it does not serve is computed as before, and one
     line in the log names the reason.
@@ -46,6 +48,8 @@ def overlap_projections(layer: TransformerLayer, keep: Keep = "arrivals") -> Non
 
     Args:
         keep: what is kept for backward.
+        partitioned: the weights will be partitioned by ZeRO-3, which then gathers those of both
+            projections for the attention module; before DeepSpeed's engine is made.
 
     Raises:
         ConfigError: a layer that it does not serve.
@@ -56,7 +60,13 @@ def overlap_projections(layer: TransformerLayer, keep: Keep = "arrivals") -> Non
             f"projections cannot be computed under the exchanges of layer {layer.layer_number}: "
             f"{reason}. Leave them to their own layers"
         )
-    attention.forward = partial(_forward, attention, attention.forward, keep)
+    if partitioned:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        for linear in (attention.linear_qkv, attention.linear_proj):
+            for parameter in linear.parameters():
+                register_external_parameter(attention, parameter)
+    attention.forward = partial(_forward, attention, attention.forward, keep, partitioned)
 
 
 def _reason_of(attention: Any) -> str | None:
@@ -86,6 +96,7 @@ def _forward(
     attention: Any,
     original: Any,
     keep: Keep,
+    partitioned: bool,
     hidden_states: Tensor,
     attention_mask: Tensor | None,
     *args: Any,
@@ -109,7 +120,7 @@ def _forward(
         rotary = angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype)
     out = ds_usp.projected_attention(
         hidden_states.transpose(0, 1),
-        _projection(attention),
+        _projection(attention, partitioned),
         rotary=rotary,
         keep=keep,
         plain=plain,
@@ -153,7 +164,7 @@ def _reason_of_call(
     return None
 
 
-def _projection(attention: Any) -> ds_usp.Projection:
+def _projection(attention: Any, partitioned: bool) -> ds_usp.Projection:
     """The layer's weights; the output's bias is added by its caller."""
     return ds_usp.Projection(
         attention.linear_qkv.weight,
@@ -163,4 +174,5 @@ def _projection(attention: Any) -> ds_usp.Projection:
         attention.linear_qkv.bias,
         None,
         "grouped",
+        gathered=partitioned,
     )

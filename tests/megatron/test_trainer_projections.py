@@ -21,7 +21,8 @@ RUNS = [
     degrees(sp=4, u=2, zero=1) + ON,
     degrees(sp=4, u=4, zero=2) + AGAIN + " --usp-recompute full --usp-mlp-chunks 5",
     degrees(sp=2, u=2, pp=2, zero=1) + ON + BIASES,
-    degrees(sp=4, u=1, zero=3) + ON,  # plain, as the weights are partitioned
+    degrees(sp=4, u=1, zero=3) + ON,
+    degrees(sp=4, u=2, zero=3) + AGAIN + " --usp-recompute full --usp-checkpoint-layers 2",
 ]
 
 

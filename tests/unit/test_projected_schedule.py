@@ -62,7 +62,7 @@ PRINTED = {
     " 1end 0slice 0attn0.0 1dkv0? 1store 0kv0? 0attn1.0 0dkv0 0end 0mmwq 0mmwrest 0dkv0? 0store"
     " 0mmwkv 0mmdx",
     (1, 2, True, True, True): "1mmqkv 1first 1mmdout 1a2a 0mmqkv 0first 0mmdout 0a2a 1mmwout"
-    " 1first? 1a2a? 1attn0.0 1end 1ret 0first? 0a2a? 0attn0.0 1ret? 1mmwqkv 1mmdx 0end 0ret 0ret?"
+    " 1first? 1a2a? 1attn0.0 1end 1ret 0first? 0a2a? 0attn0.0 1ret? 1mmwqkv 0end 0ret 0ret?"
     " 0mmwqkv 0mmdx",
     (2, 1, False, True, True): "0mmqkv 0mmdout 0mmwout 0slice 0kv0 0attn0.0 0kv0? 0attn1.0 0dkv0"
     " 0end 0dkv0? 0store 0mmwqkv 0mmdx",

@@ -98,6 +98,7 @@ class Layer(nn.Module):
         mlp_chunks: int,
         comm: TensorParallelComm | None,
         keep: str | None,
+        partitioned: bool,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -112,7 +113,7 @@ class Layer(nn.Module):
         if rotary is not None:
             rotate_in_projection(self.layer, rotary)
         if keep:
-            overlap_projections(self.layer, keep)
+            overlap_projections(self.layer, keep, partitioned=partitioned)
 
     def forward(self, hidden: Tensor, documents: PackedSeqParams | None = None) -> Tensor:
         """Documents are those packed in the sequences; None: one document a sequence."""
@@ -339,7 +340,7 @@ def layer_specs(
         )
     numbers = range(1, args.num_layers + 1)
     memory, chunks = planned_run(args).layer_memory(device), args.usp_mlp_chunks
-    more = memory, chunks, loss.comm, projections.keep_of(args, mesh)
+    more = memory, chunks, loss.comm, projections.keep_of(args, mesh), args.zero_stage == 3
     layers = [LayerSpec(Layer, args.seed + n, config, spec, n, rotary, *more) for n in numbers]
     return [
         first,
