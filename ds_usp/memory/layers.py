@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,35 @@ Checkpoint = Callable[..., Any]  # of the function and its inputs
 
 
 def reentrant_checkpoint(run: Callable[..., Any], *inputs: Any) -> Any:
-    """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape."""
-    return checkpoint(run, *inputs, use_reentrant=True)
+    """torch's reentrant checkpoint: suits ZeRO-3, whose partitioned parameters change shape. What
+    the function returns when it is recomputed is not kept in memory during its backward pass."""
+    return checkpoint(partial(_run_for_gradients, run), *inputs, use_reentrant=True)
+
+
+def _run_for_gradients(run: Callable[..., Any], *inputs: Any) -> Any:
+    """The function's results; in a recomputation, where torch enables gradients, without their
+    values, which the backward pass starts from but does not read."""
+    out = run(*inputs)
+    if not torch.is_grad_enabled():
+        return out
+    results = [
+        WithoutValues.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x
+        for x in (out if isinstance(out, tuple) else (out,))
+    ]
+    return tuple(results) if isinstance(out, tuple) else results[0]
+
+
+class WithoutValues(torch.autograd.Function):
+    """A tensor of the same shape in the memory of one element, and the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Uninitialized."""
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 @dataclass(frozen=True)

@@ -265,6 +265,7 @@ AUTOGRAD_FUNCTIONS = {
     "ScaledGradient",
     "MeanOfGradients",
     "TakeChunk",
+    "WithoutValues",
     "WriteChunk",
     "AllGatherLinear",
     "LinearReduceScatter",
