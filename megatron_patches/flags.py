@@ -328,10 +328,16 @@ class PlannedRun:
             overlap_gradients=self.overlap_gradients,
             fused_loss=args.usp_loss_chunks > 0,
             mlp_chunks=getattr(args, "usp_mlp_chunks", 0),
+            projection_overlap="recompute" if self._heads_in_chunks() else "off",
             checkpoint_layers=getattr(args, "usp_checkpoint_layers", 1),
             states_on_host=getattr(args, "usp_states_on_host", False),
             param_bytes=2 if args.bf16 or getattr(args, "fp16", False) else 4,
         )
+
+    def _heads_in_chunks(self) -> bool:
+        """Whether attention projects queries, keys and values again by chunks of heads."""
+        wanted = getattr(self.args, "usp_projection_overlap", "off")
+        return bool(wanted == "recompute" and self.args.ds_sequence_parallel_size > 1)
 
     def choose_degree(self, *, on_gpu: bool) -> Choice:
         """The Ulysses degree that ``auto`` stands for, with the planner's reasons.

@@ -44,6 +44,7 @@ from ds_usp.planner.max_length import all_configs, length_steps, max_lengths, mi
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import (
+    PROJECTION_OVERLAP,
     RECOMPUTE,
     SCHEDULES,
     ParallelConfig,
@@ -96,10 +97,11 @@ class _FusionFlags:
     fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
     mlp_chunks: CountOrZero = flag("chunks of each MLP (--usp-mlp-chunks); 0: in one", 0)
-    checkpoint_layers: Count = flag("layers that share a checkpoint (--usp-checkpoint-layers)", 1)
-    states_on_host: bool = flag(
-        "optimizer states in host memory but for the step (--usp-states-on-host)", False
+    projection_overlap: str = flag(
+        "recompute: heads in chunks (--usp-projection-overlap)", "off", choices=PROJECTION_OVERLAP
     )
+    checkpoint_layers: Count = flag("layers that share a checkpoint (--usp-checkpoint-layers)", 1)
+    states_on_host: bool = flag("but for the step (--usp-states-on-host)", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,11 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     model = work.model
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
     memory = _memory_flags(work, config)
+    if config.heads_in_chunks:
+        raise ConfigError(
+            "Megatron-DeepSpeed has no --usp-projection-overlap: emit a script for the trainer, or "
+            "plan with --projection-overlap off"
+        )
     flags = ["--tensor-model-parallel-size", str(config.tp)]
     flags += [
         "--ds-sequence-parallel-size",
@@ -228,6 +233,7 @@ def _refuse_length_flags(framework: str, config: ParallelConfig) -> None:
     """Refuse settings that trade time for length and have no flag in a framework."""
     known = framework_caps(framework).length_flags
     has = {"mlp_chunks": config.mlp_chunks > 1, "states_on_host": config.states_on_host}
+    has |= {"projection_overlap": config.heads_in_chunks}
     has |= {"checkpoint_layers": config.checkpoint_layers > 1}
     missing = [name.replace("_", "-") for name, used in has.items() if used and name not in known]
     if missing:
@@ -318,6 +324,8 @@ def script(work: Workload, config: ParallelConfig) -> str:
     more += [] if model.tied else ["--untie-embeddings-and-output-weights"]
     more += ["--normalization", "layernorm" if model.biases else "rmsnorm"]
     more += ["--layernorm-epsilon", f"{model.norm_epsilon:g}", *_memory_flags(work, config)]
+    if config.heads_in_chunks:
+        more += ["--usp-projection-overlap", "recompute", "--transformer-impl", "local"]
     return _SCRIPT.format(
         name=model.name,
         seq_length=work.seq_len,
@@ -353,4 +361,5 @@ KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyTyp
 FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(KINDS, "megatron-deepspeed")
     | {name: name for name in ("megatron-lm", "megatron-core")}
+    | {"script": "trainer"}
 )

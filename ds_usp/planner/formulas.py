@@ -87,6 +87,11 @@ def mlp_share(model: ModelShape) -> float:
     return (3 if model.gated else 2) * model.hidden * model.ffn / model.matrix_elements
 
 
+def qkv_share(model: ModelShape) -> float:
+    """The part of a layer's matrix products that makes queries, keys and values."""
+    return model.hidden * (model.q_width + 2 * model.kv_width) / model.matrix_elements
+
+
 def mfu(flop_per_s: float, peak_flop_per_s: float) -> float:
     """Model FLOPs utilization: model FLOP/s of one GPU over its peak."""
     return flop_per_s / peak_flop_per_s
@@ -142,7 +147,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     recomputed; a KV head with several users is saved by each. ``full`` saves the layer's input.
     ``attention`` saves that and attention's output; with Ulysses also q, k, v and out after the
     all-to-all, which recomputation would have to repeat. An MLP in chunks saves the input of norm 2
-    and nothing behind it.
+    and nothing behind it. With ``projection_overlap="recompute"`` neither queries, keys nor values
+    are saved, and attention's output once.
 
     Without Megatron's sequence parallelism tp does not shard what the norms save.
     """
@@ -156,6 +162,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
     attention = 2 * q + 2 * k * (1 if config.recompute == "attention-only" else kv_copies)
     if config.ulysses > 1 and config.recompute != "attention-only":
         attention += q
+    if config.heads_in_chunks:
+        attention = q
     norms, mlp = 4 * h, 4 * f if model.gated else 2 * f
     if model.gated and config.fused_activation:
         mlp = 3 * f

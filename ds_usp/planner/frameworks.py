@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import ORDERS
@@ -12,10 +12,11 @@ from ds_usp.planner.parallel_config import (
     RECOMPUTE,
     ParallelConfig,
     Workload,
+    projection_violations,
 )
 
 # Fields of a configuration that trade time for length, the cheapest first.
-LENGTH_FLAGS = ("mlp_chunks", "states_on_host", "checkpoint_layers")
+LENGTH_FLAGS = ("mlp_chunks", "projection_overlap", "states_on_host", "checkpoint_layers")
 _MLP_CHUNK_TOKENS = 16384  # matrix products over so many reach the rate of longer ones
 _GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
 
@@ -32,6 +33,10 @@ def length_options(work: Workload, config: ParallelConfig, flag: str) -> list[Pa
         chunks = mlp_chunks_for(work, config)
         refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config)
         return [] if refused else [config.replace(mlp_chunks=chunks)]
+    if flag == "projection_overlap":
+        changed = config.replace(projection_overlap="recompute")
+        refused = config.heads_in_chunks or any(projection_violations(changed))
+        return [] if refused else [changed]
     if flag == "states_on_host":
         refused = config.states_on_host or config.zero == 0
         return [] if refused else [config.replace(states_on_host=True)]
@@ -93,6 +98,20 @@ class FrameworkCaps:
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
+_MEGATRON_DEEPSPEED = FrameworkCaps(
+    "megatron-deepspeed",  # ZeRO-0 of bf16 weights sums gradients in bf16
+    zero=(1, 2, 3),
+    zero_in_pipeline=(1,),
+    recompute=("none", "gemm-last", "attention", "full"),
+    schedule="deepspeed",
+    interleaves=False,
+    offloads=True,
+    chunks_loss=True,
+    length_flags=tuple(flag for flag in LENGTH_FLAGS if flag != "projection_overlap"),
+    tp_sequence=False,
+    orders=ORDERS[:1],
+    unsharded_grad_reduce=True,
+)
 FRAMEWORKS = (
     FrameworkCaps(
         "any",
@@ -107,20 +126,8 @@ FRAMEWORKS = (
         chunks_loss_in_pipeline=True,
         length_flags=LENGTH_FLAGS,
     ),
-    FrameworkCaps(
-        "megatron-deepspeed",  # and the trainer; ZeRO-0 of bf16 weights sums gradients in bf16
-        zero=(1, 2, 3),
-        zero_in_pipeline=(1,),
-        recompute=("none", "gemm-last", "attention", "full"),
-        schedule="deepspeed",
-        interleaves=False,
-        offloads=True,
-        chunks_loss=True,
-        length_flags=LENGTH_FLAGS,
-        tp_sequence=False,
-        orders=ORDERS[:1],
-        unsharded_grad_reduce=True,
-    ),
+    _MEGATRON_DEEPSPEED,
+    replace(_MEGATRON_DEEPSPEED, name="trainer", length_flags=LENGTH_FLAGS),
     FrameworkCaps(
         "megatron-core",
         zero=(0, 1),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ds_usp.planner.attention_time import AttentionTime, attention_s
-from ds_usp.planner.formulas import layer_bytes, mlp_share
+from ds_usp.planner.formulas import layer_bytes, mlp_share, qkv_share
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.kernel_time import elementwise_s, gemm_s
 from ds_usp.planner.launch_overhead import NOTHING, LaunchedWork
@@ -83,6 +83,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
         recomputed = LaunchedWork(elementwise_s(cluster, 2 * max(saved_less, 0.0)))
     if config.checkpoint_layers > 1:  # the last layer of a group is computed as often as before
         recomputed += recomputed.part(1 - 1 / config.checkpoint_layers)
+    if config.heads_in_chunks:  # their exchange runs under attention of other chunks
+        recomputed += rest.forward.part(qkv_share(work.model))
     if config.mlp_chunks > 1:
         recomputed += rest.forward.part(mlp_share(work.model))
     return LayerTime(

@@ -13,6 +13,7 @@ from ds_usp.planner.formulas import (
     saved_virtual_stages,
     stage_elements,
 )
+from ds_usp.planner.layer_peak import attention_peak
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 _BUCKET_ELEMENTS = 500_000_000  # a larger tensor goes alone, as it lies
@@ -84,18 +85,34 @@ class ModelWideBytes:
 
 def model_wide_bytes(work: Workload, config: ParallelConfig) -> ModelWideBytes:
     """The bytes of :func:`memory` that do not depend on the offload ratio."""
-    transient, one = 0.0, layer_elements(work.model, config.tp)
+    one, logits = layer_elements(work.model, config.tp), logits_bytes(work, config)
+    exchange, transient = _recomputed_layer_bytes(work, config)
+    if config.zero == 3 and config.zero_ranks > 1:
+        transient += 2 * one * config.param_bytes + one * config.grad_bytes
+    layer_input = input_bytes(work, config)
+    return ModelWideBytes(layer_bytes(work, config), layer_input, logits, exchange, transient)
+
+
+def _recomputed_layer_bytes(work: Workload, config: ParallelConfig) -> tuple[float, float]:
+    """Buffers of exchanges, and what else lives in the backward pass of one layer beside what
+    layers save, at the worse moment: that of the MLP or, where that is in chunks, of attention."""
+    exchange, transient = exchange_bytes(work, config), 0.0
     if config.recompute in ("full", "attention"):
         transient += layer_bytes(work, config.replace(recompute="none"))
     if config.recompute == "attention":  # what it saves is counted already
         transient -= layer_bytes(work, config)
-    if config.zero == 3 and config.zero_ranks > 1:
-        transient += 2 * one * config.param_bytes + one * config.grad_bytes
-    logits, exchange = logits_bytes(work, config), exchange_bytes(work, config)
-    # An exchange and the MLP's backward pass are not at the same time.
-    transient += max(0.0, mlp_chunk_bytes(work, config) - exchange)
-    layer_input = input_bytes(work, config)
-    return ModelWideBytes(layer_bytes(work, config), layer_input, logits, exchange, transient)
+    if config.mlp_chunks <= 1 or config.recompute not in ("full", "attention"):
+        # An exchange and the MLP's backward pass are not at the same time.
+        return exchange, transient + max(0.0, mlp_chunk_bytes(work, config) - exchange)
+    at_mlp = transient + mlp_chunk_bytes(work, config)
+    peak = attention_peak(work, config)
+    kept = 0.0
+    if config.recompute == "attention":
+        kept = layer_bytes(work, config) - input_bytes(work, config)
+    at_attention = peak.held + peak.kernel + peak.buffers - kept
+    if at_mlp > at_attention:
+        return 0.0, at_mlp
+    return peak.buffers, at_attention - peak.buffers
 
 
 def memory(

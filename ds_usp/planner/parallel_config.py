@@ -20,6 +20,7 @@ from ds_usp.planner.models import ModelShape
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
+PROJECTION_OVERLAP = ("off", "recompute")
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 
@@ -81,6 +82,9 @@ class ParallelConfig:
         fused_loss: the loss is chunked; the full logits are never in memory.
         mlp_chunks: each layer's norm 2, MLP and residual are computed in so many chunks of a rank's
             tokens and again in backward (``--usp-mlp-chunks``); 0 or 1: in one.
+        projection_overlap: ``recompute``: queries, keys and values exist for a chunk of heads at a
+            time, and are projected and exchanged again in backward (the trainer's
+            ``--usp-projection-overlap recompute``).
         checkpoint_layers: so many layers have one checkpoint around those that ``recompute`` makes
             (``--usp-checkpoint-layers``); 1: none.
         states_on_host: optimizer states and fp32 weights are in host memory but for the step
@@ -109,6 +113,7 @@ class ParallelConfig:
     fused_activation: bool = False
     fused_loss: bool = False
     mlp_chunks: CountOrZero = 0
+    projection_overlap: str = choice(PROJECTION_OVERLAP, "off")
     checkpoint_layers: Count = 1
     states_on_host: bool = False
     overlap_gradients: bool = False
@@ -134,6 +139,11 @@ class ParallelConfig:
     def sp(self) -> int:
         """Ranks that share a sequence, tp aside."""
         return self.ulysses * self.ring
+
+    @property
+    def heads_in_chunks(self) -> bool:
+        """Whether queries, keys and values of all heads never exist at once."""
+        return self.projection_overlap == "recompute"
 
     @property
     def gpus(self) -> int:
@@ -164,6 +174,7 @@ class ParallelConfig:
     def length_settings(self) -> list[str]:
         """The settings that trade time for length, in words; none where all are off."""
         words = [f"MLP in {self.mlp_chunks} chunks"] if self.mlp_chunks > 1 else []
+        words += ["heads in chunks"] if self.heads_in_chunks else []
         words += ["states on the host"] if self.states_on_host else []
         several = self.checkpoint_layers > 1
         return words + ([f"{self.checkpoint_layers} layers a checkpoint"] if several else [])
@@ -274,5 +285,17 @@ def _memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"{config.checkpoint_layers} layers a checkpoint go with recompute "
             f"{' or '.join(CHECKPOINTED)}, not with {config.recompute}"
         )
+    if config.heads_in_chunks:
+        yield from projection_violations(config)
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
+
+
+def projection_violations(config: ParallelConfig) -> Iterator[str]:
+    """What does not go with queries, keys and values by chunks of heads."""
+    if config.tp > 1:
+        yield f"projection overlap recompute multiplies whole weights: tp is {config.tp}, not 1"
+    if config.sp == 1:
+        yield "projection overlap recompute is for sequences on several ranks"
+    if config.recompute in ("gemm-last", "attention", "attention-only"):
+        yield f"projection overlap recompute does not go with recompute {config.recompute}"

@@ -316,8 +316,9 @@ class _Collector:
                 option
                 for config in configs
                 for option in length_options(self._result.work, config.replace(**saving), flag)
+                or [config]  # that cannot have it, as with tensor parallelism
             ]
-            if not changed:
+            if changed == configs:
                 continue
             configs = changed
             self._result.length_flags += (flag,)

@@ -51,7 +51,7 @@ def _flags(tp: int, ulysses: int, ring: int) -> list[str]:
     return [*GPT.split(), *degrees.split(), "--ulysses-degree", str(ulysses)]
 
 
-def _validated(tp: int, ulysses: int, ring: int, flags: str = "") -> Any:
+def validated(tp: int, ulysses: int, ring: int, flags: str = "") -> Any:
     from usp_trainer.arguments import parse
     from usp_trainer.validate_args import validate_and_derive
 
@@ -64,13 +64,13 @@ def _validated(tp: int, ulysses: int, ring: int, flags: str = "") -> Any:
 def _predicted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> float:
     from usp_trainer.auto_args import planned_run
 
-    run = planned_run(_validated(tp, ulysses, ring, flags))
+    run = planned_run(validated(tp, ulysses, ring, flags))
     return layer_bytes(run.workload(), replace(run.parallel_config(), recompute=recompute))
 
 
 def _counted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> int:
     """Bytes of all storages that autograd saves, once each, parameters aside."""
-    layer, x = _layer_and_input(_validated(tp, ulysses, ring, flags))
+    layer, x = layer_and_input(validated(tp, ulysses, ring, flags))
 
     def run() -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
@@ -78,7 +78,7 @@ def _counted(tp: int, ulysses: int, ring: int, recompute: str, flags: str) -> in
     return _saved_bytes(layer, run)
 
 
-def _layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
+def layer_and_input(args: Any) -> tuple[torch.nn.Module, torch.Tensor]:
     """The trainer's first layer in bf16, and what goes into it, on this rank."""
     from megatron.core import parallel_state
     from usp_trainer import tp_tokens
@@ -131,10 +131,10 @@ def policies_over_formula(ctx: RankContext) -> dict[str, tuple[float, float]]:
     prepare_deepspeed()
     ratios = {}
     for recompute, chunks in product(("none", "gemm-last", "attention", "full"), (0, 3)):
-        args = _validated(1, 2, 1, f"--usp-recompute {recompute} --usp-mlp-chunks {chunks}")
+        args = validated(1, 2, 1, f"--usp-recompute {recompute} --usp-mlp-chunks {chunks}")
         run = planned_run(args)
         formula = layer_bytes(run.workload(), run.parallel_config())
-        layer, x = _layer_and_input(args)
+        layer, x = layer_and_input(args)
         saved = _saved_bytes(layer, lambda layer=layer, x=x: layer(x))
         offload = Offload(0.5, torch.device("cpu"), min_bytes=1024)
         layer.memory = replace(layer.memory, offload=offload)

@@ -20,9 +20,10 @@ from ds_usp.planner.formulas import (
 )
 from ds_usp.planner.frameworks import framework_caps
 from ds_usp.planner.hardware import load_cluster
+from ds_usp.planner.layer_peak import attention_peak
 from ds_usp.planner.layer_time import layer_time
 from ds_usp.planner.max_length import STEP, length_steps, needs_at
-from ds_usp.planner.memory import exchange_bytes, memory, offload_needed, states_bytes
+from ds_usp.planner.memory import memory, offload_needed, states_bytes
 from ds_usp.planner.model_files import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
 from ds_usp.planner.search import search
@@ -67,13 +68,34 @@ def test_an_mlp_in_chunks_is_never_whole() -> None:
     # Norm 2's output and fc1, sigmoid, product; what is left is the input of norm 2.
     statistics = 4 * 2**20 / 2
     assert none - chunked == pytest.approx((4096 + 4 * 14336) / 4096 * one_input + statistics)
-    # The exchange's buffers of attention are more than the MLP's gradients and one chunk.
-    assert exchange_bytes(WORK, config) > 2 * one_input + (none - chunked) / 64
-    assert memory(WORK, config).transient == pytest.approx(chunked)
-    ring = config.replace(ulysses=1, ring=2, mlp_chunks=2)
-    behind = (none - chunked) / 2 + 2 * one_input - exchange_bytes(WORK, ring)
-    left = layer_bytes(WORK, ring.replace(recompute="none"))
-    assert memory(WORK, ring).transient == pytest.approx(left + behind)
+    # Attention's backward pass is worse than that of the MLP in many chunks, not in few.
+    needs, peak = memory(WORK, config), attention_peak(WORK, config)
+    assert needs.exchange == peak.buffers
+    assert needs.transient == pytest.approx(peak.held + peak.kernel)
+    few = config.replace(mlp_chunks=2)
+    behind = (none - chunked) / 2 + 2 * one_input
+    assert memory(WORK, few).transient == pytest.approx(chunked + behind)
+    assert memory(WORK, few).exchange == 0
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_heads_in_chunks_need_less_of_a_layer(degrees: tuple[int, int]) -> None:
+    ulysses, ring = degrees
+    config = FULL.replace(ulysses=ulysses, ring=ring, mlp_chunks=64)
+    whole, chunked = (
+        memory(WORK, config.replace(projection_overlap=mode)) for mode in ("off", "recompute")
+    )
+    assert chunked.total < whole.total and chunked.activations == whole.activations
+    whole_s, chunked_s = (
+        layer_time(H200, WORK, config.replace(projection_overlap=mode)).recompute
+        for mode in ("off", "recompute")
+    )
+    assert whole_s < chunked_s < 1.1 * whole_s
+    for wrong in ({"tp": 2}, {"recompute": "attention"}, {"ulysses": 1, "ring": 1}):
+        changes = config.replace(projection_overlap="recompute", **wrong)
+        assert "projection overlap" in (infeasible_reason(WORK, changes) or "")
+    with pytest.raises(ConfigError, match="no --usp-projection-overlap"):
+        emit("megatron-deepspeed", WORK, config.replace(projection_overlap="recompute"))
 
 
 def test_time_that_each_costs() -> None:
@@ -132,7 +154,7 @@ def test_steps_go_further_and_say_what_ends_them() -> None:
 
 def test_a_plan_has_them_where_nothing_fits_without() -> None:
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
-    trainer = framework_caps("megatron-deepspeed")
+    trainer = framework_caps("trainer")
     fixed = {"ulysses": 2}
     short = search(cluster, Workload(LLAMA, 2**15), 2, trainer, fixed=fixed)
     assert not short.length_flags and short.plans[0].config.mlp_chunks == 0
@@ -147,12 +169,13 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
     assert "--usp-mlp-chunks 48" in flags
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
     assert ("--usp-states-on-host" in flags) == best.config.states_on_host
-    waiting = best.config.replace(states_on_host=True)
+    assert ("--usp-projection-overlap recompute" in flags) == best.config.heads_in_chunks
+    waiting = best.config.replace(states_on_host=True, projection_overlap="off")
     assert "--usp-states-on-host" in emit("megatron-deepspeed", long, waiting)
     too_long = Workload(LLAMA, 2**23)
     lines = explain(search(cluster, too_long, 2, trainer, fixed=fixed))
     assert "nothing fits into" in lines[0]
-    assert "MLP in 256 chunks, states on the host" in lines[0]
+    assert "MLP in 256 chunks, heads in chunks, states on the host" in lines[0]
 
 
 def test_megatron_lm_has_chunks_alone() -> None:

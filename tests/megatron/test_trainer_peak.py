@@ -1,0 +1,89 @@
+"""The most bytes that live while a recomputed layer of the trainer runs backward, against the
+planner's formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import RankContext, fork_world
+from test_trainer_layer_bytes import layer_and_input, validated
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_usp.kernels import rotary, rotary_positions
+from ds_usp.planner.layer_peak import attention_peak
+from ds_usp.training import prepare_deepspeed
+
+MODEL = """
+    --num-key-value-heads 4 --ffn-hidden-size 256 --swiglu --disable-bias-linear
+    --use-rotary-position-embeddings --usp-recompute full --usp-mlp-chunks 64
+"""
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of results of operators that live at once; not what a kernel has inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        of_inputs = {
+            x.untyped_storage()._cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in of_inputs:
+                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+def peak_bytes(args: Any) -> int:
+    """Of one layer, without the layer's input. Its output, which the caller has here, is as large
+    as the output's gradient, which in a model is there instead."""
+    layer, x = layer_and_input(args)
+    x, grad = x.detach().requires_grad_(), torch.randn_like(x)
+    for _ in range(2):
+        with LiveBytes() as live:
+            layer(x).backward(grad)
+        x.grad = None
+        layer.zero_grad()
+    return live.peak
+
+
+def measured_and_formula(ctx: RankContext, tokens: tuple[int, int]) -> list[tuple[float, float]]:
+    """With whole heads and heads in chunks, bytes of as many tokens as the two lengths differ in:
+    weights and their gradients do not grow."""
+    from usp_trainer.auto_args import planned_run
+
+    prepare_deepspeed()
+    rotary._CPU_ELEMENTS = rotary_positions._TABLE_ELEMENTS = 2**10  # not in proportion to tokens
+    results = []
+    for overlap in ("off", "recompute"):
+        both = []
+        for count in tokens:
+            flags = f"{MODEL} --usp-projection-overlap {overlap} --micro-batch-size 1"
+            args = validated(1, 2, 1, f"{flags} --seq-length {2 * count}")
+            run = planned_run(args)
+            expected = attention_peak(run.workload(), run.parallel_config())
+            both.append((peak_bytes(args), expected.held + expected.buffers))
+        (few, few_formula), (many, many_formula) = both
+        results.append((float(many - few), many_formula - few_formula))
+    return results
+
+
+def test_the_peak_of_a_recomputed_layer_is_the_formula() -> None:
+    for whole, chunked in fork_world(measured_and_formula, 2, tokens=(1024, 1536)):
+        for measured, formula in (whole, chunked):
+            assert measured == pytest.approx(formula, rel=0.01)
+        assert chunked[0] < 0.75 * whole[0]
