@@ -21,6 +21,7 @@ from ds_usp.planner.models import ModelShape
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
 PROJECTION_OVERLAP = ("off", "recompute")
+PROJECTS_AGAIN = ("none", "full")  # recomputations that go with it
 SCHEDULES = ("1f1b", "interleaved", "deepspeed")
 
 
@@ -297,5 +298,5 @@ def projection_violations(config: ParallelConfig) -> Iterator[str]:
         yield f"projection overlap recompute multiplies whole weights: tp is {config.tp}, not 1"
     if config.sp == 1:
         yield "projection overlap recompute is for sequences on several ranks"
-    if config.recompute in ("gemm-last", "attention", "attention-only"):
+    if config.recompute not in PROJECTS_AGAIN:
         yield f"projection overlap recompute does not go with recompute {config.recompute}"

@@ -20,7 +20,13 @@ from ds_usp.planner.memory import (
     states_bytes,
     with_offload,
 )
-from ds_usp.planner.parallel_config import CHECKPOINTED, RECOMPUTE, ParallelConfig, Workload
+from ds_usp.planner.parallel_config import (
+    CHECKPOINTED,
+    PROJECTS_AGAIN,
+    RECOMPUTE,
+    ParallelConfig,
+    Workload,
+)
 from ds_usp.planner.search_result import GIB, Plan, SearchResult
 from ds_usp.planner.step_time import (
     MicroBatch,
@@ -113,6 +119,8 @@ class _Collector:
         recompute = values_of(fixed, "recompute", framework.recompute)
         if base.mlp_chunks > 1:
             recompute = [mode for mode in recompute if mode != "attention-only"]
+        if base.heads_in_chunks:
+            recompute = [mode for mode in recompute if mode in PROJECTS_AGAIN]
         batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
         if not (stages and orders and recompute and batches):
             axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
@@ -309,7 +317,7 @@ class _Collector:
         configs = list(degree_sets)
         known = values_of(fixed, "recompute", self._framework.recompute)
         modes = [mode for mode in known if mode in CHECKPOINTED]
-        saving: dict[str, object] = {"recompute": modes[-1]} if modes else {}
+        saving: dict[str, object] = {"recompute": (modes or known)[-1]} if known else {}
         for flag in self._framework.length_flags:
             # Checkpoints of several layers depend on the recomputation.
             changed = [

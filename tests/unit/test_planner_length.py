@@ -170,6 +170,7 @@ def test_a_plan_has_them_where_nothing_fits_without() -> None:
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
     assert ("--usp-states-on-host" in flags) == best.config.states_on_host
     assert ("--usp-projection-overlap recompute" in flags) == best.config.heads_in_chunks
+    assert not best.config.heads_in_chunks or best.config.recompute in ("none", "full")
     waiting = best.config.replace(states_on_host=True, projection_overlap="off")
     assert "--usp-states-on-host" in emit("megatron-deepspeed", long, waiting)
     too_long = Workload(LLAMA, 2**23)
