@@ -32,9 +32,10 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     Letters of comments: h hidden, q and k features of all queries and all keys; a and e those of
     the largest head chunk: of its queries, and of its keys and values; of a token on one rank.
     With ``projection_overlap="recompute"`` a chunk and the next one are there at once: with Ulysses
-    13 a + 7 e; in a ring 11 a + 1.5 e and five blocks of keys and values. Else there is one chunk.
+    13 a + 7 e; in a ring 8.5 a + 6.5 e and five blocks of keys and values. Else there is one chunk.
     Counted on a trainer's layer, operator by operator (``tests/megatron/test_trainer_peak.py``,
-    with Ulysses); the ring's numbers are fitted to such counts, to 1 % of the whole.
+    with Ulysses); the ring's numbers are fitted to such counts with equal chunks. Where chunks are
+    unequal, share a KV head, or both degrees are above 1, the whole is up to 15 % too high.
     """
     model, tp = work.model, config.tp
     hidden = input_bytes(work, config) / config.param_bytes
@@ -45,7 +46,7 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
         part_q, part_kv = _largest_chunk(work, config)
         a, e = part_q * q, part_kv * kv * copies
         held = 2 * q + kv  # attention's output; gradients of queries, keys and values
-        buffers = 13 * a + 7 * e if config.ulysses > 1 else 11 * a + 1.5 * e
+        buffers = 13 * a + 7 * e if config.ulysses > 1 else 8.5 * a + 6.5 * e
         buffers += 5 * e if config.ring > 1 else 0.0
     else:
         a, e = q, kv * copies
@@ -56,7 +57,7 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
             # A copy of grouped queries, beside the projection's output that they are a part of.
             held += q + kv + (q if model.kv_heads < model.heads else 0.0)
             buffers = 1.5 * q
-        buffers += 5.2 * e if config.ring > 1 else 0.0
+        buffers += (3 if config.ulysses > 1 else 5.2) * e if config.ring > 1 else 0.0
     kernel = 4 * tokens * (a + (e if model.kv_heads < model.heads else 0.0))
     lse = 4.0 * model.heads / tp
     return AttentionPeak(

@@ -18,7 +18,7 @@ from ds_usp.planner.layer_peak import attention_peak
 from ds_usp.training import prepare_deepspeed
 
 MODEL = """
-    --num-key-value-heads 4 --ffn-hidden-size 256 --swiglu --disable-bias-linear
+    --num-key-value-heads 8 --ffn-hidden-size 256 --swiglu --disable-bias-linear
     --use-rotary-position-embeddings --usp-recompute full --usp-mlp-chunks 16
 """
 
