@@ -27,7 +27,7 @@ PARAMETERS = {
     "USPSelfAttention": "qkv out heads kv_heads mesh layout mask order q_norm k_norm overlap keep "
     "softmax_scale kernel tuning scores",
     "USPSelfAttention.forward": "self x rotary mask",
-    "Projection": "qkv out heads kv_heads qkv_bias out_bias order",
+    "Projection": "qkv out heads kv_heads qkv_bias out_bias order gathered",
     "USPAttention": "local_attention sequence_process_group scatter_idx gather_idx sp_stream "
     "num_kv_heads ulysses_degree mesh layout mask softmax_scale dropout_p kernel order tuning",
     "USPAttention.forward": "self query key value batch_dim_idx rotary_pos_emb args documents "
